@@ -1,0 +1,38 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Needs Python 3.11+, git and make; everything else goes into .venv from pinned versions.
+
+PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3.13 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test check format docs clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+$(VENV)/.train: pyproject.toml constraints.txt tools/setup.py
+	@"$(PYTHON)" tools/setup.py $(VENV) train
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.train
+	@"$(PYTHON)" tools/setup.py $(VENV) dev
+	@touch $@
+
+demo: $(VENV)/.train  ## train the embedded model on mathematics, on this machine, in two minutes
+	@$(BIN)/trimtab demo
+
+test: $(VENV)/.dev  ## all tests that this machine can run
+	@$(BIN)/python tools/test.py
+
+check: $(VENV)/.dev  ## lint, types and the import contract, in a minute
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+format: $(VENV)/.dev  ## let ruff put the code in order
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+docs: $(VENV)/.dev  ## write the generated reference pages again
+	@$(BIN)/python tools/docs.py
+
+clean:  ## remove the environment and caches; run folders stay
+	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache build dist

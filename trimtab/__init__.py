@@ -1,0 +1,40 @@
+"""trimtab: train large language models on the hardware you have, and know before the run what it will take.
+
+    import trimtab
+
+    model = trimtab.load("Qwen/Qwen3-0.6B-Base")      # a hub id, a folder, a GGUF file or a run folder
+    print(model.generate("The derivative of x^2 is"))
+
+    run = trimtab.train("recipe.yaml", max_steps=100)  # the same job as `trimtab train recipe.yaml max_steps=100`
+    run.model().save("my-model")                       # a folder that transformers loads
+
+Nothing heavy is imported until it is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.api import Model, RunResult, load, plan, train
+    from trimtab.facts.errors import TrimtabError
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "load": "trimtab.api",
+    "train": "trimtab.api",
+    "plan": "trimtab.api",
+    "Model": "trimtab.api",
+    "RunResult": "trimtab.api",
+    "TrimtabError": "trimtab.facts.errors",
+}
+
+__all__ = ["Model", "RunResult", "TrimtabError", "__version__", "load", "plan", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,5 @@
+"""`python -m trimtab`."""
+
+from trimtab.cli.main import entry
+
+entry()
