@@ -1,0 +1,178 @@
+"""A GGUF file's metadata to a `ModelShape`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from trimtab.facts.errors import ModelError
+from trimtab.facts.shapes import ModelShape, RopeScaling, check
+from trimtab.facts.shapes_hf import MAX_LAYERS, scaling_from_values
+
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""`general.architecture` values that are read. Mistral and SmolLM2 files say "llama"."""
+
+# Llama 3.x files carry their scaling only as a tensor of divisors; these are Meta's constants behind it.
+_LLAMA3_ORIGINAL, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
+
+
+def shape_from_gguf(
+    metadata: Mapping[str, Any],
+    tensor_names: Collection[str],
+    *,
+    vocab_size: int,
+    rope_divisors: Sequence[float] | None = None,
+    where: str = "the GGUF file",
+) -> ModelShape:
+    """The shape that a GGUF file describes.
+
+    Args:
+        metadata: the header's keys and values.
+        tensor_names: the header's tensors; biases and a head of its own show in them.
+        vocab_size: rows of `token_embd.weight`, the only place that always says it.
+        rope_divisors: contents of `rope_freqs.weight`, [head_dim / 2], where the file has it (Llama 3.x).
+        where: how errors name the file.
+    """
+    arch = metadata.get("general.architecture")
+    if arch not in GGUF_ARCHITECTURES:
+        raise ModelError(
+            f"{where} holds a model of architecture {arch!r}, which trimtab does not know",
+            f"supported are {', '.join(GGUF_ARCHITECTURES)} (Mistral and SmolLM2 files say llama)",
+        )
+    keys = _Keys(metadata, arch, where)
+    if keys.whole("expert_count", 0):
+        raise ModelError(f"{where} holds a mixture of experts", "supported are dense models")
+    if metadata.get("split.count", 0) not in (0, 1):
+        raise ModelError(
+            f"{where} is one of {metadata['split.count']} parts", "join them with llama-gguf-split --merge"
+        )
+    hidden, heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
+    if heads < 1:
+        raise ModelError(f"{where}: attention.head_count is {heads}", "it must be at least 1")
+    head_dim = keys.whole("attention.key_length", hidden // heads)
+    rotated = keys.whole("rope.dimension_count", head_dim)
+    if rotated != head_dim or keys.whole("attention.value_length", head_dim) != head_dim:
+        raise ModelError(f"{where}: heads of {head_dim}, rotated {rotated}", "whole, equal heads are needed")
+    window = keys.whole("attention.sliding_window", 0) or None
+    max_positions, theta = keys.whole("context_length"), keys.number("rope.freq_base", 10_000.0)
+    names = set(tensor_names)
+    return check(
+        ModelShape(
+            family="mistral" if arch == "llama" and window else arch,
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=keys.whole("feed_forward_length"),
+            num_layers=keys.whole("block_count", most=MAX_LAYERS),
+            num_heads=heads,
+            num_kv_heads=keys.whole("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            max_positions=max_positions,
+            rope_theta=theta,
+            rope_scaling=_scaling(keys, max_positions, theta, head_dim, rope_divisors),
+            norm_eps=_single_to_decimal(keys.number("attention.layer_norm_rms_epsilon", 1e-6)),
+            tie_embeddings="output.weight" not in names,
+            qkv_bias="blk.0.attn_q.bias" in names,
+            o_bias="blk.0.attn_output.bias" in names,
+            mlp_bias="blk.0.ffn_gate.bias" in names,
+            qk_norm="blk.0.attn_q_norm.weight" in names,
+            sliding_window=window,
+        )
+    )
+
+
+class _Keys:
+    """`<architecture>.<key>` values with their types checked."""
+
+    def __init__(self, metadata: Mapping[str, Any], arch: str, where: str) -> None:
+        self.metadata, self.arch, self.where = metadata, arch, where
+
+    def get(self, key: str) -> Any:
+        return self.metadata.get(f"{self.arch}.{key}")
+
+    def whole(self, key: str, default: int | None = None, most: int = 2**40) -> int:
+        value = self.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"{self.where} has no {self.arch}.{key}", "the file is not complete")
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
+            value = value[0]
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            raise ModelError(
+                f"{self.where}: {self.arch}.{key} is {value!r}", f"a whole number up to {most} is expected"
+            )
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ModelError(f"{self.where}: {self.arch}.{key} is {value!r}", "a number is expected")
+        return float(value)
+
+
+def _single_to_decimal(value: float) -> float:
+    """The shortest decimal with the same fp32 bits: files store 1e-5 as 9.999999747378752e-06."""
+    return float(f"{value:.7g}")
+
+
+def _scaling(
+    keys: _Keys, max_positions: int, theta: float, head_dim: int, divisors: Sequence[float] | None
+) -> RopeScaling | None:
+    if divisors is not None:
+        return _llama3_scaling(keys, theta, head_dim, divisors)
+    kind = keys.get("rope.scaling.type") or "none"
+    if kind == "none":
+        return None
+    attention = None
+    if keys.get("rope.scaling.attn_factor") is not None:
+        # llama.cpp multiplies YaRN's own factor by this one; Hugging Face's key is the product.
+        log_factor = math.log(max(keys.number("rope.scaling.factor", 1.0), 1.0))
+        attention = keys.number("rope.scaling.attn_factor", 1.0) * (1 + 0.1 * log_factor)
+    rope = {
+        "factor": keys.get("rope.scaling.factor"),
+        "attention_factor": attention,
+        "beta_fast": keys.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
+    }
+    original = keys.get("rope.scaling.original_context_length")
+    return scaling_from_values(kind, rope, original, max_positions, f"{keys.where} (rotary settings)")
+
+
+def llama3_divisors(theta: float, head_dim: int, factor: float) -> list[float]:
+    """By how much Llama 3.x divides each frequency, [head_dim / 2], as llama.cpp's converter stores it."""
+    out = []
+    for index in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * theta ** (index / head_dim)
+        if wavelength < _LLAMA3_ORIGINAL / _LLAMA3_HIGH:
+            out.append(1.0)
+        elif wavelength > _LLAMA3_ORIGINAL / _LLAMA3_LOW:
+            out.append(factor)
+        else:
+            smooth = (_LLAMA3_ORIGINAL / wavelength - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
+            out.append(1 / ((1 - smooth) / factor + smooth))
+    return out
+
+
+def _llama3_scaling(
+    keys: _Keys, theta: float, head_dim: int, divisors: Sequence[float]
+) -> RopeScaling | None:
+    """Llama 3's scaling recognized in its divisors, verified by computing them again."""
+    if all(value == 1.0 for value in divisors):
+        return None
+    factor = max(divisors)
+    expected = llama3_divisors(theta, head_dim, factor)
+    if len(expected) != len(divisors) or any(
+        abs(a - b) > 1e-4 * abs(b) for a, b in zip(divisors, expected, strict=True)
+    ):
+        raise ModelError(
+            f"{keys.where}: rope_freqs.weight is not Llama 3's frequency scaling",
+            "use the model's Hugging Face folder",
+        )
+    return RopeScaling(
+        "llama3",
+        factor,
+        _LLAMA3_ORIGINAL,
+        low_freq_factor=_LLAMA3_LOW,
+        high_freq_factor=_LLAMA3_HIGH,
+    )

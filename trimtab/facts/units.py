@@ -1,0 +1,49 @@
+"""Bytes, counts and durations the way people write them."""
+
+from __future__ import annotations
+
+
+def format_bytes(count: float) -> str:
+    """Binary units with three significant digits.
+
+    Example:
+        >>> format_bytes(1536), format_bytes(3 * 2**30)
+        ('1.50 KiB', '3.00 GiB')
+    """
+    sign, size = ("-", -count) if count < 0 else ("", count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    if unit == "B":
+        return f"{sign}{size:.0f} B"
+    return f"{sign}{size:.2f} {unit}" if size < 10 else f"{sign}{size:.1f} {unit}"
+
+
+def format_count(count: float) -> str:
+    """Decimal units: parameters, tokens.
+
+    Example:
+        >>> format_count(596_049_920), format_count(950)
+        ('596 M', '950')
+    """
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(count) >= limit:
+            value = count / limit
+            return f"{value:.2f} {unit}" if abs(value) < 10 else f"{value:.0f} {unit}"
+    return f"{count:.0f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration a person can read at a glance.
+
+    Example:
+        >>> format_seconds(4.25), format_seconds(200), format_seconds(7300)
+        ('4.2 s', '3 min 20 s', '2 h 01 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
