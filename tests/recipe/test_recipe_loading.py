@@ -1,0 +1,273 @@
+"""Loading, overrides and the messages people get."""
+
+from __future__ import annotations
+
+import pytest
+
+from trimtab.facts.errors import RecipeError
+from trimtab.recipe import build, load, loads
+
+MINIMAL = "model: starter\ndata:\n  train: [notes.txt]\n"
+
+
+def message(text: str, overrides: tuple[str, ...] = ()) -> str:
+    with pytest.raises(RecipeError) as caught:
+        loads(text, overrides)
+    return str(caught.value)
+
+
+def test_minimal_recipe_has_complete_defaults() -> None:
+    recipe = loads(MINIMAL, name="job.yaml")
+    assert recipe.model.name == "starter"
+    assert recipe.data.train[0].source == "notes.txt"
+    assert recipe.num_train_epochs == 1.0
+    assert recipe.output_dir == "runs/job"
+    assert recipe.gradient_dtype == "fp32"
+
+
+def test_yaml_one_point_two() -> None:
+    recipe = loads(MINIMAL + "learning_rate: 2e-5\nprompts: [on, yes, 2024-01-01, '3']\nmax_grad_norm: 1\n")
+    assert recipe.learning_rate == 2e-5
+    assert recipe.prompts == ["on", "yes", "2024-01-01", "3"]
+    assert isinstance(recipe.max_grad_norm, float)
+
+
+def test_shorthands() -> None:
+    recipe = loads(
+        "model: {name: a, revision: main}\ndata: {train: x, eval: {general: y}}\nreport_to: none\n"
+    )
+    assert [s.source for s in recipe.data.train] == ["x"]
+    assert [s.source for s in recipe.data.eval.general] == ["y"]
+    assert recipe.report_to == []
+    assert loads(MINIMAL, ["report_to=wandb"]).report_to == ["wandb"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            MINIMAL + "\n\nlerning_rate: 1\n",
+            "unknown key 'lerning_rate' (line 6); did you mean 'learning_rate'?",
+        ),
+        (
+            "model: {nmae: a}\ndata: {train: x}\n",
+            "unknown key 'nmae' in model (line 1); did you mean 'name'?",
+        ),
+        (
+            "model: a\ndata:\n  train:\n  - x\n  - source: y\n    wieght: 2\n",
+            "unknown key 'wieght' in data.train.1 (line 6); did you mean 'weight'?",
+        ),
+        (
+            "model: a\ndata: {train: x, replay: {shar: 0.1, sources: y}}\n",
+            "unknown key 'shar' in data.replay (line 2); did you mean 'share'?",
+        ),
+        (
+            "model: a\ndata: {train: x, eval: {genral: y}}\n",
+            "unknown key 'genral' in data.eval (line 2); did you mean 'general'?",
+        ),
+        (MINIMAL + "streaming: true\n", "unknown key 'streaming' (line 4); did you mean 'data.streaming'?"),
+        (MINIMAL + "lr: 1e-4\n", "unknown key 'lr' (line 4); did you mean 'learning_rate'?"),
+        (
+            MINIMAL + "packing: yes\n",
+            "packing must be true or false, not 'yes' (line 4)",
+        ),
+        (MINIMAL + "learning_rate: abc\n", "learning_rate must be a number, not 'abc' (line 4)"),
+        (MINIMAL + "learning_rate: true\n", "learning_rate must be a number, not true (line 4)"),
+        (MINIMAL + "learning_rate: .nan\n", "learning_rate must be a finite number, not nan (line 4)"),
+        (MINIMAL + "learning_rate: -1\n", "learning_rate must be greater than 0, not -1 (line 4)"),
+        (MINIMAL + "max_steps: 1.5\n", "max_steps must be a whole number, not 1.5 (line 4)"),
+        (
+            MINIMAL + "gradient_accumulation_steps: 0\n",
+            "gradient_accumulation_steps must be greater than or equal to 1, not 0 (line 4)",
+        ),
+        (
+            MINIMAL + "output_dir: 12\n",
+            "output_dir must be text (in quotes if it looks like a number), not 12 (line 4)",
+        ),
+        ("model: a\ndata: {train: []}\n", "data.train must not be an empty list, not [] (line 2)"),
+        (
+            MINIMAL + "model: b\n",
+            "key 'model' is given twice (lines 1 and 4); keep one of them",
+        ),
+        ("model: a\n", "missing key 'data'"),
+    ],
+)
+def test_messages(text: str, expected: str) -> None:
+    assert message(text) == expected
+
+
+def test_unknown_choice_suggests_the_nearest() -> None:
+    text = message(MINIMAL + "optim: adamw_8bits\n")
+    assert text.startswith("optim: 'adamw_8bits' is not one of adamw_torch, ")
+    assert text.endswith("(line 4); did you mean 'adamw_8bit'?")
+
+
+def test_all_problems_at_once() -> None:
+    text = message("model: {nam: a}\nlerning_rate: 1\ndata: {trane: x, replay: {}}\npacking: 'no'\n")
+    assert text.startswith("5 problems in recipe.yaml:")
+    for part in (
+        "missing key 'data.replay.sources' (line 3)",
+        "'trane' in data",
+        "'lerning_rate' (line 2)",
+        "'nam' in model",
+        "packing must be",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "is empty"),
+        ("- a\n- b\n", "must be a mapping"),
+        ("just words", "must be a mapping"),
+        ("a: [1,\n", "is not YAML"),
+        ("\tmodel: a", "is not YAML"),
+        ("model: a\x00", "is not YAML"),
+        ("model: &x a\ndata: {train: *x}\n", "anchor or alias (line 1)"),
+        ("model: !!python/object:os.system a\n", "YAML tag"),
+        ("model: !!str a\n", "YAML tag"),
+        ("%YAML 1.1\n---\nmodel: on\n", "directive"),
+        ("a: 1\n---\nb: 2\n", "is not YAML"),
+        ("? [a]\n: 1\n", "a key that is not a word"),
+        ("a: " + "[" * 50 + "]" * 50, "nested more than"),
+        ("x: " + "y" * 1_000_001, "1,000,004 characters"),
+        ("<<: {model: a}\n", "unknown key '<<'"),
+    ],
+)
+def test_text_that_is_no_recipe(text: str, part: str) -> None:
+    assert part in message(text)
+
+
+def test_depth_bomb_costs_nothing() -> None:
+    assert "nested more than" in message("[" * 200_000)
+
+
+def test_refused_keys_say_what_to_do() -> None:
+    for text in (
+        MINIMAL + "trust_remote_code: true\n",
+        "model: {name: a, trust_remote_code: false}\ndata: {train: x}\n",
+    ):
+        assert "never run; delete the line" in message(text)
+    assert "hf auth login" in message("model: {name: a, token: hf_x}\ndata: {train: x}\n")
+    assert "dtype: bf16" in message(MINIMAL + "bf16: true\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("max_steps: 10\nnum_train_epochs: 2", "are both given; keep one"),
+        ("max_steps: 0", "max_steps is 0"),
+        ("warmup_steps: 10\nwarmup_ratio: 0.1", "are both given; keep one"),
+        ("warmup_steps: 10\nmax_steps: 10", "as long as the whole run"),
+        ("warmup_steps: 10\nlr_scheduler_type: constant", "constant_with_warmup"),
+        ("min_lr_ratio: 0.1\nlr_scheduler_type: constant", "has no meaning"),
+        ("load_in_4bit: true", "not available in this version"),
+        ("dtype: fp32\nweights_dtype: bf16", "cannot compute on weights kept in bf16"),
+        ("dtype: fp16\nweights_dtype: bf16", "cannot compute on weights kept in bf16"),
+        ("dtype: fp32\ngradient_dtype: bf16", "needs weights in bf16"),
+        ("dtype: bf16\nweights_dtype: fp32\ngradient_dtype: bf16", "needs weights in bf16"),
+    ],
+)
+def test_keys_that_contradict_each_other(line: str, part: str) -> None:
+    assert part in message(MINIMAL + line + "\n")
+
+
+@pytest.mark.parametrize("share", ["0", "1", "-0.1", "1.5"])
+def test_replay_share_lies_between_zero_and_one(share: str) -> None:
+    assert "data.replay.share must be" in message(
+        f"model: a\ndata: {{train: x, replay: {{share: {share}, sources: y}}}}\n"
+    )
+
+
+def test_streaming_needs_a_number_of_steps() -> None:
+    text = "model: a\ndata: {train: x, streaming: true}\n"
+    assert "give max_steps" in message(text)
+    assert loads(text, ["max_steps=5"]).data.streaming
+
+
+def test_eval_steps_without_anything_to_measure() -> None:
+    text = "model: a\nprobe: false\neval_steps: 5\ndata: {train: x, eval_share: 0}\n"
+    assert "nothing to measure" in message(text)
+    assert loads(text, ["probe=true"]).eval_steps == 5
+
+
+def test_overrides() -> None:
+    recipe = loads(
+        MINIMAL,
+        [
+            "learning_rate=1e-4",
+            "data.train.0.weight=2",
+            "model.revision=123",
+            "data.replay.sources=[a, {source: b, first: 3}]",
+            "prompts=['1 + 1 =']",
+            "data.eval.general=starter:general",
+            "output_dir=2024",
+        ],
+    )
+    assert recipe.learning_rate == 1e-4
+    assert recipe.data.train[0].source == "notes.txt"
+    assert recipe.data.train[0].weight == 2.0
+    assert recipe.model.name == "starter"
+    assert recipe.model.revision == "123"
+    assert recipe.data.replay is not None
+    assert recipe.data.replay.sources[1].first == 3
+    assert recipe.prompts == ["1 + 1 ="]
+    assert recipe.data.eval.general[0].source == "starter:general"
+    assert recipe.output_dir == "2024"
+
+
+def test_override_of_one_of_a_pair_replaces_the_other() -> None:
+    recipe = loads(MINIMAL + "num_train_epochs: 3\nwarmup_ratio: 0.1\n", ["max_steps=50", "warmup_steps=5"])
+    assert (recipe.max_steps, recipe.num_train_epochs) == (50, None)
+    assert (recipe.warmup_steps, recipe.warmup_ratio) == (5, 0.0)
+    assert loads(MINIMAL + "max_steps: 50\n", ["num_train_epochs=2"]).num_train_epochs == 2.0
+
+
+def test_override_opens_a_single_source_and_an_absent_model_section() -> None:
+    assert loads("model: a\ndata: {train: x}\n", ["data.train.0.first=5"]).data.train[0].first == 5
+    assert loads("model: a\ndata: {train: {source: x}}\n", ["data.train.0.first=5"]).data.train[0].first == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("lerning_rate=1", "unknown key 'lerning_rate'{from}; did you mean 'learning_rate'?"),
+        ("data.trian.0.weight=2", "unknown key 'trian' in data{from}; did you mean 'train'?"),
+        ("data.train.0.wieght=2", "unknown key 'wieght' in data.train.0{from}; did you mean 'weight'?"),
+        (
+            "data.train.3.weight=2",
+            "data.train is a list of 1 and has no item '3'{from}; count from 0 to 0",
+        ),
+        ("packing=maybe", "packing must be true or false, not 'maybe'{from}"),
+        (
+            "learning_rate",
+            "'learning_rate' is not an override; write key=value, for example learning_rate=1e-4",
+        ),
+        ("=3", "'=3' is not an override; write key=value, for example learning_rate=1e-4"),
+        ("seed.x=3", "seed has no keys inside it{from}"),
+    ],
+)
+def test_override_messages(override: str, expected: str) -> None:
+    assert message(MINIMAL, (override,)) == expected.replace("{from}", f" (from '{override}')")
+
+
+def test_files_that_are_not_there(tmp_path) -> None:
+    with pytest.raises(RecipeError, match="there is no recipe at"):
+        load(tmp_path / "no.yaml")
+    with pytest.raises(RecipeError, match="is a folder"):
+        load(tmp_path)
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match="not UTF-8"):
+        load(tmp_path / "b.yaml")
+
+
+def test_build_gives_the_same_messages() -> None:
+    with pytest.raises(RecipeError, match="did you mean 'learning_rate'"):
+        build({"model": "a", "data": {"train": "x"}, "lerning_rate": 1})
+
+
+def test_a_recipe_does_not_change_after_loading() -> None:
+    recipe = loads(MINIMAL)
+    with pytest.raises(ValueError):
+        recipe.seed = 3  # type: ignore[misc]

@@ -1,0 +1,97 @@
+"""Which keys may change on resume."""
+
+from __future__ import annotations
+
+import pytest
+
+from trimtab.facts.errors import RecipeError
+from trimtab.recipe import CHANGEABLE_ON_RESUME, check_resume, loads
+from trimtab.recipe.problems import all_keys, dotted
+
+TEXT = "model: a\ndata: {train: [x, y], eval: {general: [g]}}\nlr_scheduler_type: cosine\nmax_steps: 10\n"
+
+ALLOWED = [
+    "logging_steps=3",
+    "eval_steps=3",
+    "eval_on_start=false",
+    "save_steps=3",
+    "save_total_limit=7",
+    "report_to=[wandb]",
+    "output_dir=elsewhere",
+    "data.num_proc=3",
+    "data.cache_dir=elsewhere",
+    "prompts=[a, b]",
+    "probe=false",
+    "answers=3",
+    "gradient_checkpointing=true",
+]
+
+
+@pytest.mark.parametrize("override", ALLOWED)
+def test_allowed(override: str) -> None:
+    assert loads(TEXT, [override]) != loads(TEXT)
+    check_resume(loads(TEXT), loads(TEXT, [override]))
+    check_resume(loads(TEXT, [override]), loads(TEXT))
+
+
+def test_every_allowed_key_exists_and_is_tried() -> None:
+    assert set(CHANGEABLE_ON_RESUME) <= {dotted(path) for path in all_keys()}
+    assert {override.split("=")[0] for override in ALLOWED} == set(CHANGEABLE_ON_RESUME)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=1",
+        "learning_rate=1",
+        "data.train.1.weight=2",
+        "data.train=[x]",
+        "packing=false",
+        "max_seq_length=64",
+        "per_device_train_batch_size=1",
+        "model=b",
+        "model.revision=c",
+        "dtype=bf16",
+        "device=cpu",
+        "optim=adamw_8bit",
+        "deterministic=true",
+        "data.eval_share=0.2",
+        "data.replay.sources=[z]",
+        "max_steps=20",
+        "num_train_epochs=1",
+        "data.eval.general=[h]",
+        "weight_decay=0",
+        "gradient_dtype=bf16",
+    ],
+)
+def test_refused(override: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        check_resume(loads(TEXT), loads(TEXT, [override]))
+    assert override.split("=")[0] in str(caught.value)
+
+
+def test_all_changes_are_listed() -> None:
+    with pytest.raises(RecipeError) as caught:
+        check_resume(loads(TEXT), loads(TEXT, ["seed=1", "packing=false", "logging_steps=1"]))
+    assert str(caught.value) == (
+        "a resumed run may not change seed (42 → 1), packing (True → False); "
+        "set them back, or start a new run from the checkpoint's weights"
+    )
+
+
+def test_a_constant_schedule_may_go_on_longer() -> None:
+    for kind, ok in [("constant", True), ("constant_with_warmup", True), ("warmup_stable_decay", False)]:
+        old = loads(TEXT, [f"lr_scheduler_type={kind}"])
+        new = loads(TEXT, [f"lr_scheduler_type={kind}", "max_steps=100"])
+        if ok:
+            check_resume(old, new)
+            check_resume(old, loads(TEXT, [f"lr_scheduler_type={kind}", "num_train_epochs=3"]))
+        else:
+            with pytest.raises(RecipeError, match="the number of steps decides"):
+                check_resume(old, new)
+
+
+def test_a_warm_up_by_share_pins_the_number_of_steps() -> None:
+    flags = ["lr_scheduler_type=constant_with_warmup", "warmup_ratio=0.1"]
+    with pytest.raises(RecipeError, match="max_steps"):
+        check_resume(loads(TEXT, flags), loads(TEXT, [*flags, "max_steps=100"]))

@@ -1,0 +1,42 @@
+"""What a person asks for: the schema of a recipe, loading, overrides, resume rules. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.recipe.docs import schema
+    from trimtab.recipe.keys import Recipe
+    from trimtab.recipe.loading import build, dump, load, loads, to_dict
+    from trimtab.recipe.resume import CHANGEABLE_ON_RESUME, check_resume
+
+__all__ = [
+    "CHANGEABLE_ON_RESUME",
+    "Recipe",
+    "build",
+    "check_resume",
+    "dump",
+    "load",
+    "loads",
+    "schema",
+    "to_dict",
+]
+
+_MODULES = {
+    "Recipe": "keys",
+    "build": "loading",
+    "dump": "loading",
+    "load": "loading",
+    "loads": "loading",
+    "to_dict": "loading",
+    "CHANGEABLE_ON_RESUME": "resume",
+    "check_resume": "resume",
+    "schema": "docs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

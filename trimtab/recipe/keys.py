@@ -1,0 +1,274 @@
+"""The recipe: everything a person may ask of a run, typed, with its documentation beside each key.
+
+Names are Hugging Face's where Hugging Face has one. The text under a field is its description: the reference
+page, the JSON schema that editors complete from and `trimtab train --help` are made from it. Types are
+strict: `yes` is a word and not a boolean, `abc` is not a number, `1` and `2e-5` both are.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from trimtab.recipe.rules import problems
+
+Attention = Literal[
+    "auto", "reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "varlen", "flex"
+]
+Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_bf16", "adamw_8bit"]
+Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup", "warmup_stable_decay"]
+Documents = Literal["file", "blank-lines", "lines"]
+Tracker = Literal["tensorboard", "wandb"]
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+class Section(BaseModel):
+    """What all parts of a recipe have in common: strict types, no unknown keys, no change after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        # Hugging Face's own names must stay usable: `model.name`, `model_…`.
+        protected_namespaces=(),
+    )
+
+
+class Shorthand(Section):
+    """A section that may be written as one word, which then is its main key."""
+
+    @classmethod
+    def main_key(cls) -> str:
+        """The key that the one word stands for."""
+        return next(iter(cls.model_fields))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, data: Any) -> Any:
+        return {cls.main_key(): data} if isinstance(data, str) else data
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "string"}, handler(core)]}
+
+
+class Model(Shorthand):
+    """Which model is trained. `model: NAME` alone is short for `model: {name: NAME}`."""
+
+    name: Annotated[str, Field(min_length=1, examples=["Qwen/Qwen3-0.6B-Base", "./my-model", "model.gguf"])]
+    """A hub id, a Hugging Face folder (config.json and safetensors), a GGUF file, or `starter` for the small
+    model that ships with trimtab."""
+    revision: Annotated[str | None, Field(examples=["main"])] = None
+    """Branch, tag or commit on the hub. The commit that it names at first use is kept with the run."""
+    tokenizer: Annotated[str | None, Field(examples=["./my-tokenizer"])] = None
+    """Folder, hub id or GGUF file of another tokenizer. By default the model's own."""
+    attn_implementation: Annotated[Attention, Field(examples=["auto"])] = "auto"
+    """The attention that runs. `auto` chooses once, says which and why, and keeps the choice with the run; a
+    named one that cannot serve the job is an error and is never replaced."""
+    init: Annotated[Literal["pretrained", "random"], Field(examples=["pretrained"])] = "pretrained"
+    """`random` takes only the shape and the tokenizer from the model, and starts from fresh weights."""
+
+
+class Source(Shorthand):
+    """A place with text. `PATH` alone is short for `{source: PATH}`."""
+
+    source: Annotated[str, Field(min_length=1, examples=["./notes", "data/*.jsonl", "org/dataset"])]
+    """A file (text, Markdown, JSON lines, Parquet, CSV), a folder, a glob, a hub dataset id, or what ships
+    with trimtab: `starter:math`, `starter:math-heldout`, `starter:general`, `starter:replay`."""
+    split: Annotated[str, Field(min_length=1, examples=["train"])] = "train"
+    """Split of a hub dataset."""
+    config: Annotated[str | None, Field(examples=["wikitext-2-raw-v1"])] = None
+    """Configuration of a hub dataset that has several."""
+    revision: Annotated[str | None, Field(examples=["main"])] = None
+    """Branch, tag or commit on the hub. The commit that it names at first use is kept with the run."""
+    text_column: Annotated[str | None, Field(examples=["text"])] = None
+    """Column or JSON key that holds the text. By default it is found; where that is not possible, the error
+    lists the columns."""
+    first: Annotated[Count | None, Field(examples=[10_000])] = None
+    """Take only so many documents, from the beginning. By default all."""
+    documents: Annotated[Documents, Field(examples=["lines"])] = "file"
+    """How a text file becomes documents: whole, cut at `blank-lines`, or one a line (`lines`). Tables have
+    one document a row."""
+    weight: Annotated[float, Field(gt=0, examples=[2.0])] = 1.0
+    """How often the source is seen in an epoch: 1 is once, 2 twice, 0.5 half of it."""
+
+
+def _as_list(data: Any) -> Any:
+    """One source where a list is expected is a list of one."""
+    return [data] if isinstance(data, str | dict) else data
+
+
+def _trackers(data: Any) -> Any:
+    """`report_to: none` and `report_to: wandb`, as Hugging Face writes them."""
+    return ([] if data == "none" else [data]) if isinstance(data, str) else data
+
+
+Sources = Annotated[list[Source], BeforeValidator(_as_list, json_schema_input_type=Source | list[Source])]
+Trackers = Annotated[
+    list[Tracker],
+    BeforeValidator(_trackers, json_schema_input_type=Literal["none"] | Tracker | list[Tracker]),
+]
+
+
+class Replay(Section):
+    """General text mixed into the training data, so that a model does not forget what it could do."""
+
+    share: Annotated[Share, Field(examples=[0.1])] = 0.1
+    """Share of the trained tokens that is replayed text: above 0, below 1."""
+    sources: Annotated[Sources, Field(min_length=1, examples=[["./general-text"]])]
+    """Where the replayed text comes from."""
+
+
+class Evaluation(Section):
+    """Text on which loss is measured before, during and after training; never trained on."""
+
+    domain: Annotated[Sources, Field(examples=[["./heldout-math"]])] = []
+    """Text like the training text: it shows what is gained. The best checkpoint is chosen on it. Without it a
+    share of the training text is held out (`data.eval_share`)."""
+    general: Annotated[Sources, Field(examples=[["starter:general"]])] = []
+    """Text unlike the training text: it shows what is forgotten."""
+
+
+class Data(Section):
+    """What is trained on and what is measured on."""
+
+    train: Annotated[Sources, Field(min_length=1, examples=[["./notes", "data/*.jsonl"]])]
+    """The training text: one source or a list of them."""
+    replay: Annotated[Replay | None, Field(examples=[{"share": 0.1, "sources": ["./general-text"]}])] = None
+    """General text to mix in. By default none."""
+    eval: Evaluation = Evaluation()
+    """What is measured on."""
+    eval_share: Annotated[float, Field(ge=0, lt=1, examples=[0.01])] = 0.01
+    """Share of the training documents that is held out for measuring, when `data.eval.domain` names nothing.
+    0 holds out none; with `data.streaming` none can be held out, and `data.eval.domain` is the only way."""
+    eval_windows: Annotated[Count, Field(examples=[64])] = 64
+    """At most so many windows of `max_seq_length` tokens are measured in each set at each evaluation."""
+    streaming: Annotated[bool, Field(examples=[False])] = False
+    """Read and tokenize while training instead of preparing a token cache first. The number of steps is then
+    unknown beforehand, so `max_steps` is needed."""
+    cache_dir: Annotated[str | None, Field(min_length=1, examples=["~/.cache/trimtab/tokens"])] = None
+    """Folder of the token cache. By default the user's cache folder."""
+    num_proc: Annotated[Count | None, Field(examples=[8])] = None
+    """Processes that tokenize. By default one for each core."""
+
+
+class Recipe(Section):
+    """A training run: model, data and how one meets the other."""
+
+    model: Annotated[Model, Field(examples=["Qwen/Qwen3-0.6B-Base"])]
+    """The model to train."""
+    data: Data
+    """The text to train on and to measure on."""
+
+    output_dir: Annotated[str, Field(min_length=1, examples=["runs/my-run"])] = "runs/train"
+    """The run folder: recipe, plan, metrics, checkpoints and report go there. By default `runs/` and the name
+    of the recipe file."""
+    seed: Annotated[int, Field(ge=0, lt=2**63, examples=[42])] = 42
+    """Everything random follows from it: order of the data, rounding, fresh weights."""
+
+    max_seq_length: Annotated[int, Field(ge=4, examples=[1024])] = 1024
+    """Tokens in a window."""
+    packing: Annotated[bool, Field(examples=[True])] = True
+    """Fill each window with several documents, none of which sees another. Without it each window holds one
+    document and padding."""
+    per_device_train_batch_size: Annotated[Count, Field(examples=[4])] = 4
+    """Windows that pass through the model at once on each device. Activation memory grows with it."""
+    gradient_accumulation_steps: Annotated[Count, Field(examples=[4])] = 4
+    """Passes whose gradients are added before the weights move. 1×16, 4×4 and 16×1 train the same."""
+    num_train_epochs: Annotated[float | None, Field(gt=0, examples=[1.0])] = None
+    """Times through the training data. By default 1, unless `max_steps` is given."""
+    max_steps: Annotated[int, Field(ge=-1, examples=[1000])] = -1
+    """Updates of the weights, instead of `num_train_epochs`; -1 counts in epochs."""
+
+    learning_rate: Annotated[float, Field(gt=0, examples=[2e-5])] = 2e-5
+    """The highest learning rate of the schedule."""
+    lr_scheduler_type: Annotated[Schedule, Field(examples=["cosine"])] = "linear"
+    """How the learning rate falls from its highest value."""
+    warmup_steps: Annotated[int, Field(ge=0, examples=[20])] = 0
+    """Steps in which the learning rate rises from zero; or `warmup_ratio`, not both."""
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1, examples=[0.03])] = 0.0
+    """Share of all steps in which the learning rate rises from zero; or `warmup_steps`, not both."""
+    min_lr_ratio: Annotated[float, Field(ge=0, lt=1, examples=[0.1])] = 0.0
+    """Where the learning rate ends, as a share of the highest."""
+
+    optim: Annotated[Optimizer, Field(examples=["adamw_8bit"])] = "adamw_torch"
+    """The optimizer. Bytes of state for each weight: `adamw_torch` 8, `adamw_bf16` 4, `adamw_8bit` about 2;
+    these round bf16 weights stochastically. `adamw_torch_fused` is torch's own kernel: states as wide as the
+    weights (8 bytes with fp32, 4 with bf16), bf16 weights rounded to nearest, so small updates are lost."""
+    weight_decay: Annotated[float, Field(ge=0, examples=[0.01])] = 0.01
+    """Decoupled decay: each step shrinks the weights by `learning_rate × weight_decay`."""
+    decay_all: Annotated[bool, Field(examples=[False])] = False
+    """Decay norms and biases too. By default they are left out, as in Hugging Face's trainer."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1, examples=[0.9])] = 0.9
+    """Memory of AdamW's first moment."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1, examples=[0.95])] = 0.999
+    """Memory of AdamW's second moment."""
+    adam_epsilon: Annotated[float, Field(gt=0, examples=[1e-8])] = 1e-8
+    """Added to AdamW's denominator."""
+    max_grad_norm: Annotated[float, Field(ge=0, examples=[1.0])] = 1.0
+    """Longer gradients are scaled down to this norm; 0 leaves them as they are."""
+
+    device: Annotated[Literal["auto", "cpu", "cuda"], Field(examples=["auto"])] = "auto"
+    """Where to train. `auto` takes a CUDA GPU if there is one."""
+    dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Field(examples=["bf16"])] = "auto"
+    """Number format of the arithmetic. `auto` takes bf16 where the device computes it in hardware, fp32
+    elsewhere."""
+    weights_dtype: Annotated[Literal["auto", "fp32", "bf16"], Field(examples=["bf16"])] = "auto"
+    """Number format in which weights are kept. `auto` follows `dtype`: bf16 for bf16 (updates are rounded
+    stochastically, so that small ones are not lost), fp32 for fp32 and fp16."""
+    gradient_dtype: Annotated[Literal["fp32", "bf16"], Field(examples=["fp32"])] = "fp32"
+    """Number format in which gradients are added up. bf16 takes half the memory and loses some precision; it
+    needs weights in bf16."""
+    gradient_checkpointing: Annotated[bool, Field(examples=[False])] = False
+    """Keep only the input of each layer and compute the rest again in the backward pass: less activation
+    memory, about a third more arithmetic."""
+    load_in_4bit: Annotated[bool, Field(examples=[False])] = False
+    """Keep frozen weights in 4 bits. Not available in this version: only `false` is accepted."""
+    deterministic: Annotated[bool, Field(examples=[False])] = False
+    """On a GPU: only algorithms that give the same bits each time, so that a resumed run equals an
+    uninterrupted one bit by bit. On a CPU it always does."""
+
+    logging_steps: Annotated[Count, Field(examples=[10])] = 10
+    """Write the training loss every so many steps."""
+    eval_steps: Annotated[Count | None, Field(examples=[100])] = None
+    """Measure every so many steps. By default only before and after training."""
+    eval_on_start: Annotated[bool, Field(examples=[True])] = True
+    """Measure before the first step too; without it there is no "before" in the report."""
+    save_steps: Annotated[Count | None, Field(examples=[500])] = 500
+    """Save a checkpoint every so many steps, and always at the end. `null` saves only at the end."""
+    save_total_limit: Annotated[Count, Field(examples=[2])] = 2
+    """Keep the newest so many checkpoints, and the best one besides."""
+    report_to: Annotated[Trackers, Field(examples=[["tensorboard"]])] = []
+    """Where metrics go besides the run folder. `wandb` sends them to Weights & Biases; nothing is sent
+    anywhere unless it is named here."""
+
+    prompts: Annotated[list[str], Field(examples=[["The derivative of x^2 is"]])] = []
+    """Beginnings that the model continues before and after training, for the report."""
+    probe: Annotated[bool, Field(examples=[True])] = True
+    """Score grammar, transitivity and arithmetic by likelihood at each evaluation."""
+    answers: Annotated[int, Field(ge=0, examples=[100])] = 0
+    """Number of held-out problems whose generated answers are checked before and after training; 0 for
+    none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if data.get("num_train_epochs") is None and data.get("max_steps", -1) == -1:
+            data = {**data, "num_train_epochs": 1.0}
+        return data
+
+    @model_validator(mode="after")
+    def _together(self) -> Recipe:
+        found = problems(self)
+        if found:
+            raise PydanticCustomError("recipe_rules", "{text}", {"text": "; ".join(found), "problems": found})
+        return self

@@ -1,0 +1,201 @@
+"""pydantic's findings as sentences a person can act on, all of them at once."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from trimtab.facts.errors import RecipeError
+from trimtab.recipe.keys import Recipe
+from trimtab.recipe.yaml_text import Path
+
+REFUSED = {
+    "trust_remote_code": "code from a model repository is never run; delete the line",
+    "token": "a token does not belong in a recipe, which is kept with the run; log in with `hf auth login`",
+    "bf16": "write dtype: bf16",
+    "fp16": "write dtype: fp16",
+}
+"""Keys people bring from elsewhere that have no counterpart, and what to do instead."""
+
+ELSEWHERE = {
+    "lr": "learning_rate",
+    "batch_size": "per_device_train_batch_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "per_device_batch_size": "per_device_train_batch_size",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "max_length": "max_seq_length",
+    "seq_length": "max_seq_length",
+    "context_length": "max_seq_length",
+    "block_size": "max_seq_length",
+    "optimizer": "optim",
+    "scheduler": "lr_scheduler_type",
+    "lr_scheduler": "lr_scheduler_type",
+    "torch_dtype": "dtype",
+    "precision": "dtype",
+    "grad_clip": "max_grad_norm",
+    "max_norm": "max_grad_norm",
+    "sample_packing": "packing",
+    "dataset": "data.train",
+    "datasets": "data.train",
+    "model_name_or_path": "model.name",
+    "base_model": "model.name",
+    "attn_impl": "model.attn_implementation",
+    "path": "source",
+    "text_field": "text_column",
+    "dataset_text_field": "data.train.0.text_column",
+    "wandb": "report_to",
+}
+"""Other tools' names for keys we have."""
+
+_SIMPLE = {
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be text (in quotes if it looks like a number)",
+    "list_type": "must be a list",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be an empty list",
+    "model_type": "must be a mapping of keys to values",
+    "dict_type": "must be a mapping of keys to values",
+    "model_attributes_type": "must be a mapping of keys to values",
+}
+
+
+def as_recipe_error(error: ValidationError, where: dict[Path, str], name: str) -> RecipeError:
+    """One RecipeError for everything pydantic found. `where` says for a path where it was written."""
+    details = error.errors()
+    # A misspelt required key is one mistake, not an unknown key and a missing one.
+    meant = {(*d["loc"][:-1], nearest_key(d["loc"])) for d in details if d["type"] == "extra_forbidden"}
+    details = [d for d in details if d["type"] != "missing" or d["loc"] not in meant]
+    return combine([problem for detail in details for problem in _problem(detail, where)], name)
+
+
+def combine(found: list[tuple[str, str | None]], name: str) -> RecipeError:
+    """A single problem as it is; several as a short list."""
+    if len(found) == 1:
+        return RecipeError(*found[0])
+    listed = "".join(f"\n  - {cause}{'; ' + remedy if remedy else ''}" for cause, remedy in found)
+    return RecipeError(f"{len(found)} problems in {name}:{listed}")
+
+
+def _problem(detail: Any, where: dict[Path, str]) -> Iterator[tuple[str, str | None]]:
+    path: Path = detail["loc"]
+    kind, value, place = detail["type"], detail["input"], _place(path, where)
+    if kind == "recipe_rules":
+        for text in detail["ctx"]["problems"]:
+            cause, _, remedy = text.partition("; ")
+            yield cause, remedy
+    elif kind == "extra_forbidden":
+        yield unknown_key(path, place)
+    elif kind == "missing":
+        model = section_at(path[:-1])
+        assert model is not None
+        examples = model.model_fields[str(path[-1])].examples
+        remedy = f"for example `{path[-1]}: {_inline(examples[0])}`" if examples else None
+        yield f"missing key '{dotted(path)}'{_place(path[:-1], where)}", remedy
+    elif kind == "literal_error":
+        choices = [word.strip("'") for word in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+        cause = f"{dotted(path)}: {_inline(value)} is not one of {', '.join(choices)}{place}"
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        yield cause, f"did you mean '{near[0]}'?" if near else None
+    else:
+        sentence = _SIMPLE.get(kind) or detail["msg"].replace("Input should", "must")
+        yield f"{dotted(path) or 'the recipe'} {sentence}, not {_inline(value)}{place}", None
+
+
+def unknown_key(path: Path, place: str) -> tuple[str, str | None]:
+    """(cause, remedy) for a key that does not exist at its level, with the nearest one that does."""
+    key, parent = str(path[-1]), path[:-1]
+    cause = f"unknown key '{key}'{' in ' + dotted(parent) if parent else ''}{place}"
+    if key in REFUSED:
+        return cause, REFUSED[key]
+    near = nearest_key(path)
+    if near:
+        return cause, f"did you mean '{near}'?"
+    model = section_at(parent)
+    here = list(model.model_fields) if model else []
+    return cause, f"known keys here are {', '.join(here)}" if 0 < len(here) < 12 else None
+
+
+def nearest_key(path: Path) -> str | None:
+    """The key that was probably meant: another tool's name, a misspelling, or one from another level."""
+    key, parent = str(path[-1]), path[:-1]
+    model = section_at(parent)
+    here = list(model.model_fields) if model else []
+    everywhere = {dotted(full): full for full in all_keys()}
+    if ELSEWHERE.get(key) in (here if parent else everywhere):
+        return ELSEWHERE[key]
+    near = difflib.get_close_matches(key, here, n=1, cutoff=0.6)
+    return near[0] if near else next((text for text, full in everywhere.items() if full[-1] == key), None)
+
+
+def section_at(path: Path) -> type[BaseModel] | None:
+    """The schema section that a path leads to, or None if it is not a section."""
+    current: type[BaseModel] | None = Recipe
+    for part in path:
+        if current is None:
+            return None
+        if isinstance(part, int):
+            continue
+        field = current.model_fields.get(part)
+        current = _section_in(field.annotation) if field is not None else None
+    return current
+
+
+def expects_text(path: Path) -> bool:
+    """Whether the key at this path holds text, so that `model.revision=123` needs no quotes."""
+    parent = section_at(path[:-1]) if path else None
+    field = parent.model_fields.get(str(path[-1])) if parent else None
+    if field is None:
+        return False
+    return field.annotation in (str, str | None)
+
+
+def all_keys(section: type[BaseModel] = Recipe, prefix: Path = ()) -> Iterator[Path]:
+    """Every key of the schema; items of a list appear as item 0."""
+    for key, field in section.model_fields.items():
+        yield (*prefix, key)
+        inner = _section_in(field.annotation)
+        if inner is not None:
+            index: Path = (0,) if "list" in str(field.annotation) else ()
+            yield from all_keys(inner, (*prefix, key, *index))
+
+
+def dotted(path: Path) -> str:
+    """`('data', 'train', 0)` as a person writes it: `data.train.0`."""
+    return ".".join(str(part) for part in path)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in typing.get_args(annotation):
+        found = _section_in(inner)
+        if found is not None:
+            return found
+    return None
+
+
+def _place(path: Path, where: dict[Path, str]) -> str:
+    for length in range(len(path), 0, -1):
+        if path[:length] in where:
+            return f" ({where[path[:length]]})"
+    return ""
+
+
+def _inline(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a mapping"
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

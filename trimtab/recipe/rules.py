@@ -1,0 +1,79 @@
+"""What must hold between keys of a recipe, beyond each key's own type and range."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trimtab.recipe.keys import Recipe
+
+FLAT_SCHEDULES = ("constant", "constant_with_warmup")
+"""Schedules whose learning rate at a step does not depend on how many steps there will be."""
+
+
+def problems(recipe: Recipe) -> list[str]:
+    """One sentence, `cause; remedy`, for each pair of keys that contradict each other; empty if none do."""
+    return [*_length(recipe), *_schedule(recipe), *_precision(recipe), *_measuring(recipe)]
+
+
+def _length(recipe: Recipe) -> Iterator[str]:
+    if recipe.max_steps == 0:
+        yield "max_steps is 0; give a number of steps, or -1 to train for num_train_epochs"
+    if recipe.max_steps > 0 and recipe.num_train_epochs is not None:
+        yield (
+            f"max_steps: {recipe.max_steps} and num_train_epochs: {recipe.num_train_epochs:g} are both "
+            "given; keep one of them"
+        )
+    if recipe.data.streaming and recipe.max_steps <= 0:
+        yield "data.streaming is on and the number of steps is unknown; give max_steps"
+
+
+def _schedule(recipe: Recipe) -> Iterator[str]:
+    if recipe.warmup_steps and recipe.warmup_ratio:
+        yield (
+            f"warmup_steps: {recipe.warmup_steps} and warmup_ratio: {recipe.warmup_ratio:g} are both given; "
+            "keep one of them"
+        )
+    if recipe.lr_scheduler_type == "constant" and (recipe.warmup_steps or recipe.warmup_ratio):
+        yield (
+            "lr_scheduler_type: constant has no warm-up; write constant_with_warmup, or leave the warm-up out"
+        )
+    if 0 < recipe.max_steps <= recipe.warmup_steps:
+        yield (
+            f"warmup_steps: {recipe.warmup_steps} lasts as long as the whole run "
+            f"(max_steps: {recipe.max_steps}); make it shorter"
+        )
+    if recipe.min_lr_ratio and recipe.lr_scheduler_type in FLAT_SCHEDULES:
+        yield (
+            f"min_lr_ratio: {recipe.min_lr_ratio:g} has no meaning for lr_scheduler_type: "
+            f"{recipe.lr_scheduler_type}, which does not fall; leave it out or choose cosine"
+        )
+
+
+def _precision(recipe: Recipe) -> Iterator[str]:
+    if recipe.load_in_4bit:
+        yield "load_in_4bit: true is not available in this version; set it to false (every weight is trained)"
+    if recipe.dtype in ("fp32", "fp16") and recipe.weights_dtype == "bf16":
+        yield (
+            f"dtype: {recipe.dtype} cannot compute on weights kept in bf16; "
+            "set dtype: bf16, or weights_dtype: fp32"
+        )
+    if recipe.gradient_dtype == "bf16" and (
+        recipe.weights_dtype == "fp32"
+        or (recipe.weights_dtype == "auto" and recipe.dtype in ("fp32", "fp16"))
+    ):
+        yield (
+            "gradient_dtype: bf16 needs weights in bf16, and here they are kept in fp32; "
+            "set gradient_dtype: fp32, or weights_dtype: bf16 with dtype: bf16"
+        )
+
+
+def _measuring(recipe: Recipe) -> Iterator[str]:
+    held_out = recipe.data.eval_share and not recipe.data.streaming
+    sets = recipe.data.eval.domain or recipe.data.eval.general or held_out
+    if recipe.eval_steps and not (sets or recipe.probe or recipe.answers or recipe.prompts):
+        yield (
+            f"eval_steps: {recipe.eval_steps} is given and there is nothing to measure; "
+            "name a set under data.eval, set data.eval_share, or leave eval_steps out"
+        )
