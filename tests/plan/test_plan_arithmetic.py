@@ -1,0 +1,252 @@
+"""The plan's arithmetic on a real shape, and what it says when a run does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimtab.facts.devices import DeviceFacts, host_cores, host_memory, known_ceiling
+from trimtab.facts.errors import ResourceError
+from trimtab.facts.shapes import ModelShape
+from trimtab.plan import (
+    DataFacts,
+    Plan,
+    attention_table,
+    check_disk,
+    check_fits,
+    make_plan,
+    remedies,
+    steps_per_epoch,
+    total_steps,
+)
+from trimtab.recipe import loads
+
+QWEN = ModelShape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
+                  tie_embeddings=True, qk_norm=True, max_positions=32_768)  # fmt: skip
+GPU = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
+RECIPE = "model: q\ndata: {train: x}\noptim: adamw_8bit\ndtype: bf16\ngradient_dtype: bf16\n"
+
+
+def choices(dtype: str = "bf16", gradients: str = "bf16", impl: str = "varlen") -> dict[str, Any]:
+    weights = "bf16" if dtype == "bf16" else "fp32"
+    attention = {"impl": impl, "reason": "for this test", "rejected": [["flex", "slower"]]}
+    return {"dtype": dtype, "weights_dtype": weights, "gradient_dtype": gradients, "attention": attention}
+
+
+def plan(*overrides: str, device: DeviceFacts = GPU, data: DataFacts | None = None, **kwargs: Any) -> Plan:
+    return make_plan(loads(RECIPE, overrides), QWEN, device=device, data=data, choices=choices(**kwargs))
+
+
+def test_standing_bytes_of_the_reference_model() -> None:
+    assert QWEN.num_parameters == 596_049_920
+    before = plan().memory.before
+    assert before.weights == 2 * 596_049_920
+    # Two bytes a weight, one fp32 scale for each moment and 256 weights; norms below 4096 numbers keep fp32.
+    matrices = sum(d[0] * d[1] for _, d in QWEN.parameters() if len(d) == 2)
+    norms = QWEN.num_parameters - matrices
+    assert before.optimizer == matrices * 2 + matrices // 256 * 8 + norms * 8
+    assert before.gradients == before.activations == before.other == 0
+    assert round(before.total / 1e9, 2) == 2.40
+
+
+@pytest.mark.parametrize(
+    ("optim", "gigabytes"), [("adamw_torch", 4.77), ("adamw_bf16", 2.38), ("adamw_8bit", 1.21)]
+)
+def test_optimizer_states(optim: str, gigabytes: float) -> None:
+    assert round(plan(f"optim={optim}").memory.peak.optimizer / 1e9, 2) == gigabytes
+
+
+def test_buckets_add_up_and_the_peak_is_above_the_start() -> None:
+    for made in (plan(), plan("gradient_accumulation_steps=1"), plan("gradient_checkpointing=true")):
+        memory = made.memory
+        parts = memory.peak.to_dict()
+        assert parts.pop("total") == sum(parts.values())
+        assert memory.peak.total > memory.before.total
+        above = memory.peak.total - memory.peak.weights - memory.peak.optimizer
+        assert max(memory.moments.values()) == above == memory.moments[memory.moment]
+
+
+def test_what_grows_with_what() -> None:
+    base = plan().memory.peak
+    assert plan("per_device_train_batch_size=8").memory.peak.activations > 1.8 * base.activations
+    assert plan("gradient_checkpointing=true").memory.peak.activations < 0.4 * base.activations
+    assert plan(gradients="fp32").memory.peak.gradients == 2 * base.gradients
+    assert plan(impl="reference").memory.peak.activations > 2 * base.activations
+    assert plan("gradient_accumulation_steps=64").memory == plan("gradient_accumulation_steps=2").memory
+
+
+def test_attention_figures() -> None:
+    rows = attention_table(QWEN, batch=4)
+    assert [row.tokens for row in rows] == [512, 1024, 2048, 4096, 8192]
+    # As others quote them: two matrices in bf16 over 28 layers, one head.
+    for row, quoted in zip(rows, [115e6, 470e6, 1.88e9, 7.5e9, 30e9], strict=True):
+        assert row.plain_one_head == pytest.approx(quoted, rel=0.025)
+        assert row.plain == 16 * row.plain_one_head
+        assert row.flash == 4 * 28 * 16 * row.tokens * (128 * 2 + 4)
+    assert rows[0].flash_one_head == pytest.approx(29e6, rel=0.02)
+    assert rows[-1].flash_one_head == pytest.approx(460e6, rel=0.03)
+    assert round(rows[1].plain / 1e9, 1) == 7.5
+    assert json.dumps([row.to_dict() for row in rows])
+
+
+def test_plan_json_has_the_agreed_keys() -> None:
+    made = plan(data=DataFacts(windows=5000, tokens=5_017_600, fill=0.98)).to_dict()
+    assert json.loads(json.dumps(made)) == made
+    assert list(made) == ["version", "model", "memory", "data", "time", "disk", "choices", "notes"]
+    assert made["model"] == {"name": "q", "family": "qwen3", "parameters": 596_049_920}
+    buckets = ["weights", "gradients", "optimizer", "activations", "other", "total"]
+    assert list(made["memory"]["before"]) == list(made["memory"]["peak"]) == buckets
+    assert made["data"] == {
+        "windows": 5000,
+        "tokens": 5_017_600,
+        "fill": 0.98,
+        "steps": 313,
+        "trained_tokens": 5_017_600,
+    }
+    assert {"flops_per_token", "seconds", "basis"} <= set(made["time"])
+    assert set(made["disk"]) == {"checkpoint_bytes", "total_bytes"}
+    assert made["choices"]["attention"]["impl"] == "varlen"
+    assert made["choices"]["optimizer"]["name"] == "adamw_8bit"
+
+
+def test_steps() -> None:
+    facts = DataFacts(windows=100, tokens=90_000, fill=0.9)
+    assert steps_per_epoch(100, loads(RECIPE)) == 7
+    assert steps_per_epoch(100, loads(RECIPE), num_devices=4) == 2
+    assert total_steps(loads(RECIPE, ["num_train_epochs=2"]), facts) == 14
+    assert total_steps(loads(RECIPE, ["num_train_epochs=0.1"]), facts) == 1
+    assert total_steps(loads(RECIPE, ["max_steps=3"]), None) == 3
+    assert total_steps(loads(RECIPE), None) is None
+    assert plan("num_train_epochs=2", data=facts).data["trained_tokens"] == 180_000
+
+
+def test_time_is_never_invented() -> None:
+    facts = DataFacts(windows=1000, tokens=1_000_000, fill=1.0)
+    unknown = plan(data=facts, device=dataclasses.replace(GPU, name="a new device")).time
+    assert (unknown.seconds, unknown.floor_seconds) == (None, None)
+    assert "no known bf16" in unknown.basis
+    datasheet = plan(data=facts).time
+    assert datasheet.seconds is None
+    assert datasheet.floor_seconds == pytest.approx(datasheet.flops_per_token * 1000 * 1024 / 989e12)
+    measured = dataclasses.replace(
+        GPU, measured_flops={"bf16": 700e12}, utilization=0.25, utilization_basis="this GPU"
+    )
+    estimate = plan(data=facts, device=measured).time
+    assert estimate.seconds == pytest.approx(estimate.flops_per_token * 1000 * 1024 / 700e12 / 0.25)
+    assert "25% of 700 TFLOP/s in bf16 (measured on this device), as measured (this GPU)" in estimate.basis
+    assert plan().time.floor_seconds is None
+
+
+def test_flops_per_token_of_the_reference_model() -> None:
+    # 6 a parameter (the tied embedding is the head's matrix), and attention, 14 for each visible pair.
+    products = 6 * sum(d[0] * d[1] for _, d in QWEN.parameters() if len(d) == 2)
+    attention = 28 * 14 * (1024 + 1) / 2 * 16 * 128
+    assert plan().time.flops_per_token == pytest.approx(products + attention, rel=1e-6)
+
+
+def test_disk_counts_the_kept_the_best_and_the_one_being_written() -> None:
+    disk = plan().disk
+    assert disk.checkpoint_bytes == pytest.approx(plan().memory.before.total, rel=1e-3)
+    assert disk.total_bytes == 4 * disk.checkpoint_bytes
+    assert plan("data.eval_share=0").disk.total_bytes == 3 * disk.checkpoint_bytes
+    check_disk(disk, disk.total_bytes, "here")
+    with pytest.raises(ResourceError, match="save_total_limit"):
+        check_disk(disk, disk.total_bytes - 1, "here")
+
+
+def sized(gigabytes: float) -> DeviceFacts:
+    return dataclasses.replace(GPU, memory_bytes=int(gigabytes * 1e9))
+
+
+def test_a_run_that_fits_passes_and_one_byte_less_does_not() -> None:
+    made = plan()
+    check_fits(made)
+    check_fits(made, dataclasses.replace(GPU, memory_bytes=made.memory.needed))
+    with pytest.raises(ResourceError):
+        check_fits(made, dataclasses.replace(GPU, memory_bytes=made.memory.needed - 1))
+    with pytest.raises(ResourceError, match=r"has 9\.31 GiB free"):
+        check_fits(made, dataclasses.replace(GPU, free_bytes=10 * 10**9))
+
+
+def test_a_remedy_that_is_named_is_enough() -> None:
+    made = plan("optim=adamw_torch", gradients="fp32")
+    for remedy in remedies(made):
+        assert remedy.saving > 0
+        assert remedy.needed == made.memory.needed - remedy.saving
+    by_name = {remedy.change: remedy for remedy in remedies(made)}
+    assert by_name["optim: adamw_8bit"].needed == plan(gradients="fp32").memory.needed
+    assert by_name["gradient_dtype: bf16"].needed == plan("optim=adamw_torch").memory.needed
+    recomputed = plan("optim=adamw_torch", "gradient_checkpointing=true", gradients="fp32")
+    assert by_name["gradient_checkpointing: true"].needed == recomputed.memory.needed
+
+
+def test_messages_of_a_run_that_does_not_fit() -> None:
+    with pytest.raises(ResourceError) as caught:
+        check_fits(plan(), sized(9.5))
+    assert "training needs" in caught.value.cause
+    assert "NVIDIA H200 has 8.85 GiB free" in caught.value.cause
+    assert caught.value.remedy is not None
+    assert "per_device_train_batch_size: 2 with gradient_accumulation_steps: 8 (saves" in caught.value.remedy
+    with pytest.raises(ResourceError, match=r"set .*, and .*: together"):
+        check_fits(plan("optim=adamw_torch", gradients="fp32"), sized(6.5))
+    with pytest.raises(ResourceError, match="take a smaller model or a larger device"):
+        check_fits(plan(), sized(2))
+
+
+def test_bf16_is_suggested_only_where_the_device_has_it() -> None:
+    def changes(device: DeviceFacts) -> list[str]:
+        recipe = loads(RECIPE, ["dtype=fp32", "gradient_dtype=fp32"])
+        chosen = choices(dtype="fp32", gradients="fp32", impl="sdpa_flash")
+        return [r.change for r in remedies(make_plan(recipe, QWEN, device=device, choices=chosen))]
+
+    assert "dtype: bf16, weights_dtype: bf16" in changes(GPU)
+    assert "dtype: bf16, weights_dtype: bf16" not in changes(DeviceFacts("laptop", "cpu", 2**34))
+
+
+def test_notes() -> None:
+    assert any("bf16" in note for note in plan().notes)
+    assert any("stochastically" in note for note in plan("optim=adamw_torch_fused").notes)
+    assert any("set aside" in note for note in plan("data.eval_share=0").notes)
+    assert any("set aside" in note for note in plan("data.streaming=true", "max_steps=5").notes)
+    cpu = DeviceFacts("laptop", "cpu", 2**34)
+    assert any("no bf16 arithmetic" in note for note in plan(device=cpu, impl="sdpa_flash").notes)
+
+
+def test_devices() -> None:
+    assert known_ceiling("NVIDIA A10G") is None
+    assert known_ceiling("Tesla T4") is not None
+    assert known_ceiling("NVIDIA H200") is known_ceiling("NVIDIA H200 NVL")
+    assert GPU.ceiling("bf16") == (989e12, "NVIDIA H200 datasheet")
+    assert GPU.ceiling("fp64") is None
+    assert DeviceFacts("NVIDIA H200", "cpu", 1).ceiling("bf16") is None
+    total, available = host_memory()
+    assert 2**28 < available <= total
+    assert host_cores() >= 1
+    assert json.dumps(GPU.to_dict())
+
+
+def test_the_example_of_the_documentation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.chdir(root)
+    text = (root / "docs" / "planning.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/planning.md", "exec"), names)
+    assert names["plan"].memory.peak.weights == 2 * 596_049_920
+
+
+def test_the_table_of_the_documentation_is_computed() -> None:
+    root = Path(__file__).resolve().parents[2]
+    text = (root / "docs" / "planning.md").read_text(encoding="utf-8")
+
+    def short(count: int) -> str:
+        return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+    for row in attention_table(QWEN, batch=4):
+        figures = (row.plain, row.flash, row.plain_one_head, row.flash_one_head)
+        assert f"| {row.tokens} | " + " | ".join(short(figure) for figure in figures) + " |\n" in text

@@ -1,0 +1,154 @@
+"""The predicted peak against what a real step allocates, storage by storage; on a GPU, its allocator's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from trimtab import optim  # noqa: E402
+from trimtab.facts.dtypes import TORCH_NAMES, nbytes  # noqa: E402
+from trimtab.facts.shapes import ModelShape  # noqa: E402
+from trimtab.kernels.attention import Layout  # noqa: E402
+from trimtab.model import build, init_weights, recompute_blocks  # noqa: E402
+from trimtab.plan.memory import Job, predict  # noqa: E402
+from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
+
+TINY = ModelShape(
+    "qwen3", 2048, 64, 192, 4, num_heads=4, num_kv_heads=2, head_dim=32, tie_embeddings=True, qk_norm=True
+)
+BASE = Job(
+    TINY,
+    batch=2,
+    tokens=128,
+    accumulation=2,
+    dtype="fp32",
+    weights_dtype="fp32",
+    gradient_dtype="fp32",
+    optimizer="adamw_torch",
+    attention="sdpa_flash",
+    device="cpu",
+)
+
+
+def vary(shape: dict | None = None, **changes: object) -> Job:
+    return dataclasses.replace(BASE, shape=dataclasses.replace(TINY, **(shape or {})), **changes)
+
+
+SHORT = {"batch": 1, "tokens": 32}
+WIDE = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 1024}
+CASES = {
+    "plain": BASE,
+    "no accumulation": vary(accumulation=1),
+    "untied": vary({"tie_embeddings": False}),
+    "untied, no accumulation": vary({"tie_embeddings": False}, accumulation=1),
+    "attention matrices": vary(attention="reference", batch=1, tokens=512),
+    "recomputed": vary(recompute=True),
+    "bf16": vary(dtype="bf16", weights_dtype="bf16", gradient_dtype="bf16", optimizer="adamw_8bit"),
+    "bf16, fp32 gradients": vary(dtype="bf16", weights_dtype="bf16", optimizer="adamw_bf16"),
+    "autocast": vary(dtype="bf16"),
+    "small vocabulary": vary({"vocab_size": 64}),
+    "small vocabulary, recomputed": vary({"vocab_size": 64, "num_layers": 8}, recompute=True),
+    "large vocabulary, untied": vary({"vocab_size": 32_768, "tie_embeddings": False}, **SHORT),
+    "large vocabulary": vary({"vocab_size": 32_768}, **SHORT),
+    "logits twice": vary({"vocab_size": 40_000, "tie_embeddings": False}),
+    "logits twice, bf16": vary(
+        {"vocab_size": 40_000, "tie_embeddings": False},
+        dtype="bf16",
+        weights_dtype="bf16",
+        gradient_dtype="bf16",
+        optimizer="adamw_8bit",
+    ),
+    "few tokens": vary(WIDE, batch=1, tokens=16),
+    "few tokens, no accumulation": vary(WIDE, batch=1, tokens=16, accumulation=1),
+}
+
+
+class Step:
+    """A model and optimizer of a job, and one training step."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.decoder = build(job.shape, dtype=job.weights_dtype, device=job.device, attention=job.attention)
+        init_weights(self.decoder, 0)
+        recompute_blocks(self.decoder, job.recompute)
+        for p in self.decoder.parameters():
+            if job.gradient_dtype != job.weights_dtype:
+                p.grad_dtype = getattr(torch, TORCH_NAMES[job.gradient_dtype])
+        named = list(self.decoder.named_parameters())
+        self.optimizer = optim.build(
+            job.optimizer, named, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, seed=0
+        )
+
+    def forward_backward(self) -> None:
+        job = self.job
+        for _ in range(job.accumulation):
+            ids_BT = torch.randint(0, job.shape.vocab_size, (job.batch, job.tokens), device=job.device)
+            positions_BT = torch.arange(job.tokens, device=job.device).expand(job.batch, -1).contiguous()
+            documents_BT = (positions_BT >= job.tokens // 2).int()
+            with torch.autocast(job.device, torch.bfloat16, enabled=job.dtype != job.weights_dtype):
+                layout = Layout.packed(documents_BT)
+                loss = self.decoder.loss(ids_BT, ids_BT.clone(), positions_BT, layout)
+            loss.backward()
+            del loss
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_predicted_peak_is_what_a_step_allocates(name: str) -> None:
+    job, memory = CASES[name], predict(CASES[name])
+    step = Step(job)
+    assert storage_bytes(step.decoder.parameters()) == memory.before.weights
+    assert storage_bytes(step.optimizer.tensors().values()) == memory.before.optimizer
+    with LiveBytes() as live:
+        step.forward_backward()
+    assert storage_bytes(p.grad for p in step.decoder.parameters()) == memory.peak.gradients
+    moments = {k: v for k, v in memory.moments.items() if k != "the optimizer step"}
+    if job.shape.tie_embeddings:
+        # Under a dispatch mode autograd adds a tied embedding's two gradients into a third tensor, otherwise
+        # in place; only this measurement pays for it.
+        copy = nbytes(job.gradient_dtype, job.shape.vocab_size * job.shape.hidden_size)
+        if job.gradient_dtype != job.weights_dtype:
+            copy -= nbytes(job.weights_dtype, job.shape.vocab_size * job.shape.hidden_size)
+        moments["the embedding, at the end of backward"] += copy
+    predicted = max(moments.values())
+    assert live.peak == pytest.approx(predicted, rel=0.03)
+    assert predicted >= 0.985 * live.peak, "a plan must not promise less than a step takes"
+
+
+def test_the_comparison_can_fail() -> None:
+    step = Step(CASES["plain"])
+    with LiveBytes() as live:
+        step.forward_backward()
+    wrong = predict(dataclasses.replace(CASES["plain"], batch=3))
+    assert live.peak != pytest.approx(max(wrong.moments.values()), rel=0.03)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+def test_predicted_peak_on_a_gpu(recompute: bool) -> None:
+    shape = ModelShape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
+                       tie_embeddings=True, qk_norm=True)  # fmt: skip
+    formats = {"dtype": "bf16", "weights_dtype": "bf16", "gradient_dtype": "bf16", "bf16": True}
+    job = Job(shape, batch=4, tokens=1024, accumulation=2, optimizer="adamw_8bit", attention="varlen",
+              device="cuda", recompute=recompute, **formats)  # fmt: skip
+    step, memory = Step(job), predict(job)
+    step.forward_backward()
+    step.optimizer.step(lr=1e-4)
+    for p in step.decoder.parameters():
+        p.grad = None
+    torch.cuda.synchronize()
+    standing = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step.forward_backward()
+    measured = torch.cuda.max_memory_allocated() - standing
+    step.optimizer.step(lr=1e-4)
+    update = torch.cuda.max_memory_allocated() - standing
+    predicted = max(v for k, v in memory.moments.items() if k != "the optimizer step")
+    print(
+        f"\nrecompute {recompute}: standing {standing:,}, step {measured:,}, update {update:,}; "
+        f"predicted {predicted:,} {memory.moments}"
+    )
+    assert standing == pytest.approx(memory.before.total, rel=0.05)
+    assert measured == pytest.approx(predicted, rel=0.05)

@@ -1,0 +1,50 @@
+"""What a run will take, before it happens: memory, time, disk, and whether it fits. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.plan.attention import AttentionRow, attention_table
+    from trimtab.plan.data import DataFacts, steps_per_epoch, total_steps
+    from trimtab.plan.disk import check_disk
+    from trimtab.plan.fit import check_fits, remedies
+    from trimtab.plan.make import Plan, make_plan
+    from trimtab.plan.memory import Buckets, Memory
+
+_MODULES = {
+    "AttentionRow": "attention",
+    "attention_table": "attention",
+    "DataFacts": "data",
+    "steps_per_epoch": "data",
+    "total_steps": "data",
+    "check_disk": "disk",
+    "check_fits": "fit",
+    "remedies": "fit",
+    "Plan": "make",
+    "make_plan": "make",
+    "Buckets": "memory",
+    "Memory": "memory",
+}
+
+__all__ = [  # noqa: RUF022 (in the order of the dictionary above)
+    "AttentionRow",
+    "attention_table",
+    "DataFacts",
+    "steps_per_epoch",
+    "total_steps",
+    "check_disk",
+    "check_fits",
+    "remedies",
+    "Plan",
+    "make_plan",
+    "Buckets",
+    "Memory",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

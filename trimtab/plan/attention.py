@@ -1,0 +1,69 @@
+"""What attention holds for the backward pass by length: the plain matrices against a tiled kernel's O and L.
+
+Figures of this kind are often quoted for a single head. A model holds them for every head of every layer, so
+both are given, labelled; the planner itself only ever uses the true ones.
+"""
+
+# B batch, T tokens, H query heads, D head size
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trimtab.facts.dtypes import BYTES
+from trimtab.facts.shapes import ModelShape
+
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+
+LABELS = {
+    "plain": "scores and weights, all heads",
+    "flash": "O and L, all heads",
+    "plain_one_head": "scores and weights, counted for one head (as often quoted)",
+    "flash_one_head": "two [tokens, head size] matrices, counted for one head (as often quoted)",
+}
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """Bytes over all layers and sequences at one length; `LABELS` says what each figure counts."""
+
+    tokens: int
+    plain: int
+    flash: int
+    plain_one_head: int
+    flash_one_head: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+
+def attention_table(
+    shape: ModelShape, batch: int, lengths: Sequence[int] = LENGTHS, dtype: str = "bf16"
+) -> list[AttentionRow]:
+    """One row a length. Queries, keys and values are held in either case and left out.
+
+    Plain attention holds scores and weights, two [T, T] matrices a head; a tiled kernel holds its output O,
+    [T, D] a head, and one fp32 log-sum-exp L a query and head.
+
+    Example:
+        >>> from trimtab.facts.shapes import ModelShape
+        >>> shape = ModelShape("qwen3", 151936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128)
+        >>> row, = attention_table(shape, batch=4, lengths=[1024])
+        >>> round(row.plain_one_head / 1e6), round(row.plain / 1e9, 1), round(row.flash / 1e6)
+        (470, 7.5, 477)
+    """
+    width, H, D = BYTES[dtype], shape.num_heads, shape.head_dim
+    sequences = batch * shape.num_layers
+    return [
+        AttentionRow(
+            tokens=T,
+            plain=sequences * H * 2 * T * T * width,
+            flash=sequences * H * T * (D * width + 4),
+            plain_one_head=sequences * 2 * T * T * width,
+            flash_one_head=sequences * 2 * T * D * width,
+        )
+        for T in lengths
+    ]

@@ -1,0 +1,174 @@
+"""The plan of a run: what it will take, added up from what the rooms declare. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.shapes import ModelShape
+from trimtab.plan import data as plan_data
+from trimtab.plan import disk as plan_disk
+from trimtab.plan import memory as plan_memory
+from trimtab.plan import time as plan_time
+from trimtab.plan.data import DataFacts
+from trimtab.recipe.keys import Recipe
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take. `to_dict()` is what a run folder keeps as plan.json."""
+
+    recipe: Recipe
+    shape: ModelShape
+    device: DeviceFacts
+    num_devices: int
+    job: plan_memory.Job
+    memory: plan_memory.Memory
+    data: dict[str, Any]
+    time: plan_time.Time
+    disk: plan_disk.Disk
+    choices: dict[str, Any]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON; every number in bytes, tokens, FLOPs or seconds."""
+        return {
+            "version": VERSION,
+            "model": {
+                "name": self.recipe.model.name,
+                "family": self.shape.family,
+                "parameters": self.shape.num_parameters,
+            },
+            "memory": {
+                "before": self.memory.before.to_dict(),
+                "peak": self.memory.peak.to_dict(),
+                "moment": self.memory.moment,
+                "outside": self.memory.outside,
+                "needed": self.memory.needed,
+                "available": self.device.available_bytes,
+            },
+            "data": self.data,
+            "time": self.time.to_dict(),
+            "disk": self.disk.to_dict(),
+            "choices": self.choices,
+            "notes": list(self.notes),
+        }
+
+
+def make_plan(
+    recipe: Recipe,
+    shape: ModelShape,
+    *,
+    device: DeviceFacts,
+    data: DataFacts | None = None,
+    choices: dict[str, Any],
+    num_devices: int = 1,
+) -> Plan:
+    """Predict a run.
+
+    Args:
+        recipe: what is asked.
+        shape: the model's shape.
+        device: the device it will run on.
+        data: what is known of the packed data; None before it was looked at.
+        choices: what every `auto` of the recipe came to: "dtype", "weights_dtype", "gradient_dtype" by
+            name and "attention" as `{"impl", "reason", "rejected"}`. They are kept in the plan as they are.
+        num_devices: devices that share the batch.
+
+    Example:
+        >>> from trimtab.facts.devices import DeviceFacts
+        >>> from trimtab.recipe import loads
+        >>> tiny = ModelShape("llama", 512, 64, 128, 2, num_heads=4, num_kv_heads=2, head_dim=16)
+        >>> plan = make_plan(loads("model: tiny\\ndata: {train: x}"), tiny,
+        ...                  device=DeviceFacts("a laptop", "cpu", memory_bytes=8 * 2**30),
+        ...                  choices={"dtype": "fp32", "weights_dtype": "fp32", "gradient_dtype": "fp32",
+        ...                           "attention": {"impl": "sdpa_flash", "reason": "", "rejected": []}})
+        >>> plan.memory.peak.weights
+        558336
+    """
+    job = job_of(recipe, shape, device, choices)
+    memory = plan_memory.predict(job)
+    steps = plan_data.total_steps(recipe, data, num_devices)
+    processed = None
+    if steps is not None:
+        processed = round(plan_data.processed_windows(recipe, data, num_devices) * recipe.max_seq_length)
+    estimate = plan_time.estimate(
+        shape,
+        device,
+        dtype=job.dtype,
+        tokens=recipe.max_seq_length,
+        processed=processed,
+        recompute=recipe.gradient_checkpointing,
+        num_devices=num_devices,
+    )
+    num_tensors = sum(1 for _ in shape.parameters())
+    disk = plan_disk.estimate(
+        memory.peak.weights,
+        memory.peak.optimizer,
+        3 * num_tensors,  # a weight and two moments; 8-bit scales are small
+        recipe.save_total_limit,
+        best=_has_domain_set(recipe),
+    )
+    return Plan(
+        recipe=recipe,
+        shape=shape,
+        device=device,
+        num_devices=num_devices,
+        job=job,
+        memory=memory,
+        data=plan_data.describe(recipe, data, num_devices),
+        time=estimate,
+        disk=disk,
+        choices={**choices, "optimizer": {"name": recipe.optim, "reason": "named in the recipe"}},
+        notes=tuple(_notes(recipe, job)),
+    )
+
+
+def job_of(
+    recipe: Recipe, shape: ModelShape, device: DeviceFacts, choices: dict[str, Any]
+) -> plan_memory.Job:
+    """What decides the memory of a step, from the recipe and what its `auto` keys came to."""
+    return plan_memory.Job(
+        shape=shape,
+        batch=recipe.per_device_train_batch_size,
+        tokens=recipe.max_seq_length,
+        accumulation=recipe.gradient_accumulation_steps,
+        dtype=choices["dtype"],
+        weights_dtype=choices["weights_dtype"],
+        gradient_dtype=choices["gradient_dtype"],
+        optimizer=recipe.optim,
+        attention=choices["attention"]["impl"],
+        device=device.kind,
+        bf16=device.bf16,
+        packed=recipe.packing,
+        recompute=recipe.gradient_checkpointing,
+    )
+
+
+def _has_domain_set(recipe: Recipe) -> bool:
+    """Whether there is text like the training text to choose a best checkpoint on."""
+    held_out = recipe.data.eval_share > 0 and not recipe.data.streaming
+    return bool(recipe.data.eval.domain) or held_out
+
+
+def _notes(recipe: Recipe, job: plan_memory.Job) -> list[str]:
+    notes = []
+    if job.device == "cpu" and job.dtype == "bf16" and not job.bf16:
+        notes.append("this CPU has no bf16 arithmetic: dtype: fp32 would be several times faster")
+    if job.device == "cpu" and job.dtype == "fp16":
+        notes.append("fp16 on a CPU is very slow: dtype: fp32 would be many times faster")
+    if job.gradient_dtype == "bf16" and job.accumulation > 1:
+        notes.append(
+            "gradients are added up in bf16, as the recipe asks; fp32 loses less and takes twice the memory"
+        )
+    if job.optimizer == "adamw_torch_fused" and job.weights_dtype == "bf16":
+        notes.append(
+            "adamw_torch_fused rounds bf16 weights to the nearest: updates at a low learning rate are lost; "
+            "adamw_8bit and adamw_bf16 round stochastically"
+        )
+    if not (_has_domain_set(recipe) or recipe.data.eval.general):
+        notes.append("no text is set aside for measuring: the report will show training loss only")
+    return notes
