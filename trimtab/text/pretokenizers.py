@@ -1,0 +1,82 @@
+"""How byte-level vocabularies cut text into words before merging, by the names GGUF files use.
+
+A GGUF file holds tokens and merges but only the *name* of the cut (`tokenizer.ggml.pre`); the expressions are
+those of the models' own tokenizer.json files. A wrong cut gives slightly different ids, so an unknown name is
+an error and not a guess.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
+)
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_TEKKEN = rf"{_WORD[0]}|{_WORD[1]}|\p{{N}}|{_MARKS}|{_TAIL}"
+_GPT4O = rf"{_WORD[0]}{_CONTRACTIONS}?|{_WORD[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_MARKS}|{_TAIL}"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to cut: GPT-2's own expression if `pattern` is None."""
+
+    pattern: str | None = None
+    digits: bool = False
+    """Each digit a word of its own, before anything else."""
+    nfc: bool = False
+    """Text is normalized to composed characters first."""
+    whole_words: bool = False
+    """A word that is in the vocabulary is one token, whatever the merges say (`ignore_merges`)."""
+    adds_bos: bool = False
+    """What holds where the file does not say whether texts begin with the beginning token."""
+
+    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+        """The pipeline for the `tokenizers` library."""
+        steps: list[pre_tokenizers.PreTokenizer] = []
+        if self.digits:
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        if self.pattern is not None:
+            steps.append(pre_tokenizers.Split(Regex(self.pattern), behavior="isolated"))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None))
+        return steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
+
+    def normalizer(self) -> normalizers.Normalizer | None:
+        """The normalizer for the `tokenizers` library."""
+        return normalizers.NFC() if self.nfc else None
+
+
+_GPT2 = Cut()
+_DIGITS = Cut(digits=True)
+_LLAMA_BPE = Cut(_LLAMA3, whole_words=True, adds_bos=True)
+_QWEN = Cut(_QWEN2, nfc=True)
+
+CUTS: dict[str, Cut] = {
+    "default": _GPT2,
+    "gpt-2": _GPT2,
+    "mpt": _GPT2,
+    "olmo": _GPT2,
+    "phi-2": _GPT2,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "command-r": _DIGITS,
+    "codeshell": _DIGITS,
+    "llama-bpe": _LLAMA_BPE,
+    "llama3": _LLAMA_BPE,
+    "llama-v3": _LLAMA_BPE,
+    "dbrx": Cut(_LLAMA3),
+    "smaug-bpe": Cut(_LLAMA3),
+    "qwen2": _QWEN,
+    "deepseek-r1-qwen": _QWEN,
+    "tekken": Cut(_TEKKEN, whole_words=True, adds_bos=True),
+    "gpt-4o": Cut(_GPT4O),
+    "llama4": Cut(_GPT4O, adds_bos=True),
+}

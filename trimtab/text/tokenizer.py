@@ -1,0 +1,229 @@
+"""The tokenizer: a `tokenizers` pipeline and the conventions around it (beginning, end, stop, chat).
+
+**Beginning and end of a document.** A beginning token is set only where the tokenizer's own post-processor
+sets one (Llama does, Qwen and SmolLM do not). Every document is closed by the end token, whether or not the
+post-processor would: a model that never sees an end never learns to stop.
+
+**Special tokens in the text.** Text that spells a special token ("<|im_end|>") becomes that token, as in
+Hugging Face's tokenizers; chat prompts depend on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from trimtab.facts.errors import ModelError
+from trimtab.text.chat import DEFAULT_LIMITS, Limits, render_chats
+from trimtab.text.long_text import PIECE_CHARS, LongText
+
+_PIECES_AT_ONCE = 8
+"""64 K characters each: about 100 MB while they are worked on, and work for eight cores."""
+
+Message = Mapping[str, Any]
+"""One turn of a conversation: {"role": "user", "content": "…"}."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Tokenizer:
+    """Text to ids and back; made by `trimtab.text.load`.
+
+    Example:
+        >>> from trimtab import text
+        >>> tokenizer = text.load("starter/base")                    # doctest: +SKIP
+        >>> tokenizer.decode(tokenizer.encode("Hello, world"))       # doctest: +SKIP
+        'Hello, world'
+    """
+
+    backend: tokenizers.Tokenizer
+    bos_id: int | None
+    eos_id: int | None
+    stop_ids: frozenset[int]
+    """Ids that end a generation: the end of text and, where the model has one, the end of a turn."""
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    """By Hugging Face's names: {"bos_token": "<s>", …}; templates see them as variables."""
+    chat_template: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    """The content of tokenizer_config.json, kept to be written back."""
+    source: str = "tokenizer"
+    """Where it came from, for messages."""
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.source!r}, {self.vocab_size} tokens)"
+
+    @cached_property
+    def _affixes(self) -> tuple[list[int], list[int]]:
+        """What the post-processor sets before and after a text."""
+        bare = self.backend.encode("a", add_special_tokens=False).ids
+        full = self.backend.encode("a", add_special_tokens=True).ids
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return full[:start], full[start + len(bare) :]
+        raise ModelError(
+            f"the post-processor of {self.source} changes the text's own tokens",
+            "only tokenizers that set tokens before and after a text can be used",
+        )
+
+    @property
+    def prefix_ids(self) -> list[int]:
+        """Ids that the tokenizer's own convention sets before a text; empty for many."""
+        return list(self._affixes[0])
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the tokenizer's own convention begins a text with the beginning token."""
+        return self.bos_id is not None and self.bos_id in self._affixes[0]
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The largest id plus one: how many rows an embedding must have at least."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that decides which ids a text becomes, the chat template included."""
+        rest = json.dumps([self.bos_id, self.eos_id, self._affixes, self.chat_template], sort_keys=True)
+        digest = hashlib.sha256(self.backend.to_str(pretty=False).encode())
+        digest.update(rest.encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def _long_text(self) -> LongText:
+        return LongText(self.backend)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text alone, nothing set before or after it; memory stays small for any length."""
+        if len(text) > PIECE_CHARS:
+            return self._encode_long(text)
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on all cores; the caller bounds how much text a batch holds."""
+        long = {i for i, text in enumerate(texts) if len(text) > PIECE_CHARS}
+        short = [text for i, text in enumerate(texts) if i not in long]
+        encoded = iter(self.backend.encode_batch_fast(short, add_special_tokens=False))
+        return [self._encode_long(t) if i in long else next(encoded).ids for i, t in enumerate(texts)]
+
+    def _encode_long(self, text: str) -> list[int]:
+        ids: list[int] = []
+        pieces = self._long_text.pieces(text)
+        while group := list(itertools.islice(pieces, _PIECES_AT_ONCE)):
+            # At most the first piece has a pipeline of its own, so a group is one call or two.
+            for backend, parts in itertools.groupby(group, key=lambda piece: piece[0]):
+                encoded = backend.encode_batch_fast([part for _, part in parts], add_special_tokens=False)
+                ids.extend(itertools.chain.from_iterable(e.ids for e in encoded))
+        return ids
+
+    def wrap_document(self, ids: Sequence[int]) -> list[int]:
+        """Ids of a text → ids of a document: the tokenizer's own beginning, and the end token."""
+        prefix, suffix = self._affixes
+        end = suffix if suffix and suffix[-1] == self.eos_id else [*suffix, self._end()]
+        return [*prefix, *ids, *end]
+
+    def encode_document(self, text: str) -> list[int]:
+        """Ids of a whole document for training (see the top of this file for beginning and end)."""
+        return self.wrap_document(self.encode(text))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of the beginning of a document, to be continued: the same beginning, no end.
+
+        A text that already spells the beginning token (chat templates do) gets no second one.
+        """
+        ids = self.encode(text)
+        prefix = self._affixes[0]
+        return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
+
+    def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """Ids of a rendered conversation; the template itself says what stands at the beginning."""
+        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of these ids; bytes that are no UTF-8 become U+FFFD."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> str:
+        """A conversation as the text the model was tuned on, through the model's own chat template.
+
+        `variables` are extra names the template may know (`enable_thinking` for Qwen3).
+        """
+        return self.render_chats(
+            [messages], add_generation_prompt, tools=tools, variables=variables, limits=limits
+        )[0]
+
+    def render_chats(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        add_generation_prompt: bool = False,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> list[str]:
+        """`render_chat` of many conversations in one sandbox (starting one costs about 0.1 s)."""
+        if self.chat_template is None:
+            raise ModelError(
+                f"{self.source} has no chat template",
+                "give plain text, use a model tuned for chat, or put a chat_template.jinja beside it",
+            )
+        known = {**self.special_tokens, "tools": list(tools) if tools else None, "documents": None}
+        return render_chats(
+            self.chat_template,
+            conversations,
+            {**known, **(variables or {}), "add_generation_prompt": add_generation_prompt},
+            limits=limits,
+        )
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write tokenizer.json, tokenizer_config.json and the chat template, as transformers reads them."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.config, **self.special_tokens}
+        config.pop("chat_template", None)
+        contents = {
+            "tokenizer.json": self.backend.to_str(pretty=True),
+            "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n",
+        }
+        if self.chat_template is not None:
+            contents["chat_template.jinja"] = self.chat_template
+        written = []
+        for name, content in contents.items():
+            (folder / name).write_text(content, encoding="utf-8", newline="")
+            written.append(folder / name)
+        return written
+
+    def _end(self) -> int:
+        if self.eos_id is None:
+            raise ModelError(
+                f"{self.source} names no end token, so documents cannot be closed",
+                "set eos_token in tokenizer_config.json",
+            )
+        return self.eos_id
+
+
+def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """An error if the tokenizer can make ids for which the model has no embedding.
+
+    Fewer ids than embeddings are fine: models pad their vocabulary.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise ModelError(
+            f"the tokenizer {tokenizer.source} has {tokenizer.vocab_size} tokens, "
+            f"the model's embedding only {vocab_size}",
+            "use the tokenizer that belongs to the model",
+        )
