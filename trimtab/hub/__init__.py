@@ -1,0 +1,27 @@
+"""Names to files: a hub id becomes a folder pinned to a commit, a local path stays what it is. No torch.
+
+from trimtab import hub
+
+model = hub.resolve_model("HuggingFaceTB/SmolLM2-135M")
+model.path, model.commit
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.hub.datasets import resolve_dataset
+    from trimtab.hub.models import resolve_model
+    from trimtab.hub.resolved import Resolved
+
+_PLACES = {"Resolved": "resolved", "resolve_dataset": "datasets", "resolve_model": "models"}
+
+__all__ = ["Resolved", "resolve_dataset", "resolve_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -1,0 +1,73 @@
+"""What goes wrong between here and the hub, in a line with its remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+
+from huggingface_hub import errors as hf
+
+from trimtab.facts.errors import HubError, ResourceError, TrimtabError
+
+_LOGIN = "log in with `hf auth login`, or give a token"
+
+
+@contextlib.contextmanager
+def explained(repo_id: str, revision: str | None) -> Iterator[None]:
+    """Turn huggingface_hub's and the network's errors into `HubError`s."""
+    try:
+        yield
+    except (TrimtabError, hf.OfflineModeIsEnabled):  # the latter is the caller's to answer
+        raise
+    # hf.HTTPError is the network library's own base class, whichever library huggingface_hub uses.
+    except (hf.HTTPError, hf.EntryNotFoundError, hf.HFValidationError, OSError) as error:
+        raise explain(error, repo_id, revision) from error
+
+
+def explain(error: Exception, repo_id: str, revision: str | None) -> TrimtabError:
+    """The error a person can act on."""
+    if isinstance(error, hf.HFValidationError):
+        return HubError(f"{repo_id!r} is not a hub id", "write it as owner/name, or name a local path")
+    if isinstance(error, hf.GatedRepoError):
+        return HubError(f"{repo_id} is gated", f"accept its conditions on its page on the hub, then {_LOGIN}")
+    if isinstance(error, hf.RevisionNotFoundError):
+        return HubError(f"{repo_id} has no revision {revision!r}", "name a branch, a tag or a commit of it")
+    if isinstance(error, hf.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        return explain(error.__cause__, repo_id, revision)
+    if isinstance(error, hf.HfHubHTTPError) and error.response is not None:
+        return _explain_status(error, error.response.status_code, repo_id)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceError(
+            f"no space left while downloading {repo_id}", "free some, or give another cache_dir"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return ResourceError(f"the hub's cache cannot be written ({error})", "give a cache_dir that can be")
+    reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+    return HubError(
+        f"the hub could not be reached for {repo_id} ({reason[0][:160]})",
+        "check the network, name a local folder, or set offline if it was downloaded before",
+    )
+
+
+def _explain_status(error: hf.HfHubHTTPError, status: int, repo_id: str) -> HubError:
+    if isinstance(error, hf.RepositoryNotFoundError):
+        return HubError(
+            f"{repo_id} is not on the hub, or is private and no token that may read it was given",
+            f"check the id; for a private one {_LOGIN}",
+        )
+    if isinstance(error, hf.DisabledRepoError):
+        return HubError(f"{repo_id} was disabled on the hub", "use another")
+    if status == 401:
+        return HubError(f"the hub refused the token for {repo_id}", _LOGIN)
+    if status == 403:
+        return HubError(
+            f"the token may not read {repo_id}", "ask its owner for access, or give another token"
+        )
+    if status == 404:
+        return HubError(f"a file of {repo_id} is not on the hub", "check the id and the revision")
+    if status == 429:
+        return HubError(
+            "the hub asks for a pause (too many requests)", f"wait some minutes; {_LOGIN} for more"
+        )
+    return HubError(f"the hub answered {status} for {repo_id}", "try again later")

@@ -1,0 +1,215 @@
+"""One repository at one commit: its list of files, and the files themselves in huggingface_hub's cache.
+
+The list is kept beside the cached files, under the name of the revision that was asked for. So a second use
+without network sees the same list, and can tell a complete download from a broken one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import json
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import quote
+
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import errors as hf
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import tqdm
+
+from trimtab.facts.errors import HubError, ResourceError
+from trimtab.facts.units import format_bytes
+from trimtab.hub.faults import explained
+from trimtab.hub.resolved import COMMIT, check_name
+
+_VERSION = 1
+_SPARE_BYTES = 256 << 20
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Access:
+    """How the hub is reached. A token comes from here or from huggingface_hub's own store, nowhere else."""
+
+    token: str | None = None
+    offline: bool = False
+    cache_dir: Path | None = None
+    endpoint: str | None = None
+    progress: bool = True
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository's files at a commit."""
+
+    kind: Literal["model", "dataset"]
+    repo_id: str
+    revision: str
+    commit: str
+    sizes: dict[str, int | None]
+    """File names, all plain relative paths, with sizes where known."""
+    access: Access
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are, or will be."""
+        return _storage(self.kind, self.repo_id, self.access) / "snapshots" / self.commit
+
+    def missing(self, names: list[str]) -> list[str]:
+        """Those of the names that are not here yet."""
+        return [name for name in names if not (self.folder / name).is_file()]
+
+    def fetch(self, names: list[str]) -> list[Path]:
+        """The files by these names, downloaded where they are not here; a cut connection is resumed."""
+        absent = self.missing(names)
+        if absent and self.access.offline:
+            raise HubError(
+                f"{self.repo_id} was not downloaded completely ({absent[0]} is missing)",
+                "run it once without offline",
+            )
+        if absent:
+            self._check_space(absent)
+            for tries_left in range(_TRIES - 1, -1, -1):
+                with explained(self.repo_id, self.revision):
+                    try:
+                        self._download(absent)
+                        break
+                    except (hf.HTTPError, OSError) as error:
+                        # A lost connection is tried again; an answer of the hub or a full disk is not.
+                        if (
+                            tries_left == 0
+                            or isinstance(error, hf.HfHubHTTPError)
+                            or getattr(error, "errno", None)
+                        ):
+                            raise
+                time.sleep(1)
+            if absent := self.missing(names):
+                raise HubError(f"{absent[0]} of {self.repo_id} did not arrive", "try again")
+        return [self.folder / name for name in names]
+
+    def _download(self, names: list[str]) -> None:
+        snapshot_download(
+            self.repo_id,
+            repo_type=self.kind,
+            revision=self.commit,
+            allow_patterns=[glob.escape(name) for name in names],
+            token=self.access.token,
+            cache_dir=self.access.cache_dir,
+            endpoint=self.access.endpoint,
+            max_workers=4,
+            tqdm_class=None if self.access.progress else _Silent,
+        )
+
+    def _check_space(self, names: list[str]) -> None:
+        place = _cache_dir(self.access)
+        while not place.exists():
+            place = place.parent
+        needed, free = sum(self.sizes[name] or 0 for name in names), shutil.disk_usage(place).free
+        if needed + _SPARE_BYTES > free:
+            raise ResourceError(
+                f"{self.repo_id} needs {format_bytes(needed)}, {place} has {format_bytes(free)} left",
+                "free some, or give another cache_dir",
+            )
+
+
+class _Silent(tqdm):
+    """huggingface_hub's progress bar, switched off."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **{**kwargs, "disable": True})
+
+
+def open_repository(
+    kind: Literal["model", "dataset"], repo_id: str, revision: str | None, access: Access
+) -> Repository:
+    """The repository at the commit that the revision (a branch, tag or commit; None for main) names now.
+
+    A full commit never changes: once its list is here, the hub is not asked again.
+    """
+    wanted = revision or "main"
+    known = _read_record(kind, repo_id, wanted, access)
+    if known is not None and COMMIT.fullmatch(wanted):
+        return known
+    if access.offline:
+        return known or _from_cache(kind, repo_id, wanted, access)
+    try:
+        return _ask(kind, repo_id, wanted, access)
+    except hf.OfflineModeIsEnabled:  # huggingface_hub itself was switched off by the person
+        return open_repository(kind, repo_id, revision, dataclasses.replace(access, offline=True))
+
+
+def _ask(kind: Literal["model", "dataset"], repo_id: str, revision: str, access: Access) -> Repository:
+    api = HfApi(endpoint=access.endpoint, token=access.token)
+    with explained(repo_id, revision):
+        commit = api.repo_info(repo_id, repo_type=kind, revision=revision, timeout=20).sha or ""
+        tree = list(api.list_repo_tree(repo_id, recursive=True, revision=commit, repo_type=kind))
+    if not COMMIT.fullmatch(commit):
+        raise HubError(f"the hub names no commit for {repo_id}", "check that the endpoint is a hub")
+    sizes: dict[str, int | None] = {
+        check_name(entry.path, repo_id): entry.size for entry in tree if isinstance(entry, RepoFile)
+    }
+    repository = Repository(kind, repo_id, revision, commit, sizes, access)
+    with explained(repo_id, revision):
+        for key in {revision, commit}:
+            _write_record(repository, key)
+    return repository
+
+
+def _cache_dir(access: Access) -> Path:
+    return Path(access.cache_dir or constants.HF_HUB_CACHE).expanduser().resolve()
+
+
+def _storage(kind: str, repo_id: str, access: Access) -> Path:
+    """The repository's folder in the cache, laid out as huggingface_hub documents it."""
+    return _cache_dir(access) / f"{kind}s--{repo_id.replace('/', '--')}"
+
+
+def _record_path(kind: str, repo_id: str, revision: str, access: Access) -> Path:
+    return _storage(kind, repo_id, access) / "trimtab" / f"{quote(revision, safe='')}.json"
+
+
+def _write_record(repository: Repository, key: str) -> None:
+    path = _record_path(repository.kind, repository.repo_id, key, repository.access)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"version": _VERSION, "commit": repository.commit, "files": repository.sizes}
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+    os.replace(temporary, path)
+
+
+def _read_record(
+    kind: Literal["model", "dataset"], repo_id: str, revision: str, access: Access
+) -> Repository | None:
+    try:
+        content = json.loads(_record_path(kind, repo_id, revision, access).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(content, dict) or content.get("version") != _VERSION:
+        return None
+    sizes = {check_name(name, repo_id): size for name, size in content["files"].items()}
+    return Repository(kind, repo_id, revision, content["commit"], sizes, access)
+
+
+def _from_cache(kind: Literal["model", "dataset"], repo_id: str, revision: str, access: Access) -> Repository:
+    """What another tool downloaded: the commit from the cache's refs, the list from the files there."""
+    storage = _storage(kind, repo_id, access)
+    ref = storage / "refs" / revision
+    commit = revision if COMMIT.fullmatch(revision) else ref.read_text().strip() if ref.is_file() else ""
+    folder = storage / "snapshots" / commit
+    if not COMMIT.fullmatch(commit) or not folder.is_dir():
+        raise HubError(
+            f"{repo_id} ({revision}) was never downloaded and offline is set",
+            "run it once without offline, or name a local folder",
+        )
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    sizes: dict[str, int | None] = {
+        path.relative_to(folder).as_posix(): path.stat().st_size for path in files
+    }
+    return Repository(kind, repo_id, revision, commit, sizes, access)

@@ -1,0 +1,54 @@
+"""What a name turned out to be, and how names of people and of servers are told apart and checked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from trimtab.facts.errors import HubError
+
+Kind = Literal["folder", "gguf", "dataset", "local"]
+_ID_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Local files of a model or a data set."""
+
+    kind: Kind
+    """"folder": a Hugging Face folder; "gguf": one file; "dataset": `files`; "local": data as given."""
+    path: Path
+    commit: str | None
+    """The commit the files belong to; None for what was local all along."""
+    files: list[Path] = field(default_factory=list)
+    """The data files of a data set, in the order of their names."""
+    name: str = ""
+    config: str | None = None
+    split: str | None = None
+
+
+def looks_local(name: str) -> bool:
+    """Whether a name that does not exist was meant as a path, so that nothing is asked of the hub.
+
+    Example:
+        >>> [looks_local(n) for n in ("./model", "/data/x", "Qwen/Qwen3-0.6B", "runs/a/b")]
+        [True, True, False, True]
+    """
+    parts = name.split("/")
+    if name.startswith((".", "/", "~")) or "\\" in name or name.endswith("/"):
+        return True
+    return not 1 <= len(parts) <= 2 or not all(_ID_PART.fullmatch(part) for part in parts)
+
+
+def check_name(name: str, repo_id: str) -> str:
+    """A file's name as a server gives it, if it is a plain relative path."""
+    pure = PurePosixPath(name)
+    plain = name and not name.startswith("/") and str(pure) == name and ".." not in pure.parts
+    if not plain or "\\" in name or ":" in name or any(ord(c) < 32 or ord(c) == 127 for c in name):
+        raise HubError(
+            f"{repo_id} lists a file with the name {name!r}", "it leads out of its folder; do not use it"
+        )
+    return name
