@@ -1,0 +1,126 @@
+"""The two doors of the room: open a source as a corpus, make a loader of corpora."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, overload
+
+from trimtab.data.corpus import Corpus, open_cached
+from trimtab.data.dealing import StepShape
+from trimtab.data.loader import Loader
+from trimtab.data.progress import ProgressCallback, silent
+from trimtab.data.sources import SourceSpec
+from trimtab.data.stream_corpus import StreamCorpus, open_stream
+from trimtab.data.stream_loader import StreamLoader
+from trimtab.data.tokenizing import TokenizerLike, TokenizerSpec
+from trimtab.facts.errors import DataError
+
+AnyCorpus = Corpus | StreamCorpus
+Weighted = AnyCorpus | tuple[AnyCorpus, float]
+
+
+@overload
+def open_corpus(
+    source: SourceSpec | str,
+    tokenizer: TokenizerLike | TokenizerSpec,
+    *,
+    cache_dir: Path | None = ...,
+    num_proc: int | None = ...,
+    progress: ProgressCallback = ...,
+    streaming: Literal[False] = ...,
+) -> Corpus: ...
+@overload
+def open_corpus(
+    source: SourceSpec | str,
+    tokenizer: TokenizerLike | TokenizerSpec,
+    *,
+    cache_dir: Path | None = ...,
+    num_proc: int | None = ...,
+    progress: ProgressCallback = ...,
+    streaming: bool,
+) -> AnyCorpus: ...
+def open_corpus(
+    source: SourceSpec | str,
+    tokenizer: TokenizerLike | TokenizerSpec,
+    *,
+    cache_dir: Path | None = None,
+    num_proc: int | None = None,
+    progress: ProgressCallback = silent,
+    streaming: bool = False,
+) -> AnyCorpus:
+    """The documents of one source as tokens, from the cache where they are there, tokenized on all cores if
+    not.
+
+    Every process of a run may call it at once: one tokenizes, the others wait. `num_proc` is the number of
+    tokenizing processes (default: the cores this process may use), `progress` is called with `Progress`
+    reports. With `streaming` nothing is tokenized yet and nothing is written.
+
+    Example:
+        >>> corpus = open_corpus("books/", tokenizer, cache_dir=Path("cache"))      # doctest: +SKIP
+        >>> corpus.summary.documents, corpus.summary.tokens                         # doctest: +SKIP
+        (6, 1012345)
+    """
+    spec = SourceSpec(source) if isinstance(source, str) else source
+    if num_proc is not None and num_proc < 1:
+        raise DataError(f"num_proc is {num_proc}", "give 1 or more, or leave it out to use all cores")
+    if streaming:
+        return open_stream(spec, tokenizer, num_proc=num_proc, progress=progress)
+    return open_cached(spec, tokenizer, cache_dir=cache_dir, num_proc=num_proc, progress=progress)
+
+
+def make_loader(
+    train: Sequence[Weighted],
+    *,
+    max_seq_length: int,
+    batch_size: int,
+    accumulation: int = 1,
+    packing: bool = True,
+    replay: Sequence[Weighted] = (),
+    replay_share: float = 0.0,
+    seed: int = 0,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+) -> Loader | StreamLoader:
+    """A loader over corpora, or (corpus, weight) pairs, all cached or all streamed.
+
+    A train source of weight 1 is seen once an epoch, of weight 2 twice, of 0.5 by half (the other half in
+    the next epoch). `replay_share` of all windows come from the `replay` corpora, between which weights
+    scale their sizes.
+
+    Example:
+        >>> loader = make_loader([(math, 1.0)], replay=[general], replay_share=0.1,    # doctest: +SKIP
+        ...                      max_seq_length=1024, batch_size=4, accumulation=4)
+        >>> batches = loader.next_step()                                              # doctest: +SKIP
+    """
+    if not train:
+        raise DataError("there is no source to train on", "name one under data.train")
+    shape = StepShape(batch_size, accumulation, dp_rank, dp_size)
+    pairs = [_pair(one) for one in train]
+    others = [_pair(one) for one in replay]
+    kinds = {corpus.streaming for corpus, _ in [*pairs, *others]}
+    if len(kinds) > 1:
+        raise DataError("some sources are streamed and some are cached", "open all of them in the same way")
+    if kinds == {True}:
+        return StreamLoader(
+            [(corpus, weight) for corpus, weight in pairs if isinstance(corpus, StreamCorpus)],
+            [(corpus, weight) for corpus, weight in others if isinstance(corpus, StreamCorpus)],
+            replay_share=replay_share,
+            max_seq_length=max_seq_length,
+            packing=packing,
+            shape=shape,
+            seed=seed,
+        )
+    return Loader(
+        [(corpus, weight) for corpus, weight in pairs if isinstance(corpus, Corpus)],
+        [(corpus, weight) for corpus, weight in others if isinstance(corpus, Corpus)],
+        replay_share=replay_share,
+        max_seq_length=max_seq_length,
+        packing=packing,
+        shape=shape,
+        seed=seed,
+    )
+
+
+def _pair(one: Weighted) -> tuple[AnyCorpus, float]:
+    return one if isinstance(one, tuple) else (one, 1.0)

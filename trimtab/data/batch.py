@@ -1,0 +1,84 @@
+"""Batch: what the trainer gets. Windows of isolated documents as four tensors.
+
+# B windows, T tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trimtab.data.spec import IGNORE_INDEX
+
+Piece = tuple[np.ndarray, str]
+"""Ids of one document, or of a piece of one, and its origin `file:row`."""
+
+
+@dataclass
+class Batch:
+    """Packed windows, labels already shifted.
+
+    `labels_BT[b, t]` is the token to predict at t, or -100: at the last token of a piece and in padding.
+    Positions restart at 0 in each piece; `documents_BT` numbers the pieces of a window 0, 1, 2 … and is -1
+    in padding.
+    """
+
+    input_ids_BT: torch.Tensor
+    labels_BT: torch.Tensor
+    positions_BT: torch.Tensor
+    documents_BT: torch.Tensor
+    num_targets: int
+    origins: list[list[str]]
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on a device."""
+        return Batch(
+            self.input_ids_BT.to(device, non_blocking=True),
+            self.labels_BT.to(device, non_blocking=True),
+            self.positions_BT.to(device, non_blocking=True),
+            self.documents_BT.to(device, non_blocking=True),
+            self.num_targets,
+            self.origins,
+        )
+
+
+def collate(windows: Sequence[Sequence[Piece]], max_seq_length: int) -> Batch:
+    """A batch of windows, each a list of pieces that together fit into `max_seq_length`.
+
+    Example:
+        >>> batch = collate([[(np.array([5, 6, 7]), "a.txt:1"), (np.array([8, 9]), "a.txt:2")]], 6)
+        >>> batch.input_ids_BT.tolist(), batch.labels_BT.tolist()
+        ([[5, 6, 7, 8, 9, 0]], [[6, 7, -100, 9, -100, -100]])
+        >>> batch.positions_BT.tolist(), batch.documents_BT.tolist(), batch.num_targets
+        ([[0, 1, 2, 0, 1, 0]], [[0, 0, 0, 1, 1, -1]], 3)
+    """
+    B, T = len(windows), max_seq_length
+    ids_BT = np.zeros((B, T), np.int64)
+    labels_BT = np.full((B, T), IGNORE_INDEX, np.int64)
+    positions_BT = np.zeros((B, T), np.int64)
+    documents_BT = np.full((B, T), -1, np.int32)
+    count_T = np.arange(T)
+    num_targets = 0
+    for b, window in enumerate(windows):
+        start = 0
+        for number, (ids, _) in enumerate(window):
+            end = start + len(ids)
+            ids_BT[b, start:end] = ids
+            labels_BT[b, start : end - 1] = ids[1:]
+            positions_BT[b, start:end] = count_T[: end - start]
+            documents_BT[b, start:end] = number
+            num_targets += len(ids) - 1
+            start = end
+        assert start <= T, (start, T)
+        positions_BT[b, start:] = count_T[: T - start]
+    return Batch(
+        torch.from_numpy(ids_BT),
+        torch.from_numpy(labels_BT),
+        torch.from_numpy(positions_BT),
+        torch.from_numpy(documents_BT),
+        num_targets,
+        [[origin for _, origin in window] for window in windows],
+    )

@@ -1,0 +1,284 @@
+"""The token cache: one folder an entry, memory-mapped, published by a rename, checked before it is trusted.
+
+<cache>/entries/<key>/tokens.bin       all ids, uint16 or uint32
+                      documents.bin    a record a document: where it ends, its row, content hash, file
+                      meta.json        counts, checksums, what was skipped
+                      verified.json    size, times and inode of the two files when their checksums were right
+<cache>/locks/<key>.lock               held (OS lock) while an entry is built; a dead process holds nothing
+<cache>/digests/                       digests of source files (fingerprints.py)
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab.data.fingerprints import digest_of, hash_file, stat_of, write_json
+from trimtab.facts.errors import ResourceError
+from trimtab.facts.units import format_bytes
+
+VERSION = 1
+RECORD = np.dtype([("end", "<i8"), ("row", "<i8"), ("hash", "<u8"), ("file", "<i4"), ("unused", "<i4")])
+FILES = ("tokens.bin", "documents.bin")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An opened entry: `tokens` [tokens] and `records` [documents] are memory-mapped."""
+
+    path: Path
+    tokens: np.ndarray
+    records: np.ndarray
+    meta: dict[str, Any]
+
+
+class Writer:
+    """Appends documents to the two files of an entry, keeping a fixed amount in memory."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self.dtype = np.dtype(dtype)
+        self.num_tokens = self.num_documents = self.max_id = 0
+        self._files = [open(folder / name, "wb", buffering=1 << 20) for name in FILES]  # noqa: SIM115
+        self._digests = [hashlib.blake2b(digest_size=16) for _ in FILES]
+        self._records = np.zeros(4096, RECORD)
+        self._filled = 0
+        self._folder = folder
+
+    def append_tokens(self, ids: np.ndarray) -> None:
+        """Adds ids to the document under way."""
+        if len(ids):
+            top = int(ids.max())
+            self.max_id = max(self.max_id, top)
+            assert top <= np.iinfo(self.dtype).max, (top, self.dtype)
+            self._write(0, ids.astype(self.dtype).tobytes())
+            self.num_tokens += len(ids)
+
+    def end_document(self, file: int, row: int, content_hash: int) -> None:
+        """Closes the document under way."""
+        self._records[self._filled] = (self.num_tokens, row, content_hash, file, 0)
+        self._filled += 1
+        self.num_documents += 1
+        if self._filled == len(self._records):
+            self._flush_records()
+
+    def finish(self, meta: dict[str, Any]) -> None:
+        """Writes what is left and the description, and makes all of it durable."""
+        self._flush_records()
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+        self.close()
+        meta = {
+            **meta,
+            "version": VERSION,
+            "dtype": self.dtype.name,
+            "num_tokens": self.num_tokens,
+            "num_documents": self.num_documents,
+            "max_id": self.max_id,
+            "checksums": {name: d.hexdigest() for name, d in zip(FILES, self._digests, strict=True)},
+        }
+        write_json(self._folder / "meta.json", {"meta": meta, "checksum": digest_of(meta)})
+        _remember_verified(self._folder)
+
+    def close(self) -> None:
+        """Closes the files; idempotent."""
+        for file in self._files:
+            file.close()
+
+    def _flush_records(self) -> None:
+        self._write(1, self._records[: self._filled].tobytes())
+        self._filled = 0
+
+    def _write(self, which: int, data: bytes) -> None:
+        self._files[which].write(data)
+        self._digests[which].update(data)
+
+
+class TokenCache:
+    """A folder of entries.
+
+    Example:
+        >>> cache = TokenCache(Path("~/.cache/trimtab/tokens").expanduser())          # doctest: +SKIP
+        >>> entry = cache.get_or_build(key, build, dtype="uint16", need_bytes=10**6)  # doctest: +SKIP
+    """
+
+    def __init__(self, folder: Path, on_message: Callable[[str], None]) -> None:
+        self.folder = folder
+        self.on_message = on_message
+        try:
+            for name in ("entries", "locks", "digests"):
+                (folder / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ResourceError(
+                f"the token cache {folder} cannot be made ({error.strerror})",
+                "set cache_dir to another folder",
+            ) from error
+
+    @property
+    def digests(self) -> Path:
+        """Where digests of source files are remembered."""
+        return self.folder / "digests"
+
+    def get_or_build(
+        self, key: str, build: Callable[[Writer], dict[str, Any]], *, dtype: str, need_bytes: int
+    ) -> Entry:
+        """The entry of this key; built by `build(writer) -> meta` when it is not there or damaged.
+
+        Processes that want the same entry wait for the one that builds it.
+        """
+        path = self.folder / "entries" / key
+        entry = self._open(path)
+        if entry is not None:
+            return entry
+        with self._lock(key):
+            entry = self._open(path)  # somebody else may have built it meanwhile
+            if entry is not None:
+                return entry
+            self._build(path, build, dtype, need_bytes)
+        entry = self._open(path)
+        assert entry is not None, "an entry that was just written must be readable"
+        return entry
+
+    def _open(self, path: Path) -> Entry | None:
+        if not path.exists():
+            return None
+        try:
+            return open_entry(path)
+        except DamagedEntry as damage:
+            self.on_message(f"the token cache entry {path.name} is damaged ({damage}); building it again")
+            return None
+
+    def _build(
+        self, path: Path, build: Callable[[Writer], dict[str, Any]], dtype: str, need_bytes: int
+    ) -> None:
+        part = path.with_name(f".building-{path.name}")  # only the holder of the lock comes here
+        shutil.rmtree(part, ignore_errors=True)
+        free = shutil.disk_usage(path.parent).free
+        if free < need_bytes:
+            raise ResourceError(
+                f"the token cache needs about {format_bytes(need_bytes)} in {self.folder}"
+                f" and {format_bytes(free)} are free",
+                "free some space or set cache_dir to another disk",
+            )
+        writer = None
+        try:
+            part.mkdir()
+            writer = Writer(part, dtype)
+            writer.finish(build(writer))
+            if path.exists():
+                shutil.rmtree(path)
+            os.rename(part, path)
+            _sync_folder(path.parent)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
+                raise
+            raise ResourceError(
+                f"the token cache {self.folder} cannot be written ({error.strerror})",
+                "free some space or set cache_dir to another folder",
+            ) from error
+        finally:
+            if writer is not None:
+                _close_quietly(writer)
+            shutil.rmtree(part, ignore_errors=True)
+
+    @contextmanager
+    def _lock(self, key: str) -> Iterator[None]:
+        try:
+            file = open(self.folder / "locks" / f"{key}.lock", "w")  # noqa: SIM115  closed below
+        except OSError as error:
+            raise ResourceError(
+                f"the token cache {self.folder} cannot be written ({error.strerror})",
+                "set cache_dir to another folder",
+            ) from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.on_message("another process is tokenizing the same data; waiting for it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+class DamagedEntry(Exception):
+    """An entry whose bytes are not what was written; the text says which."""
+
+
+def open_entry(path: Path) -> Entry:
+    """Maps an entry after checking it: sizes always, checksums unless nobody wrote to the files since the
+    last time.
+    """
+    try:
+        outer = json.loads((path / "meta.json").read_text())
+        meta = outer["meta"]
+        if outer["checksum"] != digest_of(meta) or meta["version"] != VERSION:
+            raise DamagedEntry("meta.json is not what was written")
+        dtype = np.dtype(meta["dtype"])
+        expected = {
+            "tokens.bin": meta["num_tokens"] * dtype.itemsize,
+            "documents.bin": meta["num_documents"] * RECORD.itemsize,
+        }
+        for name, size in expected.items():
+            if (path / name).stat().st_size != size:
+                raise DamagedEntry(f"{name} does not have {size} bytes")
+        _verify(path, meta["checksums"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedEntry(str(error)) from error
+    return Entry(path, _map(path / "tokens.bin", dtype), _map(path / "documents.bin", RECORD), meta)
+
+
+def _verify(path: Path, checksums: dict[str, str]) -> None:
+    try:
+        verified = json.loads((path / "verified.json").read_text())
+    except (OSError, ValueError):
+        verified = {}
+    stale = [name for name in FILES if verified.get(name) != list(stat_of(path / name))]
+    for name in stale:
+        if hash_file(path / name) != checksums[name]:
+            raise DamagedEntry(f"the checksum of {name} differs")
+    if stale and os.access(path, os.W_OK):
+        _remember_verified(path)
+
+
+def _remember_verified(path: Path) -> None:
+    write_json(path / "verified.json", {name: stat_of(path / name) for name in FILES})
+
+
+def _map(path: Path, dtype: np.dtype) -> np.ndarray:
+    if path.stat().st_size == 0:
+        return np.empty(0, dtype)
+    # A plain array over the map: slicing np.memmap itself costs several times more.
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _close_quietly(writer: Writer) -> None:
+    """Closing flushes, and on a full disk fails again: the first failure is already on its way."""
+    try:
+        writer.close()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+
+
+def entry_key(content: str, tokenizer: str, framing: list[list[int]], settings: list[Any]) -> str:
+    """The name of an entry: a digest of content, tokenizer and settings."""
+    assert tokenizer, "a tokenizer has a fingerprint"
+    return digest_of(VERSION, content, tokenizer, framing, settings)

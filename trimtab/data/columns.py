@@ -1,0 +1,76 @@
+"""Which column of a table is the text, and complaints that list what there is instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trimtab.data.sources import SourceFile
+from trimtab.data.spec import TEXT_COLUMNS
+from trimtab.facts.errors import DataError
+
+
+def choose_name(file: SourceFile, texts: list[str], others: list[str]) -> str:
+    """The text column among the names: a usual name, else the only one that holds text.
+
+    Example:
+        >>> choose_name(SourceFile(None, "a.csv", "csv"), ["title", "body"], ["year"])   # type: ignore
+        'body'
+    """
+    lowered = {name.lower(): name for name in reversed(texts)}
+    for usual in TEXT_COLUMNS:
+        if usual in lowered:
+            return lowered[usual]
+    if len(texts) == 1:
+        return texts[0]
+    listed = ", ".join([*texts, *(f"{name} (not text)" for name in others)]) or "none"
+    raise DataError(f"{file.path} has no obvious text column; its columns: {listed}", "set text_column")
+
+
+def choose_column(file: SourceFile, value: Any) -> str:
+    """The text column of a JSON object, judged by its first row."""
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{file.path} holds {type_name(value)} where objects are expected",
+            'write one {"text": …} object a row',
+        )
+    # A null in the first row says nothing of a column, except where its name does.
+    texts = [
+        name
+        for name, field in value.items()
+        if isinstance(field, str) or (field is None and name.lower() in TEXT_COLUMNS)
+    ]
+    return choose_name(file, texts, [name for name in value if name not in texts])
+
+
+def text_of(file: SourceFile, row: int, value: Any, column: str | None) -> str:
+    """The text of one JSON row; null counts as empty."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict) or column not in value:
+        keys = ", ".join(value) if isinstance(value, dict) else type_name(value)
+        raise DataError(f"{file.path}:{row} has no column {column!r} (it has {keys})", "set text_column")
+    text = value[column]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise DataError(
+            f"column {column!r} of {file.path}:{row} holds {type_name(text)}, not text",
+            "set text_column to a column of strings, or write each row as one string",
+        )
+    return text
+
+
+def type_name(value: Any) -> str:
+    """A JSON value's type in a word.
+
+    Example:
+        >>> type_name([1]), type_name(2.5)
+        ('a list', 'a number')
+    """
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, bool):
+        return "true or false"
+    return "nothing" if value is None else "a number" if isinstance(value, int | float) else "a string"

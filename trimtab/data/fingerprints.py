@@ -1,0 +1,170 @@
+"""Content fingerprints: which data this is, so that caches are right and a resume knows its files.
+
+A file's digest is taken from all its bytes and remembered beside its size, times and inode, so that the
+next run does not read 100 GB to learn that nothing changed. Streaming reads samples only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.data.progress import Progress, ProgressCallback, silent
+from trimtab.data.sources import ResolvedSource
+from trimtab.facts.errors import DataError
+
+BLOCK = 1 << 20
+_SETTLED_NS = 2_000_000_000  # a file changed within its clock's grain of being read must not be remembered
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """One file of a source as it was read."""
+
+    name: str
+    size: int
+    digest: str
+    stat: tuple[int, int, int, int]
+
+
+def digest_of(*parts: object) -> str:
+    """A 128-bit digest of plain data.
+
+    Example:
+        >>> digest_of("a", 1) == digest_of("a", 1) != digest_of("a", "1")
+        True
+    """
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def stat_of(path: Path) -> tuple[int, int, int, int]:
+    """(size, mtime, ctime, inode): changes whenever the bytes were written."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+
+
+def hash_file(path: Path) -> str:
+    """Digest of all bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sample_file(path: Path) -> str:
+    """Digest of the size and 32 stretches of 32 KiB, first and last included."""
+    size, stretch = path.stat().st_size, 1 << 15
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with open(path, "rb", buffering=0) as file:
+        for i in range(32):
+            file.seek(max(0, size - stretch) * i // 31)
+            digest.update(file.read(stretch))
+    return "sampled-" + digest.hexdigest()
+
+
+def stamp_files(
+    source: ResolvedSource, memory: Path | None, *, sampled: bool = False, progress: ProgressCallback = silent
+) -> list[FileStamp]:
+    """The stamps of a source's files; `memory` is the folder where digests are remembered."""
+    total, done = 0, 0
+    stats = []
+    for file in source.files:
+        try:
+            stats.append(stat_of(file.path))
+            with open(file.path, "rb"):
+                pass
+        except OSError as error:
+            raise DataError(
+                f"{file.path} cannot be read ({error.strerror})", "check that it exists and may be read"
+            ) from error
+        total += stats[-1][0]
+
+    def digest(index: int) -> str:
+        if sampled:
+            return sample_file(source.files[index].path)
+        return _remembered(source.files[index].path, stats[index], memory)
+
+    stamps = []
+    with ThreadPoolExecutor(4) as threads:
+        for file, stat, found in zip(
+            source.files, stats, threads.map(digest, range(len(stats))), strict=True
+        ):
+            done += stat[0]
+            progress(Progress("hash", source.spec.name, done, total))
+            stamps.append(FileStamp(file.name, stat[0], found, stat))
+    return stamps
+
+
+def _remembered(path: Path, stat: tuple[int, int, int, int], memory: Path | None) -> str:
+    if memory is None:
+        return hash_file(path)
+    note = memory / f"{digest_of(str(path.resolve()))}.json"
+    try:
+        noted = json.loads(note.read_text())
+        if noted["stat"] == list(stat) and isinstance(noted["digest"], str):
+            return noted["digest"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not there or unreadable: the file itself is read
+    digest = hash_file(path)
+    if time.time_ns() - max(stat[1], stat[2]) > _SETTLED_NS and stat_of(path) == stat:
+        write_json(note, {"stat": list(stat), "digest": digest})
+    return digest
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Writes JSON in one step: a reader sees the old or the new file, never half of one."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(data))
+    os.replace(part, path)
+
+
+def content_fingerprint(source: ResolvedSource, stamps: Iterable[FileStamp]) -> str:
+    """Digest of what is read: contents, reading order, and the settings that decide the documents."""
+    spec = source.spec
+    kinds = [[file.kind, file.compression] for file in source.files]
+    digests = [stamp.digest for stamp in stamps]
+    return digest_of(1, digests, kinds, spec.text_column, spec.documents, spec.first)
+
+
+def manifest(name: str, fingerprint: str, stamps: Iterable[FileStamp]) -> dict[str, Any]:
+    """Plain data that a run folder keeps, to know the data again."""
+    files = [[stamp.name, stamp.size, stamp.digest] for stamp in stamps]
+    return {"version": 1, "source": name, "fingerprint": fingerprint, "files": files}
+
+
+def check_manifest(kept: dict[str, Any], now: dict[str, Any]) -> None:
+    """Nothing when the data is the same as it was; a DataError naming the files that are not, otherwise."""
+    if kept["fingerprint"] == now["fingerprint"]:
+        return
+    before = {name: digest for name, _, digest in kept["files"]}
+    after = {name: digest for name, _, digest in now["files"]}
+    found = [
+        ("vanished", [name for name in before if name not in after]),
+        ("changed", [name for name in before if name in after and before[name] != after[name]]),
+        ("new", [name for name in after if name not in before]),
+    ]
+    said = [
+        f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        for what, names in found
+        if names
+    ]
+    raise DataError(
+        f"the data of {now['source']} is not what the run began with"
+        f" ({'; '.join(said) or 'it is read with other settings'})",
+        "put the files back as they were, or start a new run",
+    )
+
+
+def check_unchanged(source: ResolvedSource, stamps: Iterable[FileStamp]) -> None:
+    """A DataError when a file was written to while it was being read."""
+    for file, stamp in zip(source.files, stamps, strict=True):
+        if not file.path.exists() or stat_of(file.path) != stamp.stat:
+            raise DataError(f"{file.path} changed while it was being read", "run again when it is complete")

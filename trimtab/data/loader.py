@@ -1,0 +1,179 @@
+"""The loader over cached corpora: deterministic, rank-aware, restorable at every step.
+
+The windows of an epoch have an order that is a function of (seed, epoch); step g takes the next windows of
+it. So a position is two numbers, and batch 1 × 16, 4 × 4 and 16 × 1 see the same windows in each step, on
+however many ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trimtab.data.batch import Batch, Piece, collate
+from trimtab.data.corpus import Corpus
+from trimtab.data.dealing import StepShape, deal
+from trimtab.data.mixture import Mixture, epoch_plan, mix
+from trimtab.data.packing import Packing, pack_documents
+from trimtab.facts.errors import CheckpointError, DataError
+
+
+class PackedCorpus:
+    """A corpus with its windows at one length."""
+
+    def __init__(self, corpus: Corpus, max_seq_length: int, packing: bool) -> None:
+        self.corpus = corpus
+        self.packing: Packing = pack_documents(corpus.lengths_N, max_seq_length, packing)
+        if not self.packing.num_windows:
+            raise DataError(f"{corpus.name} holds no documents", "give a source with text in it")
+
+    def window(self, index: int) -> list[Piece]:
+        """The pieces of one window: ids and origins."""
+        pieces, tokens = self.packing.pieces, self.corpus.entry.tokens
+        found = []
+        for piece in self.packing.window(index).tolist():
+            document = int(pieces.document_P[piece])
+            start = int(self.corpus.starts_N[document]) + int(pieces.start_P[piece])
+            ids = tokens[start : start + int(pieces.length_P[piece])]
+            found.append((ids, self.corpus.origin(document)))
+        return found
+
+
+class Loader:
+    """Batches of an endless run of epochs; made by `trimtab.data.make_loader`.
+
+    Example:
+        >>> loader = make_loader([corpus], max_seq_length=512, batch_size=4, accumulation=4)  # doctest: +SKIP
+        >>> for _ in range(loader.steps_per_epoch):  # doctest: +SKIP
+        ...     train(loader.next_step())
+    """
+
+    def __init__(
+        self,
+        train: Sequence[tuple[Corpus, float]],
+        replay: Sequence[tuple[Corpus, float]],
+        *,
+        replay_share: float,
+        max_seq_length: int,
+        packing: bool,
+        shape: StepShape,
+        seed: int,
+    ) -> None:
+        self.max_seq_length = max_seq_length
+        self.shape = shape
+        self.seed = seed
+        self.packed = [PackedCorpus(corpus, max_seq_length, packing) for corpus, _ in [*train, *replay]]
+        sized = [
+            (one.packing.num_windows, weight)
+            for one, (_, weight) in zip(self.packed, [*train, *replay], strict=True)
+        ]
+        self.mixture: Mixture = mix(sized[: len(train)], sized[len(train) :], replay_share)
+        self._settings = {
+            "seed": seed,
+            "max_seq_length": max_seq_length,
+            "packing": packing,
+            "sources": [
+                [one.corpus.name, one.corpus.fingerprint, one.corpus.tokenizer.fingerprint, size, count]
+                for one, size, count in zip(
+                    self.packed, self.mixture.sizes, self.mixture.counts, strict=False
+                )
+            ],
+        }
+        self._epoch = self._window = 0
+        self._plan: tuple[int, tuple[np.ndarray, np.ndarray]] | None = None
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of one epoch, over all ranks, replay included."""
+        return self.mixture.num_windows
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one epoch, the last of which may be smaller."""
+        return math.ceil(self.num_windows / self.shape.num_windows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one epoch, about: the mean of each source's windows times how many are drawn."""
+        return round(
+            sum(
+                int(one.packing.pieces.length_P.sum()) * count / one.packing.num_windows
+                for one, count in zip(self.packed, self.mixture.counts, strict=False)
+            )
+        )
+
+    @property
+    def fill(self) -> float:
+        """The share of places in the windows of an epoch that hold a token."""
+        return self.num_tokens / (self.num_windows * self.max_seq_length)
+
+    @property
+    def dropped_tokens(self) -> int:
+        """Tokens that are in no window: ends of long documents when packing is off, otherwise none."""
+        return sum(one.packing.dropped for one in self.packed)
+
+    @property
+    def epoch(self) -> float:
+        """Epochs behind us: 1.5 is the middle of the second."""
+        return self._epoch + self._window / self.num_windows
+
+    def next_step(self) -> list[Batch]:
+        """The microbatches of this rank for the next step; the last one of an epoch may be smaller."""
+        source_E, window_E = self._epoch_plan()
+        end = min(self._window + self.shape.num_windows, self.num_windows)
+        batches = []
+        for micro in deal(range(self._window, end), self.shape):
+            windows = [self.packed[int(source_E[i])].window(int(window_E[i])) for i in micro]
+            batches.append(collate(windows or [[]], self.max_seq_length))
+        self._window = end
+        if end == self.num_windows:
+            self._epoch, self._window = self._epoch + 1, 0
+        return batches
+
+    def position(self) -> dict[str, Any]:
+        """Where the next step begins, as JSON; `restore` continues there exactly."""
+        return {"version": 1, "epoch": self._epoch, "window": self._window, "settings": self._settings}
+
+    def restore(self, position: dict[str, Any]) -> None:
+        """Continues at a position; a CheckpointError or DataError says what is not as it was."""
+        check_settings(position, self._settings)
+        self._epoch, self._window = int(position["epoch"]), int(position["window"])
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _epoch_plan(self) -> tuple[np.ndarray, np.ndarray]:
+        if self._plan is None or self._plan[0] != self._epoch:
+            self._plan = (self._epoch, epoch_plan(self.mixture, self.seed, self._epoch))
+        return self._plan[1]
+
+
+def check_settings(position: dict[str, Any], now: dict[str, Any]) -> None:
+    """Nothing if a position belongs to a loader with these settings; an error naming the first difference
+    if not.
+    """
+    kept = position.get("settings")
+    if position.get("version") != 1 or not isinstance(kept, dict):
+        raise CheckpointError(
+            "the checkpoint's place in the data cannot be read", "resume with the same trimtab"
+        )
+    for name in [key for key in now if key != "sources"]:
+        if kept.get(name) != now[name]:
+            raise CheckpointError(
+                f"the run began with {name} {kept.get(name)} and now has {now[name]}",
+                f"set {name} back, or start a new run",
+            )
+    if len(kept["sources"]) != len(now["sources"]):
+        raise CheckpointError(
+            f"the run began with {len(kept['sources'])} sources and now has {len(now['sources'])}",
+            "put the data section back as it was, or start a new run",
+        )
+    for before, after in zip(kept["sources"], now["sources"], strict=True):
+        if list(before) != list(after):
+            raise DataError(
+                f"the data of {after[0]} is not what the run began with",
+                "put the files, their weights and the tokenizer back as they were, or start a new run",
+            )

@@ -1,0 +1,182 @@
+"""Documents of a file by its kind, and their cutting into stretches that a tokenizer takes at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.data.columns import choose_name
+from trimtab.data.readers_text import Meter, Row, read_csv, read_json, read_jsonl, read_text
+from trimtab.data.sources import ResolvedSource, SourceFile, SourceSpec
+from trimtab.data.spec import SEGMENT_CHARS
+from trimtab.facts.errors import DataError, MissingDependency
+
+# Places where byte-level and SentencePiece tokenizers begin a new word anyway, best first.
+_SEAMS = (re.compile(r"(?<=\S)(?= [A-Za-z])"), re.compile(r"(?<=\S\n)(?=\S)"), re.compile(r"(?<=\S)(?= \S)"))
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(slots=True)
+class Segment:
+    """A stretch of one document; most documents are a single one (`first` and `last`)."""
+
+    file: int
+    row: int
+    text: str
+    first: bool
+    last: bool
+    repaired: bool = False
+
+
+def read(file: SourceFile, spec: SourceSpec, *, start: int = 1, meter: Meter | None = None) -> Iterator[Row]:
+    """(row, text, last) of one file from row `start` on; rows count from 1."""
+    if file.kind == "text":
+        return read_text(file, spec.documents, start, meter)
+    if file.kind == "jsonl":
+        return read_jsonl(file, spec.text_column, start, meter)
+    if file.kind == "json":
+        return read_json(file, spec.text_column, start, meter)
+    if file.kind == "csv":
+        return read_csv(file, spec.text_column, start, meter)
+    assert file.kind == "parquet", file.kind
+    return read_parquet(file, spec.text_column, start, meter)
+
+
+def read_parquet(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
+    """Rows of a Parquet file, a few at a time; row groups before `start` are not touched."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as missing:
+        raise MissingDependency("reading Parquet needs pyarrow", "pip install 'trimtab[train]'") from missing
+    broken = (pyarrow.ArrowInvalid, pyarrow.ArrowException, OSError)
+    try:
+        with parquet.ParquetFile(file.path) as table:
+            column = _parquet_column(file, table.schema_arrow, column)
+            total, row, group = max(table.metadata.num_rows, 1), 0, 0
+            while group < table.num_row_groups and row + table.metadata.row_group(group).num_rows < start:
+                row += table.metadata.row_group(group).num_rows
+                group += 1
+            groups = list(range(group, table.num_row_groups))
+            # 64 rows: documents of a megabyte each still fit in memory easily.
+            for batch in table.iter_batches(batch_size=64, row_groups=groups, columns=[column]):
+                try:
+                    texts = batch.column(0).to_pylist()
+                except UnicodeDecodeError as error:
+                    raise DataError(
+                        f"{file.path} is not UTF-8 within 64 rows of row {row + 1}",
+                        "repair or remove the row",
+                    ) from error
+                for text in texts:
+                    row += 1
+                    if row >= start:
+                        yield row, text or "", True
+                if meter is not None:
+                    meter.done = row / total
+    except broken as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(
+            f"{file.path} is not a whole Parquet file ({reason})", "fetch the file again"
+        ) from error
+
+
+def _parquet_column(file: SourceFile, schema: Any, column: str | None) -> str:
+    import pyarrow.types as types
+
+    def is_text(kind: Any) -> bool:
+        inner = kind.value_type if types.is_dictionary(kind) else kind
+        return types.is_string(inner) or types.is_large_string(inner) or types.is_string_view(inner)
+
+    texts = [field.name for field in schema if is_text(field.type)]
+    if column is None:
+        return choose_name(file, texts, [name for name in schema.names if name not in texts])
+    if column not in schema.names:
+        raise DataError(
+            f"{file.path} has no column {column!r}", f"set text_column to one of {', '.join(schema.names)}"
+        )
+    if column not in texts:
+        raise DataError(
+            f"column {column!r} of {file.path} holds {schema.field(column).type}, not text",
+            f"set text_column to one of {', '.join(texts)}" if texts else "write the rows as strings",
+        )
+    return column
+
+
+def cut(rows: Iterator[Row], file: int) -> Iterator[Segment]:
+    """Documents in stretches of at most SEGMENT_CHARS, cut where a tokenizer would cut too if there is such
+    a place.
+
+    Where a document is cut depends on its text alone, never on how its bytes arrived.
+    """
+    carry, first, repaired = "", True, False
+    for row, text, last in rows:
+        if not text.isascii() and _SURROGATE.search(text):
+            text, repaired = _SURROGATE.sub("\ufffd", text), True
+        buffer, at = carry + text if carry else text, 0
+        while len(buffer) - at > SEGMENT_CHARS:
+            end = _seam(buffer, at)
+            yield Segment(file, row, buffer[at:end], first, False, repaired)
+            at, first = end, False
+        carry = buffer[at:]
+        if last:
+            yield Segment(file, row, carry, first, True, repaired)
+            carry, first, repaired = "", True, False
+
+
+def _seam(text: str, at: int) -> int:
+    """Where to cut: at the last of the best seams in the last eighth of the stretch; without any, hard."""
+    low, high = at + SEGMENT_CHARS * 7 // 8, at + SEGMENT_CHARS
+    for seam in _SEAMS:
+        ends = [match.start() for match in seam.finditer(text, low, high)]
+        if ends:
+            return ends[-1]
+    return high
+
+
+class SegmentReader:
+    """All documents of a source in order, from any (file, row) on, with the progress in bytes.
+
+    Example:
+        >>> reader = SegmentReader(resolve(SourceSpec("books/")))            # doctest: +SKIP
+        >>> next(iter(reader)).text[:20]                                     # doctest: +SKIP
+    """
+
+    def __init__(self, source: ResolvedSource, *, file: int = 0, row: int = 1, taken: int = 0) -> None:
+        self.source = source
+        self._start = (file, row)
+        self.taken = taken
+        """Documents begun so far, those before the start included; `first` counts them."""
+        self._sizes = [f.path.stat().st_size for f in source.files]
+        self._before = 0
+        self._size = 0
+        self._meter = Meter()
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all files together."""
+        return sum(self._sizes)
+
+    @property
+    def done_bytes(self) -> int:
+        """Read so far, of `total_bytes`."""
+        return self._before + int(self._meter.share * self._size)
+
+    def __iter__(self) -> Iterator[Segment]:
+        start_file, start_row = self._start
+        limit = self.source.spec.first
+        for index, file in enumerate(self.source.files):
+            self._meter = Meter()
+            self._before, self._size = self._before + self._size, self._sizes[index]
+            if index < start_file:
+                continue
+            rows = read(
+                file, self.source.spec, start=start_row if index == start_file else 1, meter=self._meter
+            )
+            for segment in cut(rows, index):
+                if segment.first:
+                    if limit is not None and self.taken >= limit:
+                        return
+                    self.taken += 1
+                yield segment

@@ -1,0 +1,275 @@
+"""Reading text, JSON lines, JSON and CSV: bytes → (row, text, last) with bounded memory and exact complaints.
+
+Every reader yields `(row, text, last)`: rows count from 1, and a document may come in several stretches, the
+last of which has `last=True`, so that a text file of any size is never in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import io
+import json
+import sys
+import zlib
+from collections.abc import Iterator
+from typing import IO, Any, cast
+
+from trimtab.data.columns import choose_column, text_of
+from trimtab.data.sources import SourceFile
+from trimtab.data.spec import DocumentMode
+from trimtab.facts.errors import DataError, MissingDependency
+
+Row = tuple[int, str, bool]
+BLOCK = 1 << 18
+
+
+class Meter:
+    """How much of the current file has been read, for a progress bar."""
+
+    def __init__(self) -> None:
+        self.done = 0.0
+        self._raw: IO[bytes] | None = None
+        self._size = 1
+
+    def watch(self, raw: IO[bytes], size: int) -> None:
+        """Follow a file's own position: right under compression too."""
+        self._raw, self._size = raw, max(size, 1)
+
+    @property
+    def share(self) -> float:
+        """Between 0 and 1."""
+        if self._raw is not None and not self._raw.closed:
+            self.done = min(1.0, self._raw.tell() / self._size)
+        return self.done
+
+
+def open_bytes(file: SourceFile, meter: Meter | None = None) -> IO[bytes]:
+    """The file's bytes, decompressed."""
+    raw = open(file.path, "rb")  # noqa: SIM115  the returned stream owns it
+    if meter is not None:
+        meter.watch(raw, file.path.stat().st_size)
+    if file.compression == "gzip":
+        return cast(IO[bytes], gzip.open(raw, "rb"))
+    if file.compression == "zstd":
+        return io.BufferedReader(_zstd(raw))
+    return raw
+
+
+def _zstd(raw: IO[bytes]) -> Any:
+    try:
+        import pyarrow
+    except ImportError as missing:
+        raise MissingDependency(
+            "reading .zst files needs pyarrow", "pip install 'trimtab[train]'"
+        ) from missing
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+
+
+def blocks(file: SourceFile, meter: Meter | None = None) -> Iterator[bytes]:
+    """The file's bytes in blocks; a damaged archive is the person's problem and is said as such."""
+    with open_bytes(file, meter) as stream:
+        while True:
+            try:
+                block = stream.read(BLOCK)
+            except (EOFError, zlib.error, OSError) as error:
+                raise _broken(file, error) from error
+            if not block:
+                return
+            yield block
+
+
+def _broken(file: SourceFile, error: Exception) -> DataError:
+    return DataError(f"{file.path} cannot be read ({error})", "fetch the file again")
+
+
+def decoded(file: SourceFile, meter: Meter | None = None) -> Iterator[str]:
+    """The file's text in stretches, line ends as \\n; binary and non-UTF-8 files are refused with the
+    place.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8-sig")("strict")
+    newlines = io.IncrementalNewlineDecoder(None, translate=True)
+    offset = 0
+    for block in blocks(file, meter):
+        if offset == 0:
+            _refuse_binary(file, block)
+        pending = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(block)
+        except UnicodeDecodeError as error:
+            raise not_utf8(file, offset - pending + error.start) from error
+        offset += len(block)
+        if text:
+            yield newlines.decode(text)
+    try:
+        tail = decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise not_utf8(file, offset - len(error.object) + error.start) from error
+    yield newlines.decode(tail, final=True)
+
+
+def _refuse_binary(file: SourceFile, head: bytes) -> None:
+    if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        raise DataError(f"{file.path} is UTF-16", f"convert it: iconv -f UTF-16 -t UTF-8 {file.path.name}")
+    if b"\0" in head[:8192]:
+        raise DataError(
+            f"{file.path} is a binary file, not text", "remove it from the source or convert it to text"
+        )
+
+
+def not_utf8(file: SourceFile, offset: int) -> DataError:
+    """The complaint about one bad byte."""
+    return DataError(
+        f"{file.path} is not UTF-8 at byte {offset}",
+        f"convert it, for instance: iconv -f LATIN1 -t UTF-8 {file.path.name}",
+    )
+
+
+def read_text(file: SourceFile, mode: DocumentMode, start: int, meter: Meter | None) -> Iterator[Row]:
+    """A text file as one document, a document a line, or a document a paragraph."""
+    if mode == "file":
+        if start > 1:
+            return
+        for text in decoded(file, meter):
+            yield 1, text, False
+        yield 1, "", True
+        return
+    for row, text in enumerate(_lines(file, meter) if mode == "lines" else _paragraphs(file, meter), 1):
+        if row >= start:
+            yield row, text, True
+
+
+def _lines(file: SourceFile, meter: Meter | None) -> Iterator[str]:
+    """Lines without their ends; the parts of a line that spans stretches are joined once, at its end."""
+    parts: list[str] = []
+    for stretch in decoded(file, meter):
+        head, *rest = stretch.split("\n")
+        parts.append(head)
+        for line in rest:
+            yield "".join(parts)
+            parts = [line]
+    if any(parts):
+        yield "".join(parts)
+
+
+def _paragraphs(file: SourceFile, meter: Meter | None) -> Iterator[str]:
+    paragraph: list[str] = []
+    for line in _lines(file, meter):
+        if line.strip():
+            paragraph.append(line)
+        elif paragraph:
+            yield "\n".join(paragraph)
+            paragraph = []
+    if paragraph:
+        yield "\n".join(paragraph)
+
+
+def read_jsonl(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
+    """One JSON value a line: an object with a text column, or a string. Blank lines are passed over."""
+    offset = 0
+    with open_bytes(file, meter) as stream:
+        row = 0
+        while True:
+            try:
+                line = stream.readline()
+            except (EOFError, zlib.error, OSError) as error:
+                raise _broken(file, error) from error
+            if not line:
+                return
+            row += 1
+            if row == 1:
+                _refuse_binary(file, line[:8192])
+                if line.startswith(codecs.BOM_UTF8):
+                    line, offset = line[3:], 3
+            if row >= start and line.strip():
+                try:
+                    value = json.loads(line.decode("utf-8"))
+                except UnicodeDecodeError as error:
+                    raise not_utf8(file, offset + error.start) from error
+                except (json.JSONDecodeError, RecursionError) as error:
+                    raise DataError(
+                        f"{file.path}:{row} is not JSON ({error})", "each line must be one JSON object"
+                    ) from error
+                column = column if column or isinstance(value, str) else choose_column(file, value)
+                yield row, text_of(file, row, value, column), True
+            offset += len(line)
+
+
+def read_json(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
+    """A JSON array of objects or strings, read element by element; JSON lines under the name .json too."""
+    head = next(decoded(file), "").lstrip()
+    if not head.startswith("["):
+        yield from read_jsonl(file, column, start, meter)
+        return
+    for row, value in enumerate(_elements(file, meter), 1):
+        if row >= start:
+            column = column if column or isinstance(value, str) else choose_column(file, value)
+            yield row, text_of(file, row, value, column), True
+
+
+def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
+    """Elements of an array, holding one at a time; the buffer doubles while one does not fit."""
+    stream, decoder = decoded(file, meter), json.JSONDecoder()
+    buffer, at, count, want = next(stream, "").lstrip()[1:], 0, 0, BLOCK
+    ended = False
+    while True:
+        while at < len(buffer) and buffer[at] in " \t\r\n,":
+            at += 1
+        complete = False
+        if at < len(buffer):
+            if buffer[at] == "]":
+                return
+            try:
+                value, end = decoder.raw_decode(buffer, at)
+                # A number that touches the buffer's end may go on in the next stretch.
+                complete = end < len(buffer) or ended
+            except json.JSONDecodeError as error:
+                if ended:
+                    raise DataError(
+                        f"{file.path} is not JSON at element {count + 1} ({error.msg})",
+                        "repair or truncate it",
+                    ) from error
+        elif ended:
+            raise DataError(f"{file.path} ends inside its JSON array", "fetch the file again")
+        if complete:
+            yield value
+            at, count, want = end, count + 1, BLOCK
+            continue
+        parts, held = [buffer[at:]], 0
+        while held < want:
+            stretch = next(stream, None)
+            if stretch is None:
+                ended = True
+                break
+            parts.append(stretch)
+            held += len(stretch)
+        buffer, at, want = "".join(parts), 0, want * 2
+
+
+def read_csv(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
+    """Rows under a header line; tabs separate where the name ends in .tsv."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    tabs = ".tsv" in [suffix.lower() for suffix in file.path.suffixes]
+    reader = csv.reader((line + "\n" for line in _lines(file, meter)), delimiter="\t" if tabs else ",")
+    row = 0
+    try:
+        header = next(reader, [])
+        column = column or choose_column(file, dict.fromkeys(header, ""))
+        if column not in header:
+            raise DataError(
+                f"{file.path} has no column {column!r}", f"set text_column to one of {', '.join(header)}"
+            )
+        place = header.index(column)
+        for row, fields in enumerate(reader, 1):
+            if row < start or not fields:
+                continue
+            if len(fields) <= place:
+                raise DataError(
+                    f"row {row} of {file.path} has {len(fields)} fields, not {len(header)}", "repair the row"
+                )
+            yield row, fields[place].removesuffix("\n"), True
+    except csv.Error as error:
+        raise DataError(
+            f"{file.path} is not CSV after row {row} ({error})", "repair or remove the row"
+        ) from error

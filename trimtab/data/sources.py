@@ -1,0 +1,187 @@
+"""From what a person names (a file, a folder, a glob) to a stable, ordered list of files."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trimtab.data.spec import DOCUMENT_MODES, DocumentMode
+from trimtab.facts.errors import DataError
+
+KINDS = {
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".markdown": "text",
+    ".rst": "text",
+    ".tex": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+TABLES = ("jsonl", "json", "csv", "parquet")
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """One source of documents, as a recipe names it.
+
+    `source` is a local file, folder or glob; with `files` (a hub data set, already downloaded) it is only the
+    name. `first` keeps the first rows, `weight` says how often the source is seen an epoch (1: once).
+
+    Example:
+        >>> SourceSpec("notes/**/*.md", weight=2.0).name
+        'notes/**/*.md'
+    """
+
+    source: str
+    files: tuple[Path, ...] = ()
+    text_column: str | None = None
+    documents: DocumentMode = "file"
+    first: int | None = None
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.documents not in DOCUMENT_MODES:
+            raise DataError(
+                f"documents: {self.documents!r} is not known for {self.source}",
+                f"use one of {', '.join(DOCUMENT_MODES)}",
+            )
+        if self.first is not None and self.first < 1:
+            raise DataError(f"first: {self.first} keeps nothing of {self.source}", "give 1 or more")
+        if not 0 < self.weight < float("inf"):
+            raise DataError(f"the weight of {self.source} is {self.weight}", "give a number above 0")
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return self.source
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a source: where it is, what messages call it, how it is read."""
+
+    path: Path
+    name: str
+    kind: str
+    compression: str | None = None
+
+
+@dataclass(frozen=True)
+class ResolvedSource:
+    """A source's files in reading order, and what lay beside them and was left out."""
+
+    spec: SourceSpec
+    files: tuple[SourceFile, ...]
+    ignored: tuple[str, ...] = field(default=())
+
+
+def keep_texts(name: str, texts: Iterable[str], folder: Path) -> SourceSpec:
+    """Documents that are made by a program, written to `folder` so that they are read like all others.
+
+    Example:
+        >>> keep_texts("math", ["1 + 1 = 2"], Path("run/data")).files        # doctest: +SKIP
+        (PosixPath('run/data/math.jsonl'),)
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path, part = folder / f"{name}.jsonl", folder / f".{name}.{os.getpid()}.part"
+    with open(part, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    os.replace(part, path)
+    return SourceSpec(name, files=(path,))
+
+
+def resolve(spec: SourceSpec) -> ResolvedSource:
+    """The files of a source, sorted by name, so that every machine reads them in the same order.
+
+    Hidden files and unknown extensions of a folder are left out (`ignored`), as is a README beside tables;
+    a file that is named itself is read as text whatever its extension.
+
+    Example:
+        >>> resolve(SourceSpec("books/")).files[0].name        # doctest: +SKIP
+        'austen/emma.txt'
+    """
+    if spec.files:
+        root = Path(os.path.commonpath([str(path.parent) for path in spec.files]))
+        return _from_list(spec, [(path, path.relative_to(root).as_posix()) for path in spec.files])
+    path = Path(spec.source).expanduser()
+    if path.is_file():
+        if path.stat().st_size == 0:
+            raise DataError(f"{spec.source} is empty", "give a file with text in it")
+        kind, compression = classify(path)
+        return ResolvedSource(spec, (SourceFile(path, path.name, kind or "text", compression),))
+    if path.is_dir():
+        return _from_folder(spec, path)
+    if glob.has_magic(spec.source):
+        found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p))
+        if not found:
+            raise DataError(f"no file matches {spec.source}", "check the pattern; ** goes into folders")
+        root = Path(os.path.commonpath([str(p.parent) for p in found]))
+        return _from_list(spec, [(p, p.relative_to(root).as_posix()) for p in found])
+    raise DataError(
+        f"{spec.source} does not exist", "give a file, a folder or a glob such as 'texts/**/*.txt'"
+    )
+
+
+def classify(path: Path) -> tuple[str | None, str | None]:
+    """(kind, compression) by extension; kind is None where the extension is not known.
+
+    Example:
+        >>> classify(Path("a.jsonl.gz")), classify(Path("a.pdf"))
+        (('jsonl', 'gzip'), (None, None))
+    """
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
+    if compression:
+        suffixes.pop()
+    kind = KINDS.get(suffixes[-1]) if suffixes else None
+    if compression and kind == "parquet":
+        raise DataError(f"{path.name} is a compressed Parquet file", "unpack it; Parquet compresses inside")
+    return kind, compression
+
+
+def _from_list(spec: SourceSpec, named: list[tuple[Path, str]]) -> ResolvedSource:
+    files = []
+    for path, name in named:
+        if not path.is_file():
+            raise DataError(f"{path} of {spec.name} does not exist", "fetch the data set again")
+        kind, compression = classify(path)
+        files.append(SourceFile(path, name, kind or "text", compression))
+    return ResolvedSource(spec, tuple(files))
+
+
+def _from_folder(spec: SourceSpec, root: Path) -> ResolvedSource:
+    named: list[tuple[str, Path]] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            path = Path(folder, name)
+            if not name.startswith(".") and path.is_file():
+                named.append((path.relative_to(root).as_posix(), path))
+    files, ignored = [], []
+    for name, path in sorted(named):
+        kind, compression = classify(path)
+        if kind is None:
+            ignored.append(name)
+        else:
+            files.append(SourceFile(path, name, kind, compression))
+    if any(file.kind in TABLES for file in files):
+        readmes = {file.name for file in files if Path(file.name).stem.lower() == "readme"}
+        ignored += sorted(readmes)
+        files = [file for file in files if file.name not in readmes]
+    if not files:
+        seen = f"only {', '.join(ignored[:3])}{', …' if len(ignored) > 3 else ''}" if ignored else "nothing"
+        raise DataError(
+            f"the folder {spec.source} holds no text ({seen} in it)",
+            f"put files in it that end in {', '.join(KINDS)}",
+        )
+    return ResolvedSource(spec, tuple(files), tuple(sorted(ignored)))

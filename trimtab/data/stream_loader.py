@@ -1,0 +1,137 @@
+"""The loader over streamed sources: the same interface and the same exactness as `loader.Loader`.
+
+The number of windows is not known before everything has been read. Train sources are drawn in proportion to
+their bytes until each has been passed once, which ends the epoch; replay sources start over when they end.
+Every rank reads the whole stream and keeps its own windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trimtab.data.batch import Batch, Piece, collate
+from trimtab.data.dealing import StepShape, deal
+from trimtab.data.loader import check_settings
+from trimtab.data.mixture import check_share
+from trimtab.data.stream_corpus import StreamCorpus
+from trimtab.data.streaming import WindowStream
+from trimtab.facts.errors import DataError
+
+
+class StreamLoader:
+    """Batches from sources that are read while training; made by `trimtab.data.make_loader`."""
+
+    num_windows = None
+    num_tokens = None
+    steps_per_epoch = None
+    dropped_tokens = None
+
+    def __init__(
+        self,
+        train: Sequence[tuple[StreamCorpus, float]],
+        replay: Sequence[tuple[StreamCorpus, float]],
+        *,
+        replay_share: float,
+        max_seq_length: int,
+        packing: bool,
+        shape: StepShape,
+        seed: int,
+    ) -> None:
+        check_share(replay_share, bool(replay))
+        for corpus, weight in train:
+            if weight != 1:
+                raise DataError(
+                    f"{corpus.name} has the weight {weight}, but the length of a streamed source, and so how"
+                    " often it would be seen, is not known",
+                    "leave the weight at 1, or set streaming: false",
+                )
+        replay = replay if replay_share else ()
+        self.max_seq_length, self.shape = max_seq_length, shape
+        self._num_train, self._replay_share = len(train), replay_share
+        self._sizes = [corpus.total_bytes * weight for corpus, weight in [*train, *replay]]
+        self._streams = [
+            WindowStream(corpus, max_seq_length, packing, seed, index)
+            for index, (corpus, _) in enumerate([*train, *replay])
+        ]
+        self._counts = [0] * len(self._streams)
+        self._epoch = self._draws = 0
+        self._tokens = self._places = 0
+        self._settings = {
+            "seed": seed,
+            "max_seq_length": max_seq_length,
+            "packing": packing,
+            "replay_share": replay_share,
+            "sources": [
+                [corpus.name, corpus.fingerprint, corpus.tokenizer.fingerprint, weight]
+                for corpus, weight in [*train, *replay]
+            ],
+        }
+
+    @property
+    def fill(self) -> float:
+        """The share of places that held a token in the windows seen by this object; 0 before the first."""
+        return self._tokens / self._places if self._places else 0.0
+
+    @property
+    def epoch(self) -> float:
+        """Epochs behind us; within an epoch by the bytes read, about."""
+        train, sizes = self._streams[: self._num_train], self._sizes[: self._num_train]
+        done = sum(stream.share_done * size for stream, size in zip(train, sizes, strict=True))
+        return self._epoch + min(done / sum(sizes), 0.999999)
+
+    def next_step(self) -> list[Batch]:
+        """The microbatches of this rank for the next step; the last one of an epoch may be smaller."""
+        windows: list[list[Piece]] = []
+        while len(windows) < self.shape.num_windows and not self._exhausted():
+            windows.append(self._draw())
+        self._tokens += sum(len(ids) for window in windows for ids, _ in window)
+        self._places += len(windows) * self.max_seq_length
+        if self._exhausted():
+            self._epoch += 1
+            for index, stream in enumerate(self._streams[: self._num_train]):
+                stream.start_pass(self._epoch)
+                self._counts[index] = 0
+        return [collate(micro or [[]], self.max_seq_length) for micro in deal(windows, self.shape)]
+
+    def position(self) -> dict[str, Any]:
+        """Where the next step begins, as JSON: for each source (pass, chunk, file, row, window)."""
+        return {
+            "version": 1,
+            "epoch": self._epoch,
+            "draws": self._draws,
+            "counts": list(self._counts),
+            "streams": [stream.state() for stream in self._streams],
+            "settings": self._settings,
+        }
+
+    def restore(self, position: dict[str, Any]) -> None:
+        """Continues at a position; an error says what is not as it was."""
+        check_settings(position, self._settings)
+        self._epoch, self._draws = int(position["epoch"]), int(position["draws"])
+        self._counts = [int(count) for count in position["counts"]]
+        for stream, state in zip(self._streams, position["streams"], strict=True):
+            stream.restore(state)
+
+    def close(self) -> None:
+        """Ends the reading threads and their processes."""
+        for stream in self._streams:
+            stream.close()
+
+    def _exhausted(self) -> bool:
+        return all(stream.peek() is None for stream in self._streams[: self._num_train])
+
+    def _draw(self) -> list[Piece]:
+        draw, share = self._draws, self._replay_share
+        replay = int((draw + 1) * share) > int(draw * share)
+        group = range(self._num_train, len(self._streams)) if replay else range(self._num_train)
+        open_ones = [i for i in group if replay or self._streams[i].peek() is not None]
+        index = min(open_ones, key=lambda i: ((self._counts[i] + 1) / self._sizes[i], i))
+        window = self._streams[index].take()
+        if window is None:
+            self._streams[index].start_pass(self._streams[index].turn + 1)
+            window = self._streams[index].take()
+        assert window is not None
+        self._draws += 1
+        self._counts[index] += 1
+        return window

@@ -1,0 +1,227 @@
+"""Streaming: documents read and tokenized while training, nothing kept on disk.
+
+A pass over a source is a run of chunks; a chunk is packed and shuffled exactly as in the cached mode, and
+begins at a (file, row, token) from which it can be made again. A position is therefore that start, the
+chunk's number and the window in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trimtab.data.batch import Piece
+from trimtab.data.corpus import nothing_left
+from trimtab.data.order import shuffled
+from trimtab.data.packing import check_length, pack_chunk
+from trimtab.data.readers import SegmentReader
+from trimtab.data.spec import CHUNK_PIECES, chunk_tokens
+from trimtab.data.stream_corpus import StreamCorpus
+from trimtab.data.tokenizing import TokenSegment, tokenize
+from trimtab.facts.randomness import derive
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where a chunk begins: a document (file, row), tokens of it that belong to earlier chunks, rows taken
+    before.
+    """
+
+    file: int = 0
+    row: int = 1
+    skip: int = 0
+    taken: int = 0
+
+
+@dataclass
+class Chunk:
+    """Packed windows of one chunk [W], in training order, and where the next chunk begins (None: the pass
+    ends).
+    """
+
+    windows: list[list[Piece]]
+    following: Cursor | None
+    done_bytes: int
+
+
+@dataclass
+class _Document:
+    """The document under way: ids not yet in a piece, and how many before them are."""
+
+    segment: TokenSegment
+    taken_before: int
+    skip: int
+    buffer: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint32))
+    cut: int = 0
+
+
+def pieces_of(
+    corpus: StreamCorpus, max_seq_length: int, packing: bool, start: Cursor, reader: SegmentReader
+) -> Iterator[tuple[Cursor, np.ndarray, str]]:
+    """(where this piece begins, ids, origin) for every piece from `start` on; long documents come out as
+    they are read.
+
+    Pieces are the same as `packing.piece_lengths` gives for the whole document.
+    """
+    T, document, taken = max_seq_length, None, start.taken
+    for segment in tokenize(reader, corpus.tokenizer, corpus.num_proc):
+        if segment.first:
+            usable = not segment.empty and not (segment.last and len(segment.ids) < 2)
+            resumed = (segment.file, segment.row) == (start.file, start.row)
+            document = None
+            if usable and corpus.takes(segment.hash):
+                document = _Document(segment, taken, start.skip if resumed else 0)
+            taken += 1
+        if document is None:
+            continue
+        document.buffer = np.concatenate([document.buffer, segment.ids])
+        at, held = 0, len(document.buffer)
+        while held - at >= (T + 2) or (segment.last and held > at):
+            # T + 2 at hand, or the end: only then is it known that a full piece leaves no single token
+            # behind.
+            length = T - 1 if packing and held - at == T + 1 else min(T, held - at)
+            begin = document.cut
+            document.cut += length
+            if begin >= document.skip and not (begin and not packing):
+                cursor = Cursor(segment.file, segment.row, begin, document.taken_before)
+                origin = f"{corpus.stamps[segment.file].name}:{segment.row}"
+                yield cursor, document.buffer[at : at + length], origin
+            at += length
+        document.buffer = document.buffer[at:]
+
+
+def chunks_of(
+    corpus: StreamCorpus, max_seq_length: int, packing: bool, start: Cursor, number: int, key: int
+) -> Generator[Chunk]:
+    """Chunks from `start` on, which is where chunk `number` begins; the order of windows follows from
+    `key`.
+    """
+    reader = SegmentReader(corpus.source, file=start.file, row=start.row, taken=start.taken)
+    held: list[Piece] = []
+    tokens = 0
+    for cursor, ids, origin in pieces_of(corpus, max_seq_length, packing, start, reader):
+        if len(held) >= CHUNK_PIECES or tokens >= chunk_tokens(max_seq_length):
+            yield Chunk(_windows(held, max_seq_length, packing, key, number), cursor, reader.done_bytes)
+            held, tokens, number = [], 0, number + 1
+        held.append((ids, origin))
+        tokens += len(ids)
+    yield Chunk(_windows(held, max_seq_length, packing, key, number), None, reader.total_bytes)
+
+
+def _windows(
+    held: list[Piece], max_seq_length: int, packing: bool, key: int, number: int
+) -> list[list[Piece]]:
+    if packing:
+        order, sizes = pack_chunk(np.array([len(ids) for ids, _ in held], np.int64), max_seq_length)
+        parts = np.split(order, np.cumsum(sizes)[:-1]) if len(sizes) else []
+        windows = [[held[piece] for piece in part.tolist()] for part in parts]
+    else:
+        windows = [[piece] for piece in held]
+    return [windows[w] for w in shuffled(len(windows), derive(key, "chunk", number)).tolist()]
+
+
+class WindowStream:
+    """Windows of one source, pass after pass, one chunk made ahead in a thread.
+
+    `state()` names the next window; `WindowStream.restore(state)` continues with it.
+    """
+
+    def __init__(
+        self, corpus: StreamCorpus, max_seq_length: int, packing: bool, seed: int, index: int
+    ) -> None:
+        check_length(max_seq_length)
+        self.corpus, self.max_seq_length, self.packing = corpus, max_seq_length, packing
+        self._seed, self._index = seed, index
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="streaming")
+        self._chunks: Generator[Chunk] | None = None
+        self._ahead: Future[Chunk] | None = None
+        self._chunk: Chunk | None = None
+        self._cursor: Cursor | None = Cursor()
+        self.turn = self._number = self._window = self._done_bytes = 0
+
+    def start_pass(self, number: int) -> None:
+        """Goes to the beginning of a pass."""
+        self._go(number, 0, Cursor(), 0)
+
+    def state(self) -> dict[str, Any]:
+        """The next window, as JSON."""
+        return {
+            "pass": self.turn,
+            "chunk": self._number,
+            "cursor": dataclasses.asdict(self._cursor) if self._cursor else None,
+            "window": self._window,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues at a state."""
+        cursor = Cursor(**state["cursor"]) if state["cursor"] is not None else None
+        self._go(int(state["pass"]), int(state["chunk"]), cursor, int(state["window"]))
+
+    @property
+    def share_done(self) -> float:
+        """How much of the pass has been read, of its bytes, about."""
+        if self._cursor is None:
+            return 1.0
+        done = float(self._done_bytes)
+        if self._chunk is not None and self._chunk.windows:
+            done += (self._chunk.done_bytes - done) * self._window / len(self._chunk.windows)
+        return done / max(1, self.corpus.total_bytes)
+
+    def peek(self) -> list[Piece] | None:
+        """The next window of this pass; None at its end."""
+        while self._cursor is not None:
+            if self._chunk is None:
+                self._chunk = self._next_chunk()
+            if self._window < len(self._chunk.windows):
+                return self._chunk.windows[self._window]
+            self._done_bytes = self._chunk.done_bytes
+            if self._chunk.following is None and self._number == 0 and not self._chunk.windows:
+                raise nothing_left(f"{self.corpus.name} ({self.corpus.side})", 0, 0)
+            self._cursor, self._chunk = self._chunk.following, None
+            self._number, self._window = self._number + 1, 0
+        return None
+
+    def take(self) -> list[Piece] | None:
+        """The next window, which is then behind us."""
+        window = self.peek()
+        if window is not None:
+            self._window += 1
+        return window
+
+    def close(self) -> None:
+        """Ends the reading thread and its processes."""
+        self._drop_ahead()
+        self._thread.shutdown(wait=True)
+
+    def _go(self, turn: int, number: int, cursor: Cursor | None, window: int) -> None:
+        self._drop_ahead()
+        self.turn, self._number, self._cursor, self._window = turn, number, cursor, window
+        self._chunk = None
+        self._done_bytes = 0
+
+    def _next_chunk(self) -> Chunk:
+        if self._ahead is None:
+            assert self._cursor is not None
+            key = derive(self._seed, "stream", self._index, self.turn)
+            self._chunks = chunks_of(
+                self.corpus, self.max_seq_length, self.packing, self._cursor, self._number, key
+            )
+            self._ahead = self._thread.submit(self._chunks.__next__)
+        chunk = self._ahead.result()
+        self._ahead = None
+        if chunk.following is not None:
+            assert self._chunks is not None
+            self._ahead = self._thread.submit(self._chunks.__next__)
+        return chunk
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            wait([self._ahead])
+        if self._chunks is not None:
+            self._chunks.close()
+        self._chunks = self._ahead = None
