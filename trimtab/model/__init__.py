@@ -1,0 +1,53 @@
+"""The decoder and its parts, one file of key maps a family, reading and writing weights.
+
+    shape = read_shape("my-model")
+    decoder = build(shape, dtype="fp32", device="cpu", attention="sdpa_math")
+    load_weights(decoder, "my-model")
+
+Names resolve when they are used (PEP 562), so that `trimtab.model.spec` imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.model.building import build, init_weights
+    from trimtab.model.decoder import Decoder
+    from trimtab.model.recompute import recompute_blocks
+    from trimtab.model.save import save_folder
+    from trimtab.model.source import read_generation_config, read_shape, read_token_ids
+    from trimtab.model.weights import Provenance, load_weights
+
+_PLACES = {
+    "Decoder": "decoder",
+    "Provenance": "weights",
+    "build": "building",
+    "init_weights": "building",
+    "load_weights": "weights",
+    "read_generation_config": "source",
+    "read_shape": "source",
+    "read_token_ids": "source",
+    "recompute_blocks": "recompute",
+    "save_folder": "save",
+}
+
+__all__ = [
+    "Decoder",
+    "Provenance",
+    "build",
+    "init_weights",
+    "load_weights",
+    "read_generation_config",
+    "read_shape",
+    "read_token_ids",
+    "recompute_blocks",
+    "save_folder",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

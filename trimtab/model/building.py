@@ -1,0 +1,71 @@
+"""A decoder from a shape: its memory, and random weights where none are read."""
+
+from __future__ import annotations
+
+import torch
+
+from trimtab.facts.dtypes import TORCH_NAMES
+from trimtab.facts.randomness import derive
+from trimtab.facts.shapes import ModelShape, check
+from trimtab.model.decoder import Decoder
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype by our name ("bf16")."""
+    dtype = getattr(torch, TORCH_NAMES[name])
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def build(
+    shape: ModelShape,
+    *,
+    dtype: str,
+    device: str | torch.device,
+    attention: str,
+    loss_impl: str = "chunked",
+) -> Decoder:
+    """A decoder with uninitialized parameters; follow with `load_weights` or `init_weights`.
+
+    Args:
+        shape: the model.
+        dtype: "fp32", "bf16", "fp16" (or "fp64", for checks) of every parameter.
+        device: "meta" for a model without memory, to be placed later.
+        attention: the implementation, by name.
+        loss_impl: the loss's implementation, by name.
+
+    Example:
+        >>> from trimtab.facts.shapes import ModelShape
+        >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> decoder = init_weights(build(tiny, dtype="fp32", device="cpu", attention="reference"), seed=0)
+        >>> decoder.head_weight.shape
+        torch.Size([64, 16])
+    """
+    check(shape)
+    # Modules fill their parameters when they are made; on the meta device that costs neither time nor memory.
+    with torch.device("meta"):
+        decoder = Decoder(shape, attention=attention, loss_impl=loss_impl)
+    decoder = decoder.to(torch_dtype(dtype))
+    names = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
+    assert names == list(shape.parameters()), "the decoder and its shape disagree on the parameters"
+    return decoder if torch.device(device).type == "meta" else decoder.to_empty(device=device)
+
+
+@torch.no_grad()
+def init_weights(decoder: Decoder, seed: int) -> Decoder:
+    """Random weights as Hugging Face initializes them: normal matrices, unit norms, zero biases.
+
+    Each tensor is a function of (seed, its name) alone and drawn on the CPU in fp32, so device, dtype and
+    sharding do not change the model.
+    """
+    std = decoder.shape.initializer_range
+    for name, parameter in decoder.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+        elif name.endswith(".bias"):
+            parameter.zero_()
+        else:
+            generator = torch.Generator().manual_seed(derive(seed, "init", name))
+            drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+            parameter.copy_(drawn)
+    return decoder

@@ -1,0 +1,113 @@
+"""One decoder for every family: what differs between Llama, Mistral, SmolLM2 and Qwen is in the `ModelShape`.
+
+The model knows no mesh, rank, optimizer or file. Legend: B batch, T tokens, N = B · T, C hidden size,
+V vocabulary, F rotary frequencies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from trimtab.facts.shapes import ModelShape
+from trimtab.kernels.attention import Layout
+from trimtab.kernels.linear_cross_entropy import linear_cross_entropy
+from trimtab.model.parts import Block, Cache, RMSNorm
+from trimtab.model.rope import Rotary
+
+
+class Trunk(nn.Module):
+    """Embeddings, blocks and the final norm: everything before the head."""
+
+    def __init__(self, shape: ModelShape, attention: str) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Block(shape, i, attention) for i in range(shape.num_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
+
+
+class Decoder(nn.Module):
+    """A causal language model whose parameters carry Hugging Face's names.
+
+    Args:
+        shape: every number that decides the model.
+        attention: the implementation in `trimtab.kernels.attention`, chosen once, by the caller.
+        loss_impl: the implementation in `trimtab.kernels.linear_cross_entropy`.
+
+    Example:
+        >>> decoder = build(read_shape("my-model"), dtype="fp32", device="cpu",
+        ...                 attention="reference")                                   # doctest: +SKIP
+        >>> load_weights(decoder, "my-model")                                        # doctest: +SKIP
+        >>> logits_BTV = decoder.logits(decoder(torch.tensor([[1, 2, 3]])))          # doctest: +SKIP
+    """
+
+    def __init__(self, shape: ModelShape, *, attention: str, loss_impl: str = "chunked") -> None:
+        super().__init__()
+        self.shape = shape
+        self.attention = attention
+        self.loss_impl = loss_impl
+        self.rotary = Rotary(shape)
+        self.model = Trunk(shape, attention)
+        self.lm_head = (
+            None if shape.tie_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        )
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[V, C]: the head's own matrix, or the embeddings where they are tied."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(
+        self,
+        input_ids_BT: torch.Tensor,
+        positions_BT: torch.Tensor | None = None,
+        layout: Layout | None = None,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """Hidden states after the final norm, hidden_BTC.
+
+        Args:
+            input_ids_BT: int64 token ids.
+            positions_BT: each token's position in its document; counted from the cache's length if None.
+            layout: which tokens see which (`Layout.packed(documents_BT)`); every row one document if None.
+            cache: keys and values of earlier tokens, for generating.
+        """
+        T = input_ids_BT.shape[1]
+        if positions_BT is None:
+            start = 0 if cache is None else cache.length
+            positions_T = torch.arange(start, start + T, device=input_ids_BT.device)
+            positions_BT = positions_T.expand_as(input_ids_BT)
+        layout = Layout.causal() if layout is None else layout
+        x_BTC = self.model.embed_tokens(input_ids_BT)
+        cos_BTF, sin_BTF = self.rotary.cos_sin(positions_BT, x_BTC.dtype)
+        for block in self.model.layers:
+            x_BTC = block(x_BTC, cos_BTF, sin_BTF, layout, cache)
+        return self.model.norm(x_BTC)
+
+    def logits(self, hidden_BTC: torch.Tensor) -> torch.Tensor:
+        """logits_BTV in fp32 (fp64 for an fp64 model) of hidden states from `forward`."""
+        logits_BTV = F.linear(hidden_BTC, self.head_weight)
+        return logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+
+    def loss(
+        self,
+        input_ids_BT: torch.Tensor,
+        labels_BT: torch.Tensor,
+        positions_BT: torch.Tensor | None = None,
+        layout: Layout | None = None,
+        *,
+        reduction: str = "sum",
+    ) -> torch.Tensor:
+        """Cross entropy against labels that are already shifted (-100: no target); never holds [N, V].
+
+        Returns a 0-dim fp32 tensor ("sum", "mean"), or per-token losses [N] ("none").
+        """
+        hidden_BTC = self(input_ids_BT, positions_BT, layout)
+        return linear_cross_entropy(
+            hidden_BTC.flatten(0, 1),
+            self.head_weight,
+            labels_BT.flatten(),
+            impl=self.loss_impl,
+            reduction=reduction,
+        )

@@ -1,0 +1,85 @@
+"""What a family has to say about itself: where its tensors are called what, and in which order of rows."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from trimtab.facts.errors import ModelError
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Key maps of one family. trimtab's names are Hugging Face's, so only departures are listed.
+
+    Example:
+        >>> from trimtab.model.families import family
+        >>> family("llama").gguf_name("model.layers.3.self_attn.q_proj.weight")
+        'blk.3.attn_q.weight'
+    """
+
+    name: str
+    gguf_top: dict[str, str]
+    """Tensors outside the layers: ours to GGUF's."""
+    gguf_layer: dict[str, str]
+    """Tensors of a layer, without their prefix: ours to GGUF's."""
+    gguf_pairs_rotary_rows: bool
+    """Whether GGUF files interleave the rows of q and k (numbers 0 and D/2 of a head side by side)."""
+    hf_ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+    """Patterns of tensors in Hugging Face files that are computed, not learnt."""
+    gguf_ignored: tuple[str, ...] = (r"rope_freqs\.weight",)
+
+    def gguf_name(self, name: str) -> str:
+        """GGUF's name of a parameter of ours."""
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            return self.gguf_top[name]
+        if match[2] not in self.gguf_layer:
+            raise ModelError(
+                f"a {self.name} model has no {name} in GGUF files", "use its Hugging Face folder"
+            )
+        return f"blk.{match[1]}.{self.gguf_layer[match[2]]}"
+
+    def hf_name(self, stored: str) -> str:
+        """Our name of a tensor in a Hugging Face file; folders of a bare trunk lack the `model.` in front."""
+        return stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"
+
+    def ignores_hf(self, stored: str) -> bool:
+        """Whether a stored tensor is one that the model computes itself."""
+        return any(re.fullmatch(pattern, stored) for pattern in self.hf_ignored)
+
+    def ignores_gguf(self, stored: str) -> bool:
+        """The same for GGUF files."""
+        return any(re.fullmatch(pattern, stored) for pattern in self.gguf_ignored)
+
+
+TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+LAYER = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+QKV_BIAS = {
+    "self_attn.q_proj.bias": "attn_q.bias",
+    "self_attn.k_proj.bias": "attn_k.bias",
+    "self_attn.v_proj.bias": "attn_v.bias",
+}
+O_BIAS = {"self_attn.o_proj.bias": "attn_output.bias"}
+MLP_BIAS = {
+    "mlp.gate_proj.bias": "ffn_gate.bias",
+    "mlp.up_proj.bias": "ffn_up.bias",
+    "mlp.down_proj.bias": "ffn_down.bias",
+}
+QK_NORM = {"self_attn.q_norm.weight": "attn_q_norm.weight", "self_attn.k_norm.weight": "attn_k_norm.weight"}

@@ -1,0 +1,142 @@
+"""The decoder's parts: norm, attention, feed-forward and the block they make.
+
+Parameter names are Hugging Face's. Legend: B batch, T new tokens, S tokens seen (cache included), C hidden
+size, H query heads, K key/value heads, D head size, I intermediate size, F = D / 2 rotary frequencies.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from trimtab.facts.shapes import ModelShape
+from trimtab.kernels.attention import Layout, attention
+from trimtab.model.rope import rotate
+
+
+class Cache(Protocol):
+    """What the decoder asks of a key/value cache; `trimtab.generate` has one."""
+
+    @property
+    def length(self) -> int:
+        """Tokens held, before the ones now being computed."""
+
+    def update(
+        self, layer: int, k_BTKD: torch.Tensor, v_BTKD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the new tokens' keys and values; (k_BSKD, v_BSKD) of all so far."""
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight over the last axis, computed in fp32 or wider and rounded once."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if x.dtype == weight.dtype:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        # fp32 weights under 16-bit activations (autocast): the result is the activations' dtype.
+        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped heads; the computation itself is `trimtab.kernels.attention`."""
+
+    def __init__(self, shape: ModelShape, layer: int, impl: str) -> None:
+        super().__init__()
+        C, D = shape.hidden_size, shape.head_dim
+        self.layer, self.head_dim, self.impl = layer, D, impl
+        self.window = shape.window(layer)
+        self.q_proj = nn.Linear(C, shape.num_heads * D, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(C, shape.num_kv_heads * D, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(C, shape.num_kv_heads * D, bias=shape.qkv_bias)
+        self.q_norm = RMSNorm(D, shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(D, shape.norm_eps) if shape.qk_norm else None
+        self.o_proj = nn.Linear(shape.num_heads * D, C, bias=shape.o_bias)
+
+    def forward(
+        self,
+        x_BTC: torch.Tensor,
+        cos_BTF: torch.Tensor,
+        sin_BTF: torch.Tensor,
+        layout: Layout,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        B, T, _ = x_BTC.shape
+        q_BTHD = self.q_proj(x_BTC).view(B, T, -1, self.head_dim)
+        k_BTKD = self.k_proj(x_BTC).view(B, T, -1, self.head_dim)
+        v_BTKD = self.v_proj(x_BTC).view(B, T, -1, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
+        q_BTHD = rotate(q_BTHD, cos_BTF, sin_BTF)
+        k_BSKD, v_BSKD = rotate(k_BTKD, cos_BTF, sin_BTF), v_BTKD
+        if cache is not None:
+            k_BSKD, v_BSKD = cache.update(self.layer, k_BSKD, v_BSKD)
+        o_BTHD = attention(q_BTHD, k_BSKD, v_BSKD, layout=layout, window=self.window, impl=self.impl)
+        return self.o_proj(o_BTHD.reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        C, width = shape.hidden_size, shape.intermediate_size
+        self.gate_proj = nn.Linear(C, width, bias=shape.mlp_bias)
+        self.up_proj = nn.Linear(C, width, bias=shape.mlp_bias)
+        self.down_proj = nn.Linear(width, C, bias=shape.mlp_bias)
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
+
+
+class Block(nn.Module):
+    """One layer: norm, attention, norm, feed-forward, each added to the stream.
+
+    With `recompute` set (`model.recompute_blocks`) only the block's input is kept for the backward pass, and
+    the rest is computed again. It happens inside `forward`, so that compiling and sharding go around it.
+    """
+
+    def __init__(self, shape: ModelShape, layer: int, impl: str) -> None:
+        super().__init__()
+        self.recompute = False
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.self_attn = Attention(shape, layer, impl)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.mlp = MLP(shape)
+
+    def forward(
+        self,
+        x_BTC: torch.Tensor,
+        cos_BTF: torch.Tensor,
+        sin_BTF: torch.Tensor,
+        layout: Layout,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        if not (self.recompute and torch.is_grad_enabled()):
+            return self._layers(x_BTC, cos_BTF, sin_BTF, layout, cache)
+        assert cache is None, "a cache would be filled twice by recomputation"
+        # Nothing random happens in a block, so no generator state is kept.
+        out: torch.Tensor = checkpoint(
+            self._layers, x_BTC, cos_BTF, sin_BTF, layout, None, use_reentrant=False, preserve_rng_state=False
+        )
+        return out
+
+    def _layers(
+        self,
+        x_BTC: torch.Tensor,
+        cos_BTF: torch.Tensor,
+        sin_BTF: torch.Tensor,
+        layout: Layout,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos_BTF, sin_BTF, layout, cache)
+        return x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))

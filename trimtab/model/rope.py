@@ -1,0 +1,112 @@
+"""Rotary positions with the scalings of published models, always at least in fp32.
+
+Legend: B batch, T tokens, H heads, D head size, F = D / 2 frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from trimtab.facts.shapes import ModelShape, RopeScaling
+
+
+def inverse_frequencies(shape: ModelShape) -> tuple[torch.Tensor, float]:
+    """(inv_freq_F in fp32 on the CPU, factor on cos and sin), as transformers computes them.
+
+    "dynamic" depends on the length of the sequence as well: see `Rotary.cos_sin`.
+    """
+    scaling, theta, D = shape.rope_scaling, shape.rope_theta, shape.head_dim
+    # On the CPU even where the model is being made on the meta device.
+    pos_freqs_F = theta ** (torch.arange(0, D, 2, dtype=torch.float32, device="cpu") / D)
+    inv_freq_F = 1.0 / pos_freqs_F
+    if scaling is None or scaling.kind == "dynamic":
+        return inv_freq_F, 1.0
+    if scaling.kind == "linear":
+        return inv_freq_F / scaling.factor, 1.0
+    if scaling.kind == "llama3":
+        return _llama3(inv_freq_F, scaling), 1.0
+    assert scaling.kind == "yarn", scaling.kind
+    factor = scaling.attention_factor
+    if factor is None:
+        factor = 1.0 if scaling.factor <= 1 else 0.1 * math.log(scaling.factor) + 1.0
+    return _yarn(pos_freqs_F, scaling, theta, D), factor
+
+
+def _llama3(inv_freq_F: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Long waves divided by the factor, short ones kept, a smooth passage between (Llama 3.1)."""
+    assert scaling.original_max_positions is not None
+    original, low, high = scaling.original_max_positions, scaling.low_freq_factor, scaling.high_freq_factor
+    wavelength_F = 2 * math.pi / inv_freq_F
+    scaled_F = torch.where(wavelength_F > original / low, inv_freq_F / scaling.factor, inv_freq_F)
+    smooth_F = (original / wavelength_F - low) / (high - low)
+    between_F = (1 - smooth_F) * scaled_F / scaling.factor + smooth_F * scaled_F
+    is_between_F = (wavelength_F >= original / high) & (wavelength_F <= original / low)
+    return torch.where(is_between_F, between_F, scaled_F)
+
+
+def _yarn(pos_freqs_F: torch.Tensor, scaling: RopeScaling, theta: float, D: int) -> torch.Tensor:
+    """Interpolated low frequencies, kept high ones, a linear ramp between (https://arxiv.org/abs/2309.00071)."""
+    assert scaling.original_max_positions is not None
+    original = scaling.original_max_positions
+
+    def index_of(rotations: float) -> float:
+        """The frequency that turns so many times over the original length."""
+        return D * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, D - 1)
+    if low == high:
+        high += 0.001  # the ramp divides by their difference
+    ramp_F = ((torch.arange(D // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    keep_F = 1 - ramp_F
+    return 1.0 / (scaling.factor * pos_freqs_F) * (1 - keep_F) + 1.0 / pos_freqs_F * keep_F
+
+
+class Rotary:
+    """Cosines and sines of a batch's positions, computed once a forward pass and shared by all layers.
+
+    Not a module and no buffer: a model built on the meta device or moved keeps exact frequencies, and no cast
+    of the model reaches them. They are kept per device, so that no step waits for a copy.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+        self.inv_freq_F, self.factor = inverse_frequencies(shape)
+        self._on_device: dict[torch.device, torch.Tensor] = {}
+
+    def cos_sin(
+        self, positions_BT: torch.Tensor, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos_BTF, sin_BTF) for positions_BT, in fp32 or wider."""
+        device = positions_BT.device
+        if device not in self._on_device:
+            self._on_device[device] = self.inv_freq_F.to(device)
+        inv_freq_F = self._on_device[device]
+        scaling = self.shape.rope_scaling
+        if scaling is not None and scaling.kind == "dynamic":
+            inv_freq_F = self._dynamic(positions_BT, scaling.factor)
+        wide = torch.promote_types(dtype, torch.float32)
+        angles_BTF = positions_BT[..., None].to(wide) * inv_freq_F.to(wide)
+        return angles_BTF.cos() * self.factor, angles_BTF.sin() * self.factor
+
+    def _dynamic(self, positions_BT: torch.Tensor, factor: float) -> torch.Tensor:
+        """A larger base once positions pass the pretrained length; on the device, D/2 numbers in fp64."""
+        D, limit = self.shape.head_dim, self.shape.max_positions
+        length = (positions_BT.max() + 1).clamp(min=limit).double()
+        base = self.shape.rope_theta * (factor * length / limit - (factor - 1)) ** (D / (D - 2))
+        exponent_F = torch.arange(0, D, 2, dtype=torch.float64, device=positions_BT.device) / D
+        return (1.0 / base**exponent_F).float()
+
+
+def rotate(x_BTHD: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor) -> torch.Tensor:
+    """x with its halves turned by the positions' angles: numbers f and f + D/2 of a head are a pair."""
+    cos_BT1F, sin_BT1F = cos_BTF[:, :, None], sin_BTF[:, :, None]
+    a_BTHF, b_BTHF = x_BTHD.to(cos_BTF.dtype).chunk(2, dim=-1)
+    out_BTHD = torch.cat(
+        (a_BTHF * cos_BT1F - b_BTHF * sin_BT1F, b_BTHF * cos_BT1F + a_BTHF * sin_BT1F), dim=-1
+    )
+    return out_BTHD.to(x_BTHD.dtype)

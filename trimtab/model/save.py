@@ -1,0 +1,207 @@
+"""Writing a decoder as a folder that transformers loads, all of it or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from trimtab.facts.dtypes import TORCH_NAMES, nbytes
+from trimtab.facts.errors import ModelError, ResourceError
+from trimtab.facts.shapes_hf import config_from_shape
+from trimtab.facts.units import format_bytes
+from trimtab.model.building import torch_dtype
+from trimtab.model.decoder import Decoder
+from trimtab.model.weights_safetensors import INDEX, SINGLE
+
+MAX_SHARD_BYTES = 5_000_000_000
+_SPARE_BYTES = 16 * 2**20  # config, index, tokenizer and what the file system keeps for itself
+
+
+def save_folder(
+    decoder: Decoder,
+    folder: str | Path,
+    *,
+    dtype: str,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    metadata: Mapping[str, str] | None = None,
+    config_extra: Mapping[str, Any] | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> list[Path]:
+    """Save a model folder: `config.json` and safetensors, one file or numbered ones with an index.
+
+    The folder appears whole or not at all. The tokenizer is saved by `trimtab.text`.
+
+    Args:
+        decoder: the model, in any dtype, on any device.
+        folder: must not exist, or be empty, unless `overwrite`.
+        dtype: "fp32", "bf16" or "fp16" on disk.
+        max_shard_bytes: the largest weight file.
+        metadata: strings kept in the safetensors headers. With any, equal models give unequal files: the
+            library writes them in random order.
+        config_extra: further keys of `config.json`, such as `eos_token_id` (`read_token_ids`).
+        generation_config: contents of `generation_config.json`, where it is known.
+        overwrite: replace a folder that holds a model.
+
+    Returns:
+        The files written.
+    """
+    folder = Path(folder)
+    check_space(folder, decoder, dtype)
+    with staged_folder(folder, overwrite=overwrite) as staging:
+        names = write_model(
+            decoder,
+            staging,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            metadata=metadata,
+            config_extra=config_extra,
+            generation_config=generation_config,
+        )
+    return [folder / name for name in names]
+
+
+def write_model(
+    decoder: Decoder,
+    folder: Path,
+    *,
+    dtype: str,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    metadata: Mapping[str, str] | None = None,
+    config_extra: Mapping[str, Any] | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """The files of `save_folder` into a folder that exists; their names."""
+    config = config_from_shape(decoder.shape, dtype=TORCH_NAMES[dtype], extra=config_extra)
+    names = ["config.json"]
+    write_json(folder / "config.json", config)
+    if generation_config is not None:
+        write_json(folder / "generation_config.json", generation_config)
+        names.append("generation_config.json")
+    # transformers refuses files that do not say which framework they are for.
+    header = {**(metadata or {}), "format": "pt"}
+    shards = _shards(decoder, dtype, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_shard(
+            {name: _stored(name, tensor, dtype) for name, tensor in shard.items()}, folder / file, header
+        )
+        weight_map.update(dict.fromkeys(shard, file))
+        names.append(file)
+    if len(shards) > 1:
+        total = sum(nbytes(dtype, tensor.numel()) for shard in shards for tensor in shard.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        names.append(INDEX)
+    return names
+
+
+def check_space(folder: Path, decoder: Decoder, dtype: str) -> None:
+    """ResourceError if the disk under a folder cannot hold the model."""
+    needed = nbytes(dtype, decoder.shape.num_parameters) + _SPARE_BYTES
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise ResourceError(
+            f"the model takes {format_bytes(needed)} and {place} has {format_bytes(free)} free",
+            "free some space or choose another folder",
+        )
+
+
+@contextmanager
+def staged_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder that takes `folder`'s place when the block ends well, and vanishes otherwise."""
+    _check_replaceable(folder, overwrite)
+    staging = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
+    try:
+        staging.mkdir(parents=True)
+    except OSError as err:
+        raise ResourceError(f"{folder.parent} cannot be written ({err})", "choose another folder") from err
+    try:
+        yield staging
+        _sync(staging)
+        old = folder.with_name(f".{folder.name}.old-{uuid.uuid4().hex[:8]}") if folder.exists() else None
+        if old is not None:
+            folder.rename(old)
+        staging.rename(folder)
+        _sync(folder.parent)
+        if old is not None:
+            shutil.rmtree(old)
+    except OSError as err:
+        raise ResourceError(
+            f"{folder} could not be written ({err})", "check the disk's space and rights"
+        ) from err
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Readable JSON, synced to the disk."""
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    _sync(path)
+
+
+def _check_replaceable(folder: Path, overwrite: bool) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if not folder.exists():
+        return
+    if not overwrite:
+        raise ModelError(f"{folder} exists already", "choose another folder, or ask to overwrite it")
+    if not folder.is_dir() or not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} is not a model folder", "only a folder with a config.json is overwritten")
+
+
+def _shards(decoder: Decoder, dtype: str, max_shard_bytes: int) -> list[dict[str, torch.Tensor]]:
+    """Parameters in order, cut where the next one would make a file too large."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    filled = 0
+    for name, parameter in decoder.named_parameters():
+        size = nbytes(dtype, parameter.numel())
+        if filled and filled + size > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = parameter.detach()
+        filled += size
+    return shards
+
+
+def _stored(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The tensor as it goes to disk: on the CPU, contiguous, in the format asked for, finite."""
+    stored = tensor.to("cpu", torch_dtype(dtype)).contiguous()
+    if not bool(torch.isfinite(stored).all()):
+        finite = bool(torch.isfinite(tensor).all())
+        raise ModelError(
+            f"{name} " + (f"overflows in {dtype}" if finite else "holds NaN or infinity"),
+            "save as bf16 or fp32" if finite else "the training went wrong; save an earlier checkpoint",
+        )
+    return stored
+
+
+def _write_shard(tensors: dict[str, torch.Tensor], path: Path, header: Mapping[str, str]) -> None:
+    try:
+        save_file(tensors, path, metadata=dict(header))
+    except SafetensorError as err:
+        raise ResourceError(f"{path.name} could not be written ({err})", "check the disk's space") from err
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Through to the disk, so that a folder that exists is a folder that survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

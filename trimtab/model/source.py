@@ -1,0 +1,100 @@
+"""What a path to a model is, a Hugging Face folder or a GGUF file, and the shape it describes. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from trimtab.facts.errors import ModelError
+from trimtab.facts.gguf_header import GGUFHeader, is_gguf, read_gguf_header
+from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes_gguf import shape_from_gguf
+from trimtab.facts.shapes_hf import read_config, read_json, shape_from_config
+
+SourceKind = Literal["hf", "gguf"]
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_GGUF_F32 = 0
+
+
+def source_kind(path: str | Path) -> SourceKind:
+    """Whether a path is a Hugging Face folder or a GGUF file; ModelError with a remedy for anything else."""
+    path = Path(path)
+    if path.is_dir():
+        if not (path / "config.json").is_file() and (found := sorted(path.glob("*.gguf"))):
+            raise ModelError(f"{path} is a folder of GGUF files", f"name the file, for instance {found[0]}")
+        return "hf"
+    if not path.exists():
+        raise ModelError(f"{path} does not exist", "check the path")
+    if is_gguf(path):
+        return "gguf"
+    if path.suffix.lower() in PICKLE_SUFFIXES:
+        raise pickle_refused(path)
+    if path.suffix == ".safetensors":
+        raise ModelError(f"{path} alone does not say its model's shape", f"give the folder, {path.parent}")
+    raise ModelError(f"{path} is not a model", "give a Hugging Face model folder or a .gguf file")
+
+
+def pickle_refused(path: Path) -> ModelError:
+    """The answer to weights in a pickle, which could run code on being read."""
+    return ModelError(
+        f"{path} is a pickle, and reading one can run code that is hidden in it",
+        "use the model's safetensors files (most hubs offer a converted copy)",
+    )
+
+
+def read_shape(path: str | Path) -> ModelShape:
+    """The shape of the model at a path, from its `config.json` or its GGUF header; reads no weights.
+
+    Example:
+        >>> read_shape("SmolLM2-135M.gguf").num_layers  # doctest: +SKIP
+        30
+    """
+    path = Path(path)
+    if source_kind(path) == "hf":
+        return shape_from_config(read_config(path), str(path / "config.json"))
+    return shape_of_header(read_gguf_header(path))
+
+
+def shape_of_header(header: GGUFHeader) -> ModelShape:
+    """The shape that a GGUF header, and Llama 3's table of rotary divisors behind it, describe."""
+    embeddings = header.tensors.get("token_embd.weight")
+    if embeddings is None or len(embeddings.dims) != 2:
+        raise ModelError(f"{header.path} has no embeddings (token_embd.weight)", "it is not a whole model")
+    return shape_from_gguf(
+        header.metadata,
+        header.tensors.keys(),
+        vocab_size=embeddings.dims[0],
+        rope_divisors=_rope_divisors(header),
+        where=str(header.path),
+    )
+
+
+def read_token_ids(path: str | Path) -> dict[str, Any]:
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` as the source states them, for the saved config."""
+    path = Path(path)
+    if source_kind(path) == "gguf":
+        metadata = read_gguf_header(path).metadata
+        stated = {key: metadata.get(f"tokenizer.ggml.{key}") for key in ("bos_token_id", "eos_token_id")}
+        return {**stated, "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id")}
+    config = read_config(path)
+    return {key: config.get(key) for key in _TOKEN_KEYS}
+
+
+def read_generation_config(path: str | Path) -> dict[str, Any] | None:
+    """A Hugging Face folder's `generation_config.json`, or None."""
+    file = Path(path) / "generation_config.json"
+    return read_json(file) if file.is_file() else None
+
+
+def _rope_divisors(header: GGUFHeader) -> list[float] | None:
+    import numpy as np
+
+    tensor = header.tensors.get("rope_freqs.weight")
+    if tensor is None:
+        return None
+    count = tensor.dims[0] if len(tensor.dims) == 1 else 0
+    if tensor.type_id != _GGUF_F32 or not count or tensor.offset + 4 * count > header.file_size:
+        raise ModelError(f"{header.path}: rope_freqs.weight is malformed", "download the file again")
+    values = np.fromfile(header.path, dtype="<f4", count=count, offset=tensor.offset)
+    return [float(value) for value in values]

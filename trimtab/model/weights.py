@@ -1,0 +1,121 @@
+"""Weights from files into a decoder, tensor by tensor, every claim of a file checked before it is used."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from trimtab.facts.errors import ModelError
+from trimtab.model.decoder import Decoder
+from trimtab.model.source import source_kind
+
+Progress = Callable[[int, int, str], None]
+"""Called as progress(tensors done, tensors in all, name) after each tensor."""
+
+_CHUNK = 2**24
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a model's weights came from.
+
+    Example:
+        >>> load_weights(decoder, "SmolLM2.gguf").formats  # doctest: +SKIP
+        {'Q4_1': 210, 'F32': 61, 'Q8_0': 1}
+    """
+
+    path: Path
+    kind: str
+    """"hf" or "gguf"."""
+    files: dict[str, int]
+    """File name to bytes."""
+    formats: dict[str, int]
+    """Stored number format to number of tensors."""
+    num_tensors: int
+    ignored: list[str] = field(default_factory=list)
+    """Tensors in the files that the decoder computes itself, or that repeat tied embeddings."""
+
+    def checksums(self) -> dict[str, str]:
+        """sha256 of every file, read now: a second or two a GB."""
+        folder = self.path if self.path.is_dir() else self.path.parent
+        return {name: sha256_of(folder / name) for name in self.files}
+
+
+def sha256_of(path: Path) -> str:
+    """A file's sha256 in hexadecimal, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def load_weights(decoder: Decoder, path: str | Path, *, progress: Progress | None = None) -> Provenance:
+    """Fill a decoder's parameters from a Hugging Face folder (safetensors) or a GGUF file.
+
+    Names, shapes and number formats are checked for the whole model before the first number is copied; then
+    one tensor at a time is read, converted to the parameter's dtype and copied to its device.
+
+    Args:
+        decoder: from `build`, on a real device; its shape must be the source's (`read_shape`).
+        path: the folder or the file.
+        progress: called after each tensor.
+
+    Raises:
+        ModelError: the files are missing, damaged, pickled, of another model, or hold NaN or infinity.
+    """
+    path = Path(path)
+    assert all(p.device.type != "meta" for p in decoder.parameters()), "give the decoder memory first"
+    if source_kind(path) == "gguf":
+        from trimtab.model.weights_gguf import load_gguf
+
+        return load_gguf(decoder, path, progress)
+    from trimtab.model.weights_safetensors import load_folder
+
+    return load_folder(decoder, path, progress)
+
+
+def check_names(wanted: Iterable[str], found: Iterable[str], where: str) -> None:
+    """ModelError that names the first missing and the first unexpected tensors."""
+    wanted, found = list(wanted), list(found)
+    wanted_set, found_set = set(wanted), set(found)
+    missing = [name for name in wanted if name not in found_set]
+    extra = [name for name in found if name not in wanted_set]
+    if missing:
+        raise ModelError(
+            f"{where} lacks {len(missing)} of {len(wanted)} tensors: {_few(missing)}",
+            "the download is incomplete, or config.json belongs to another model",
+        )
+    if extra:
+        raise ModelError(
+            f"{where} holds {len(extra)} tensors that the model has no place for: {_few(extra)}",
+            "config.json belongs to another model, or the weights have an adapter or extra head in them",
+        )
+
+
+def check_dims(name: str, found: tuple[int, ...], wanted: tuple[int, ...], where: str) -> None:
+    """ModelError for a tensor of another shape than the model's."""
+    if found != wanted:
+        raise ModelError(
+            f"{where}: {name} is {list(found)} where the model has {list(wanted)}",
+            "the weights and the config belong to different models",
+        )
+
+
+@torch.no_grad()
+def fill(parameter: torch.Tensor, tensor: torch.Tensor, name: str, where: str) -> None:
+    """Copy a stored tensor into a parameter, converting it; ModelError if the result is not finite."""
+    parameter.copy_(tensor)
+    for piece in parameter.detach().view(-1).split(_CHUNK):
+        if not bool(torch.isfinite(piece).all()):
+            at_source = bool(torch.isfinite(tensor).all())
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{where}: {name} " + (f"overflows in {dtype}" if at_source else "holds NaN or infinity"),
+                "load it in bf16 or fp32" if at_source else "the weights are damaged; get them again",
+            )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

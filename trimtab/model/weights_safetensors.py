@@ -1,0 +1,127 @@
+"""Reading a Hugging Face folder's safetensors files, one or several with an index."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from trimtab.facts.errors import ModelError
+from trimtab.facts.shapes_hf import read_json
+from trimtab.model.decoder import Decoder
+from trimtab.model.families import family
+from trimtab.model.source import PICKLE_SUFFIXES, pickle_refused
+from trimtab.model.weights import Progress, Provenance, check_dims, check_names, fill
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_FLOATS = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    file: str
+    name: str
+    dims: tuple[int, ...]
+    format: str
+
+
+def load_folder(decoder: Decoder, folder: Path, progress: Progress | None) -> Provenance:
+    """Fill a decoder from a folder; see `load_weights`."""
+    files = weight_files(folder)
+    parameters = dict(decoder.named_parameters())
+    stored, ignored = _survey(decoder, folder, files)
+    check_names(parameters, stored, str(folder))
+    for name, entry in stored.items():
+        where = str(folder / entry.file)
+        check_dims(name, entry.dims, tuple(parameters[name].shape), where)
+        if entry.format not in _FLOATS:
+            raise ModelError(
+                f"{where}: {name} is stored as {entry.format}", f"supported are {', '.join(_FLOATS)} weights"
+            )
+    done = 0
+    for file in files:
+        with _open(folder / file) as opened:
+            for name in (name for name, entry in stored.items() if entry.file == file):
+                fill(parameters[name], opened.get_tensor(stored[name].name), name, str(folder / file))
+                done += 1
+                if progress is not None:
+                    progress(done, len(parameters), name)
+    return Provenance(
+        path=folder,
+        kind="hf",
+        files={file: (folder / file).stat().st_size for file in files},
+        formats=dict(Counter(_FLOATS[entry.format] for entry in stored.values())),
+        num_tensors=len(stored),
+        ignored=ignored,
+    )
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the folder's safetensors files, in order; ModelError where there are none to trust."""
+    if (folder / INDEX).is_file():
+        return _indexed_files(folder)
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    if len(others) == 1:
+        return others
+    pickles = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICKLE_SUFFIXES)
+    if pickles:
+        raise pickle_refused(pickles[0])
+    raise ModelError(
+        f"{folder} has no {SINGLE}" + (f" and no {INDEX} for its {len(others)} parts" if others else ""),
+        "give a folder with safetensors weights, or set init: random to start from nothing",
+    )
+
+
+def _indexed_files(folder: Path) -> list[str]:
+    where = folder / INDEX
+    weight_map = read_json(where).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{where} has no weight_map", "download the index again")
+    names = sorted({str(file) for file in weight_map.values()})
+    for name in names:
+        # A plain name: an index must not reach files outside its folder.
+        if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
+            raise ModelError(f"{where} names a file outside its folder: {name!r}", "do not trust this model")
+        if not name.endswith(".safetensors"):
+            raise pickle_refused(folder / name)
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder} lacks {name}, which its index names", "complete the download")
+    return names
+
+
+def _survey(decoder: Decoder, folder: Path, files: list[str]) -> tuple[dict[str, _Stored], list[str]]:
+    """Every stored tensor by our name, and the stored names that the decoder has no need of."""
+    maps = family(decoder.shape.family)
+    stored: dict[str, _Stored] = {}
+    ignored: list[str] = []
+    for file in files:
+        with _open(folder / file) as opened:
+            for key in opened.keys():  # noqa: SIM118  (safe_open is no dict)
+                name = maps.hf_name(key)
+                if maps.ignores_hf(key) or (decoder.shape.tie_embeddings and name == "lm_head.weight"):
+                    ignored.append(key)
+                    continue
+                if name in stored:
+                    raise ModelError(
+                        f"{folder}: {name} is in {stored[name].file} and in {file}", "remove the stray file"
+                    )
+                piece = opened.get_slice(key)
+                stored[name] = _Stored(file, key, tuple(piece.get_shape()), piece.get_dtype())
+    return stored, ignored
+
+
+def _open(path: Path) -> Any:
+    """safetensors' reader; it checks the header's offsets against the file's size."""
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as err:
+        raise ModelError(
+            f"{path} is not a whole safetensors file ({err})",
+            "it is damaged or incomplete; download it again",
+        ) from err
