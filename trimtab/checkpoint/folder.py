@@ -1,0 +1,177 @@
+"""The folder of a run's checkpoints: names, pointers, publication by rename, pruning, clearing up.
+
+    step-00000100/   complete: nothing gets this name before it was written, synced, checksummed and re-opened
+    latest, best     text files with a name in them, for people and scripts; the manifests decide
+    .tmp-…           being written or being deleted; worthless once its writer is dead
+    .replaced-…      the old one while a step is saved a second time; comes back if the new one did not arrive
+    .writer.lock     held while somebody writes
+
+A kill between any two operations leaves a folder from which `clear_up` restores this picture. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from trimtab.checkpoint.manifest import Damaged, Manifest, verify
+
+LATEST = "latest"
+WRITER_LOCK = ".writer.lock"
+_TEMPORARY = ".tmp-"
+_REPLACED = ".replaced-"
+_POINTER_BYTES = 64
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def step_name(step: int) -> str:
+    """Folder name of a step.
+
+    Example:
+        >>> step_name(123)
+        'step-00000123'
+    """
+    return f"step-{step:08d}"
+
+
+def staging_path(root: Path, step: int) -> Path:
+    """Where a step is assembled before it gets its name."""
+    return root / f"{_TEMPORARY}{step_name(step)}-{os.getpid()}"
+
+
+def step_folders(root: Path) -> list[Path]:
+    """All published checkpoints, by step; empty when the folder does not exist."""
+    if not root.is_dir():
+        return []
+    found = [path for path in root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def by_age(root: Path, report: Callable[[str], None] | None = None) -> list[tuple[Path, Manifest]]:
+    """Checkpoints with a readable manifest and all files at their size, latest first; others are reported.
+
+    One of a later format raises TooNew: passing over it would silently rewind the run.
+    """
+    good: list[tuple[Path, Manifest]] = []
+    for path in step_folders(root):
+        try:
+            good.append((path, verify(path, checksums=False)))
+        except Damaged as error:
+            if report is not None:
+                report(f"skipping a damaged checkpoint: {error}")
+    return sorted(good, key=lambda entry: entry[1].sequence, reverse=True)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Writes a file and forces it to the disk."""
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Puts `text` into `path` so that at every instant it holds the old content or the new, whole."""
+    draft = path.parent / f"{_TEMPORARY}{path.name}-{os.getpid()}"
+    write_synced(draft, text)
+    os.replace(draft, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Forces names and renames in a folder to the disk; Windows does so by itself and cannot be asked."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(root: Path, staging: Path, step: int) -> Path:
+    """Gives a complete, synced staging folder its name."""
+    target = root / step_name(step)
+    replaced = root / f"{_REPLACED}{target.name}"
+    if target.exists():
+        if replaced.exists():
+            discard(replaced)
+        os.rename(target, replaced)
+    os.rename(staging, target)
+    sync_folder(root)
+    if replaced.exists():
+        discard(replaced)
+    return target
+
+
+def point(root: Path) -> None:
+    """Writes `latest` and one file per tag, each naming the newest checkpoint it applies to."""
+    pointers = _pointers(by_age(root))
+    for name, target in pointers.items():
+        if _read_pointer(root / name) != target.name:
+            replace_file(root / name, target.name + "\n")
+    for path in root.iterdir():
+        if path.name.isidentifier() and path.name not in pointers and _STEP.fullmatch(_read_pointer(path)):
+            path.unlink()
+
+
+def prune(root: Path, keep_last: int | None) -> list[str]:
+    """Removes checkpoints beyond the `keep_last` newest, never a tagged one; returns what went.
+
+    Call it after a verified publication only. Folders that cannot be read stay: a disk that answers badly for
+    a moment must not cost a checkpoint.
+    """
+    if keep_last is None:
+        return []
+    ordered = by_age(root)
+    kept = {path for path, _ in ordered[:keep_last]} | set(_pointers(ordered).values())
+    gone = []
+    for path, _ in ordered:
+        if path not in kept:
+            discard(path)
+            gone.append(path.name)
+    return gone
+
+
+def discard(path: Path) -> None:
+    """Deletes a folder; a kill in the middle leaves a `.tmp-` name, not half a checkpoint."""
+    doomed = path
+    if not path.name.startswith(_TEMPORARY):
+        doomed = path.parent / f"{_TEMPORARY}gone-{path.name.lstrip('.')}-{os.getpid()}"
+        os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def clear_up(root: Path) -> list[str]:
+    """Finishes or undoes what dead writers left and returns what went; the caller holds the writer lock."""
+    gone = []
+    for path in sorted(root.iterdir()):
+        original = root / path.name.removeprefix(_REPLACED)
+        if path.name.startswith(_REPLACED) and not original.exists():
+            os.rename(path, original)
+        elif path.name.startswith((_TEMPORARY, _REPLACED)):
+            if path.is_dir() and not path.is_symlink():
+                discard(path)
+            else:
+                path.unlink()
+            gone.append(path.name)
+    point(root)
+    return gone
+
+
+def _read_pointer(path: Path) -> str:
+    """The folder name in a pointer file; empty when there is none or it is something else."""
+    if not path.is_file() or path.stat().st_size > _POINTER_BYTES:
+        return ""
+    return path.read_bytes().decode("utf-8", errors="replace").strip()
+
+
+def _pointers(ordered: Iterable[tuple[Path, Manifest]]) -> dict[str, Path]:
+    pointers: dict[str, Path] = {}
+    for path, manifest in ordered:
+        for name in (LATEST, *manifest.tags):
+            pointers.setdefault(name, path)
+    return pointers

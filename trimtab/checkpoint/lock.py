@@ -1,0 +1,147 @@
+"""Locks that the operating system drops when their holder dies, however it dies.
+
+A file that merely exists survives kill −9 and then blocks the next run; a lock on an open file does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import weakref
+from pathlib import Path
+from types import TracebackType
+
+from trimtab.facts.errors import CheckpointError
+
+# msvcrt locks byte ranges and others then cannot read them: lock one far behind the holder's name.
+_LOCKED_BYTE = 2**30
+
+
+def _lock_now(descriptor: int) -> bool:
+    """Takes the exclusive lock or says that somebody has it."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+class FileLock:
+    """An exclusive lock on `path`, which is created and left in place (removing it would open a race).
+
+    Example:
+        >>> lock = FileLock(Path("run/.lock"))      # doctest: +SKIP
+        >>> if not lock.try_acquire():              # doctest: +SKIP
+        ...     print(lock.holder())
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    def try_acquire(self) -> bool:
+        """True when the lock is ours; OSError when the file cannot be opened for writing."""
+        assert self._descriptor is None, f"{self.path} is already locked by this object"
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        if not _lock_now(descriptor):
+            os.close(descriptor)
+            return False
+        self._descriptor = descriptor
+        _HELD.add(self)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        os.ftruncate(descriptor, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.write(descriptor, json.dumps(holder).encode())
+        return True
+
+    def release(self) -> None:
+        """Gives the lock up; harmless when it is not held."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            _HELD.discard(self)
+
+    def holder(self) -> str:
+        """Who wrote its name into the lock file last: `process 4711 on host`."""
+        try:
+            entry = json.loads(self.path.read_text())
+            return f"process {int(entry['pid'])} on {entry['host']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "another process"
+
+    def _forget(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+_HELD: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    # A forked worker inherits the descriptor, and with it the lock: it would outlive a killed parent.
+    for lock in list(_HELD):
+        lock._forget()
+    _HELD.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+
+class RunLock:
+    """One process group at a time works in a run folder (rank 0 takes the lock).
+
+    Example:
+        >>> with RunLock("runs/math"):              # doctest: +SKIP
+        ...     train()
+    """
+
+    NAME = ".lock"
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._lock = FileLock(self.folder / self.NAME)
+
+    def acquire(self) -> None:
+        """Creates the folder if need be and takes its lock, or raises CheckpointError naming the holder."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            taken = self._lock.try_acquire()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write in the run folder {self.folder}: {error.strerror or error}",
+                "choose an output_dir that can be written",
+            ) from error
+        if not taken:
+            raise CheckpointError(
+                f"the run folder {self.folder} is in use by {self._lock.holder()}",
+                "wait for it to end, stop it, or choose another output_dir",
+            )
+
+    def release(self) -> None:
+        """Gives the folder free; harmless when it is not held."""
+        self._lock.release()
+
+    def __enter__(self) -> RunLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()

@@ -1,0 +1,171 @@
+"""The list of a checkpoint's files with their checksums, and the check against it. No torch.
+
+`manifest.json` is written last and covers itself: its `sha256` is that of the rest of it. `format`, `version`
+and that rule stay the same in every version, so that an old reader can tell "newer than me" from "damaged".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.facts.errors import CheckpointError
+from trimtab.facts.units import format_bytes
+
+FORMAT = "trimtab-checkpoint"
+VERSION = 1
+NAME = "manifest.json"
+STATE = "state.json"
+TENSOR_SUFFIX = ".safetensors"
+
+
+class Damaged(CheckpointError):
+    """A checkpoint's file is missing, cut or changed."""
+
+
+class TooNew(CheckpointError):
+    """A checkpoint was written by a later trimtab."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file's size in bytes and the sha256 of its content."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor's dtype by torch's name (`bfloat16`) and its whole, unsharded shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds. `sequence` counts publications: the highest is the latest."""
+
+    step: int
+    sequence: int
+    tags: tuple[str, ...]
+    files: dict[str, File]
+    tensors: dict[str, TensorEntry]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its files, manifest aside."""
+        return sum(file.size for file in self.files.values())
+
+
+def digest(path: Path, *, sync: bool = False) -> File:
+    """Size and sha256 of a file, streamed; `sync` first forces it to the disk."""
+    # fsync wants a writable descriptor on Windows.
+    with path.open("r+b") if sync else path.open("rb") as stream:
+        if sync:
+            os.fsync(stream.fileno())
+        checksum = hashlib.file_digest(stream, "sha256").hexdigest()
+        return File(size=stream.tell(), sha256=checksum)
+
+
+def digests(paths: Iterable[Path], *, sync: bool = False) -> dict[str, File]:
+    """`digest` of several files at once: hashing releases the interpreter's lock."""
+    ordered = sorted(paths)
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        return dict(
+            zip((p.name for p in ordered), pool.map(lambda p: digest(p, sync=sync), ordered), strict=True)
+        )
+
+
+def to_text(manifest: Manifest) -> str:
+    """The content of manifest.json."""
+    body: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "sequence": manifest.sequence,
+        "tags": sorted(manifest.tags),
+        "files": {name: {"size": f.size, "sha256": f.sha256} for name, f in sorted(manifest.files.items())},
+        "tensors": {name: [t.dtype, list(t.shape)] for name, t in sorted(manifest.tensors.items())},
+    }
+    return json.dumps({**body, "sha256": _own_checksum(body)}, indent=1)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder, itself verified.
+
+    Raises Damaged when it is missing or changed, TooNew when a later trimtab wrote it.
+    """
+    path = folder / NAME
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Damaged(f"{folder.name}/{NAME} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise Damaged(f"{folder.name}/{NAME} is cut or changed ({error})") from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise Damaged(f"{folder.name}/{NAME} is not a checkpoint's manifest")
+    if body.pop("sha256", None) != _own_checksum(body):
+        raise Damaged(f"{folder.name}/{NAME} does not match its own checksum")
+    version = body["version"]
+    if version > VERSION:
+        raise TooNew(
+            f"{folder} was written by a later trimtab (checkpoint format {version}, here {VERSION})",
+            "install the version of trimtab that wrote it, or a later one",
+        )
+    return _READERS[version](body)
+
+
+def verify(folder: Path, *, checksums: bool = True) -> Manifest:
+    """Checks that a folder holds what its manifest says; raises Damaged naming the first wrong file.
+
+    Without `checksums` only presence and sizes are compared, which costs nothing; with them every byte is
+    read (1 to 2 GB a second and core).
+    """
+    manifest = read_manifest(folder)
+    for name, file in manifest.files.items():
+        path = folder / name
+        # Names come from a file: none may lead out of the folder.
+        if Path(name).name != name or name in {"", ".", ".."}:
+            raise Damaged(f"{folder.name}/{NAME} names a file outside its folder: {name!r}")
+        if not path.is_file():
+            raise Damaged(f"{folder.name}/{name} is missing")
+        size = path.stat().st_size
+        if size != file.size:
+            raise Damaged(
+                f"{folder.name}/{name} has {format_bytes(size)} ({size} bytes) instead of {file.size} bytes"
+            )
+    for path in sorted(folder.iterdir()):
+        # The tensor reader opens every safetensors file it finds in the folder.
+        if path.name.endswith(TENSOR_SUFFIX) and path.name not in manifest.files:
+            raise Damaged(f"{folder.name}/{path.name} does not belong to the checkpoint")
+    if checksums:
+        for name, found in digests(folder / name for name in manifest.files).items():
+            if found.sha256 != manifest.files[name].sha256:
+                raise Damaged(f"{folder.name}/{name} does not match its checksum")
+    return manifest
+
+
+def _own_checksum(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _read_1(body: dict[str, Any]) -> Manifest:
+    return Manifest(
+        step=body["step"],
+        sequence=body["sequence"],
+        tags=tuple(body["tags"]),
+        files={name: File(entry["size"], entry["sha256"]) for name, entry in body["files"].items()},
+        tensors={name: TensorEntry(dtype, tuple(shape)) for name, (dtype, shape) in body["tensors"].items()},
+    )
+
+
+# Readers of old versions stay; a new version adds its own here.
+_READERS = {1: _read_1}

@@ -1,0 +1,53 @@
+"""Numbers, texts, lists and dictionaries of a training state as JSON, back exactly as they were.
+
+Python writes floats so that they read back to the same bits. What JSON has no word for (nan, inf) becomes
+`{"$float": "nan"}`; what it would change silently (integer keys, numpy numbers, tensors) is refused. Tuples
+come back as lists.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+_FLOAT = "$float"
+
+
+def encode(scalars: dict[str, Any]) -> str:
+    """JSON text of `scalars`.
+
+    Example:
+        >>> decode(encode({"step": 3, "best": float("inf")}))
+        {'step': 3, 'best': inf}
+    """
+    return json.dumps(_plain(scalars, "scalars"), allow_nan=False, indent=1)
+
+
+def decode(text: str) -> dict[str, Any]:
+    """The dictionary that `encode` was given."""
+    value = json.loads(text, object_hook=_restore)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+def _restore(entry: dict[str, Any]) -> Any:
+    return float(entry[_FLOAT]) if set(entry) == {_FLOAT} else entry
+
+
+def _plain(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str) or key == _FLOAT:
+                raise TypeError(f"{where}: key {key!r} cannot be kept in JSON; use a text key")
+        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+    raise TypeError(f"{where} is a {type(value).__name__}; give plain numbers here, and tensors as tensors")

@@ -1,0 +1,355 @@
+"""The store of a run's checkpoints: saving in the background, finding the last good one, loading in place."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from trimtab.checkpoint import folder as places
+from trimtab.checkpoint import manifest as manifests
+from trimtab.checkpoint import scalars as plain
+from trimtab.checkpoint import tensors as files
+from trimtab.checkpoint.lock import FileLock
+from trimtab.checkpoint.manifest import Damaged, File, Manifest, TensorEntry
+from trimtab.checkpoint.ranks import Ranks
+from trimtab.checkpoint.spec import FILE_BYTES, STATE_BYTES, TENSOR_OVERHEAD
+from trimtab.facts.errors import CheckpointError, ResourceError, TrimtabError
+from trimtab.facts.units import format_bytes, format_seconds
+
+BEST = "best"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NUM_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Found:
+    """A published checkpoint. `verified`: every byte was compared with its checksum."""
+
+    step: int
+    path: Path
+    verified: bool = False
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One save on its way to the disk."""
+
+    step: int
+    tags: tuple[str, ...]
+    copies: dict[str, torch.Tensor]
+    table: dict[str, TensorEntry]
+    state: str
+    needed: int
+
+
+class Store:
+    """Checkpoints of one run in `folder`. With several ranks, build and call it on all of them.
+
+    `save` copies the state to host memory, returns, and lets a thread write it; one save is under way at a
+    time. What goes wrong in that thread is announced at once and raised by the next `save` or `wait`.
+    `on_event` receives one-line messages, some of them from that thread.
+
+    Example:
+        >>> store = Store("run/checkpoints", keep_last=2)                           # doctest: +SKIP
+        >>> store.save(100, {"weight": weight}, {"loader": {"window": 7}})          # doctest: +SKIP
+        >>> found = store.latest()                                                  # doctest: +SKIP
+        >>> store.load(found, {"weight": weight})                                   # doctest: +SKIP
+        {'loader': {'window': 7}}
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep_last: int | None = 2,
+        on_event: Callable[[str], None] = print,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        assert keep_last is None or keep_last >= 1, "keep at least the last checkpoint, or None for all"
+        self.folder = Path(folder)
+        self.keep_last = keep_last
+        self._report = on_event
+        self._file_bytes = file_bytes
+        self._ranks = Ranks()
+        self._host = files.HostCopy()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: tuple[int, Future[None]] | None = None
+        self._published: str | None = None
+
+    def save(
+        self,
+        step: int,
+        tensors: dict[str, torch.Tensor],
+        scalars: dict[str, Any],
+        *,
+        tags: Collection[str] = (),
+        wait: bool = False,
+    ) -> None:
+        """Saves the state as it is now; the caller may go on changing the tensors right away.
+
+        `scalars` are plain JSON values, the same on every rank; tuples come back as lists. A tag (`best`)
+        protects the newest checkpoint that carries it from pruning; a step saved twice in a row keeps its
+        tags. Raises ResourceError, before copying anything, when the disk has no room; and whatever an
+        earlier save in the background ran into.
+        """
+        assert step >= 0
+        for tag in tags:
+            assert tag.isidentifier(), f"{tag!r} cannot be a tag"
+            assert tag != places.LATEST, "the latest checkpoint is known without a tag"
+        own = files.describe(tensors)
+        state = plain.encode(scalars)
+        if self._pending is not None and not self._pending[1].done():
+            self._tell(f"waiting until the checkpoint of step {self._pending[0]} is written")
+        self.wait()
+        table = {name: entry for part in self._ranks.together(lambda: own) for name, entry in part.items()}
+        needed = sum(files.nbytes(entry) + TENSOR_OVERHEAD for entry in table.values())
+        needed += len(state) + STATE_BYTES
+        self._ranks.leader(lambda: self._make_room(step, needed))
+        job = _Job(step, tuple(sorted(set(tags))), self._host.take(tensors), table, state, needed)
+        self._pending = (step, self._thread.submit(self._write, job))
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when nothing is being written; raises what the last save ran into, once."""
+        if self._pending is not None:
+            _, future = self._pending
+            try:
+                future.result()
+            finally:
+                if future.done():  # not when the wait itself was interrupted
+                    self._pending = None
+
+    def close(self) -> None:
+        """Waits for the save under way and ends the thread."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def latest(self, verify: bool = True) -> Found | None:
+        """The last good checkpoint, or None. Damaged ones are passed over with a message that names the file.
+
+        `verify` reads every byte of the candidate; without it only manifest and sizes are checked. Leftovers
+        of killed writers are removed on the way, unless somebody is writing.
+        """
+        return self._find(None, verify)
+
+    def best(self, verify: bool = True) -> Found | None:
+        """The newest good checkpoint that was saved with the tag `best`, or None."""
+        return self._find(BEST, verify)
+
+    def at(self, step: int, verify: bool = True) -> Found | None:
+        """The good checkpoint of one step, or None."""
+        self.wait()
+        return self._ranks.leader(lambda: self._search(None, verify, step))
+
+    def load(
+        self, found: Found, tensors: dict[str, torch.Tensor], *, partial: bool = False
+    ) -> dict[str, Any]:
+        """Fills `tensors` in place, in whatever layout they have, and returns the scalars.
+
+        Names, shapes and dtypes must be the checkpoint's own, otherwise CheckpointError names the first
+        differences and nothing is changed. With `partial` the checkpoint may hold more (weights are wanted,
+        optimizer states are not).
+        """
+        self.wait()
+        wanted = files.describe(tensors)
+        manifest = self._ranks.leader(lambda: manifests.verify(found.path, checksums=not found.verified))
+        # The rank of a pipeline asks for its own stage only; what no rank asks for is a difference.
+        asked = {name for names in self._ranks.together(lambda: list(wanted)) for name in names}
+        have = {
+            name: entry
+            for name, entry in manifest.tensors.items()
+            if name in wanted or not (partial or name in asked)
+        }
+        self._ranks.together(lambda: _compare(found.path, have, wanted))
+        self._published = None
+        if asked:
+            files.read(found.path, tensors, self._ranks)
+        return self.scalars(found)
+
+    def scalars(self, found: Found) -> dict[str, Any]:
+        """The scalars of a checkpoint alone."""
+        return plain.decode((found.path / manifests.STATE).read_text(encoding="utf-8"))
+
+    def _find(self, tag: str | None, verify: bool) -> Found | None:
+        self.wait()
+        return self._ranks.leader(lambda: self._search(tag, verify))
+
+    def _search(self, tag: str | None, verify: bool, step: int | None = None) -> Found | None:
+        if not self.folder.is_dir():
+            return None
+        self._clear_up()
+        for path, manifest in places.by_age(self.folder, self._report):
+            if (tag is not None and tag not in manifest.tags) or step not in (None, manifest.step):
+                continue
+            try:
+                manifests.verify(path, checksums=verify)
+            except Damaged as error:
+                self._report(f"skipping a damaged checkpoint: {error}")
+                continue
+            return Found(manifest.step, path, verified=verify)
+        return None
+
+    def _clear_up(self) -> None:
+        lock = FileLock(self.folder / places.WRITER_LOCK)
+        try:
+            if lock.try_acquire():
+                for name in places.clear_up(self.folder):
+                    self._report(f"removed {name}, left by an interrupted save")
+        except OSError as error:
+            # An archive that cannot be written, or a full disk, can still be read.
+            self._report(f"could not clear up in {self.folder}: {error.strerror or error}")
+        finally:
+            lock.release()
+
+    def _make_room(self, step: int, needed: int) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.folder).free
+        except OSError as error:
+            raise _explain(error, self.folder, step, needed) from error
+        if free < needed:
+            raise _no_space(self.folder, step, needed, free)
+
+    def _write(self, job: _Job) -> None:
+        """The thread's work, on every rank: write, check, publish, prune."""
+        started = time.monotonic()
+        lock = FileLock(self.folder / places.WRITER_LOCK)
+        staging: Path | None = None
+        try:
+            staging = self._ranks.leader(lambda: self._begin(job, lock))
+            files.write(staging, job.copies, self._ranks, self._file_bytes)
+            assert staging is not None
+            written: dict[str, File] = {}
+            for part in self._ranks.together(lambda: self._check(staging, job)):
+                written.update(part)
+            gone = self._ranks.leader(lambda: self._publish(staging, job, written))
+        except (OSError, TrimtabError) as error:
+            known = (
+                _explain(error, self.folder, job.step, job.needed) if isinstance(error, OSError) else error
+            )
+            self._tell(f"the checkpoint of step {job.step} was not written: {known}")
+            raise known from error
+        finally:
+            if self._ranks.leads:
+                if staging is not None and staging.exists():
+                    shutil.rmtree(staging, ignore_errors=True)
+                lock.release()
+        size = format_bytes(sum(file.size for file in written.values()))
+        took = format_seconds(time.monotonic() - started)
+        removed = f", removed {', '.join(gone)}" if gone else ""
+        self._tell(f"saved {places.step_name(job.step)} ({size} in {took}){removed}")
+
+    def _begin(self, job: _Job, lock: FileLock) -> Path:
+        if not lock.try_acquire():
+            raise CheckpointError(
+                f"{lock.holder()} is writing a checkpoint in {self.folder}",
+                "let one run at a time use the folder",
+            )
+        places.clear_up(self.folder)
+        staging = places.staging_path(self.folder, job.step)
+        staging.mkdir()
+        return staging
+
+    def _check(self, staging: Path, job: _Job) -> dict[str, File]:
+        own = files.own_files(staging, self._ranks)
+        written = manifests.digests(own, sync=True)
+        files.read_back(own, job.copies)
+        return written
+
+    def _publish(self, staging: Path, job: _Job, written: dict[str, File]) -> list[str]:
+        places.write_synced(staging / manifests.STATE, job.state)
+        written[manifests.STATE] = manifests.digest(staging / manifests.STATE)
+        tags = set(job.tags)
+        sequence = 1
+        for path, old in places.by_age(self.folder):
+            sequence = max(sequence, old.sequence + 1)
+            if path.name == places.step_name(job.step) == self._published:
+                tags |= set(
+                    old.tags
+                )  # the state of a step, saved again at the end of a run, is still the best
+        manifest = Manifest(job.step, sequence, tuple(sorted(tags)), written, job.table)
+        places.write_synced(staging / manifests.NAME, manifests.to_text(manifest))
+        places.sync_folder(staging)
+        manifests.verify(staging, checksums=False)
+        self._published = places.publish(self.folder, staging, job.step).name
+        places.point(self.folder)
+        return places.prune(self.folder, self.keep_last)
+
+    def _tell(self, message: str) -> None:
+        if self._ranks.leads:
+            self._report(message)
+
+
+def _compare(path: Path, have: dict[str, TensorEntry], want: dict[str, TensorEntry]) -> None:
+    """Raises CheckpointError with the first differences of a checkpoint's tensors from those asked for."""
+    both = [name for name in want if name in have]
+    kinds = {
+        "missing in the checkpoint": [name for name in want if name not in have],
+        "only in the checkpoint": [name for name in have if name not in want],
+        "other shape": [
+            f"{name} {list(have[name].shape)} there, {list(want[name].shape)} here"
+            for name in both
+            if have[name].shape != want[name].shape
+        ],
+        "other dtype": [
+            f"{name} {have[name].dtype} there, {want[name].dtype} here"
+            for name in both
+            if have[name].dtype != want[name].dtype
+        ],
+    }
+    parts = []
+    for kind, names in kinds.items():
+        if names:
+            more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+            parts.append(f"{kind}: {', '.join(names[:_NUM_NAMED])}{more}")
+    if parts:
+        raise CheckpointError(
+            f"{path} is a checkpoint from another model or optimizer ({'; '.join(parts)})",
+            "continue with the recipe that wrote it, or start in another output_dir",
+        )
+
+
+def _no_space(folder: Path, step: int, needed: int, free: int) -> ResourceError:
+    return ResourceError(
+        f"no room for the checkpoint of step {step} in {folder}: it needs {format_bytes(needed)} "
+        f"({needed} bytes), {format_bytes(free)} ({free} bytes) are free",
+        "free some space or keep fewer checkpoints (save_total_limit); the earlier checkpoints are intact",
+    )
+
+
+def _explain(error: OSError, folder: Path, step: int, needed: int) -> TrimtabError:
+    if error.errno == errno.EFBIG:
+        return ResourceError(
+            f"no room for the checkpoint of step {step} in {folder}: a file of it is larger than this "
+            f"process or disk allows; the checkpoint needs {format_bytes(needed)} ({needed} bytes)",
+            "raise the file size limit (ulimit -f) or use another disk; the earlier checkpoints are intact",
+        )
+    if error.errno in _FULL:
+        return _no_space(folder, step, needed, shutil.disk_usage(folder).free)
+    return CheckpointError(
+        f"cannot write the checkpoint of step {step} in {folder}: {error.strerror or error}",
+        "check that the folder exists and can be written; the earlier checkpoints were not touched",
+    )
