@@ -1,0 +1,219 @@
+"""Generating with a tiny decoder: cached = uncached, batched = alone, greedy = transformers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from trimtab.facts.errors import ModelError, RecipeError
+from trimtab.facts.shapes import ModelShape
+from trimtab.generate import KVCache, generate, generate_many
+from trimtab.model import build, init_weights, save_folder
+from trimtab.model.decoder import Decoder
+from trimtab.text.tokenizer import Tokenizer
+
+SHAPES = {
+    "llama": ModelShape(
+        "llama", 260, 32, 64, 2, 4, 2, 8, max_positions=128, tie_embeddings=True, initializer_range=0.3
+    ),
+    "mistral": ModelShape(
+        "mistral", 260, 32, 64, 2, 4, 2, 8, max_positions=128, sliding_window=6, initializer_range=0.3
+    ),
+    "qwen3": ModelShape(
+        "qwen3", 260, 32, 64, 2, 4, 1, 16, max_positions=128, qk_norm=True, initializer_range=0.3
+    ),
+}
+PROMPTS = ["Hello", "A longer prompt here", "é", "x" * 30, "Two words", "Hello", "2+2=", "🙂"]
+
+
+def make_tokenizer(*, bos: bool = True, stop_ids: frozenset[int] = frozenset()) -> Tokenizer:
+    """256 bytes, then <s>, </s> and <|end|>: ids can be read by eye."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, special=True) for t in ("<s>", "</s>", "<|end|>")])
+    return Tokenizer(backend, 256 if bos else None, 257, stop_ids)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return make_tokenizer()
+
+
+def make_decoder(family: str = "llama", seed: int = 0, dtype: str = "fp32") -> Decoder:
+    return init_weights(build(SHAPES[family], dtype=dtype, device="cpu", attention="sdpa_math"), seed)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return make_decoder()
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("chunks", [[20], [1] * 20, [7, 1, 1, 5, 6]])
+def test_cached_logits_equal_the_whole_pass(family: str, chunks: list[int]) -> None:
+    decoder = make_decoder(family, dtype="fp64")
+    ids_BT = torch.randint(0, 260, (3, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        whole = decoder.logits(decoder(ids_BT))
+        cache = KVCache(2, block=4)
+        pieces = [decoder.logits(decoder(part, cache=cache)) for part in ids_BT.split(chunks, dim=1)]
+    assert cache.length == 20
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=0, atol=1e-10)
+
+
+def greedy_without_cache(decoder: Decoder, ids: list[int], count: int) -> list[int]:
+    written = list(ids)
+    with torch.no_grad():
+        for _ in range(count):
+            written.append(int(decoder.logits(decoder(torch.tensor([written])))[0, -1].argmax()))
+    return written[len(ids) :]
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_greedy_equals_the_uncached_loop(family: str, tokenizer: Tokenizer) -> None:
+    decoder = make_decoder(family, seed=3)
+    for prompt in PROMPTS[:4]:
+        expected = greedy_without_cache(decoder, tokenizer.encode(prompt), 20)
+        assert generate(decoder, tokenizer, prompt, max_new_tokens=20).ids == expected
+        assert len(set(expected)) > 3, "a model that repeats one token would prove little"
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 7}])
+@pytest.mark.parametrize("batch_size", [3, 64])
+def test_many_prompts_give_what_each_gives_alone(tokenizer, decoder, options: dict, batch_size: int) -> None:
+    many = generate_many(decoder, tokenizer, PROMPTS, max_new_tokens=16, batch_size=batch_size, **options)
+    for index, (prompt, done) in enumerate(zip(PROMPTS, many, strict=True)):
+        # A prompt's place decides its chances, so alone it has to stand at the same place.
+        before = [[1]] * index
+        alone = generate_many(
+            decoder, tokenizer, [*before, prompt], max_new_tokens=16, batch_size=1, **options
+        )
+        assert done.ids == alone[-1].ids
+        assert done.text == alone[-1].text
+
+
+def test_rows_that_end_early_leave_the_others_alone(tokenizer: Tokenizer, decoder: Decoder) -> None:
+    free = generate_many(decoder, tokenizer, PROMPTS, max_new_tokens=40)
+    ends = {done.ids[5 * i % 30] for i, done in enumerate(free[:3])}
+    ending = make_tokenizer(stop_ids=frozenset(ends))
+    stopped = generate_many(decoder, ending, PROMPTS, max_new_tokens=40)
+    for a, b in zip(free, stopped, strict=True):
+        cut = next((i for i, token in enumerate(a.ids) if token in ends), None)
+        assert b.ids == a.ids[:cut]
+        assert b.finish_reason == ("length" if cut is None else "eos")
+    assert len({len(b.ids) for b in stopped}) > 2, "rows must end at different times"
+
+
+def test_seeds_differ_and_repeat(tokenizer: Tokenizer, decoder: Decoder) -> None:
+    texts = [
+        generate(decoder, tokenizer, "Hi", max_new_tokens=24, temperature=1.0, seed=s).ids for s in (0, 1, 0)
+    ]
+    assert texts[0] == texts[2] != texts[1]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", SHAPES)
+def test_greedy_equals_transformers(family: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    decoder = make_decoder(family, seed=5)
+    save_folder(decoder, tmp_path, dtype="fp32", metadata={})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for prompt in PROMPTS[:4]:
+        ids = torch.tensor([tokenizer.encode(prompt)])
+        out = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=None,
+            pad_token_id=0,
+        )  # fmt: skip
+        assert generate(decoder, tokenizer, prompt, max_new_tokens=24).ids == out[0, ids.shape[1] :].tolist()
+
+
+def test_stream_adds_up_and_has_no_half_characters(tokenizer: Tokenizer, decoder: Decoder) -> None:
+    pieces: list[str] = []
+    done = generate(
+        decoder, tokenizer, "Hello", max_new_tokens=60, temperature=1.5, seed=2, stream=pieces.append
+    )
+    assert "".join(pieces) == done.text == tokenizer.decode(done.ids)
+    assert len(done.ids) == 60
+    assert done.finish_reason == "length"
+    assert done.tokens_per_second > 0
+    assert len(pieces) > 5
+
+
+def test_stop_strings_end_and_are_not_shown(tokenizer: Tokenizer, decoder: Decoder) -> None:
+    free = generate(decoder, tokenizer, "Hello", max_new_tokens=60, temperature=1.0, seed=4)
+    stop = next(free.text[i : i + 3] for i in range(10, 60) if "�" not in free.text[i : i + 3])
+    pieces: list[str] = []
+    options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 4, "stop": ["never there", stop]}
+    done = generate(decoder, tokenizer, "Hello", stream=pieces.append, **options)
+    assert done.finish_reason == "stop"
+    assert done.text == "".join(pieces) == free.text[: free.text.index(stop)]
+    assert len(done.ids) < 60
+
+
+def test_text_of_a_prompt_of_ids_and_of_text_is_the_same(tokenizer: Tokenizer, decoder: Decoder) -> None:
+    ids = tokenizer.encode("Hello")
+    assert (
+        generate(decoder, tokenizer, ids, max_new_tokens=5).ids
+        == generate(decoder, tokenizer, "Hello", max_new_tokens=5).ids
+    )
+
+
+def test_empty_prompt_begins_with_bos_or_says_so(tokenizer: Tokenizer, decoder: Decoder) -> None:
+    assert generate(decoder, tokenizer, "", max_new_tokens=5).ids == greedy_without_cache(decoder, [256], 5)
+    with pytest.raises(ModelError, match=r"empty.*at least one word"):
+        generate(decoder, make_tokenizer(bos=False), "", max_new_tokens=5)
+    assert generate_many(decoder, tokenizer, []) == []
+
+
+def test_length_is_bounded_by_the_models_positions(tokenizer: Tokenizer, decoder: Decoder) -> None:
+    with pytest.raises(ModelError, match=r"128 positions; shorten"):
+        generate(decoder, tokenizer, "x" * 100, max_new_tokens=29)
+    assert len(generate(decoder, tokenizer, "x" * 100, max_new_tokens=28).ids) == 28
+    assert len(generate(decoder, tokenizer, "x" * 100, max_new_tokens=None).ids) == 28
+    with pytest.raises(ModelError, match="positions"):
+        generate(decoder, tokenizer, "x" * 128, max_new_tokens=None)
+
+
+def test_bad_arguments(tokenizer: Tokenizer, decoder: Decoder) -> None:
+    with pytest.raises(RecipeError, match="max_new_tokens"):
+        generate(decoder, tokenizer, "x", max_new_tokens=0)
+    with pytest.raises(RecipeError, match="list"):
+        generate_many(decoder, tokenizer, "one text")
+    with pytest.raises(RecipeError, match="batch_size"):
+        generate_many(decoder, tokenizer, ["x"], batch_size=0)
+    with pytest.raises(ModelError, match="token 260"):
+        generate(decoder, tokenizer, [260])
+
+
+def test_damaged_weights_are_said(tokenizer: Tokenizer) -> None:
+    decoder = make_decoder()
+    with torch.no_grad():
+        decoder.model.norm.weight[0] = float("nan")
+    with pytest.raises(ModelError, match="not finite"):
+        generate(decoder, tokenizer, "x")
+
+
+def test_training_mode_comes_back(tokenizer: Tokenizer) -> None:
+    decoder = make_decoder()
+    decoder.train()
+    generate(decoder, tokenizer, "x", max_new_tokens=2)
+    assert decoder.training
+    assert all(p.grad is None for p in decoder.parameters())
+
+
+def test_sixty_problems_take_few_passes(tokenizer: Tokenizer, decoder: Decoder) -> None:
+    """60 prompts of 10 to 40 tokens, 30 new ones: one batch, 60 passes, not 60 × 30."""
+    calls = []
+    handle = decoder.register_forward_hook(lambda *_: calls.append(time.perf_counter()))
+    prompts = ["y" * (10 + i % 31) for i in range(60)]
+    done = generate_many(decoder, tokenizer, prompts, max_new_tokens=30)
+    handle.remove()
+    assert sum(len(d.ids) for d in done) == 1800
+    assert len(calls) == 60

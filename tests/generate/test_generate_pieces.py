@@ -1,0 +1,146 @@
+"""The parts of generating: cache, sampling, stop strings."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.facts.errors import RecipeError
+from trimtab.generate import KVCache, Sampling, StopStrings
+
+
+def test_cache_returns_all_so_far_and_grows_in_blocks() -> None:
+    cache = KVCache(2, block=4)
+    k_BSKD, v_BSKD = torch.randn(2, 2, 23, 3, 5).unbind(0)
+    start = 0
+    for count in (3, 1, 1, 7, 11):
+        new = slice(start, start + count)
+        assert cache.length == start
+        for layer in (0, 1):
+            keys, values = cache.update(layer, k_BSKD[:, new] + layer, v_BSKD[:, new] - layer)
+            assert torch.equal(keys, k_BSKD[:, : start + count] + layer)
+            assert torch.equal(values, v_BSKD[:, : start + count] - layer)
+            assert cache.length == (start if layer == 0 else start + count), "the last layer completes a pass"
+        start += count
+    assert cache.nbytes == 4 * 2 * 24 * 3 * 5 * 4
+
+
+def test_cache_growth_copies_seldom() -> None:
+    cache, places = KVCache(1, block=8), set()
+    for _ in range(2000):
+        keys, _ = cache.update(0, torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+        places.add(keys.untyped_storage().nbytes())
+    assert len(places) < 20
+
+
+def test_cache_select_keeps_rows_in_order() -> None:
+    cache = KVCache(1, block=2)
+    k_BTKD = torch.arange(4.0).view(4, 1, 1, 1)
+    cache.update(0, k_BTKD, -k_BTKD)
+    cache.select([3, 1])
+    keys, values = cache.update(0, torch.zeros(2, 1, 1, 1), torch.zeros(2, 1, 1, 1))
+    assert keys[:, 0, 0, 0].tolist() == [3, 1]
+    assert values[:, 0, 0, 0].tolist() == [-3, -1]
+
+
+def shares(sampling: Sampling, logits: list[float], count: int = 4000) -> dict[int, float]:
+    """How often each token comes out over evenly spread chances."""
+    logits_BV = torch.tensor([logits]).expand(count, -1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sampling, "uniform", lambda self, prompt, step: (step + 0.5) / count)
+        drawn = sampling.pick(logits_BV, [(0, i) for i in range(count)])
+    return {k: v / count for k, v in sorted(collections.Counter(drawn.tolist()).items())}
+
+
+PROBS = [0.1, 0.4, 0.2, 0.3]
+LOGITS = torch.tensor(PROBS).log().tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"temperature": 1.0}, {0: 0.1, 1: 0.4, 2: 0.2, 3: 0.3}),
+        ({"temperature": 1.0, "top_k": 2}, {1: 4 / 7, 3: 3 / 7}),
+        ({"temperature": 1.0, "top_k": 99}, {0: 0.1, 1: 0.4, 2: 0.2, 3: 0.3}),
+        ({"temperature": 1.0, "top_p": 0.65}, {1: 4 / 7, 3: 3 / 7}),
+        ({"temperature": 1.0, "top_p": 0.75}, {1: 4 / 9, 2: 2 / 9, 3: 3 / 9}),
+        ({"temperature": 1.0, "top_p": 1e-9}, {1: 1.0}),
+        ({"temperature": 1.0, "top_k": 3, "top_p": 0.5}, {1: 4 / 7, 3: 3 / 7}),
+        ({"temperature": 0.5}, {i: p * p / 0.3 for i, p in enumerate(PROBS)}),
+        ({"temperature": 0.0}, {1: 1.0}),
+    ],
+)
+def test_shares_are_the_probabilities(options: dict, expected: dict[int, float]) -> None:
+    assert shares(Sampling(**options), LOGITS) == pytest.approx(expected, abs=1e-3)
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    assert Sampling().pick(torch.tensor([[1.0, 5.0, 5.0]]), [(0, 0)]).tolist() == [1]
+
+
+@pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
+def test_a_token_without_probability_never_comes(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sampling, "uniform", lambda self, prompt, step: u)
+    logits_BV = torch.tensor([[float("-inf"), 0.0, float("-inf")]])
+    assert Sampling(temperature=1.0).pick(logits_BV, [(0, 0)]).tolist() == [1]
+
+
+def test_chance_depends_on_seed_prompt_and_step_alone() -> None:
+    draws = [Sampling(seed=s).uniform(p, t) for s in range(4) for p in range(4) for t in range(50)]
+    assert len(set(draws)) == len(draws)
+    assert all(0 <= u < 1 for u in draws)
+    assert sum(draws) / len(draws) == pytest.approx(0.5, abs=0.05)
+    assert Sampling(seed=3).uniform(1, 2) == Sampling(temperature=1.0, seed=3).uniform(1, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}],
+)
+def test_sampling_options_are_checked(options: dict) -> None:
+    with pytest.raises(RecipeError, match=next(iter(options))):
+        Sampling(**options)
+
+
+def run_stops(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
+    finder, shown = StopStrings(stops), ""
+    for piece in pieces:
+        text, stopped = finder.push(piece)
+        shown += text
+        assert not any(stop in shown for stop in stops)
+        if stopped:
+            return shown, True
+    return shown + finder.finish(), False
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.text("ab\n", max_size=4), max_size=12),
+    stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
+)
+def test_stop_strings_cut_where_the_whole_text_says(pieces: list[str], stops: list[str]) -> None:
+    whole = "".join(pieces)
+    ends = [(whole.find(s) + len(s), whole.find(s)) for s in stops if s in whole]
+    shown, stopped = run_stops(stops, pieces)
+    assert stopped == bool(ends)
+    if not ends:
+        assert shown == whole
+    else:
+        # Pieces arrive one by one, so the stop string that is complete first decides.
+        assert whole.startswith(shown)
+        assert shown in {whole[:at] for _, at in ends}
+
+
+def test_stop_string_beginnings_are_held_back() -> None:
+    finder = StopStrings(["END"])
+    assert [finder.push(p) for p in ("x E", "N", "X")] == [("x ", False), ("", False), ("ENX", False)]
+
+
+@pytest.mark.parametrize("stops", ["END", ["ok", ""]])
+def test_stop_strings_are_checked(stops) -> None:
+    with pytest.raises(RecipeError, match="stop strings"):
+        StopStrings(stops)

@@ -1,0 +1,36 @@
+"""Generating text: key/value cache, sampling, stop strings, streaming.
+
+from trimtab.generate import generate
+
+done = generate(decoder, tokenizer, "The derivative of x² is", max_new_tokens=32, stream=print)
+done.text, done.finish_reason, done.tokens_per_second
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.generate.cache import KVCache
+    from trimtab.generate.completion import Completion
+    from trimtab.generate.loop import generate, generate_many
+    from trimtab.generate.sampling import Sampling
+    from trimtab.generate.stopping import StopStrings
+
+_PLACES = {
+    "Completion": "completion",
+    "KVCache": "cache",
+    "Sampling": "sampling",
+    "StopStrings": "stopping",
+    "generate": "loop",
+    "generate_many": "loop",
+}
+
+__all__ = ["Completion", "KVCache", "Sampling", "StopStrings", "generate", "generate_many"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

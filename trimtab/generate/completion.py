@@ -1,0 +1,84 @@
+"""One text being continued, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trimtab.generate.stopping import StopStrings
+from trimtab.text.streaming import Detokenizer
+from trimtab.text.tokenizer import Tokenizer
+
+FinishReason = Literal["eos", "stop", "length"]
+_CONTEXT = 8
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a model wrote after a prompt."""
+
+    text: str
+    """Without the prompt, and without the stop string or end token that ended it."""
+    ids: list[int]
+    """The tokens written, the end token left out. With a stop string they may reach beyond `text`."""
+    finish_reason: FinishReason
+    """"eos": the model ended; "stop": a stop string came; "length": as long as was asked for."""
+    tokens_per_second: float
+    """New tokens of the whole call (all its prompts) a second, reading the prompts included."""
+
+
+class Writing:
+    """A row of the batch: its prompt, what was written, and whether it goes on."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: list[int],
+        max_new_tokens: int,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        stream: Callable[[str], None] | None,
+    ) -> None:
+        self.index, self.prompt, self.max_new_tokens = index, prompt, max_new_tokens
+        self.ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._pieces: list[str] = []
+        self._stop_ids = tokenizer.stop_ids
+        # The end of the prompt stays in view: some decoders drop the space before the first token they see.
+        self._detokenizer = Detokenizer(tokenizer, context=prompt[-_CONTEXT:])
+        self._stops = StopStrings(stop)
+        self._stream = stream
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._pieces)
+
+    def push(self, token_id: int) -> None:
+        """Take the next token; sets `finish_reason` if it is the last."""
+        if token_id in self._stop_ids:
+            self._finish("eos")
+            return
+        self.ids.append(token_id)
+        if self._show(self._detokenizer.push(token_id)):
+            self.finish_reason = "stop"
+        elif len(self.ids) >= self.max_new_tokens:
+            self._finish("length")
+
+    def _finish(self, reason: FinishReason) -> None:
+        stopped = self._show(self._detokenizer.finish())
+        self.finish_reason = "stop" if stopped else reason
+        if not stopped:
+            self._emit(self._stops.finish())
+
+    def _show(self, piece: str) -> bool:
+        shown, stopped = self._stops.push(piece)
+        self._emit(shown)
+        return stopped
+
+    def _emit(self, piece: str) -> None:
+        if piece:
+            self._pieces.append(piece)
+            if self._stream is not None:
+                self._stream(piece)

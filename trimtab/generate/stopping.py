@@ -1,0 +1,47 @@
+"""Stop strings: found across the borders of tokens, never shown, not even their beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimtab.facts.errors import RecipeError
+
+
+class StopStrings:
+    """Holds back text that may be the beginning of a stop string.
+
+    Example:
+        >>> stops = StopStrings(["\\n\\n"])
+        >>> stops.push("4.\\n"), stops.push("\\nQuestion")
+        (('4.', False), ('', True))
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
+            raise RecipeError(f"stop strings are {stops!r}", "give a list of texts that are not empty")
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """(text that may be shown, whether a stop string was found). Nothing after it is ever shown."""
+        self._held += piece
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            shown, self._held = self._held[: min(found)], ""
+            return shown, True
+        keep = max((self._overlap(stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown, False
+
+    def finish(self) -> str:
+        """What was held back, when no text follows."""
+        rest, self._held = self._held, ""
+        return rest
+
+    def _overlap(self, stop: str) -> int:
+        """How many characters at the end of the held text begin the stop string."""
+        for size in range(min(len(stop) - 1, len(self._held)), 0, -1):
+            if self._held.endswith(stop[:size]):
+                return size
+        return 0
