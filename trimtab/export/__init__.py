@@ -1,0 +1,23 @@
+"""Models out of trimtab, each with a receipt of what was checked.
+
+Names resolve when they are used (PEP 562), so that importing the room imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.export.hf import export_hf
+    from trimtab.export.receipt import Check, Receipt
+
+_PLACES = {"Check": "receipt", "Receipt": "receipt", "export_hf": "hf"}
+
+__all__ = ["Check", "Receipt", "export_hf"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

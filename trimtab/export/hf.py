@@ -1,0 +1,222 @@
+"""A Hugging Face folder from a decoder, read back and compared before it appears.
+
+Legend: B batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata as package_metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import torch
+
+from trimtab.export.reader import STORED_NAMES, read_tensors
+from trimtab.export.receipt import Check, Receipt
+from trimtab.facts.errors import ModelError
+from trimtab.facts.units import format_count
+from trimtab.model.building import build, torch_dtype
+from trimtab.model.decoder import Decoder
+from trimtab.model.save import MAX_SHARD_BYTES, check_space, staged_folder, write_model
+from trimtab.model.source import read_shape
+from trimtab.model.weights import load_weights, sha256_of
+from trimtab.text import Tokenizer
+from trimtab.text import load as load_tokenizer
+
+_PROBE_TOKENS = 32
+_PROBE_TEXT = "Let f(x) = 3·x² − 2. Then f′(2) = 12; çà et là, 数学!\n\tEnd."
+
+
+def export_hf(
+    decoder: Decoder,
+    tokenizer: Tokenizer | None,
+    folder: str | Path,
+    *,
+    dtype: str,
+    receipt: str | Path | None = None,
+    config_extra: Mapping[str, Any] | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+    source: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+) -> Receipt:
+    """Write a folder that transformers, vLLM and llama.cpp's converter load, and prove that it is the model.
+
+    Before the folder appears under its name: an independent reader compares names, shapes and every weight's
+    bytes with the model in memory, and a fresh decoder loaded from the files must give bit-equal logits.
+
+    Args:
+        decoder: the model.
+        tokenizer: saved beside it; None leaves the folder without one.
+        folder: must not exist, or be empty, unless `overwrite` (then it must hold a model).
+        dtype: "fp32", "bf16" or "fp16" on disk.
+        receipt: where the receipt is written; None writes none.
+        config_extra: keys of `config.json` that the shape does not hold, such as token ids; by default the
+            tokenizer's beginning and end.
+        generation_config: by default the tokenizer's beginning and stop tokens.
+        source: what is known of the model's origin, for the receipt.
+        max_shard_bytes: the largest weight file.
+        overwrite: replace a model folder.
+
+    Raises:
+        ModelError: the folder exists, the tokenizer does not fit, or what was written is not the model.
+        ResourceError: not enough space.
+    """
+    folder = Path(folder)
+    check_space(folder, decoder, dtype)
+    _check_tokenizer_fits(tokenizer, decoder)
+    with staged_folder(folder, overwrite=overwrite) as staging:
+        write_model(
+            decoder,
+            staging,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            config_extra={**_token_ids(tokenizer), **(config_extra or {})},
+            generation_config=generation_config or _generation_config(tokenizer),
+        )
+        checks = [_check_layout(decoder, staging, dtype), _check_weights(decoder, staging, dtype)]
+        check, token_ids, digest = _check_logits(decoder, staging, dtype)
+        checks.append(check)
+        if tokenizer is not None:
+            tokenizer.save(staging)
+            checks.append(_check_tokenizer(tokenizer, staging))
+        files = {
+            path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            for path in sorted(staging.iterdir())
+        }
+    result = Receipt(
+        kind="hf",
+        folder=str(folder),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        dtype=dtype,
+        num_parameters=decoder.shape.num_parameters,
+        num_tensors=len(list(decoder.shape.parameters())),
+        files=files,
+        checks=checks,
+        token_ids=token_ids,
+        logits_sha256=digest,
+        versions={
+            "trimtab": _version("trimtab"),
+            "torch": torch.__version__,
+            "safetensors": safetensors.__version__,
+            "python": platform.python_version(),
+        },
+        source=dict(source or {}),
+    )
+    if receipt is not None:
+        result.write(receipt)
+    return result
+
+
+def _check_layout(decoder: Decoder, folder: Path, dtype: str) -> Check:
+    """Names, shapes and formats, and a config that describes this very shape."""
+    stored = read_tensors(folder)
+    expected = dict(decoder.shape.parameters())
+    differing = [
+        name
+        for name in expected.keys() | stored.keys()
+        if name not in stored
+        or stored[name].dims != expected.get(name)
+        or stored[name].format != STORED_NAMES[dtype]
+    ]
+    if differing:
+        raise _not_the_model(
+            f"{len(differing)} tensors differ in name, shape or format, {min(differing)} first"
+        )
+    if read_shape(folder) != decoder.shape:
+        raise _not_the_model("config.json describes another shape")
+    return Check("names and shapes", f"{len(stored)} tensors in {STORED_NAMES[dtype]}, config.json agrees")
+
+
+def _check_weights(decoder: Decoder, folder: Path, dtype: str) -> Check:
+    """Every tensor's bytes in the files against the model in memory, cast to the stored format."""
+    stored = read_tensors(folder)
+    for name, parameter in decoder.named_parameters():
+        in_memory = parameter.detach().to("cpu", torch_dtype(dtype)).contiguous().view(-1).view(torch.uint8)
+        if not np.array_equal(in_memory.numpy(), stored[name].raw()):
+            raise _not_the_model(f"{name} has other bytes in the file than in memory")
+    count = format_count(decoder.shape.num_parameters)
+    return Check("weights", f"{count} numbers byte for byte, by a reader independent of the writer")
+
+
+@torch.no_grad()
+def _check_logits(decoder: Decoder, folder: Path, dtype: str) -> tuple[Check, list[int], str]:
+    """The files' logits against the model's, both in the stored dtype on the model's own device."""
+    device = decoder.head_weight.device
+    num_tokens = min(_PROBE_TOKENS, decoder.shape.max_positions)
+    token_ids = [(1 + 7919 * i) % decoder.shape.vocab_size for i in range(num_tokens)]
+    ids_BT = torch.tensor([token_ids], device=device)
+    expected_BTV = _logits(_cast(decoder, dtype, device), ids_BT)
+    reloaded = build(decoder.shape, dtype=dtype, device=device, attention=decoder.attention)
+    load_weights(reloaded, folder)
+    found_BTV = _logits(reloaded, ids_BT)
+    if not torch.equal(found_BTV, expected_BTV):
+        worst = float((found_BTV - expected_BTV).abs().max())
+        raise _not_the_model(f"logits differ by up to {worst:.3g}")
+    digest = hashlib.sha256(found_BTV.cpu().numpy().astype("<f4").tobytes()).hexdigest()
+    detail = f"bit-equal to the model's own in {dtype}, {num_tokens} tokens, {decoder.attention} attention"
+    return Check("logits", detail), token_ids, digest
+
+
+def _logits(decoder: Decoder, ids_BT: torch.Tensor) -> torch.Tensor:
+    return decoder.logits(decoder(ids_BT)).float()
+
+
+def _cast(decoder: Decoder, dtype: str, device: torch.device) -> Decoder:
+    """The decoder itself if it has this dtype throughout, otherwise a copy that has."""
+    if all(parameter.dtype == torch_dtype(dtype) for parameter in decoder.parameters()):
+        return decoder
+    copy = build(decoder.shape, dtype=dtype, device=device, attention=decoder.attention)
+    for target, parameter in zip(copy.parameters(), decoder.parameters(), strict=True):
+        target.copy_(parameter)
+    return copy
+
+
+def _check_tokenizer(tokenizer: Tokenizer, folder: Path) -> Check:
+    """The saved tokenizer against the given one: same content, same ids for a text with everything in it."""
+    reloaded = load_tokenizer(folder)
+    if reloaded.encode(_PROBE_TEXT) != tokenizer.encode(_PROBE_TEXT):
+        raise _not_the_model("the saved tokenizer gives other ids")
+    if (reloaded.bos_id, reloaded.eos_id) != (tokenizer.bos_id, tokenizer.eos_id):
+        raise _not_the_model("the saved tokenizer has another beginning or end")
+    if reloaded.fingerprint != tokenizer.fingerprint:
+        raise _not_the_model("the saved tokenizer has another fingerprint")
+    return Check("tokenizer", f"{tokenizer.vocab_size} tokens, fingerprint {tokenizer.fingerprint[:16]}")
+
+
+def _check_tokenizer_fits(tokenizer: Tokenizer | None, decoder: Decoder) -> None:
+    if tokenizer is not None and tokenizer.vocab_size > decoder.shape.vocab_size:
+        raise ModelError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {decoder.shape.vocab_size}",
+            "export the model with its own tokenizer",
+        )
+
+
+def _token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    return {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+
+
+def _generation_config(tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+    if tokenizer is None:
+        return None
+    stops = sorted(tokenizer.stop_ids)
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": stops[0] if len(stops) == 1 else stops or None}
+
+
+def _not_the_model(cause: str) -> ModelError:
+    return ModelError(
+        f"the files written are not the model: {cause}", "nothing was published; check the disk and try again"
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return package_metadata.version(package)
+    except package_metadata.PackageNotFoundError:
+        return "from source"

@@ -1,0 +1,74 @@
+"""A second reader of safetensors files, independent of the library that wrote them: struct, JSON and numpy.
+
+Format: the header's length in 8 bytes, the header in JSON, the numbers; offsets count from there.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab.facts.errors import ModelError
+
+STORED_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp64": "F64"}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor's place in a file."""
+
+    path: Path
+    dims: tuple[int, ...]
+    format: str
+    begin: int
+    end: int
+
+    def raw(self) -> np.ndarray:
+        """Its bytes, mapped from the file, uint8."""
+        if self.begin == self.end:
+            return np.empty(0, dtype=np.uint8)
+        return np.memmap(
+            self.path, dtype=np.uint8, mode="r", offset=self.begin, shape=(self.end - self.begin,)
+        )
+
+
+def read_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor in a folder's safetensors files; the index, if any, is checked against what they hold."""
+    found: dict[str, StoredTensor] = {}
+    homes: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, tensor in _read_header(path).items():
+            if name in found:
+                raise ModelError(f"{name} is stored twice in {folder}")
+            found[name] = tensor
+            homes[name] = path.name
+    index = folder / "model.safetensors.index.json"
+    if index.is_file() and json.loads(index.read_text(encoding="utf-8"))["weight_map"] != homes:
+        raise ModelError(f"{index} does not describe the files beside it")
+    return found
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > size - 8:
+            raise ModelError(f"the header of {path} is longer than the file")
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    start, at = 8 + length, 0
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        if begin != at or start + end > size:
+            raise ModelError(f"{path}: {name} does not follow the tensor before it")
+        at = end
+        tensors[name] = StoredTensor(path, tuple(entry["shape"]), entry["dtype"], start + begin, start + end)
+    if start + at != size:
+        raise ModelError(f"{path} has {size - start - at} bytes that belong to no tensor")
+    return tensors

@@ -1,0 +1,68 @@
+"""A receipt: what was written, by whom, and what was read back to prove it. Plain data, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RECEIPT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was verified; a failed one raises, so a receipt's checks have all passed."""
+
+    name: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Proof of an export, kept as JSON.
+
+    Example:
+        >>> receipt = export_hf(decoder, tokenizer, "out", dtype="bf16")     # doctest: +SKIP
+        >>> [check.name for check in receipt.checks]                         # doctest: +SKIP
+        ['names and shapes', 'weights', 'logits', 'tokenizer']
+    """
+
+    kind: str
+    folder: str
+    created: str
+    """UTC, ISO 8601."""
+    dtype: str
+    num_parameters: int
+    num_tensors: int
+    files: dict[str, dict[str, Any]]
+    """File name to {"bytes", "sha256"}."""
+    checks: list[Check]
+    token_ids: list[int]
+    """The ids whose logits were compared."""
+    logits_sha256: str
+    """Of the fp32 logits for those ids, little-endian; another machine may differ in the last bits."""
+    versions: dict[str, str]
+    source: dict[str, Any] = field(default_factory=dict)
+    """What the caller knows of the model's origin: run folder, step, base model."""
+    version: int = RECEIPT_VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Receipt:
+        """The inverse of `to_dict`."""
+        return Receipt(**{**data, "checks": [Check(**check) for check in data["checks"]]})
+
+    def write(self, path: str | Path) -> Path:
+        """Write the receipt; the file appears whole or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staging = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+        staging.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        staging.replace(path)
+        return path
