@@ -1,0 +1,18 @@
+"""Where a process stands among the others: the mesh, and the sums that go over it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.parallel.mesh import Mesh
+
+__all__ = ["Mesh"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Mesh":
+        from trimtab.parallel.mesh import Mesh
+
+        return Mesh
+    raise AttributeError(f"module 'trimtab.parallel' has no attribute {name!r}")

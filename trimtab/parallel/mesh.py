@@ -1,0 +1,64 @@
+"""The mesh of processes a run is spread over; a single process is the mesh of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Data-parallel position of this process and the collectives the loop needs.
+
+    The loop calls these whatever the size: on the mesh of one they return what they were given.
+
+    Example:
+        >>> Mesh.single().sum_int(3)
+        3
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def single() -> Mesh:
+        """One process."""
+        return Mesh()
+
+    @staticmethod
+    def world() -> Mesh:
+        """Every process of the initialised default group, or the mesh of one where there is none."""
+        if not dist.is_initialized():
+            return Mesh()
+        return Mesh(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def sum_int(self, value: int) -> int:
+        """The sum of a host integer over the mesh."""
+        if self.size == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.int64)
+        dist.all_reduce(total, group=self.group)
+        return int(total)
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over the mesh, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Adds up every parameter's gradient over the mesh (losses are divided by the global token count)."""
+        if self.size == 1:
+            return
+        for parameter in parameters:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self.group)

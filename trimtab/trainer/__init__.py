@@ -1,0 +1,28 @@
+"""The training loop and what guards it. Knows no model family, no kernel, no layout: it is handed callables."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.trainer.job import Cadence, Job, Outcome, TrainState
+    from trimtab.trainer.loop import train
+    from trimtab.trainer.metrics_log import MetricsLog
+
+_HOMES = {
+    "Cadence": "job",
+    "Job": "job",
+    "MetricsLog": "metrics_log",
+    "Outcome": "job",
+    "TrainState": "job",
+    "train": "loop",
+}
+
+__all__ = ["Cadence", "Job", "MetricsLog", "Outcome", "TrainState", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trimtab.trainer' has no attribute {name!r}")
+    return getattr(import_module(f"trimtab.trainer.{_HOMES[name]}"), name)

@@ -1,0 +1,86 @@
+"""Watching for losses and gradients that are not finite, without asking the device after every step.
+
+The flag stays on the device. Once a step is bad, that step and all after it leave weights and optimizer states
+untouched, so that when the host next looks, the state is still the one before the bad step: it can be saved,
+and the bad step can be run again with every layer watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trimtab.trainer.job import Job
+from trimtab.trainer.step import forward_backward
+
+
+class FiniteGuard:
+    """Remembers, on the device, the first step whose loss or gradient norm was not finite."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._first_bad = torch.full((), -1, dtype=torch.int64, device=device)
+
+    def observe(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        """A bool on the device: whether the update of this step must be skipped."""
+        bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        self._first_bad = torch.where(bad & (self._first_bad < 0), step, self._first_bad)
+        return self._first_bad >= 0
+
+    def first_bad(self) -> int | None:
+        """Reads the flag: the first bad step (from 0), or None. Waits for the device."""
+        step = int(self._first_bad)
+        return None if step < 0 else step
+
+
+def explain(job: Job, microbatches: Sequence[Any], num_targets: int) -> str:
+    """Runs a bad step again with every module watched; says the batch, its documents and the first bad layer."""
+    for index, batch in enumerate(microbatches):
+        with _Watch(job.model) as watch:
+            loss = forward_backward(job, [batch], num_targets, 1.0)
+        bad_gradients = [n for n, p in job.parameters.items() if _has_bad(p.grad)]
+        for parameter in job.parameters.values():
+            parameter.grad = None
+        if watch.first is None and torch.isfinite(loss) and not bad_gradients:
+            continue
+        documents = list(dict.fromkeys(origin for window in batch.origins for origin in window))
+        shown = ", ".join(documents[:4]) + (f" and {len(documents) - 4} more" if len(documents) > 4 else "")
+        if watch.first is not None:
+            where = f"first in the output of {watch.first}"
+        elif not torch.isfinite(loss):
+            where = "in the loss"
+        else:
+            where = f"in the gradient of {bad_gradients[0]} ({len(bad_gradients)} parameters)"
+        return f"{where}, microbatch {index + 1} of {len(microbatches)} (documents: {shown})"
+    return "only when the step's microbatches are taken together"
+
+
+def _has_bad(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and not bool(torch.isfinite(tensor).all())
+
+
+class _Watch:
+    """Forward hooks that note the first module whose output is not finite."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.first: str | None = None
+        self._model = model
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _Watch:
+        for name, module in self._model.named_modules():
+            if not list(module.children()):
+                self._handles.append(module.register_forward_hook(self._hook(name)))
+        return self
+
+    def _hook(self, name: str) -> Any:
+        def check(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            if self.first is None and isinstance(output, torch.Tensor) and _has_bad(output):
+                self.first = name
+
+        return check
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()

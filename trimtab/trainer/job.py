@@ -1,0 +1,146 @@
+"""What the loop is handed: plain data and a few callables, so that a test can hand it something tiny."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+class Batch(Protocol):
+    """What the loop itself reads of a microbatch; the loss callable reads the rest."""
+
+    num_targets: int
+    origins: list[list[str]]
+
+
+class Loader(Protocol):
+    """Steps of microbatches, with a position that can be saved and restored."""
+
+    def next_step(self) -> Sequence[Any]: ...
+    def position(self) -> dict[str, Any]: ...
+    def restore(self, position: dict[str, Any]) -> None: ...
+
+
+class Optimizer(Protocol):
+    """An optimizer whose state is named tensors and a few scalars."""
+
+    def step(self, *, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor) -> None: ...
+    def tensors(self) -> dict[str, torch.Tensor]: ...
+    def scalars(self) -> dict[str, Any]: ...
+    def restore_scalars(self, scalars: dict[str, Any]) -> None: ...
+
+
+class Store(Protocol):
+    """Where checkpoints go."""
+
+    def save(
+        self,
+        step: int,
+        tensors: dict[str, torch.Tensor],
+        scalars: dict[str, Any],
+        *,
+        tags: Any = (),
+        wait: bool = False,
+    ) -> None: ...
+    def wait(self) -> None: ...
+
+
+class Log(Protocol):
+    """Where metrics go, one record a line."""
+
+    def append(self, record: dict[str, Any]) -> None: ...
+    def sync(self) -> None: ...
+
+
+class Mesh(Protocol):
+    """The processes this run is spread over."""
+
+    @property
+    def is_main(self) -> bool: ...
+    @property
+    def size(self) -> int: ...
+    def sum_int(self, value: int) -> int: ...
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def sum_gradients(self, parameters: Any) -> None: ...
+
+
+class Observer(Protocol):
+    """Whoever watches: the terminal, TensorBoard, a test."""
+
+    def record(self, record: dict[str, Any]) -> None: ...
+    def message(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How often things happen, in optimizer steps; 0 means only at the end."""
+
+    total_steps: int
+    logging_steps: int = 1
+    eval_steps: int = 0
+    save_steps: int = 0
+    eval_on_start: bool = True
+
+    def due(self, every: int, step: int) -> bool:
+        """Whether something that happens `every` so many steps happens after this one."""
+        return step == self.total_steps or (every > 0 and step % every == 0)
+
+
+@dataclass
+class TrainState:
+    """Where a run stands; all of it goes into a checkpoint's scalars."""
+
+    step: int = 0
+    tokens: int = 0
+    best: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """How a run ended."""
+
+    status: str
+    """`finished`, or `interrupted` after a signal (the state is saved)."""
+    state: TrainState
+    signal: int | None = None
+
+
+@dataclass
+class Job:
+    """Everything one run of the loop needs."""
+
+    model: torch.nn.Module
+    parameters: dict[str, torch.nn.Parameter]
+    loss: Callable[[Any], torch.Tensor]
+    """A microbatch to the sum of its token losses, fp32, on the device."""
+    optimizer: Optimizer
+    learning_rate: Callable[[int], float]
+    """Step (from 0) to learning rate."""
+    global_norm: Callable[[Any], torch.Tensor]
+    """Parameters to the norm of their gradients, on the device."""
+    clip_factor: Callable[[torch.Tensor], torch.Tensor]
+    """That norm to the factor that gradients are multiplied with, on the device."""
+    loader: Loader
+    store: Store
+    log: Log
+    mesh: Mesh
+    cadence: Cadence
+    device: torch.device
+    evaluate: Callable[[int], list[dict[str, Any]]] | None = None
+    """Step to metric records; the record named `best_of` with kind `eval` decides the best checkpoint."""
+    best_of: str | None = None
+    loss_scale: float | None = None
+    """The first loss scale for fp16; None trains without one."""
+    observers: Sequence[Observer] = field(default_factory=list)
+    after_step: Callable[[int], None] | None = None
+    """Called with the finished step; the kill demonstration and tests hook in here."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of a checkpoint, by name."""
+        named = {f"parameters.{name}": p.detach() for name, p in self.parameters.items()}
+        named.update({f"optimizer.{name}": t for name, t in self.optimizer.tensors().items()})
+        return named

@@ -1,0 +1,248 @@
+"""The loop: steps, metrics, evaluation, checkpoints. One loop serves a CPU, a GPU and a mesh.
+
+Losses, norms and finite flags stay on the device and are read together every `logging_steps`. Whatever stops
+the loop (a signal, a bad step, data that vanished), the state before it is saved first.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from trimtab.facts.errors import TrainingError, TrimtabError
+from trimtab.trainer.guards import FiniteGuard, explain
+from trimtab.trainer.job import Job, Outcome, TrainState
+from trimtab.trainer.memory import StepMeter, process_bytes, standing
+from trimtab.trainer.scaling import LossScaler
+from trimtab.trainer.signals import StopSignals
+from trimtab.trainer.step import forward_backward
+
+MEASURED_STEP = 1
+"""The memory of the second step of a session is measured: the first also pays for one-time buffers."""
+
+
+def train(job: Job, state: TrainState, scaler: LossScaler | None = None) -> Outcome:
+    """Runs `job` from `state` to its last step.
+
+    Returns how it ended: finished, or interrupted by a signal with everything saved.
+    """
+    return _Loop(job, state, scaler).run()
+
+
+class _Loop:
+    def __init__(self, job: Job, state: TrainState, scaler: LossScaler | None) -> None:
+        self.job = job
+        self.state = state
+        self.scaler = scaler or (LossScaler(job.loss_scale) if job.loss_scale else None)
+        self.guard = FiniteGuard(job.device)
+        self.pending: list[dict[str, Any]] = []
+        self.clock = time.perf_counter()
+        self.saved_step = state.step if state.step else -1
+        self.steps_here = 0
+
+    def run(self) -> Outcome:
+        job, state, cadence = self.job, self.state, self.job.cadence
+        self.memory_record("before", standing(job))
+        with StopSignals() as signals:
+            if state.step == 0 and cadence.eval_on_start:
+                self.evaluate()
+            self.clock = time.perf_counter()
+            while state.step < cadence.total_steps:
+                self.guarded_step()
+                if cadence.due(cadence.logging_steps, state.step):
+                    self.flush()
+                improved = cadence.due(cadence.eval_steps, state.step) and self.evaluate()
+                last = state.step == cadence.total_steps
+                if improved or cadence.due(cadence.save_steps, state.step):
+                    self.save({"best"} if improved else set(), wait=last)
+                if job.after_step:
+                    job.after_step(state.step)
+                if not last and job.mesh.sum_int(0 if signals.received is None else 1):
+                    return self.interrupted(signals.received)
+        job.store.wait()
+        self.memory_record("after", standing(job))
+        job.log.sync()
+        return Outcome("finished", state)
+
+    def guarded_step(self) -> None:
+        """A step; if data or disk fail with a clear error, what was learnt so far is saved first."""
+        try:
+            self.step()
+        except TrimtabError as error:
+            if not isinstance(error, TrainingError) and self.state.step > 0:
+                self.save(set(), wait=True)
+            raise
+
+    def step(self) -> None:
+        job, state = self.job, self.state
+        position, before = job.loader.position(), job.optimizer.scalars()
+        microbatches = job.loader.next_step()
+        num_targets = job.mesh.sum_int(sum(b.num_targets for b in microbatches))
+        if num_targets == 0:
+            origin = next((o for b in microbatches for window in b.origins for o in window), "unknown")
+            raise TrainingError(
+                f"step {state.step + 1} has no token to learn from (first document: {origin})",
+                "check that labels are not all masked and documents have at least two tokens",
+            )
+        lr = job.learning_rate(state.step)
+        measured = self.steps_here == MEASURED_STEP
+        with StepMeter(job) if measured else nullcontext() as meter:
+            loss = forward_backward(job, microbatches, num_targets, self.scaler.scale if self.scaler else 1.0)
+            if meter is not None:
+                meter.backward_done()
+            norm = self.update(loss, lr)
+        if meter is not None:
+            self.memory_record("peak", meter.buckets)
+        state.step += 1
+        state.tokens += num_targets
+        self.steps_here += 1
+        self.pending.append(
+            {
+                "step": state.step,
+                "loss": loss,
+                "lr": lr,
+                "grad_norm": norm,
+                "tokens": state.tokens,
+                "num_targets": num_targets,
+                "position": position,
+                "optimizer": before,
+            }
+        )
+
+    def update(self, loss: torch.Tensor, lr: float) -> torch.Tensor:
+        """Clip and step; returns the gradient's norm before clipping."""
+        job = self.job
+        norm = job.global_norm(job.parameters.values())
+        inverse = 1.0
+        if self.scaler is not None:
+            inverse = 1.0 / self.scaler.scale
+            norm = norm * inverse
+            overflowed = bool(torch.isfinite(loss)) and not bool(torch.isfinite(norm))
+            self.scaler.update(overflowed)
+            if (
+                overflowed
+            ):  # expected in fp16 now and then: this step is left out, the scale is lower next time
+                self.clear_gradients()
+                return norm
+        skip = self.guard.observe(self.state.step, loss, norm)
+        job.optimizer.step(lr=lr, grad_scale=job.clip_factor(norm) * inverse, skip=skip)
+        self.clear_gradients()
+        return norm
+
+    def clear_gradients(self) -> None:
+        for parameter in self.job.parameters.values():
+            parameter.grad = None
+
+    def flush(self) -> None:
+        """Reads what the device has computed since the last time, checks it, writes one record a step."""
+        if not self.pending:
+            return
+        bad = self.guard.first_bad()
+        rows = torch.stack([torch.stack([p["loss"], p["grad_norm"]]) for p in self.pending]).tolist()
+        now = time.perf_counter()
+        elapsed, self.clock = now - self.clock, now
+        rate = sum(p["num_targets"] for p in self.pending) / max(elapsed, 1e-9)
+        self.state.seconds += elapsed
+        memory = self.memory_now()
+        bad_entry = None
+        for entry, (loss, norm) in zip(self.pending, rows, strict=True):
+            if bad is not None and entry["step"] - 1 >= bad:
+                bad_entry = bad_entry or entry
+                continue
+            record = {
+                "kind": "train",
+                "step": entry["step"],
+                "loss": loss,
+                "lr": entry["lr"],
+                "grad_norm": norm,
+                "tokens": entry["tokens"],
+                "tokens_per_second": round(rate, 1),
+                "seconds": round(self.state.seconds, 3),
+                "memory_bytes": memory,
+            }
+            self.emit(record)
+        self.pending.clear()
+        if bad_entry is not None:
+            self.stop_at(bad_entry)
+
+    def stop_at(self, entry: dict[str, Any]) -> None:
+        """Leaves a checkpoint of the state before the bad step and raises with what and where."""
+        job, state = self.job, self.state
+        job.loader.restore(entry["position"])
+        microbatches = job.loader.next_step()
+        num_targets = job.mesh.sum_int(sum(b.num_targets for b in microbatches))
+        where = explain(job, microbatches, max(1, num_targets))
+        job.loader.restore(entry["position"])
+        job.optimizer.restore_scalars(entry["optimizer"])
+        state.step = entry["step"] - 1
+        state.tokens = entry["tokens"] - num_targets
+        self.guard = FiniteGuard(job.device)
+        saved = "no step was finished, so nothing needed saving"
+        if state.step > 0:
+            self.save(set(), wait=True)
+            saved = f"the state before it is saved as step {state.step}"
+        self.emit(
+            {"kind": "event", "step": state.step, "message": f"not finite at step {entry['step']}: {where}"}
+        )
+        job.log.sync()
+        raise TrainingError(
+            f"the loss or its gradient is not finite at step {entry['step']}: {where}; {saved}",
+            "look at those documents, lower learning_rate, or train in bf16/fp32 instead of fp16",
+        )
+
+    def evaluate(self) -> bool:
+        """Runs the evaluation callable; True if the score that decides the best checkpoint improved."""
+        job, state = self.job, self.state
+        self.flush()
+        if job.evaluate is None:
+            return False
+        improved = False
+        for record in job.evaluate(state.step):
+            self.emit(record)
+            if record["kind"] == "eval" and record["name"] == job.best_of:
+                improved = state.best is None or record["loss"] < state.best
+                if improved:
+                    state.best = record["loss"]
+        self.clock = time.perf_counter()
+        return improved and state.step > 0
+
+    def save(self, tags: set[str], *, wait: bool) -> None:
+        """Publishes a checkpoint of the current state; the log is on disk before it."""
+        job, state = self.job, self.state
+        self.flush()
+        job.log.sync()
+        if self.saved_step == state.step and not tags:
+            job.store.wait()
+            return
+        scalars = {
+            "state": vars(state).copy(),
+            "loader": job.loader.position(),
+            "optimizer": job.optimizer.scalars(),
+            "scaler": self.scaler.to_dict() if self.scaler else None,
+        }
+        job.store.save(state.step, job.tensors(), scalars, tags=tags, wait=wait)
+        self.saved_step = state.step
+        self.clock = time.perf_counter() if wait else self.clock
+
+    def interrupted(self, signal: int | None) -> Outcome:
+        self.flush()
+        self.save(set(), wait=True)
+        self.job.store.wait()
+        return Outcome("interrupted", self.state, signal)
+
+    def memory_now(self) -> int:
+        if self.job.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.job.device))
+        return process_bytes()
+
+    def memory_record(self, when: str, buckets: dict[str, int]) -> None:
+        self.emit({"kind": "memory", "step": self.state.step, "when": when, **buckets})
+
+    def emit(self, record: dict[str, Any]) -> None:
+        if self.job.mesh.is_main:
+            self.job.log.append(record)
+            for observer in self.job.observers:
+                observer.record(record)

@@ -1,0 +1,130 @@
+"""Measured memory in four buckets: weights, gradients, optimizer states, activations; the rest is `other`.
+
+On a GPU the allocator knows. On a CPU nobody does, so one step is run under a dispatch mode that sees every
+tensor's storage come and go: exact bytes of tensors, at the cost of a slower step, taken once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trimtab.trainer.job import Job
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Bytes of the distinct storages behind some tensors."""
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            seen[storage.data_ptr() or id(storage)] = storage.nbytes()
+    return sum(seen.values())
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts bytes of storages created inside it that are still alive, and their peak.
+
+    Example:
+        >>> with LiveBytes() as live:
+        ...     kept = torch.zeros(1000)
+        ...     del kept
+        >>> live.now, live.peak
+        (0, 4000)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor.untyped_storage(), inputs)
+        return out
+
+    def _see(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
+        key = storage._cdata
+        if key in self._known or key in inputs:
+            return
+        size = storage.nbytes()
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def standing(job: Job) -> dict[str, int]:
+    """Bytes of what stands between steps, by bucket."""
+    return {
+        "weights": storage_bytes(job.parameters.values()),
+        "gradients": storage_bytes(p.grad for p in job.parameters.values()),
+        "optimizer": storage_bytes(job.optimizer.tensors().values()),
+        "activations": 0,
+        "other": 0,
+    }
+
+
+class StepMeter:
+    """Measures one whole step: `with StepMeter(job) as meter:` … `meter.backward_done()` … then `meter.buckets`.
+
+    Gradients must be None when the block begins. The buckets add up to the step's true peak: activations are
+    what forward and backward held at their peak besides the gradients, `other` is what the update needed
+    beyond that peak.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.buckets = standing(job)
+        self._job = job
+        self._cuda = job.device.type == "cuda"
+        self._live = LiveBytes()
+        self._base = 0
+
+    def _peak(self) -> int:
+        if self._cuda:
+            return torch.cuda.max_memory_allocated(self._job.device) - self._base
+        return self._live.peak
+
+    def __enter__(self) -> StepMeter:
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(self._job.device)
+            self._base = torch.cuda.memory_allocated(self._job.device)
+        else:
+            self._live.__enter__()
+        return self
+
+    def backward_done(self) -> None:
+        """Called between backward and update, while the gradients are there."""
+        gradients = storage_bytes(p.grad for p in self._job.parameters.values())
+        self.buckets["gradients"] = gradients
+        self.buckets["activations"] = max(0, self._peak() - gradients)
+
+    def __exit__(self, *exc: Any) -> None:
+        if not self._cuda:
+            self._live.__exit__(*exc)
+        above = self.buckets["gradients"] + self.buckets["activations"]
+        self.buckets["other"] = max(0, self._peak() - above)
+
+
+def process_bytes() -> int:
+    """Resident memory of this process now, or 0 where it cannot be told."""
+    try:
+        import psutil
+    except ImportError:
+        return 0
+    return int(psutil.Process().memory_info().rss)

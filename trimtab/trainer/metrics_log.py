@@ -1,0 +1,149 @@
+"""metrics.jsonl: one JSON object a line, appended as training goes, cut back when a run is taken up again."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from trimtab.facts.errors import CheckpointError, ResourceError, TrimtabError
+
+
+class MetricsLog:
+    """Appends records to a file, a whole line at a time; several threads may write.
+
+    Every record reaches the operating system before `append` returns, so a killed process loses none; `sync`
+    forces them to the disk and belongs before a checkpoint. NaN and infinities are written as the texts
+    "NaN", "Infinity" and "-Infinity": JSON has no numbers for them, and null would hide them.
+
+    Example:
+        >>> with MetricsLog("run/metrics.jsonl") as log:                        # doctest: +SKIP
+        ...     log.append({"kind": "train", "step": 1, "loss": 2.5})
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)
+            self._drop_torn_line()
+        except OSError as error:
+            raise _explain(error, self.path) from error
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Writes one record; ResourceError when the disk is full, and then the file ends as it did before."""
+        # Pure ASCII: str.splitlines also breaks at U+2028, which JSON would otherwise leave in a text.
+        line = json.dumps(_valid(record), allow_nan=False).encode() + b"\n"
+        with self._lock:
+            end = os.fstat(self._file.fileno()).st_size
+            try:
+                written = 0
+                while written < len(line):
+                    written += self._file.write(line[written:])
+            except OSError as error:
+                os.ftruncate(self._file.fileno(), end)
+                raise _explain(error, self.path) from error
+
+    def sync(self) -> None:
+        """Forces everything appended so far to the disk."""
+        with self._lock:
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise _explain(error, self.path) from error
+
+    def cut_back(self, step: int) -> int:
+        """Forgets what happened after `step`, the checkpoint's; returns the number of lines removed.
+
+        Removed are records of a greater step, records without a step that come after such a one, and lines
+        that a crash left unreadable. The file is replaced in one move: old or new, never half.
+        """
+        with self._lock:
+            kept: list[bytes] = []
+            removed, past = 0, False
+            for line in self.path.read_bytes().splitlines(keepends=True):
+                record = _parse(line)
+                at = None if record is None else record.get("step")
+                past = past or (isinstance(at, int) and at > step)
+                if record is None or (at > step if isinstance(at, int) else past):
+                    removed += 1
+                else:
+                    kept.append(line)
+            if removed:
+                try:
+                    self._replace(b"".join(kept))
+                except OSError as error:
+                    raise _explain(error, self.path) from error
+        return removed
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _drop_torn_line(self) -> None:
+        """A record appended behind half a line would be lost with it."""
+        size = os.fstat(self._file.fileno()).st_size
+        if size:
+            content = self.path.read_bytes()
+            os.ftruncate(self._file.fileno(), content.rfind(b"\n") + 1)
+
+    def _replace(self, content: bytes) -> None:
+        draft = self.path.with_name(f".{self.path.name}.tmp")
+        with draft.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._file.close()
+        os.replace(draft, self.path)
+        if os.name != "nt":
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        self._file = self.path.open("ab", buffering=0)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The record of a line, or None when it is torn."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and line.endswith(b"\n") else None
+
+
+def _valid(value: Any) -> Any:
+    """`value` with non-finite numbers as texts."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _valid(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_valid(item) for item in value]
+    return value
+
+
+def _explain(error: OSError, path: Path) -> TrimtabError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return ResourceError(
+            f"no room left for {path}", "free some space and resume; nothing written is lost"
+        )
+    return CheckpointError(f"cannot write {path}: {error.strerror or error}", "check the run folder")

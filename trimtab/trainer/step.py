@@ -1,0 +1,26 @@
+"""Forward and backward of one step: microbatches accumulated under one divisor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trimtab.trainer.job import Job
+
+
+def forward_backward(job: Job, microbatches: Sequence[Any], num_targets: int, scale: float) -> torch.Tensor:
+    """Plain accumulation: the mean loss over `num_targets` tokens of all microbatches and processes.
+
+    Each microbatch's summed loss is divided by the step's whole token count before its backward, so the
+    gradient does not depend on how tokens are spread over microbatches or processes. A pipeline schedule has
+    the same signature. `scale` is fp16's loss scale, 1 otherwise.
+    """
+    total = torch.zeros((), dtype=torch.float32, device=job.device)
+    for batch in microbatches:
+        loss_sum = job.loss(batch)
+        (loss_sum * (scale / num_targets)).backward()
+        total += loss_sum.detach()
+    job.mesh.sum_gradients(job.parameters.values())
+    return job.mesh.sum_(total) / num_targets
