@@ -1,0 +1,38 @@
+"""The rule of allowed error itself: it accepts rounding, and nothing that is wrong."""
+
+import pytest
+import torch
+
+from trimtab.facts.dtypes import TORCH_NAMES
+from trimtab.kernels.exactness import SHARE, judge
+
+
+@pytest.mark.parametrize("dtype", SHARE)
+def test_rounding_passes_and_one_percent_fails(dtype):
+    truth = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rounded = truth.to(getattr(torch, TORCH_NAMES[dtype]))
+    assert judge("x", rounded, truth=truth, reference=rounded, share=SHARE[dtype])
+    off = (rounded.double() * 1.01).to(rounded.dtype)
+    assert not judge("x", off, truth=truth, reference=rounded, share=SHARE[dtype])
+
+
+def test_one_wrong_element_fails_however_many_are_right():
+    truth = torch.randn(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    wrong = truth.float()
+    wrong[77] += 0.001
+    assert not judge("x", wrong, truth=truth, reference=truth.float(), share=SHARE["fp32"])
+
+
+def test_nan_fails_and_nothing_passes():
+    truth = torch.ones(3, dtype=torch.float64)
+    nan = torch.tensor([1.0, float("nan"), 1.0])
+    assert not judge("x", nan, truth=truth, reference=truth.float(), share=1.0)
+    empty = torch.empty(0)
+    assert judge("x", empty, truth=empty.double(), reference=empty, share=0.0)
+
+
+def test_floor_allows_rounding_where_truth_cancels():
+    zero = torch.zeros(4, dtype=torch.float64)
+    got = torch.full((4,), 1e-7)
+    assert not judge("x", got, truth=zero, reference=zero.float(), share=SHARE["fp32"])
+    assert judge("x", got, truth=zero, reference=zero.float(), share=SHARE["fp32"], floor=1.0)

@@ -1,0 +1,113 @@
+"""One AdamW step on a tensor whose two moments are stored in 8 bits, in blocks of 256 with one fp32 scale.
+
+    g ← grad_scale · grad                                   in fp32, whatever the dtypes
+    m ← β₁ m + (1 − β₁) g        v ← β₂ v + (1 − β₂) g²      moments decompressed, never touched by the decay
+    w ← w − lr·wd·w − lr · (m / (1 − β₁ᵗ)) / (√v / √(1 − β₂ᵗ) + ε)
+    w written back once (bf16: stochastically rounded), m and √v compressed again
+
+The tensor is seen as [rows, columns] with columns its last dimension; blocks never span rows, and a row that
+is no multiple of 256 ends in a short block. Stored: `codes` uint8 of the parameter's shape and `scale` fp32
+[rows, blocks a row] for each moment, so that rows can be resharded without touching a number. README.md has
+the code tables and why √v is stored rather than v.
+"""
+
+# R rows, C columns (last dimension), K blocks a row, N elements
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+class State8bit(NamedTuple):
+    """Compressed moments of one parameter; the tensors are updated in place."""
+
+    codes1: torch.Tensor
+    """uint8, the parameter's shape: first moment, signed code"""
+    scale1: torch.Tensor
+    """fp32 [rows, blocks]: largest |m| of each block"""
+    codes2: torch.Tensor
+    """uint8, the parameter's shape: square root of the second moment, unsigned code"""
+    scale2: torch.Tensor
+    """fp32 [rows, blocks]: largest √v of each block"""
+
+
+def new_state(param: torch.Tensor) -> State8bit:
+    """Zero moments for `param`, on its device.
+
+    Example:
+        >>> import torch
+        >>> [tuple(t.shape) for t in new_state(torch.zeros(3, 300))]
+        [(3, 300), (3, 2), (3, 300), (3, 2)]
+    """
+    from trimtab.kernels.adamw8bit import impl_reference
+
+    return impl_reference.new_state(param)
+
+
+def adamw8bit_step(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    state: State8bit,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: torch.Tensor | float = 1.0,
+    seed: int = 0,
+    param_index: int = 0,
+    stochastic_rounding: bool = True,
+    offset: int = 0,
+    skip: torch.Tensor | None = None,
+    impl: str = "reference",
+) -> None:
+    """Update `param` (fp32 or bf16, contiguous) and `state` in place from `grad` (any float dtype, strides).
+
+    `step` counts from 1. `grad_scale` multiplies the gradient and may be a 0-dim tensor on the device:
+    nothing waits for it. `seed`, `step`, `param_index` and `offset` (index of the first element on the
+    unsharded tensor) choose the random bits of a bf16 write-back; `stochastic_rounding=False` rounds to
+    nearest. Where `skip`, a 0-dim bool tensor on the device, is true, nothing changes.
+
+    Example:
+        >>> import torch
+        >>> w = torch.ones(2, 300)
+        >>> state = new_state(w)
+        >>> adamw8bit_step(w, torch.ones_like(w), state, lr=0.1, beta1=0.9, beta2=0.999, eps=1e-8,
+        ...                weight_decay=0.0, step=1)
+        >>> round(w[0, 0].item(), 4)
+        0.9
+    """
+    if impl == "reference":
+        from trimtab.kernels.adamw8bit import impl_reference
+
+        impl_reference.adamw8bit_step(
+            param,
+            grad,
+            state,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            step=step,
+            grad_scale=grad_scale,
+            seed=seed,
+            param_index=param_index,
+            stochastic_rounding=stochastic_rounding,
+            offset=offset,
+            skip=skip,
+        )
+    else:
+        raise ValueError(f"adamw8bit has no impl {impl!r}: reference")
+
+
+def moments(state: State8bit) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and second moments in fp32, shape of the parameter: for inspection and tests."""
+    from trimtab.kernels.adamw8bit import impl_reference
+
+    return impl_reference.moments(state)

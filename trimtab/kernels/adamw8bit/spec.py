@@ -1,0 +1,91 @@
+"""What the 8-bit AdamW step promises and costs; no torch at import."""
+
+# R rows, C columns (last dimension), K blocks a row
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+IMPLS = ("reference",)
+
+BLOCK = 256
+"""Values that share a scale."""
+
+SMALL = 4096
+"""Tensors of fewer elements keep fp32 moments: norms and biases, where 8 bits would save nothing."""
+
+CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""Elements whose fp32 copies exist at once. On a CPU calls into torch cost more than leaving the cache (2¹⁴
+takes twice as long as 2¹⁸); on a GPU it bounds the scratch at 0.2 GB, and fewer would not fill a large one.
+"""
+
+CASES: tuple[tuple[int, ...], ...] = (
+    (64, 256),  # whole blocks
+    (7, 300),  # rows that end in a short block
+    (33, 5),  # rows shorter than a block
+    (4097,),  # one dimension
+    (3, 4, 257),  # three dimensions
+    (1, 1),
+    (),
+    (0,),
+    (5, 0),
+    (2, 300_000),  # rows longer than a chunk
+)
+"""Shapes that tests run."""
+
+ALLOWED_SHARE = 1e-6
+"""Weights may miss fp64 truth by the plain fp32 step's own error plus this share of the truth's rms."""
+
+
+def grid(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(rows, columns, blocks a row) of a parameter.
+
+    Example:
+        >>> grid((3, 4, 257)), grid((512,)), grid(())
+        ((12, 257, 2), (1, 512, 2), (1, 1, 1))
+    """
+    columns = shape[-1] if shape else 1
+    return math.prod(shape[:-1]), columns, -(-columns // BLOCK)
+
+
+def state_bytes(shape: tuple[int, ...]) -> int:
+    """Bytes of the two compressed moments: two an element, and two fp32 scales a block.
+
+    Example:
+        >>> state_bytes((1024, 1024))  # 2 + 8/256 bytes an element
+        2129920
+    """
+    rows, _, blocks = grid(shape)
+    return 2 * math.prod(shape) + 8 * rows * blocks
+
+
+def scratch_bytes(shape: tuple[int, ...], device: str = "cpu") -> int:
+    """Most bytes the torch version holds besides its arguments: thirteen fp32 buffers of a chunk."""
+    rows, columns, blocks = grid(shape)
+    chunk = CHUNK[device]
+    height = min(rows, max(1, chunk // max(columns, 1)))
+    return 13 * 4 * height * min(blocks * BLOCK, chunk)
+
+
+def bytes_moved(shape: tuple[int, ...], weight_bytes: int, grad_bytes: int) -> int:
+    """Traffic of a fused kernel: weight and moments read and written, gradient read."""
+    return math.prod(shape) * (2 * weight_bytes + grad_bytes) + 2 * state_bytes(shape)
+
+
+def flops(shape: tuple[int, ...]) -> int:
+    """About 70 an element: decompress 8, moments 7, update 7, compress 32, random bits and rounding 16."""
+    return 70 * math.prod(shape)
+
+
+def make_inputs(
+    case: tuple[int, ...], *, seed: int = 0, weight_dtype: str = "fp32", device: str = "cpu"
+) -> Any:
+    """(param, grad): gradients spread over six orders of magnitude within a row, as real ones are."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[weight_dtype]
+    param = (torch.randn(case, generator=generator) * 0.02).to(dtype)
+    size = torch.pow(10.0, torch.rand(case, generator=generator) * -6)
+    return param.to(device), (torch.randn(case, generator=generator) * size).to(device)

@@ -1,0 +1,123 @@
+"""Attention of a decoder: causal, grouped heads, packed documents, sliding windows.
+
+For a query t (placed at the end of the S keys: its position is i = t + S − T) of head h, with g = h·K // H
+the key/value head it shares and A(i) the keys it may see,
+
+    o_t = Σ_{j ∈ A(i)} p_tj · v_gj,      p_t = softmax_{j ∈ A(i)}( scale · q_th · k_gj )
+    A(i) = { j ≤ i,  i − j < window,  document(j) = document(i) }
+
+Every implementation is exact, and a query that sees nothing gives zeros. Which one runs is an argument;
+`choose` picks one and says why.
+"""
+
+# B batch, T queries, S keys and values, H query heads, K key/value heads, D head size
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trimtab.kernels.attention.spec import IMPLS
+
+if TYPE_CHECKING:
+    import torch
+
+    from trimtab.kernels.attention.choice import Choice, choose
+    from trimtab.kernels.attention.layout import Layout
+
+__all__ = ["IMPLS", "Choice", "Layout", "attention", "choose"]
+
+
+def attention(
+    q_BTHD: torch.Tensor,
+    k_BSKD: torch.Tensor,
+    v_BSKD: torch.Tensor,
+    *,
+    layout: Layout,
+    window: int | None = None,
+    scale: float | None = None,
+    impl: str,
+) -> torch.Tensor:
+    """Causal attention with grouped heads.
+
+    Args:
+        q_BTHD: Queries. With more keys than queries (a key/value cache) they are the last T positions.
+        k_BSKD, v_BSKD: Keys and values; K divides H.
+        layout: `Layout.causal()`, or `Layout.packed(documents_BT)` for windows holding several documents.
+            Made once a batch and passed to every layer.
+        window: How many keys, its own included, a query sees at most; None for all before it.
+        scale: Factor on the products; 1/√D by default.
+        impl: One of `IMPLS`. One that cannot serve these inputs is an error, never replaced.
+
+    Returns:
+        o_BTHD in q's dtype.
+
+    Example:
+        >>> import torch
+        >>> from trimtab.kernels.attention import Layout, attention
+        >>> q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
+        >>> attention(q, k, v, layout=Layout.causal(), impl="reference").shape
+        torch.Size([2, 5, 4, 8])
+    """
+    import torch.nn.functional as F
+
+    T, S = q_BTHD.shape[1], k_BSKD.shape[1]
+    assert q_BTHD.shape[2] % k_BSKD.shape[2] == 0, "query heads must be a multiple of key/value heads"
+    assert window is None or window >= 1, "a window holds at least the query's own key"
+    # The first T − S queries stand before the first key and see nothing. They are cut off here and their
+    # zeros put back below, so that no implementation ever meets a softmax over nothing.
+    num_blind = max(T - S, 0)
+    if num_blind:
+        q_BTHD = q_BTHD[:, num_blind:]
+    if window is not None and window >= S:
+        window = None
+    if q_BTHD.numel() == 0:
+        o_BTHD = q_BTHD.clone()
+    else:
+        o_BTHD = _dispatch(
+            q_BTHD, k_BSKD, v_BSKD, layout, window, q_BTHD.shape[-1] ** -0.5 if scale is None else scale, impl
+        )
+    return F.pad(o_BTHD, (0, 0, 0, 0, num_blind, 0)) if num_blind else o_BTHD
+
+
+def _dispatch(
+    q_BTHD: torch.Tensor,
+    k_BSKD: torch.Tensor,
+    v_BSKD: torch.Tensor,
+    layout: Layout,
+    window: int | None,
+    scale: float,
+    impl: str,
+) -> torch.Tensor:
+    # Static imports in an if/elif: torch.compile traces through them; importlib would break the graph.
+    if impl == "reference":
+        from trimtab.kernels.attention.impl_reference import attention_reference
+
+        return attention_reference(q_BTHD, k_BSKD, v_BSKD, layout, window, scale)
+    elif impl in ("sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"):
+        from trimtab.kernels.attention.impl_sdpa import attention_sdpa
+
+        return attention_sdpa(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, impl)
+    elif impl == "varlen":
+        from trimtab.kernels.attention.impl_varlen import attention_varlen
+
+        return attention_varlen(q_BTHD, k_BSKD, v_BSKD, layout, window, scale)
+    elif impl == "flex":
+        from trimtab.kernels.attention.impl_flex import attention_flex
+
+        return attention_flex(q_BTHD, k_BSKD, v_BSKD, layout, window, scale)
+    else:
+        from trimtab.facts.errors import ModelError
+
+        raise ModelError(f"there is no attention called {impl!r}", f"use one of {', '.join(IMPLS)}")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Layout":
+        from trimtab.kernels.attention.layout import Layout
+
+        return Layout
+    if name in ("choose", "Choice"):
+        from trimtab.kernels.attention import choice
+
+        return getattr(choice, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,200 @@
+"""Which attention runs, decided once from facts about the machine and the job, with the reason. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.facts.errors import ModelError
+from trimtab.kernels.attention.spec import IMPLS, MASKED, TILED
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation, why it, and why not each other one.
+
+    Example:
+        >>> choose(device="cpu", capability=None, dtype="fp32", head_dim=64, packed=True, window=None,
+        ...        training=True).impl
+        'sdpa_flash'
+    """
+
+    impl: str
+    reason: str
+    rejected: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class _Job:
+    device: str
+    capability: tuple[int, int] | None
+    dtype: str
+    head_dim: int
+    packed: bool
+    window: int | None
+    training: bool
+    deterministic: bool
+
+    @property
+    def needs_mask(self) -> bool:
+        return self.packed or self.window is not None
+
+
+def choose(
+    *,
+    device: str,
+    capability: tuple[int, int] | None,
+    dtype: str,
+    head_dim: int,
+    packed: bool,
+    window: int | None,
+    training: bool,
+    requested: str = "auto",
+    deterministic: bool = False,
+) -> Choice:
+    """Picks the implementation for a job, or confirms the one asked for.
+
+    Args:
+        device: "cpu", "cuda", or another torch device type.
+        capability: A CUDA device's, such as (9, 0); None elsewhere.
+        dtype: Of queries, keys and values: "fp32", "bf16" or "fp16".
+        head_dim: Size of a head.
+        packed: Whether rows hold several documents.
+        window: The sliding window; None where it is not shorter than the sequences.
+        training: Whether gradients are needed.
+        requested: "auto", or one of `IMPLS`; one that cannot serve is a `ModelError` that says why.
+        deterministic: Whether the backward must give the same bits each time.
+    """
+    job = _Job(device, capability, dtype, head_dim, packed, window, training, deterministic)
+    obstacles = {impl: _obstacle(impl, job) for impl in IMPLS}
+    if requested != "auto":
+        if requested not in IMPLS:
+            raise ModelError(
+                f"there is no attention called {requested!r}", f"use auto or one of {', '.join(IMPLS)}"
+            )
+        obstacle = obstacles[requested]
+        if obstacle is not None:
+            alternative = choose(**vars(job)).impl
+            raise ModelError(
+                f"attention {requested!r} cannot serve this job: {obstacle}",
+                f"use auto (here: {alternative})",
+            )
+        others = [(impl, obstacles[impl] or "not asked for") for impl in IMPLS if impl != requested]
+        return Choice(requested, "asked for by name", others)
+
+    order = _preference(job)
+    impl = next(impl for impl in order if obstacles[impl] is None)
+    rejected = [(o, obstacles[o] or _drawback(o, impl, job)) for o in IMPLS if o != impl]
+    return Choice(impl, _merit(impl, job), rejected)
+
+
+def _preference(job: _Job) -> tuple[str, ...]:
+    """Fastest first, by the measurements in this folder's README; `_obstacle` decides who can serve."""
+    if job.device == "cuda":
+        hopper = job.capability is not None and job.capability >= (9, 0)
+        first = ("sdpa_cudnn", "sdpa_flash") if hopper else ("sdpa_flash", "sdpa_cudnn")
+        # flex stands behind sdpa_efficient: it compiles at first use, and again for each new shape.
+        return (*first, "varlen", "sdpa_efficient", "flex", "sdpa_math", "reference")
+    return ("sdpa_flash", "sdpa_math", "reference")
+
+
+def _obstacle(impl: str, job: _Job) -> str | None:
+    """Why an implementation cannot serve a job at all, or None."""
+    if impl in ("reference", "sdpa_math"):
+        return None
+    if impl == "flex":
+        return _flex_obstacle(job)
+    if job.device == "cpu" and impl == "sdpa_flash":
+        return None
+    if job.device != "cuda":
+        return f"it exists on CUDA GPUs only, and this is {job.device}"
+    assert job.capability is not None, "a CUDA device has a capability"
+    if impl == "sdpa_efficient":
+        return _efficient_obstacle(job, job.capability)
+    return _flash_obstacle(impl, job, job.capability)
+
+
+def _flex_obstacle(job: _Job) -> str | None:
+    if job.device == "cpu":
+        return "FlexAttention has no backward on a CPU" if job.training else None
+    if job.device != "cuda":
+        return f"FlexAttention is not compiled for {job.device}"
+    if job.capability is not None and job.capability < (8, 0):
+        return f"the device's capability {_dotted(job.capability)} is below 8.0"
+    if job.head_dim < 16:
+        return f"its heads have at least 16 numbers, these have {job.head_dim}"
+    return None
+
+
+def _efficient_obstacle(job: _Job, capability: tuple[int, int]) -> str | None:
+    if job.dtype == "bf16" and capability < (8, 0):
+        return f"bf16 needs capability 8.0, the device has {_dotted(capability)}"
+    multiple = 4 if job.dtype == "fp32" else 8
+    if job.head_dim % multiple:
+        return f"its heads are multiples of {multiple} in {job.dtype}, these are {job.head_dim}"
+    if job.training and job.deterministic:
+        return "its backward adds in no fixed order, and deterministic was asked for"
+    return None
+
+
+def _flash_obstacle(impl: str, job: _Job, capability: tuple[int, int]) -> str | None:
+    """sdpa_flash, sdpa_cudnn and varlen on CUDA."""
+    if capability < (8, 0):
+        return f"the device's capability {_dotted(capability)} is below 8.0"
+    if job.dtype not in ("bf16", "fp16"):
+        return f"it computes in bf16 or fp16, not {job.dtype}"
+    if impl != "varlen" and job.packed:
+        return "it takes no mask, so packed documents would see each other"
+    if impl != "varlen" and job.window is not None:
+        return f"it takes no mask, so the window of {job.window} cannot be kept"
+    if impl != "sdpa_flash" and job.head_dim % 8:
+        return f"its heads are multiples of 8, these are {job.head_dim}"
+    if impl == "sdpa_cudnn":
+        if job.head_dim > 128:
+            return f"its heads have at most 128 numbers, these have {job.head_dim}"
+        if job.training and job.deterministic:
+            return "its backward adds in no fixed order, and deterministic was asked for"
+    elif job.head_dim > 256:
+        return f"its heads have at most 256 numbers, these have {job.head_dim}"
+    elif job.training and job.head_dim > 192 and capability not in ((8, 0), (9, 0), (10, 0)):
+        needed = "an A100, H100 or B200"
+        return f"its backward for heads above 192 needs {needed}, not capability {_dotted(capability)}"
+    return None
+
+
+def _merit(impl: str, job: _Job) -> str:
+    what = "packed documents" if job.packed else "whole rows"
+    if job.window is not None:
+        what += f" with a window of {job.window}"
+    where = "a CPU" if job.device == "cpu" else job.device
+    if job.device == "cuda" and job.capability is not None:
+        where = f"a GPU of capability {_dotted(job.capability)}"
+    why = {
+        "sdpa_cudnn": "measured fastest for unmasked causal attention, memory linear in length",
+        "sdpa_flash": "exact and tiled, memory linear in length",
+        "varlen": "documents never meet, tiles that none sees are skipped, memory linear in length",
+        "sdpa_efficient": f"the tiled kernel that serves {job.dtype} here",
+        "flex": "the only tiled kernel left that serves this job",
+        "sdpa_math": "no tiled kernel serves this job; memory quadratic in length",
+    }.get(impl, "nothing else serves this job")
+    if job.needs_mask and impl in MASKED and impl in TILED:
+        why = why.replace(", memory linear in length", "") + "; the mask, one for all layers, is quadratic"
+    return f"{job.dtype}, {what}, on {where}: {why}"
+
+
+def _drawback(other: str, chosen: str, job: _Job) -> str:
+    """Why an implementation that could serve was not taken."""
+    if other == "reference":
+        return "for reading and testing: it keeps the whole matrix of weights"
+    if other == "sdpa_math":
+        return f"keeps the whole matrix of weights, where {chosen} is tiled"
+    if other == "flex":
+        return "compiles at first use and again for new shapes" + (
+            "" if job.device == "cuda" else "; forward only"
+        )
+    if other == "sdpa_efficient" and job.needs_mask:
+        return f"reads a mask quadratic in length, slower than {chosen}"
+    return f"slower than {chosen} here"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

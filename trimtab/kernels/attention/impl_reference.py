@@ -1,0 +1,37 @@
+"""The definition, line by line: products in the inputs' dtype, softmax in fp32. Memory T × S a head."""
+
+# B batch, T queries, S keys, H query heads, K key/value heads, D head size
+
+from __future__ import annotations
+
+import torch
+
+from trimtab.kernels.attention.layout import Layout
+
+
+def attention_reference(
+    q_BTHD: torch.Tensor,
+    k_BSKD: torch.Tensor,
+    v_BSKD: torch.Tensor,
+    layout: Layout,
+    window: int | None,
+    scale: float,
+) -> torch.Tensor:
+    """See `trimtab.kernels.attention.attention`; differentiable by autograd, to any order."""
+    T, S = q_BTHD.shape[1], k_BSKD.shape[1]
+    group = q_BTHD.shape[2] // k_BSKD.shape[2]
+    k_BSHD = k_BSKD.repeat_interleave(group, dim=2)
+    v_BSHD = v_BSKD.repeat_interleave(group, dim=2)
+    dtype = torch.promote_types(
+        q_BTHD.dtype, torch.float32
+    )  # fp64 stays fp64: that run is the truth of tests
+
+    scores_BHTS = torch.einsum("bthd,bshd->bhts", q_BTHD, k_BSHD).to(dtype) * scale
+    mask = layout.prepare("reference", q_BTHD.device, T, window, S=S, dtype=dtype)
+    if mask.bias is not None:
+        scores_BHTS = scores_BHTS + mask.bias
+    elif mask.is_causal:
+        later_TS = torch.ones(T, S, dtype=torch.bool, device=q_BTHD.device).triu(1)
+        scores_BHTS = scores_BHTS.masked_fill(later_TS, float("-inf"))
+    p_BHTS = scores_BHTS.softmax(dim=-1).to(q_BTHD.dtype)
+    return torch.einsum("bhts,bshd->bthd", p_BHTS, v_BSHD)

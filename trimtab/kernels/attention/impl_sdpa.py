@@ -1,0 +1,68 @@
+"""torch's scaled_dot_product_attention with one backend at a time, so that none stands in for another."""
+
+# B batch, T queries, S keys, H query heads, K key/value heads, D head size
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trimtab.facts.errors import ModelError
+from trimtab.kernels.attention.layout import Layout
+
+BACKENDS = {
+    "sdpa_math": SDPBackend.MATH,
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+def attention_sdpa(
+    q_BTHD: torch.Tensor,
+    k_BSKD: torch.Tensor,
+    v_BSKD: torch.Tensor,
+    layout: Layout,
+    window: int | None,
+    scale: float,
+    impl: str,
+) -> torch.Tensor:
+    """See `trimtab.kernels.attention.attention`."""
+    T, S = q_BTHD.shape[1], k_BSKD.shape[1]
+    num_padding = 0
+    if q_BTHD.is_cuda and impl in ("sdpa_flash", "sdpa_cudnn"):
+        if layout.is_packed or window is not None:
+            raise ModelError(
+                f"{impl} on a GPU serves neither packed documents nor a sliding window",
+                "use varlen, or flex, or leave the choice to auto",
+            )
+        # These take no mask, and SDPA's is_causal aligns the first query with the first key. Several queries
+        # behind a cache therefore get dummy ones in front; a single query sees all keys and needs no mask.
+        num_padding = S - T if T > 1 else 0
+    elif impl in ("sdpa_efficient", "sdpa_cudnn") and not q_BTHD.is_cuda:
+        raise ModelError(f"{impl} exists on GPUs only", "use sdpa_flash on a CPU")
+
+    if num_padding:
+        q_BTHD = F.pad(q_BTHD, (0, 0, 0, 0, num_padding, 0))
+        T = S
+    mask = layout.prepare(impl, q_BTHD.device, T, window, S=S, dtype=q_BTHD.dtype)
+    grouped = q_BTHD.shape[2] != k_BSKD.shape[2]
+    if grouped and impl == "sdpa_efficient":  # the one backend that cannot share key/value heads itself
+        group = q_BTHD.shape[2] // k_BSKD.shape[2]
+        k_BSKD, v_BSKD = k_BSKD.repeat_interleave(group, dim=2), v_BSKD.repeat_interleave(group, dim=2)
+        grouped = False
+    bias = mask.bias
+    if bias is not None and q_BTHD.is_cuda:
+        bias = bias.expand(q_BTHD.shape[0], q_BTHD.shape[2], -1, -1)
+    with sdpa_kernel(BACKENDS[impl]):
+        o_BHTD = F.scaled_dot_product_attention(
+            q_BTHD.transpose(1, 2),
+            k_BSKD.transpose(1, 2),
+            v_BSKD.transpose(1, 2),
+            attn_mask=bias,
+            is_causal=mask.is_causal,
+            scale=scale,
+            enable_gqa=grouped,
+        )
+    return o_BHTD.transpose(1, 2)[:, num_padding:]

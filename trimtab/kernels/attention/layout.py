@@ -1,0 +1,176 @@
+"""Which token may see which: worked out once for a batch, then shared by every layer.
+
+A document is a run of equal ids in a row of the batch. Each implementation wants the same fact in its own
+form: an additive mask, offsets of the documents in the flattened batch, or a mask of blocks. `Layout` builds
+a form when it is first asked for and keeps it.
+"""
+
+# B batch, T queries, S keys, Q documents in the whole batch
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trimtab.facts.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+# A key/value cache grows by a token a step, and each length is a form of its own: keep the latest few.
+KEPT_FORMS = 8
+
+
+@dataclass(frozen=True)
+class Mask:
+    """For masked implementations. With `bias` None, either plain causal attention or everything visible."""
+
+    bias: torch.Tensor | None
+    """[B or 1, 1, T, S] in the dtype of the queries: 0 where a key may be seen, −∞ elsewhere."""
+    is_causal: bool
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """For `varlen`: where each document begins in the batch's flattened tokens."""
+
+    starts_q: torch.Tensor
+    """[Q + 1] int32 on the device; the last one is the number of tokens."""
+    starts_k: torch.Tensor
+    longest_q: int
+    """An upper bound, a power of two: few distinct values, so that a compiled region is not recompiled."""
+    longest_k: int
+
+
+class Layout:
+    """How the rows of a batch are laid out: one document each, or several packed ones.
+
+    Example:
+        >>> layout = Layout.packed(torch.tensor([[0, 0, 1, 1, 1, -1]]))
+        >>> layout.is_packed, layout.visible(6, 6, None)[0, 3].int().tolist()
+        (True, [0, 0, 1, 1, 0, 0])
+    """
+
+    def __init__(self, documents_BT: torch.Tensor | None) -> None:
+        self.documents_BT = documents_BT
+        """Index of each token's run of equal ids within its row, int32; None where a row is one document."""
+        self._forms: dict[tuple[Any, ...], Any] = {}
+
+    @staticmethod
+    def causal() -> Layout:
+        """Every row is one document. With more keys than queries, the queries are the last positions."""
+        return Layout(None)
+
+    @staticmethod
+    def packed(documents_BT: torch.Tensor) -> Layout:
+        """Tokens see only their own document.
+
+        Args:
+            documents_BT: Integer ids; a document is a run of equal ids, so an id that comes back later in
+                the row is another document, and padding (-1) is one of its own. Give the tensor on the CPU:
+                the offsets that `varlen` needs are then found without waiting for the GPU.
+        """
+        assert documents_BT.ndim == 2, f"documents are [batch, tokens], not {tuple(documents_BT.shape)}"
+        changes_BT = torch.zeros_like(documents_BT, dtype=torch.int32)
+        changes_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+        return Layout(changes_BT.cumsum(1, dtype=torch.int32))
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows may hold several documents."""
+        return self.documents_BT is not None
+
+    def prepare(
+        self,
+        impl: str,
+        device: torch.device | str,
+        T: int,
+        window: int | None = None,
+        *,
+        S: int | None = None,
+        B: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ) -> Any:
+        """The form that `impl` reads, built at the first call with these arguments and kept.
+
+        `attention` calls this itself; calling it before the first layer only moves the work out of a
+        compiled or timed region.
+
+        Args:
+            T, S: Number of queries and of keys (T where not given).
+            window: As in `attention`.
+            B: Rows of the batch; only needed by `varlen` without packed documents.
+            dtype: Of the queries; masks are additive and carry it.
+        """
+        S = T if S is None else S
+        if self.documents_BT is not None and (T != S or self.documents_BT.shape[1] != T):
+            raise ModelError(
+                f"documents of {self.documents_BT.shape[1]} tokens do not describe {T} queries and {S} keys",
+                "packed rows attend within the batch; use Layout.causal() with a key/value cache",
+            )
+        if window is not None and window >= S:
+            window = None
+        device = torch.device(device)
+        if impl == "varlen":
+            key: tuple[Any, ...] = ("offsets", device, B, T, S)
+        elif impl == "flex":
+            key = ("blocks", device, T, S, window)
+        else:
+            key = ("mask", device, T, S, window, dtype)
+        form = self._forms.get(key)
+        if form is None:
+            if impl == "varlen":
+                form = self._offsets(B, T, S, device)
+            elif impl == "flex":
+                form = self._blocks(T, S, window, device)
+            else:
+                form = self._mask(T, S, window, device, dtype)
+            if len(self._forms) >= KEPT_FORMS:
+                del self._forms[next(iter(self._forms))]
+            self._forms[key] = form
+        return form
+
+    def visible(
+        self, T: int, S: int, window: int | None, device: torch.device | str | None = None
+    ) -> torch.Tensor:
+        """[B or 1, T, S] bool: may query t see key s? The definition that every form must agree with."""
+        i_T1 = torch.arange(S - T, S, device=device)[:, None]
+        j_S = torch.arange(S, device=device)
+        seen_BTS = (j_S <= i_T1)[None]
+        if window is not None:
+            seen_BTS = seen_BTS & (i_T1 - j_S < window)
+        if self.documents_BT is not None:
+            documents_BT = self.documents_BT.to(i_T1.device)
+            seen_BTS = seen_BTS & (documents_BT[:, :, None] == documents_BT[:, None, :])
+        return seen_BTS
+
+    def _mask(self, T: int, S: int, window: int | None, device: torch.device, dtype: torch.dtype) -> Mask:
+        if self.documents_BT is None and window is None and (T == S or T == 1):
+            return Mask(None, is_causal=T > 1)
+        seen_BTS = self.visible(T, S, window, device)
+        # Rows padded to 8 numbers: CUDA's memory-efficient kernel would else copy the mask in each layer.
+        room_BTS = torch.empty(*seen_BTS.shape[:2], -(-S // 8) * 8, device=device, dtype=dtype)
+        bias_BTS = room_BTS[:, :, :S].fill_(float("-inf")).masked_fill_(seen_BTS, 0.0)
+        return Mask(bias_BTS[:, None], is_causal=False)
+
+    def _offsets(self, B: int, T: int, S: int, device: torch.device) -> Offsets:
+        if self.documents_BT is None:
+            starts_q = torch.arange(0, (B + 1) * T, T, device=device, dtype=torch.int32)
+            starts_k = torch.arange(0, (B + 1) * S, S, device=device, dtype=torch.int32)
+            return Offsets(starts_q, starts_k, T, S)
+        documents_BT = self.documents_BT
+        first_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+        first_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+        starts_Q = first_BT.flatten().nonzero()[:, 0]  # waits for the GPU where the documents live there
+        starts = torch.cat([starts_Q, starts_Q.new_tensor([documents_BT.numel()])])
+        longest = min(1 << (int(starts.diff().max()) - 1).bit_length(), T)
+        starts = starts.to(device=device, dtype=torch.int32)
+        return Offsets(starts, starts, longest, longest)
+
+    def _blocks(self, T: int, S: int, window: int | None, device: torch.device) -> BlockMask:
+        from trimtab.kernels.attention.impl_flex import block_mask
+
+        documents_BT = None if self.documents_BT is None else self.documents_BT.to(device)
+        return block_mask(documents_BT, T, S, window, device)

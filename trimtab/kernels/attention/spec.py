@@ -1,0 +1,149 @@
+"""What attention is called, is tested on, and costs. No torch at import."""
+
+# B batch, T queries, S keys, H query heads, K key/value heads, D head size
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trimtab.facts.dtypes import BYTES, TORCH_NAMES
+
+if TYPE_CHECKING:
+    import torch
+
+IMPLS = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "varlen", "flex")
+TILED = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "varlen", "flex")
+"""Those that never hold a [T, S] matrix of weights."""
+MASKED = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient")
+"""Those that read packed documents and windows from a [T, S] mask, shared by all layers."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape to be right on; `documents` are the lengths in each row (their sum is T), or None."""
+
+    name: str
+    B: int
+    T: int
+    S: int
+    H: int
+    K: int
+    D: int
+    window: int | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
+    scale: float | None = None
+
+
+CASES = (
+    Case("plain", B=2, T=64, S=64, H=4, K=4, D=32),
+    Case("one token", B=1, T=1, S=1, H=1, K=1, D=8),
+    Case("odd", B=3, T=37, S=37, H=3, K=1, D=24),
+    Case("past a tile", B=1, T=193, S=193, H=2, K=2, D=64, scale=0.3),
+    Case("grouped", B=2, T=65, S=65, H=8, K=2, D=16),
+    Case("window", B=2, T=70, S=70, H=4, K=2, D=16, window=9),
+    Case("window of one", B=1, T=19, S=19, H=2, K=2, D=16, window=1),
+    Case("window past the end", B=1, T=19, S=19, H=2, K=2, D=16, window=50),
+    Case("packed", B=2, T=60, S=60, H=4, K=2, D=16, documents=((60,), (1, 17, 2, 40))),
+    Case("packed ones", B=1, T=9, S=9, H=2, K=1, D=16, documents=((1,) * 9,)),
+    Case("packed, window", B=2, T=150, S=150, H=2, K=1, D=32, window=13, documents=((100, 50), (3, 130, 17))),
+    Case("decode", B=3, T=1, S=41, H=4, K=2, D=16),
+    Case("decode, window", B=2, T=1, S=41, H=4, K=2, D=16, window=7),
+    Case("decode several", B=2, T=5, S=41, H=4, K=2, D=16),
+    Case("decode several, window", B=2, T=5, S=41, H=4, K=2, D=16, window=6),
+    Case("queries before any key", B=2, T=12, S=7, H=2, K=2, D=16),
+    Case("no keys", B=1, T=3, S=0, H=2, K=1, D=16),
+    Case("no queries", B=2, T=0, S=5, H=2, K=1, D=16),
+    Case("empty batch", B=0, T=4, S=4, H=2, K=2, D=16),
+)
+
+
+def make_inputs(
+    case: Case, dtype: str, device: str = "cpu", seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(q_BTHD, k_BSKD, v_BSKD, grad_BTHD, documents_BT or None), the same numbers for every dtype and device.
+
+    Values are rounded to bf16 first, so that the fp64 truth sees the inputs that 16-bit runs do.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        x = torch.randn(shape, generator=generator).bfloat16()
+        return x.to(device=device, dtype=getattr(torch, TORCH_NAMES[dtype]))
+
+    q_BTHD = draw(case.B, case.T, case.H, case.D)
+    k_BSKD, v_BSKD = (draw(case.B, case.S, case.K, case.D) for _ in range(2))
+    grad_BTHD = draw(case.B, case.T, case.H, case.D)
+    if case.documents is None:
+        return q_BTHD, k_BSKD, v_BSKD, grad_BTHD, None
+    rows = [[i for i, length in enumerate(row) for _ in range(length)] for row in case.documents]
+    return q_BTHD, k_BSKD, v_BSKD, grad_BTHD, torch.tensor(rows, dtype=torch.int32)
+
+
+def visible_pairs(T: int, S: int, window: int | None = None) -> int:
+    """How many (query, key) pairs one causal document of T queries and S keys computes.
+
+    Example:
+        >>> visible_pairs(4, 4), visible_pairs(4, 4, window=2), visible_pairs(1, 9)
+        (10, 7, 9)
+    """
+    limit = S if window is None else min(window, S)
+    first = max(S - T, 0)  # position of the first query that sees a key
+    num_rising = max(min(limit, S) - first, 0)  # queries whose view still grows: first+1, …, limit keys
+    rising = num_rising * (first + 1 + first + num_rising) // 2
+    return rising + (S - first - num_rising) * limit
+
+
+def flops(pairs: int, H: int, D: int, *, backward: bool = False) -> int:
+    """Arithmetic over visible pairs: two products forward, five backward (the scores once more)."""
+    return (10 if backward else 4) * pairs * H * D
+
+
+def bytes_moved(B: int, T: int, S: int, H: int, K: int, D: int, dtype: str, *, backward: bool = False) -> int:
+    """The least a tiled kernel must read and write: inputs and output once; backward also their gradients."""
+    q, kv, lse = B * T * H * D * BYTES[dtype], B * S * K * D * BYTES[dtype], B * H * T * 4
+    return (4 * q + 4 * kv + lse) if backward else (2 * q + 2 * kv + lse)
+
+
+def saved_bytes(impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype: str) -> int:
+    """Bytes one layer keeps for backward, inputs and output included where they are kept.
+
+    Tiled implementations keep q, k, v, o and a log-sum-exp a row; the others a [T, S] matrix a head, and
+    keys and values repeated for every query head.
+
+    Example:
+        >>> saved_bytes("sdpa_flash", 1, 1024, 1024, 16, 8, 128, "bf16") / 2**20
+        12.0625
+    """
+    width = BYTES[dtype]
+    q, kv = B * T * H * D * width, B * S * K * D * width
+    if impl in TILED:
+        repeated = 2 * B * S * H * D * width if impl == "sdpa_efficient" and H != K else 2 * kv
+        return 2 * q + repeated + B * H * T * 4
+    weights = B * H * T * S
+    repeated = 2 * B * S * H * D * width
+    if impl == "reference":
+        return q + repeated + weights * (4 + (width if width != 4 else 0))
+    # sdpa_math computes in fp32 whatever comes in, and keeps its scaled q and k.
+    return B * T * H * D * 4 + 2 * B * S * H * D * 4 + weights * 4
+
+
+def scratch_bytes(impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype: str) -> int:
+    """Bytes held for a moment beyond what is saved and the gradients, at the larger of both passes."""
+    if impl in TILED:
+        return B * T * H * (D * 4 + 4)  # dq in fp32 and the row sums of o∘do
+    return 2 * B * H * T * S * 4  # scores, or the gradients of weights and scores
+
+
+def layout_bytes(impl: str, B: int, T: int, *, packed: bool, window: int | None, dtype: str) -> int:
+    """Bytes of the prepared layout, once for all layers."""
+    if impl == "varlen":
+        return 4 * (B * T + 1) if packed else 8 * (B + 1)
+    if impl == "flex":
+        blocks = -(-T // 128)
+        return (B if packed else 1) * 4 * 4 * blocks * (blocks + 1)
+    if impl not in MASKED or not (packed or (window is not None and window < T)):
+        return 0
+    return (B if packed else 1) * T * (-(-T // 8) * 8) * BYTES[dtype]

@@ -1,0 +1,150 @@
+"""What the loss is called, is tested on, and costs. No torch at import."""
+
+# N tokens, C hidden size, V vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trimtab.facts.dtypes import BYTES, TORCH_NAMES
+
+if TYPE_CHECKING:
+    import torch
+
+IMPLS = ("reference", "chunked")
+REDUCTIONS = ("sum", "mean", "none")
+
+CHUNK_BYTES = 8 * 2**20
+CHUNK_SHARE = 16
+CHUNK_ROWS = 512
+SMALL_VOCABULARY = 32_768
+
+
+def chunk_tokens(N: int, V: int) -> int:
+    """Rows of logits that "chunked" holds at once.
+
+    As many as make 8 MiB in fp32 (fewer starve the product, more leave the cache: measured at 2048 × 256 ×
+    4096 on a Xeon), or, with large vocabularies, a sixteenth of the rows but no more than 512: every chunk
+    reads the weight and adds to its gradient once, and from some 500 rows on the arithmetic outweighs that.
+
+    Example:
+        >>> chunk_tokens(2048, 4096), chunk_tokens(4096, 151_936), chunk_tokens(32_768, 151_936)
+        (512, 256, 512)
+    """
+    rows = max(CHUNK_BYTES // (4 * V), min(-(-N // CHUNK_SHARE), CHUNK_ROWS), 1)
+    return max(min(rows, N), 1)
+
+
+def block_entries(rows: int, N: int, V: int) -> int:
+    """Entries of the vocabulary in a block of the backward: as many logits as a chunk of `rows` has.
+
+    Example:
+        >>> block_entries(256, 4096, 151_936)
+        9496
+    """
+    return max(-(-rows * V // max(N, 1)), 1)
+
+
+def recomputes(V: int, reduction: str) -> bool:
+    """Whether "chunked" computes the logits again in the backward instead of the gradients in the forward.
+
+    It must for losses by token. It does so for large vocabularies, where an fp32 sum for weight's gradient,
+    read and written by every chunk, costs more memory and, on a GPU, more time than one more product.
+    """
+    return reduction == "none" or V > SMALL_VOCABULARY
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape to be right on; `ignored` is the share of labels without a target."""
+
+    name: str
+    N: int
+    C: int
+    V: int
+    ignored: float = 0.0
+    bias: bool = False
+    chunk_tokens: int | None = None
+    spread: float = 1.0
+    """Standard deviation of the logits: 1 is flat, 20 has all the weight on one entry."""
+
+
+CASES = (
+    Case("plain", N=64, C=32, V=96),
+    Case("one of each", N=1, C=1, V=1),
+    Case("one token", N=1, C=16, V=33),
+    Case("odd, a ragged last chunk", N=37, C=19, V=53, ignored=0.3, chunk_tokens=8),
+    Case("chunks of one", N=5, C=8, V=17, chunk_tokens=1),
+    Case("a chunk past the end", N=5, C=8, V=17, chunk_tokens=100),
+    Case("bias", N=33, C=16, V=40, ignored=0.2, bias=True, chunk_tokens=10),
+    Case("all ignored", N=12, C=8, V=20, ignored=1.0, bias=True, chunk_tokens=5),
+    Case("peaked", N=48, C=32, V=64, spread=20.0, chunk_tokens=16),
+    Case("large vocabulary", N=24, C=16, V=5000, ignored=0.5, chunk_tokens=7),
+    Case("empty", N=0, C=8, V=20),
+)
+
+
+def make_inputs(
+    case: Case, dtype: str, device: str = "cpu", seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(hidden_NC, weight_VC, bias_V or None, labels_N), the same numbers for every dtype and device."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, std: float) -> torch.Tensor:
+        x = (torch.randn(shape, generator=generator) * std).bfloat16()
+        return x.to(device=device, dtype=getattr(torch, TORCH_NAMES[dtype]))
+
+    hidden_NC = draw(case.N, case.C, std=1.0)
+    weight_VC = draw(case.V, case.C, std=case.spread / case.C**0.5)
+    bias_V = draw(case.V, std=1.0) if case.bias else None
+    labels_N = torch.randint(0, case.V, (case.N,), generator=generator)
+    labels_N[torch.rand(case.N, generator=generator) < case.ignored] = -100
+    return hidden_NC, weight_VC, bias_V, labels_N.to(device)
+
+
+def flops(N: int, C: int, V: int, *, reduction: str = "sum", weight_grad: bool = True) -> int:
+    """Products of forward and backward: logits, both gradients, the logits again where `recomputes`."""
+    products = 2 + int(weight_grad) + int(recomputes(V, reduction))
+    return products * 2 * N * C * V
+
+
+def bytes_moved(N: int, C: int, V: int, dtype: str) -> int:
+    """The least an implementation must read and write: hidden and weight once, their gradients once."""
+    return 2 * (N * C + V * C) * BYTES[dtype] + 8 * N
+
+
+def saved_bytes(
+    impl: str, N: int, C: int, V: int, dtype: str, *, reduction: str = "sum", weight_grad: bool = True
+) -> int:
+    """Bytes kept from forward to backward beyond hidden and weight themselves.
+
+    Example:
+        >>> saved_bytes("chunked", 4096, 1024, 151_936, "bf16") / 2**20
+        0.06640625
+        >>> saved_bytes("reference", 4096, 1024, 151_936, "bf16") / 2**20
+        2374.0
+    """
+    if impl == "reference":
+        return 4 * N * V
+    if recomputes(V, reduction):
+        return N * (4 + 4 + 8 + 1)  # losses, log-sum-exps, labels and which of them count
+    return N * C * BYTES[dtype] + (4 * V * C if weight_grad else 0)
+
+
+def scratch_bytes(
+    impl: str, N: int, C: int, V: int, dtype: str, *, reduction: str = "sum", weight_grad: bool = True
+) -> int:
+    """Bytes held for a moment beyond what is saved and the gradients, at the larger of both passes."""
+    width = BYTES[dtype]
+    if impl == "reference":
+        return N * V * (8 if dtype == "fp32" else 8 + width)
+    rows = chunk_tokens(N, V)
+    buffers = rows * V * (width + 4)  # logits and log-probabilities; each becomes its own gradient
+    if recomputes(V, reduction):
+        return buffers + 4 * N * C  # hidden's gradient, summed over the blocks
+    if width == 2 and weight_grad:
+        buffers += V * C * width  # a chunk's part of the gradient, before it is added in fp32
+    return buffers

@@ -1,0 +1,76 @@
+"""fp32 → bf16 by stochastic rounding, with random bits that are a pure function of where they are used.
+
+A value x between its two bf16 neighbours a < b becomes b with probability (x − a)/(b − a), else a, so that
+E[round(x)] = x and updates far smaller than half a bf16 step still move a weight on average. The bits come
+from an integer hash of (seed, step, parameter index, element index): nothing random has to be saved, and a
+shard that knows the offset of its first element rounds exactly as the whole tensor would.
+"""
+
+# N numbers, in any shape; element i of the flattened tensor has index offset + i
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def stochastic_round_(
+    out_N: torch.Tensor,
+    value_N: torch.Tensor,
+    *,
+    seed: int,
+    step: int,
+    param_index: int,
+    stream: int = 0,
+    offset: int = 0,
+    impl: str = "reference",
+) -> torch.Tensor:
+    """Round fp32 `value_N` into bf16 `out_N` (same shape, contiguous) stochastically; returns `out_N`.
+
+    Exact values, infinities and NaN stay what they are, and a finite value stays finite: what lies beyond the
+    largest bf16 becomes the largest bf16. `offset` is the index of the first element on the unsharded tensor;
+    `stream` separates tensors that belong to one parameter (weight 0, first moment 1, second moment 2).
+
+    Example:
+        >>> import torch
+        >>> w = torch.empty(4, dtype=torch.bfloat16)
+        >>> stochastic_round_(w, torch.full((4,), 1.5), seed=0, step=1, param_index=0).tolist()
+        [1.5, 1.5, 1.5, 1.5]
+    """
+    where = {"seed": seed, "step": step, "param_index": param_index, "stream": stream, "offset": offset}
+    if impl == "reference":
+        from trimtab.kernels.stochastic_rounding import impl_reference
+
+        return impl_reference.stochastic_round_(out_N, value_N, **where)
+    if impl == "triton":
+        from trimtab.kernels.stochastic_rounding import impl_triton
+
+        return impl_triton.stochastic_round_(out_N, value_N, **where)
+    raise ValueError(f"stochastic_rounding has no impl {impl!r}: reference or triton")
+
+
+def random_bits(
+    count: int,
+    *,
+    seed: int,
+    step: int,
+    param_index: int,
+    stream: int = 0,
+    offset: int = 0,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """`count` hashed words as int32 [count] (all 32 bits are good), for elements offset … offset + count − 1.
+
+    Example:
+        >>> a = random_bits(8, seed=0, step=1, param_index=2)
+        >>> b = random_bits(4, seed=0, step=1, param_index=2, offset=4)
+        >>> bool((a[4:] == b).all())
+        True
+    """
+    from trimtab.kernels.stochastic_rounding import impl_reference
+
+    return impl_reference.random_bits(
+        count, seed=seed, step=step, param_index=param_index, stream=stream, offset=offset, device=device
+    )
