@@ -1,0 +1,53 @@
+"""AdamW with fp32, bf16 and 8-bit moments, clipping without synchronization, and learning-rate schedules.
+
+Public names are resolved when they are used: `trimtab.optim.spec` and the schedules need no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.optim.adamw import AdamW
+    from trimtab.optim.adamw8bit import AdamW8bit
+    from trimtab.optim.base import NamedOptimizer
+    from trimtab.optim.by_name import build
+    from trimtab.optim.clip import clip_factor, global_norm
+    from trimtab.optim.groups import parameter_groups
+    from trimtab.optim.schedule import learning_rate
+    from trimtab.optim.spec import OPTIMIZERS, SCHEDULES, state_bytes
+
+_HOME = {
+    "AdamW": "adamw",
+    "AdamW8bit": "adamw8bit",
+    "NamedOptimizer": "base",
+    "build": "by_name",
+    "clip_factor": "clip",
+    "global_norm": "clip",
+    "parameter_groups": "groups",
+    "learning_rate": "schedule",
+    "OPTIMIZERS": "spec",
+    "SCHEDULES": "spec",
+    "state_bytes": "spec",
+}
+
+__all__ = [
+    "OPTIMIZERS",
+    "SCHEDULES",
+    "AdamW",
+    "AdamW8bit",
+    "NamedOptimizer",
+    "build",
+    "clip_factor",
+    "global_norm",
+    "learning_rate",
+    "parameter_groups",
+    "state_bytes",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

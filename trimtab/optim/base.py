@@ -1,0 +1,116 @@
+"""What all optimizers here share: named states that exist from the start, and how they are saved.
+
+A checkpoint needs tensors under stable names and a few numbers. `tensors()` gives the first, keyed by the
+parameter's name and not by its position in a group; `scalars()` the second. Random bits come from the seed,
+the step and the name, so a run that is stopped and restored goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from trimtab.facts.errors import CheckpointError, RecipeError
+from trimtab.facts.randomness import derive
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class NamedOptimizer(torch.optim.Optimizer):
+    """Base of AdamW and AdamW8bit; `named_groups` as `parameter_groups` returns them."""
+
+    def __init__(self, named_groups: list[dict[str, Any]], *, lr: float, seed: int) -> None:
+        if not any(group["params"] for group in named_groups):
+            raise RecipeError("no parameter is to be trained", "unfreeze some, or check the names given")
+        super().__init__(named_groups, {"lr": lr, "weight_decay": 0.0})
+        self.seed = seed
+        self.count = 0
+        names = [name for name, _, _ in self._named()]
+        assert len(set(names)) == len(names), "two parameters share a name"
+        self.index = {name: derive(0, "parameter", name) & 0x7FFFFFFF for name in names}
+        for name, p, _ in self._named():
+            if p.dtype not in WEIGHT_DTYPES:
+                raise RecipeError(f"{name} is {p.dtype}", "keep trained weights in fp32 or bf16")
+            if not p.is_contiguous():
+                raise RecipeError(f"{name} is not contiguous", "give the optimizer p.contiguous() parameters")
+            self.state[p] = self._new_state(name, p)
+
+    def _new_state(self, name: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
+
+    def _update(
+        self, group: dict[str, Any], lr: float, grad_scale: torch.Tensor | float, skip: torch.Tensor | None
+    ) -> None:
+        """Update one group; where `skip` is true the device must leave weights and states as they are."""
+        raise NotImplementedError
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        for group in self.param_groups:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                yield name, p, group
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: None = None,
+        *,
+        lr: float | None = None,
+        grad_scale: torch.Tensor | float = 1.0,
+        skip: torch.Tensor | None = None,
+    ) -> None:
+        """Update every parameter that has a gradient.
+
+        `lr` is this step's rate for all groups (each group's own "lr" unless given). `grad_scale` multiplies
+        the gradients (clip factor, inverse of a loss scale); a 0-dim tensor stays on its device and nothing
+        waits for it. Gradients may be overwritten by the scaled ones.
+
+        `skip` (a 0-dim bool tensor) leaves weights and states untouched where it is true, without waiting for
+        the device either. The step is then still counted, since the host does not know; only on a CPU, where
+        looking costs nothing, it is not.
+        """
+        assert closure is None, "closures are not supported: compute the gradients before the step"
+        if skip is not None and skip.device.type == "cpu":
+            if bool(skip):
+                return
+            skip = None
+        self.count += 1
+        for group in self.param_groups:
+            self._update(group, group["lr"] if lr is None else lr, grad_scale, skip)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All states by name ("exp_avg.<parameter>" …): those in use, to be saved or filled in place."""
+        return {f"{key}.{name}": t for name, p, _ in self._named() for key, t in self.state[p].items()}
+
+    def scalars(self) -> dict[str, int]:
+        """What is not a tensor, for JSON."""
+        return {"step": self.count, "seed": self.seed}
+
+    def restore_scalars(self, scalars: dict[str, Any]) -> None:
+        """Go on from `scalars()` of a saved run; whoever reads its tensors copies them into `tensors()`."""
+        try:
+            count, seed = int(scalars["step"]), int(scalars["seed"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the optimizer's numbers cannot be read from {scalars!r}") from error
+        self.count, self.seed = count, seed
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"tensors", "scalars"}: torch's own form would cast 8-bit and fp32 states to the weights' dtype."""
+        return {"tensors": self.tensors(), "scalars": self.scalars()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a `state_dict()` into this optimizer; names, shapes and dtypes must be the same."""
+        mine, theirs = self.tensors(), state_dict["tensors"]
+        different = sorted(mine.keys() ^ theirs.keys()) or [
+            name for name, t in mine.items() if (t.shape, t.dtype) != (theirs[name].shape, theirs[name].dtype)
+        ]
+        if different:
+            raise CheckpointError(
+                f"the optimizer state is of another model or optimizer: {different[0]} differs "
+                f"({len(different)} in all)"
+            )
+        for name, t in mine.items():
+            t.copy_(theirs[name])
+        self.restore_scalars(state_dict["scalars"])

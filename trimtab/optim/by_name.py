@@ -1,0 +1,44 @@
+"""An optimizer by its name in a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from trimtab.facts.errors import RecipeError
+from trimtab.optim.adamw import AdamW
+from trimtab.optim.adamw8bit import AdamW8bit
+from trimtab.optim.base import NamedOptimizer
+from trimtab.optim.groups import parameter_groups
+from trimtab.optim.spec import OPTIMIZERS
+
+
+def build(
+    name: str,
+    named_parameters: Iterable[tuple[str, torch.Tensor]],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decay_all: bool = False,
+    seed: int = 0,
+) -> NamedOptimizer:
+    """The optimizer `name` over the trained parameters, in Hugging Face's groups.
+
+    Example:
+        >>> optimizer = build("adamw_8bit", torch.nn.Linear(64, 64).named_parameters(), lr=1e-3)
+        >>> type(optimizer).__name__, len(optimizer.param_groups)
+        ('AdamW8bit', 2)
+    """
+    groups = parameter_groups(named_parameters, weight_decay, decay_all)
+    if name == "adamw_torch":
+        return AdamW(groups, lr=lr, betas=betas, eps=eps, seed=seed)
+    if name == "adamw_torch_fused":
+        return AdamW(groups, lr=lr, betas=betas, eps=eps, seed=seed, state_dtype="weights", fused=True)
+    if name == "adamw_bf16":
+        return AdamW(groups, lr=lr, betas=betas, eps=eps, seed=seed, state_dtype="bf16")
+    if name == "adamw_8bit":
+        return AdamW8bit(groups, lr=lr, betas=betas, eps=eps, seed=seed)
+    raise RecipeError(f"there is no optimizer {name!r}", f"choose one of {', '.join(OPTIMIZERS)}")
