@@ -1,0 +1,56 @@
+"""The embedded base model, the text it came from, and the generators of its corpora; no torch here.
+
+    base_folder()                     the base model, a Hugging Face folder
+    data_file("general")              held-out general text; data_file("replay") text it was trained on
+    recipe_file("demo")               the recipes that ship beside it
+    math_documents(seed, count)       the mathematics corpus; math_problems(seed, count) held-out problems
+    general_documents(seed, count)    stories, facts, conversations
+    probe_items()                     pairs of sentences of which a model should prefer the first
+
+Names resolve when they are used (PEP 562).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.starter.files import base_folder, data_file, general_text, recipe_file
+    from trimtab.starter.math import Problem, check, math_documents, math_problems
+    from trimtab.starter.probe import ProbeItem, probe_items
+    from trimtab.starter.stories import general_documents
+
+_PLACES = {
+    "ProbeItem": "probe",
+    "Problem": "math",
+    "base_folder": "files",
+    "check": "math",
+    "data_file": "files",
+    "general_documents": "stories",
+    "general_text": "files",
+    "math_documents": "math",
+    "math_problems": "math",
+    "probe_items": "probe",
+    "recipe_file": "files",
+}
+
+__all__ = [
+    "ProbeItem",
+    "Problem",
+    "base_folder",
+    "check",
+    "data_file",
+    "general_documents",
+    "general_text",
+    "math_documents",
+    "math_problems",
+    "probe_items",
+    "recipe_file",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -1,0 +1,143 @@
+"""Builds the starter's pretraining corpus and the small text files that ship with the package.
+
+    python -m trimtab.starter.corpora OUT --texts UNPACKED_PACKAGES     the whole corpus
+    python -m trimtab.starter.corpora OUT --public public.jsonl.gz      the same from text extracted before
+
+OUT gets `stories-NN.jsonl` (generated) and `public.jsonl` (public-domain text), one {"text": …} a line; with
+--numbers also `numbers.jsonl`, bare number facts.
+With --package-data the held-out and replay files in `starter/data` are written anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import multiprocessing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from trimtab.facts.errors import TrimtabError
+from trimtab.starter import texts
+from trimtab.starter.numbers import number_documents
+from trimtab.starter.stories import general_documents
+
+SEED = 8
+SHARD_DOCUMENTS = 20_000
+DATA = Path(__file__).parent / "data"
+# What ships inside the package stays small.
+HOLDOUT_CHARS = {"public": 170_000, "generated": 90_000}
+REPLAY_CHARS = {"public": 130_000, "generated": 130_000}
+
+
+def write_lines(path: Path, documents: Iterable[str]) -> int:
+    """Writes one JSON object a line, gzipped if the name says so; returns the number of characters."""
+    chars = 0
+    with gzip.GzipFile(path, "wb", mtime=0) if path.suffix == ".gz" else path.open("wb") as file:
+        for text in documents:
+            file.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
+            chars += len(text)
+    return chars
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """The texts of a JSON-lines file, gzipped or not."""
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        for line in file:
+            yield json.loads(line)["text"]
+
+
+def public_documents(folder: Path, split: str) -> list[str]:
+    """Public-domain documents of one split from unpacked packages.
+
+    Some passages stand twice in the Bible (Kings and Chronicles share pages, Daniel is there in two
+    versions): a paragraph that is also trained on is taken out of the held-out chapters.
+    """
+    chapters = texts.chapters(folder)
+    trained = {p for c in chapters if c.split == "train" for p in c.paragraphs}
+    if split == "heldout":
+        chapters = [c._replace(paragraphs=[p for p in c.paragraphs if p not in trained]) for c in chapters]
+    return [d for c in chapters if c.split == split for d in texts.documents(c)]
+
+
+def _write_shard(job: tuple[str, int]) -> int:
+    folder, shard = job
+    found = general_documents(SEED, SHARD_DOCUMENTS, start=shard * SHARD_DOCUMENTS)
+    return write_lines(Path(folder) / f"stories-{shard:02d}.jsonl", found)
+
+
+def write_stories(folder: Path, shards: int, workers: int) -> int:
+    """Writes the generated part, a process a shard; about 11 million characters each."""
+    jobs = [(str(folder), shard) for shard in range(shards)]
+    if workers <= 1:
+        return sum(map(_write_shard, jobs))
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        return sum(pool.imap_unordered(_write_shard, jobs))
+
+
+def spread(documents: list[str], chars: int) -> list[str]:
+    """Evenly spaced documents up to a number of characters, so that every work is there."""
+    total = sum(map(len, documents))
+    step = max(total / chars, 1.0)
+    chosen, size, i = [], 0, 0.0
+    while int(i) < len(documents) and size < chars:
+        chosen.append(documents[int(i)])
+        size += len(chosen[-1])
+        i += step
+    return chosen
+
+
+def write_package_data(folder: Path, data: Path = DATA) -> None:
+    """`general.jsonl` (held out) and `replay.jsonl` (from what the base model was trained on)."""
+    data.mkdir(parents=True, exist_ok=True)
+    held = list(dict.fromkeys(general_documents(SEED, 400, "heldout")))
+    trained = set(general_documents(SEED, SHARD_DOCUMENTS))
+    held = [d for d in held if d not in trained]
+    general = spread(public_documents(folder, "heldout"), HOLDOUT_CHARS["public"])
+    general += spread(held, HOLDOUT_CHARS["generated"])
+    write_lines(data / "general.jsonl", general)
+    replay = spread(public_documents(folder, "train"), REPLAY_CHARS["public"])
+    replay += spread(list(general_documents(SEED, 400)), REPLAY_CHARS["generated"])
+    write_lines(data / "replay.jsonl", replay)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line above."""
+    parser = argparse.ArgumentParser(
+        "python -m trimtab.starter.corpora", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("out", type=Path, help="folder for the corpus")
+    parser.add_argument("--texts", type=Path, help="folder where the Debian packages were unpacked")
+    parser.add_argument(
+        "--public", type=Path, help="public-domain text extracted before (.jsonl or .jsonl.gz)"
+    )
+    parser.add_argument("--shards", type=int, default=30, help="files of generated text, about 11 MB each")
+    parser.add_argument(
+        "--numbers", type=int, default=0, help="documents of number facts, 230 characters each"
+    )
+    parser.add_argument("--workers", type=int, default=2, help="processes that write them")
+    parser.add_argument("--package-data", action="store_true", help="also write starter/data (needs --texts)")
+    options = parser.parse_args(arguments)
+    if (options.texts is None) == (options.public is None):
+        parser.error("give either --texts or --public")
+    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        public = read_lines(options.public) if options.public else public_documents(options.texts, "train")
+        print(f"public.jsonl: {write_lines(options.out / 'public.jsonl', public) / 1e6:.1f} M characters")
+        if options.package_data:
+            if options.texts is None:
+                parser.error("--package-data needs --texts")
+            write_package_data(options.texts)
+        if options.numbers:
+            facts = number_documents(SEED, options.numbers)
+            print(
+                f"numbers.jsonl: {write_lines(options.out / 'numbers.jsonl', facts) / 1e6:.1f} M characters"
+            )
+        chars = write_stories(options.out, options.shards, options.workers)
+        print(f"stories: {chars / 1e6:.1f} M characters in {options.shards} files")
+    except TrimtabError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

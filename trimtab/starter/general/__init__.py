@@ -1,0 +1,1 @@
+"""Generated general English: a template grammar, word lists, plots and expository paragraphs."""

@@ -1,0 +1,44 @@
+"""Word lists for the generated stories: names, places, things, foods, jobs (`words.toml`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from trimtab.starter.general import tables
+
+_LISTS = tables.read("words")
+
+
+class Job(NamedTuple):
+    """A trade: where it is done, what was done there, its tool, and what people take home."""
+
+    name: str
+    place: str
+    work: str
+    tool: str
+    product: str
+
+
+def _list(name: str) -> tuple[str, ...]:
+    return tuple(_LISTS[name])
+
+
+GIRLS = _list("girls")
+BOYS = _list("boys")
+SURNAMES = _list("surnames")
+RELATIONS = tables.rows(_LISTS["relations"])
+PETS = _list("pets")
+PET_NAMES = _list("pet_names")
+FABLE_ANIMALS = _list("fable_animals")
+COLOURS = _list("colours")
+THING_QUALITIES = _list("thing_qualities")
+TOYS = _list("toys")
+PLACES = _list("places")
+WILD_PLACES = _list("wild_places")
+HIDING_PLACES = _list("hiding_places")
+FOODS = _list("foods")
+COUNTED = _list("counted")
+NUMBERS = _list("numbers")
+DAYS = _list("days")
+MONTHS = _list("months")
+JOBS = tuple(Job(*row) for row in _LISTS["jobs"])

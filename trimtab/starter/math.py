@@ -1,0 +1,94 @@
+"""The embedded mathematics corpus: documents for training and held-out problems with checkable answers.
+
+A document holds one to six problems, each with a short worked solution and an "Answer:" line:
+
+    Question: Solve 3x + 5 = 20 for x.
+    Solution: Subtract 5 from both sides: 3x = 15. Divide by 3: x = 5.
+    Answer: x = 5
+
+Which problems are held out follows from a hash of the problem itself (`mathematics.problem`), not from the
+seed: whatever seeds are used, no held-out problem is ever in a training document.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+from trimtab.facts.errors import DataError
+from trimtab.facts.randomness import derive
+from trimtab.starter.mathematics.algebra import algebra
+from trimtab.starter.mathematics.arithmetic import addition, division, multiplication, sequence, subtraction
+from trimtab.starter.mathematics.calculus import derivative, integral
+from trimtab.starter.mathematics.problem import Problem, Worked, check
+from trimtab.starter.mathematics.word_problems import word_problem
+
+__all__ = ["SPLITS", "TOPICS", "Problem", "Worked", "check", "math_documents", "math_problems", "worked"]
+
+TOPICS: dict[str, Callable[[random.Random], Worked]] = {
+    "addition": addition,
+    "subtraction": subtraction,
+    "multiplication": multiplication,
+    "division": division,
+    "algebra": algebra,
+    "derivative": derivative,
+    "integral": integral,
+    "sequence": sequence,
+    "word problem": word_problem,
+}
+SPLITS = ("train", "heldout")
+MAX_PROBLEMS = 1000
+"""Far fewer than the larger topics hold."""
+
+
+def worked(topic: str, rng: random.Random, split: str) -> Worked:
+    """A problem of the topic that belongs to the split, drawn again until it does."""
+    if split not in SPLITS:
+        raise DataError(f"there is no split {split!r} of the mathematics", f"use one of {', '.join(SPLITS)}")
+    make = TOPICS[topic]
+    while True:
+        found = make(rng)
+        if found.split == split:
+            return found
+
+
+def math_documents(seed: int, count: int, split: str = "train", start: int = 0) -> Iterator[str]:
+    """`count` documents from `start` on; each is a function of (seed, split, index) alone.
+
+    Example:
+        >>> next(math_documents(0, 1)).startswith("Question: ")
+        True
+    """
+    names = list(TOPICS)
+    for index in range(start, start + count):
+        rng = random.Random(derive(seed, "mathematics", split, index))
+        topic = rng.choice(names)
+        mixed = rng.random() < 0.4
+        problems = [
+            worked(rng.choice(names) if mixed else topic, rng, split) for _ in range(rng.randint(1, 6))
+        ]
+        yield "\n\n".join(p.text for p in problems)
+
+
+def math_problems(seed: int, count: int) -> list[Problem]:
+    """Held-out problems, all different, the topics in turn.
+
+    Example:
+        >>> [p.topic for p in math_problems(0, 2)]
+        ['addition', 'subtraction']
+    """
+    if count > MAX_PROBLEMS:
+        raise DataError(f"{count} held-out problems are asked for", f"ask for at most {MAX_PROBLEMS}")
+    names = list(TOPICS)
+    rng = random.Random(derive(seed, "mathematics-problems"))
+    found: dict[tuple[object, ...], Problem] = {}
+    turn = tries = 0
+    while len(found) < count:
+        one = worked(names[turn % len(names)], rng, "heldout")
+        new = (one.topic, one.key) not in found
+        tries += 1
+        if new:
+            found[one.topic, one.key] = one.problem
+        if new or tries == 50:  # a topic whose held-out problems are used up passes its turn
+            turn, tries = turn + 1, 0
+    return list(found.values())

@@ -1,0 +1,1 @@
+"""Generated mathematics: one file a topic; `trimtab.starter.math` is the door."""
