@@ -1,0 +1,36 @@
+"""Measuring a model: loss and perplexity, the probe of grammar and reasoning, exact answers.
+
+    result = evaluate.loss(decoder, batches)              result.loss, result.perplexity, result.tokens
+    scores = evaluate.probe(decoder, tokenizer, items)    {"agreement": 0.94, …}
+
+Names resolve when they are used (PEP 562): importing this package imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.evaluate.answers import AnswerResult, Example, exact_answers
+    from trimtab.evaluate.likelihood import log_likelihoods, probe
+    from trimtab.evaluate.perplexity import LossResult, loss
+
+# No module is called `loss` or `probe`: importing it would put the module where the function belongs.
+_PLACES = {
+    "AnswerResult": "answers",
+    "Example": "answers",
+    "LossResult": "perplexity",
+    "exact_answers": "answers",
+    "log_likelihoods": "likelihood",
+    "loss": "perplexity",
+    "probe": "likelihood",
+}
+
+__all__ = ["AnswerResult", "Example", "LossResult", "exact_answers", "log_likelihoods", "loss", "probe"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -1,0 +1,84 @@
+"""Exact answers: how many problems a model solves when it writes its own solutions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+
+class Question(Protocol):
+    """A problem with a known answer."""
+
+    @property
+    def topic(self) -> str: ...
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def answer(self) -> str: ...
+
+
+Q = TypeVar("Q", bound=Question)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One problem with what the model wrote."""
+
+    topic: str
+    prompt: str
+    answer: str
+    completion: str
+    right: bool
+
+
+@dataclass(frozen=True)
+class AnswerResult:
+    """How many answers were exactly right, in all and by topic ([right, total]), with an example of each."""
+
+    exact: int
+    total: int
+    by_topic: dict[str, list[int]]
+    examples: list[Example]
+
+
+def exact_answers(
+    complete: Callable[[list[str]], list[str]],
+    problems: Sequence[Q],
+    check: Callable[[Q, str], bool],
+    *,
+    num_examples: int = 12,
+) -> AnswerResult:
+    """Lets a model complete every prompt and counts the answers that are exactly right.
+
+    Args:
+        complete: prompts to completions (without the prompts), in order; greedy, for a measure that repeats.
+        problems: each with a topic, a prompt and an answer.
+        check: whether a completion answers the problem (`trimtab.starter.check`).
+        num_examples: how many problems to keep with their completions, the topics in turn.
+
+    Example:
+        >>> from trimtab.starter import check, math_problems
+        >>> problems = math_problems(0, 2)
+        >>> exact_answers(lambda prompts: ["Answer: no idea"] * len(prompts), problems, check).exact
+        0
+    """
+    completions = complete([problem.prompt for problem in problems])
+    assert len(completions) == len(problems), "a completion for each prompt"
+    examples: dict[str, list[Example]] = {}
+    by_topic: dict[str, list[int]] = {}
+    for problem, completion in zip(problems, completions, strict=True):
+        right = check(problem, completion)
+        counts = by_topic.setdefault(problem.topic, [0, 0])
+        counts[0] += right
+        counts[1] += 1
+        kept = examples.setdefault(problem.topic, [])
+        kept.append(Example(problem.topic, problem.prompt, problem.answer, completion, right))
+    exact = sum(right for right, _ in by_topic.values())
+    return AnswerResult(exact, len(problems), by_topic, _in_turn(examples, num_examples))
+
+
+def _in_turn(examples: dict[str, list[Example]], count: int) -> list[Example]:
+    """The first of each topic, then the second of each, …"""
+    longest = max(map(len, examples.values()), default=0)
+    return [kept[i] for i in range(longest) for kept in examples.values() if i < len(kept)][:count]

@@ -1,0 +1,111 @@
+"""The probe: which of several texts does a model find likelier?
+
+The score of a text is the log-likelihood of the whole of it, Σ ln p(token | before it): the convention of
+minimal pairs, where both sides have the same words but one. Nothing is divided by the length. Items are
+written so that the sides are equally long, and dividing by the number of tokens would favour a side whose
+odd word is cut into many easily predicted pieces. A text's first token is scored only where the tokenizer
+sets a beginning token before it; otherwise it is given (both sides begin alike).
+
+Legend: B texts, T tokens, N = B · T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from trimtab.facts.errors import DataError
+from trimtab.kernels.attention import Layout
+from trimtab.model import Decoder
+from trimtab.text import Tokenizer
+
+IGNORE = -100
+
+
+class Item(Protocol):
+    """A choice between alternatives that continue a context; the first one is right."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def context(self) -> str: ...
+    @property
+    def alternatives(self) -> tuple[str, ...]: ...
+
+
+def log_likelihoods(
+    decoder: Decoder, tokenizer: Tokenizer, texts: Sequence[str], *, batch_size: int = 64
+) -> list[float]:
+    """ln p of each text, in nats, in the order given.
+
+    Texts are sorted by length and padded within a batch; padding is a document of its own without targets.
+
+    Example:
+        >>> log_likelihoods(decoder, tokenizer, ["The dogs are here.", "The dogs is here."])  # doctest: +SKIP
+        [-18.2, -24.9]
+    """
+    ids = [tokenizer.encode_prompt(text) for text in texts]
+    for text, found in zip(texts, ids, strict=True):
+        if len(found) > decoder.shape.max_positions:
+            raise DataError(
+                f"a text of {len(found)} tokens is longer than the model's {decoder.shape.max_positions}: "
+                f"{text[:40]!r} …",
+                "shorten it",
+            )
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    chunks = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    was_training = decoder.training
+    decoder.eval()
+    try:
+        with torch.no_grad():
+            sums = [_sums(decoder, [ids[i] for i in chunk]) for chunk in chunks]
+    finally:
+        decoder.train(was_training)
+    scores = [0.0] * len(texts)
+    for chunk, sums_B in zip(chunks, sums, strict=True):
+        for i, score in zip(chunk, sums_B.tolist(), strict=True):
+            scores[i] = score
+    return scores
+
+
+def _sums(decoder: Decoder, rows: list[list[int]]) -> torch.Tensor:
+    """ln p of each row, [B]."""
+    B, T = len(rows), max(1, max(map(len, rows)))
+    ids_BT = torch.zeros(B, T, dtype=torch.int64)
+    labels_BT = torch.full((B, T), IGNORE, dtype=torch.int64)
+    documents_BT = torch.full((B, T), -1, dtype=torch.int32)
+    for b, row in enumerate(rows):
+        ids_BT[b, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        labels_BT[b, : max(len(row) - 1, 0)] = torch.tensor(row[1:], dtype=torch.int64)
+        documents_BT[b, : len(row)] = 0
+    device = decoder.head_weight.device
+    positions_BT = torch.arange(T, device=device)[None].expand(B, T)
+    losses_N = decoder.loss(
+        ids_BT.to(device), labels_BT.to(device), positions_BT, Layout.packed(documents_BT), reduction="none"
+    )
+    return -losses_N.view(B, T).double().sum(1)
+
+
+def probe(
+    decoder: Decoder, tokenizer: Tokenizer, items: Sequence[Item], *, batch_size: int = 64
+) -> dict[str, float]:
+    """Share of the items of each kind in which the right alternative is the likeliest; a tie is not right.
+
+    The context is the same for all alternatives of an item, so that scoring the whole text compares the
+    alternatives alone (and a tokenizer may join the end of a context with the beginning of a continuation).
+
+    Example:
+        >>> probe(decoder, tokenizer, starter.probe_items())          # doctest: +SKIP
+        {'agreement': 0.94, 'determiner': 1.0, 'arithmetic': 0.55}
+    """
+    texts = [item.context + alternative for item in items for alternative in item.alternatives]
+    scores = iter(log_likelihoods(decoder, tokenizer, texts, batch_size=batch_size))
+    right: dict[str, int] = {}
+    count: dict[str, int] = {}
+    for item in items:
+        first, *others = [next(scores) for _ in item.alternatives]
+        right[item.kind] = right.get(item.kind, 0) + all(first > other for other in others)
+        count[item.kind] = count.get(item.kind, 0) + 1
+    return {kind: right[kind] / count[kind] for kind in count}
