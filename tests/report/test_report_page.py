@@ -1,0 +1,184 @@
+"""The page as text: complete, escaped, and written whole or not at all."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.facts.errors import ResourceError
+from trimtab.report import read_run, write_page
+from trimtab.report.page import render, script_json
+
+MakeRun = Callable[..., Path]
+
+
+class Elements(HTMLParser):
+    """Elements and words of a page; what is inside scripts and styles is kept apart."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.scripts: list[str] = []
+        self._inside = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag if tag in ("script", "style") else ""
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "script":
+            self.scripts[-1] += data
+        elif self._inside != "style":
+            self.words.append(data)
+
+
+def test_the_page_of_a_whole_run(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+    page = Elements(render(read_run(make_run(learnt))))
+    text = " ".join(" ".join(page.words).split())
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    sections = [
+        "verdict",
+        "curves",
+        "completions",
+        "answers",
+        "probe",
+        "memory",
+        "how",
+        "recipe",
+        "environment",
+    ]
+    assert [i for i in ids if not str(i).startswith("chart-")] == sections
+    for words in (
+        "Gained domain loss 3.520 → 1.210 −2.310",
+        "Lost general loss 3.104 → 3.135 +0.031",
+        "Unchanged probe: grammar",
+        "before, predicted",
+        "bytes of tensors",
+        "Add the tens: 30 + 20 = 50.",
+        "24 of 30",
+        "sdpa_flash",
+        "FlexAttention has no backward on a CPU",
+        "nothing but white space",
+        "model: starter",
+        "2.13.0",
+    ):
+        assert words in text, words
+
+
+def test_the_policy_names_exactly_the_scripts_of_the_page(
+    make_run: MakeRun, learnt: list[dict[str, Any]]
+) -> None:
+    page = Elements(render(read_run(make_run(learnt))))
+    policy = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in page.scripts]
+    assert len(hashes) == 2
+    assert re.findall(r"'sha256-([^']+)'", str(policy)) == hashes
+    assert str(policy).startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-eval" not in str(policy)
+    assert "http" not in str(policy)
+
+
+def test_hostile_text_stays_text(hostile_run: Path, make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+    page = Elements(render(read_run(hostile_run)))
+    assert not {tag for tag, _ in page.tags} & {"a", "img", "link", "iframe", "red"}
+    assert [tag for tag, _ in page.tags].count("style") == 1
+    assert len(page.scripts) == 2
+    for _, attributes in page.tags:
+        assert not any(name.startswith("on") or name in ("href", "src", "style") for name in attributes)
+    text = "".join(page.words)
+    assert text.count("{{ 7 * 7 }}") > 15
+    assert "49" not in re.findall(r"markup.{0,120}?include", text)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u202e\u2066]", text)
+    assert (
+        "hacked" not in page.scripts[1]
+        or "<" not in page.scripts[1].split("const figures = ")[1].split("\n")[0]
+    )
+
+
+@pytest.mark.parametrize("records", [[], ["{"], ['{"kind": "event", "step": 3, "message": "stopped"}']])
+def test_pages_of_runs_without_results(make_run: MakeRun, records: list[Any]) -> None:
+    page = Elements(render(read_run(make_run(records, plan=None, recipe=None))))
+    text = " ".join(" ".join(page.words).split())
+    assert "Nothing was trained yet." in text
+    assert page.scripts == []
+    assert ("1 damaged line in metrics.jsonl was left out" in text) == (records == ["{"])
+    assert ("Step 3: stopped" in text) == ("stopped" in str(records))
+
+
+def test_the_page_of_a_run_that_was_only_measured_before(
+    make_run: MakeRun, learnt: list[dict[str, Any]]
+) -> None:
+    page = Elements(render(read_run(make_run([r for r in learnt if not r["step"]]))))
+    text = " ".join(" ".join(page.words).split())
+    assert "Nothing was trained yet." in text
+    assert "Question: What is 34 + 25?" in text
+    assert "after" not in {a.get("class") for _, a in page.tags}
+    assert "step 0 arithmetic 0 of 30" in text
+
+
+def test_numbers_that_are_not_finite(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+    rows = [{**r, "loss": "NaN"} if "loss" in r and r["step"] else r for r in learnt]
+    page = Elements(render(read_run(make_run(rows))))
+    assert "NaN" not in page.scripts[1]
+    assert "3.520 → nan" in "".join(page.words)
+
+
+JSON = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.text(max_size=20),
+        st.sampled_from(["</script>", "<!--", "\u2028"]),
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+)
+
+
+@given(JSON)
+def test_json_in_a_script_is_the_same_json_and_ends_nothing(value: Any) -> None:
+    import json
+
+    text = script_json(value)
+    assert json.loads(text) == value
+    assert not set("<>&\u2028\u2029") & set(text)
+
+
+def test_an_older_page_is_replaced_whole_and_a_failure_leaves_it(
+    make_run: MakeRun, learnt: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(learnt[:20])
+    data = read_run(folder)
+    target = folder / "report.html"
+    target.write_text("older")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", full)
+        with pytest.raises(ResourceError, match="No space left on device; give another place"):
+            write_page(data, target)
+    assert target.read_text() == "older"
+    before = sorted(p.name for p in folder.iterdir())
+    write_page(data, target)
+    assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert sorted(p.name for p in folder.iterdir()) == before
+    with pytest.raises(ResourceError, match="cannot be written"):
+        write_page(data, folder / "nowhere" / "report.html")

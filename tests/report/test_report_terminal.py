@@ -1,0 +1,277 @@
+"""The terminal during a run and at its end, at 80 and 120 columns, with a terminal and without."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from trimtab.report import LiveView, live, read_run
+from trimtab.report.closing import closing
+from trimtab.report.plan_panel import plan_panel
+
+MakeRun = Callable[..., Path]
+OURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+"""Escape sequences that rich itself writes: colours and cursor moves."""
+
+
+class _Still(Live):
+    """Live without its thread, so that what is written does not depend on the clock."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "auto_refresh": False})
+
+    def update(self, renderable: RenderableType, *, refresh: bool = False) -> None:
+        super().update(renderable, refresh=True)
+
+
+def console(width: int = 80, terminal: bool = False) -> Console:
+    return Console(
+        file=StringIO(),
+        width=width,
+        force_terminal=terminal,
+        color_system="truecolor" if terminal else None,
+        highlight=False,
+        legacy_windows=False,
+        _environ={"TERM": "xterm-256color"},
+    )
+
+
+def text_of(shown: Console) -> str:
+    assert isinstance(shown.file, StringIO)
+    return shown.file.getvalue()
+
+
+def is_inert(shown: str) -> bool:
+    """Whether only rich's own escapes are in it, and nothing was read as markup."""
+    rest = OURS.sub("", shown)
+    return not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]", rest)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_plan_and_closing_fit_the_terminal(
+    make_run: MakeRun, learnt: list[dict[str, Any]], width: int
+) -> None:
+    data = read_run(make_run(learnt))
+    for renderable in (plan_panel(data.plan, width), closing(data)):
+        shown = console(width)
+        shown.print(renderable)
+        lines = text_of(shown).splitlines()
+        assert all(cell_len(line) <= width for line in lines)
+        assert "…" not in text_of(shown) or width == 60
+
+
+def test_closing_says_it_all(
+    make_run: MakeRun, learnt: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(learnt)
+    monkeypatch.chdir(folder.parent)
+    (folder / "report.html").write_text("")
+    shown = console(80)
+    shown.print(closing(read_run(folder)))
+    text = text_of(shown)
+    for words in (
+        r"domain loss +3\.520 +1\.210 +−2\.310  ▲ better",
+        r"general loss +3\.104 +3\.135 +\+0\.031  ▼ worse",
+        r"exact answers +0 of 90 +54 of 90 +\+60 points",
+        r"Question: Solve 3x \+ 4 = 19 for x\.\nSolution:\n  before  I do not know",
+        r"  after   Subtract 4 from both sides: 3x = 15\. *\n          Divide by 3: x = 5\.",
+        r"\(nothing but white space\)",
+        r"■ activations +0 B +0 B +444\.0 MiB +447\.0 MiB +0 B",
+        r"bytes of tensors",
+        r"steps +300 of 300",
+        r"run folder +run\b",
+        r"report +run/report\.html",
+    ):
+        assert re.search(words, text), words
+
+
+def test_long_completions_are_cut_to_four_lines(make_run: MakeRun) -> None:
+    records = [
+        {
+            "kind": "sample",
+            "step": s,
+            "prompt": "p",
+            "completion": "\n".join(f"line {s}.{i}" for i in range(99)),
+        }
+        for s in (0, 9)
+    ]
+    shown = console(80)
+    shown.print(closing(read_run(make_run(records, plan=None))))
+    assert re.findall(r"line \d\.\d+", text_of(shown)) == [f"line {s}.{i}" for s in (0, 9) for i in range(4)]
+
+
+@pytest.mark.parametrize("records", [[], ["{"], [{"kind": "event", "step": 0, "message": "stopped"}]])
+def test_closing_of_a_run_without_results(make_run: MakeRun, records: list[Any]) -> None:
+    shown = console()
+    shown.print(closing(read_run(make_run(records, plan=None))))
+    assert "run folder" in text_of(shown)
+    assert ("1 damaged" in text_of(shown)) == (records == ["{"])
+
+
+def test_a_run_of_numbers_that_are_not_finite(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+    words = {"loss": "NaN", "grad_norm": "Infinity", "perplexity": "Infinity", "tokens_per_second": "NaN"}
+    rows = [{**r, **{k: v for k, v in words.items() if k in r and r["step"]}} for r in learnt]
+    data = read_run(make_run(rows))
+    shown = console(80)
+    shown.print(closing(data))
+    assert re.search(r"domain loss +3\.520 +nan +— +▼ worse", text_of(shown))
+    for terminal in (False, True):
+        shown = console(80, terminal)
+        with LiveView(300, shown) as view:
+            for row in rows:  # the words themselves, as a reader of the log would hand them on
+                view.record(row)
+        assert "loss nan" in OURS.sub("", text_of(shown))
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_hostile_text_is_inert_in_the_terminal(
+    hostile_run: Path, hostile: str, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "Live", _Still)
+    data = read_run(hostile_run)
+    shown = console(100, terminal)
+    with LiveView(40, shown) as view:
+        view.plan(data.plan)
+        view.message(hostile)
+        for text in (hostile, "\x1b]0;t\x07\u202e[/b]\r"):  # a bar's line is cut, so a short one too
+            for done in (5, 10):
+                view.working(text, done, 10, text)
+        for rows in data.records.values():
+            for row in rows:
+                view.record(row)
+    shown.print(closing(data))
+    assert is_inert(text_of(shown))
+    assert terminal or "\x1b" not in text_of(shown)
+    assert "[/b][red]markup[/red]" in OURS.sub("", text_of(shown))
+
+
+def record(step: int, **other: Any) -> dict[str, Any]:
+    facts = {"loss": 2.5, "tokens_per_second": 1234.0, "seconds": float(step), "memory_bytes": 2**30}
+    return {"kind": "train", "step": step, **facts, **other}
+
+
+def test_without_a_terminal_lines_are_rare_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    shown = console(80)
+    view = LiveView(1000, shown)
+    for step in range(1, 1001):
+        view.record(record(step))
+        now[0] += 0.1
+    lines = text_of(shown).splitlines()
+    # 100 seconds, a line in five, and always the first and the last.
+    assert 20 <= len(lines) <= 22
+    assert lines[0] == "step    1/1000  loss 2.5000  1.23 K tokens/s  1.00 GiB  16 min 39 s left"
+    assert lines[-1].startswith("step 1000/1000")
+    assert "\x1b" not in text_of(shown)
+    view.message("word " * 60)
+    assert len(text_of(shown).splitlines()) == len(lines) + 1
+
+
+def test_without_a_terminal_preparations_give_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    shown = console(80)
+    view = LiveView(0, shown)
+    for done in range(101):
+        view.working("tokenizing corpus", done * 2**20, 100 * 2**20, "bytes")
+        now[0] += 0.2
+    view.working("tokenizing corpus", 100 * 2**20, 100 * 2**20, "bytes")
+    lines = text_of(shown).splitlines()
+    assert lines[0] == "tokenizing corpus: 0 B of 100.0 MiB"
+    assert lines[-1] == "tokenizing corpus: 100.0 MiB"
+    assert 4 <= len(lines) <= 6
+
+
+def test_measurements_are_told_with_their_change() -> None:
+    shown = console(100)
+    view = LiveView(300, shown)
+    view.plan({"memory": {"peak": {"weights": 2**20}}, "choices": {"device": "cpu"}})
+    for step, loss in ((0, 3.0), (50, 2.5)):
+        view.record({"kind": "eval", "step": step, "name": "domain", "loss": loss, "perplexity": 20.0})
+    view.record({"kind": "probe", "step": 50, "scores": {"grammar": 0.875}})
+    view.record({"kind": "answers", "step": 50, "exact": 3, "total": 9, "by_topic": {}})
+    view.record({"kind": "memory", "step": 1, "when": "peak", "weights": 2**20, "gradients": 2**20})
+    view.record({"kind": "memory", "step": 1, "when": "after", "weights": 2**20})
+    view.record({"kind": "event", "step": 7, "message": "a file [of yours] vanished"})
+    assert text_of(shown).split("╯\n")[1].splitlines() == [
+        "step   0  domain loss 3.0000, perplexity 20.00",
+        "step  50  domain loss 2.5000 (−0.500), perplexity 20.00",
+        "step  50  probe: grammar 88%",
+        "step  50  exact answers 3 of 9",
+        "step   1  memory at the peak 2.00 MiB measured, 1.00 MiB predicted, in tensors",
+        "a file [of yours] vanished",
+    ]
+
+
+def test_on_a_terminal_progress_moves_and_its_last_state_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "Live", _Still)
+    shown = console(80, terminal=True)
+    with LiveView(20, shown) as view:
+        view.working("tokenizing corpus", 5, 10, "bytes")
+        assert "tokenizing corpus" in text_of(shown)
+        view.working("tokenizing corpus", 10, 10, "bytes")
+        for step in range(1, 21):
+            view.record(record(step, loss=3.0 - step / 10))
+        view.message("a checkpoint was written")
+    text = text_of(shown)
+    assert "\x1b[?25l" in text  # the cursor is hidden while something moves …
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # … and comes back
+    last = OURS.sub("", text).rstrip().splitlines()[-2:]
+    assert re.match(r"training ━+ 20/20  100% done", last[0])
+    assert re.match(r"loss 1\.0000  [▁-█]{20}   1\.23 K tokens/s   1\.00 GiB", last[1])
+    assert all(len(line) <= 80 for line in last)
+
+
+def test_a_run_that_stops_early_leaves_the_terminal_whole() -> None:
+    shown = console(80, terminal=True)
+
+    def stops() -> None:
+        with LiveView(20, shown) as view:
+            view.record(record(3))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stops()
+    text = text_of(shown)
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert "3/20" in OURS.sub("", text).splitlines()[-2]
+
+
+def test_a_dumb_terminal_gets_lines() -> None:
+    shown = Console(file=StringIO(), width=80, force_terminal=True, _environ={"TERM": "dumb"})
+    with LiveView(20, shown) as view:
+        view.record(record(1))
+    assert text_of(shown) == "step  1/20  loss 2.5000  1.23 K tokens/s  1.00 GiB  19.0 s left\n"
+
+
+def test_the_picture_for_the_readme_refers_to_nothing(
+    make_run: MakeRun, learnt: list[dict[str, Any]]
+) -> None:
+    folder = make_run(learnt)
+    out = folder / "demo.svg"
+    tool = Path(__file__).parents[2] / "tools" / "demo_picture.py"
+    subprocess.run([sys.executable, str(tool), str(folder), str(out)], check=True, capture_output=True)
+    picture = out.read_text(encoding="utf-8")
+    assert picture.startswith("<svg")
+    assert "@font-face" not in picture
+    assert "url(http" not in picture
+    plain_text = re.sub(r"<[^>]+>", "", picture).replace("&#160;", " ")
+    assert "what this run will take" in plain_text
+    assert "domain loss" in plain_text
+
+
+def test_no_torch_is_needed() -> None:
+    rooms = "trimtab.report.live, trimtab.report.page, trimtab.report.closing"
+    code = f"import sys; import {rooms}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,21 @@
+"""Pictures for people: the terminal while a run goes on, then one page of HTML, from data files alone."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.report.live import LiveView
+    from trimtab.report.page import write_page
+    from trimtab.report.rundata import RunData, read_run
+
+_HOMES = {"LiveView": "live", "RunData": "rundata", "read_run": "rundata", "write_page": "page"}
+
+__all__ = ["LiveView", "RunData", "read_run", "write_page"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trimtab.report' has no attribute {name!r}")
+    return getattr(import_module(f"trimtab.report.{_HOMES[name]}"), name)

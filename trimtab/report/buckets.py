@@ -1,0 +1,109 @@
+"""The four memory buckets as a person would draw them: bars, predicted above measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from trimtab.facts.units import format_bytes
+
+BUCKETS = ("weights", "gradients", "optimizer", "activations", "other")
+COLORS = {
+    "weights": "blue",
+    "gradients": "magenta",
+    "optimizer": "yellow",
+    "activations": "green",
+    "other": "bright_black",
+}
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes of each bucket at one moment of a run."""
+
+    when: str
+    """before, peak or after."""
+    source: str
+    """predicted or measured."""
+    buckets: dict[str, Any]
+
+
+def total(buckets: dict[str, Any]) -> int:
+    """Bytes of all buckets together."""
+    return sum(int(buckets.get(name, 0)) for name in BUCKETS)
+
+
+def shown_buckets(rows: list[Moment]) -> list[str]:
+    """The four, and `other` only where something is in it."""
+    return [name for name in BUCKETS if name != "other" or any(row.buckets.get(name) for row in rows)]
+
+
+class Bar:
+    """One stacked bar; `scale` bytes fill its whole width, which is what the terminal leaves it.
+
+    Example:
+        >>> Bar({"weights": 50, "gradients": 25}, 100).text(8).plain
+        '██████··'
+    """
+
+    def __init__(self, buckets: dict[str, Any], scale: int) -> None:
+        self.buckets = buckets
+        self.scale = max(1, scale)
+
+    def text(self, width: int) -> Text:
+        """The bar in `width` characters; a bucket that holds anything is at least a sliver."""
+        text = Text()
+        position = 0.0
+        for name in BUCKETS:
+            start = round(position)
+            position += width * int(self.buckets.get(name, 0)) / self.scale
+            text.append("█" * (min(width, round(position)) - start), style=COLORS[name])
+        if not text.plain and position > 0:
+            largest = max(BUCKETS, key=lambda name: int(self.buckets.get(name, 0)))
+            text.append(EIGHTHS[max(1, round(position * 8))], style=COLORS[largest])
+        text.append("·" * (width - len(text.plain)), style="bright_black")
+        return text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield self.text(options.max_width)
+
+
+def picture(rows: list[Moment]) -> RenderableType:
+    """A labelled stacked bar a row, and below them the bytes of each bucket, predicted beside measured."""
+    scale = max((total(row.buckets) for row in rows), default=1)
+    bars = Table.grid(padding=(0, 1), expand=True)
+    bars.add_column(no_wrap=True)
+    bars.add_column(no_wrap=True)
+    bars.add_column(ratio=1)
+    bars.add_column(justify="right", no_wrap=True)
+    last = None
+    for row in rows:
+        label = row.when if row.when != last else ""
+        last = row.when
+        size = format_bytes(total(row.buckets))
+        source = Text(row.source, "bright_black")
+        bars.add_row(Text(label, "bold"), source, Bar(row.buckets, scale), size)
+    return Group(bars, Text(""), _numbers(rows))
+
+
+def _numbers(rows: list[Moment]) -> Table:
+    numbers = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bright_black")
+    numbers.add_column("")
+    several = len({row.source for row in rows}) > 1
+    for row in rows:
+        heading = f"{row.when}\n{row.source}" if several else row.when
+        numbers.add_column(heading, justify="right", no_wrap=True)
+    for name in shown_buckets(rows):
+        cells = (format_bytes(int(row.buckets.get(name, 0))) for row in rows)
+        numbers.add_row(Text(f"■ {name}", style=COLORS[name]), *cells)
+    numbers.add_row(
+        Text("  together", style="bold"),
+        *(Text(format_bytes(total(row.buckets)), style="bold") for row in rows),
+    )
+    return numbers

@@ -1,0 +1,150 @@
+"""The terminal while a run goes on: plan, progress, messages. Plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+
+from trimtab.facts.units import format_bytes
+from trimtab.report.buckets import total
+from trimtab.report.plain import as_text
+from trimtab.report.plan_panel import plan_panel
+from trimtab.report.progress import Training, Working
+from trimtab.report.rundata import section
+from trimtab.report.summary import signed
+
+LINE_EVERY_SECONDS = 5.0
+"""Without a terminal a progress line is printed at most this often."""
+
+
+class LiveView:
+    """Watches a run: `record` takes metrics, `working` takes the progress of preparations, `message` a line.
+
+    On a terminal the progress of training and preparations moves at the bottom, all else above it;
+    elsewhere (a file, a CI log) there are plain lines, at most one in a few seconds.
+
+    Example:
+        >>> view = LiveView(total_steps=10, console=Console(quiet=True))
+        >>> view.message("hello")
+        >>> view.close()
+    """
+
+    def __init__(self, total_steps: int = 0, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self.total_steps = total_steps
+        self._moving = self.console.is_terminal and not self.console.is_dumb_terminal
+        self._live: Live | None = None
+        self._training: Training | None = None
+        self._working: dict[str, Working] = {}
+        self._printed: dict[str, float] = {}
+        self._first_losses: dict[str, float] = {}
+        self._predicted_peak = 0
+        self._counted = ""
+
+    def plan(self, plan: dict[str, Any]) -> None:
+        """What will be trained and what it needs, before anything is trained."""
+        self.close()
+        self._predicted_peak = total(section(section(plan, "memory"), "peak"))
+        # On a CPU tensors are counted, not what the process holds.
+        self._counted = ", in tensors" if section(plan, "choices").get("device") == "cpu" else ""
+        self.console.print(plan_panel(plan, self.console.width))
+
+    def message(self, text: str) -> None:
+        """One line for the person."""
+        self._line(text)
+
+    def working(self, what: str, done: int, total: int | None, unit: str = "") -> None:
+        """Progress of a preparation: reading, tokenizing, downloading."""
+        state = Working(what, done, total, unit)
+        if total is not None and done >= total:
+            self._working.pop(what, None)
+            if self._printed.get(what) != float("inf"):
+                self._line(state.line())
+            self._printed[what] = float("inf")
+        elif self._moving:
+            self._working[what] = state
+        elif self._due(what):
+            self._line(state.line())
+        self._draw()
+
+    def record(self, record: dict[str, Any]) -> None:
+        """A metrics record from the loop."""
+        kind = record["kind"]
+        if kind == "train":
+            self._train(record)
+        elif kind == "eval":
+            loss, name = float(record["loss"]), record["name"]
+            first = self._first_losses.setdefault(name, loss)
+            change = "" if first == loss else f" ({signed(loss - first)})"
+            perplexity = f"perplexity {float(record['perplexity']):.2f}"
+            self._at_step(record, f"{name} loss {loss:.4f}{change}, {perplexity}", "bold" if change else "")
+        elif kind == "answers":
+            self._at_step(record, f"exact answers {record['exact']} of {record['total']}")
+        elif kind == "probe":
+            scores = ", ".join(f"{name} {float(share):.0%}" for name, share in record["scores"].items())
+            self._at_step(record, f"probe: {scores}")
+        elif kind == "memory" and record["when"] == "peak":
+            beside = f", {format_bytes(self._predicted_peak)} predicted" if self._predicted_peak else ""
+            self._at_step(
+                record, f"memory at the peak {format_bytes(total(record))} measured{beside}{self._counted}"
+            )
+        elif kind == "event":
+            self._line(str(record["message"]), "yellow")
+
+    def close(self) -> None:
+        """Ends the moving part, leaving the last state of training on the screen."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            if self._training is not None:
+                self.console.print(self._training)
+        self._training = None
+        self._working.clear()
+
+    def __enter__(self) -> LiveView:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _train(self, record: dict[str, Any]) -> None:
+        first = self._training is None
+        if self._training is None:
+            self._training = Training(self.total_steps)
+        self._training.update(record)
+        last = self._training.step >= self.total_steps > 0
+        if not self._moving and (self._due("training") or first or last):
+            self._line(self._training.line())
+        self._draw()
+
+    def _at_step(self, record: dict[str, Any], text: str, style: str = "") -> None:
+        width = len(str(self.total_steps or 1000))
+        self._line(f"step {int(record.get('step', 0)):>{width}}  {text}", style)
+
+    def _due(self, what: str) -> bool:
+        """Whether a plain line about this may be printed now; notes that it was."""
+        now = time.monotonic()
+        if now - self._printed.get(what, -LINE_EVERY_SECONDS) < LINE_EVERY_SECONDS:
+            return False
+        self._printed[what] = now
+        return True
+
+    def _line(self, text: str, style: str = "") -> None:
+        # A log keeps its lines whole; rich would otherwise break them at 80 columns.
+        self.console.print(as_text(text, style), soft_wrap=not self._moving)
+
+    def _draw(self) -> None:
+        """Shows what is going on at the bottom of the terminal; takes it away when nothing is."""
+        if not self._moving:
+            return
+        shown: list[RenderableType] = [*self._working.values(), *([self._training] if self._training else [])]
+        if not shown:
+            self.close()
+            return
+        if self._live is None:
+            self._live = Live(console=self.console, refresh_per_second=8, transient=True)
+            self._live.start()
+        self._live.update(Group(*shown))

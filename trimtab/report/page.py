@@ -1,0 +1,214 @@
+"""The report page: one HTML file that refers to nothing outside itself."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab.facts.errors import ResourceError
+from trimtab.facts.units import format_bytes, format_count, format_seconds
+from trimtab.report import summary
+from trimtab.report.buckets import shown_buckets, total
+from trimtab.report.charts import charts
+from trimtab.report.plain import plain
+from trimtab.report.rundata import RunData, section
+
+if TYPE_CHECKING:
+    import jinja2
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def write_page(data: RunData, target: Path) -> None:
+    """Writes the page for a run, replacing an older one whole.
+
+    Example:
+        >>> write_page(read_run(Path("runs/demo")), Path("report.html"))  # doctest: +SKIP
+    """
+    text = render(data)
+    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    try:
+        # One kind of newline everywhere: the policy's hashes are of the scripts as a browser reads them.
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ResourceError(
+            f"{target} cannot be written: {error.strerror}", "give another place with --out"
+        ) from error
+
+
+def script_json(value: Any) -> str:
+    """JSON that may stand inside a script element: no `</script>`, no `<!--` can arise from data.
+
+    Example:
+        >>> script_json({"a": "</script>"})
+        '{"a": "\\\\u003c/script\\\\u003e"}'
+    """
+    text = json.dumps(value, allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def policy(scripts: list[str]) -> str:
+    """The page's Content-Security-Policy: these inline scripts by their hash, inline styles, nothing from outside.
+
+    Styles are open because plotly sets style attributes; scripts are not, so text that became a script element
+    by a mistake of ours would still not run.
+    """
+    digests = (hashlib.sha256(s.encode()).digest() for s in scripts)
+    hashes = " ".join(f"'sha256-{base64.b64encode(d).decode()}'" for d in digests)
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def render(data: RunData) -> str:
+    """The page's HTML."""
+    from plotly.offline import get_plotlyjs
+
+    environment = _environment()
+    drawn = charts(data)
+    figures = script_json({c.id: c.figure for c in drawn})
+    scripts: list[str] = []
+    if drawn:
+        library = get_plotlyjs().replace("</script", "<\\/script").replace("\r\n", "\n").replace("\r", "\n")
+        draw = (TEMPLATES / "draw.js").read_text(encoding="utf-8")
+        scripts = [library, f"const figures = {figures};\n{draw}"]
+    return environment.get_template("page.html").render(
+        policy=policy(scripts), scripts=scripts, charts=drawn, **_contents(data), **_how(data)
+    )
+
+
+def _environment() -> jinja2.Environment:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    # Whatever is printed is plain, without the template having to remember it; `safe` marks what is not text.
+    environment.finalize = lambda value: plain(value) if type(value) is str else value
+    return environment
+
+
+def _contents(data: RunData) -> dict[str, Any]:
+    """What was learnt and what it took."""
+    model = section(data.plan, "model")
+    name, parameters = str(model.get("name", data.folder.name)), model.get("parameters")
+    found = summary.verdict(data)
+    changes = summary.changes(data)
+    facts = [
+        str(model.get("family", "")),
+        f"{format_count(parameters)} parameters, all trained" if isinstance(parameters, int) else "",
+        f"run folder {data.folder.name}",
+    ]
+    return {
+        "title": name,
+        "facts": [fact for fact in facts if fact],
+        "verdict": found,
+        "measured": bool(changes),
+        "tiles": [c for c in changes if c.group != "probe"],
+        "probe": [c for c in changes if c.group == "probe"],
+        "first": summary.first_label(data),
+        "speed": summary.speed(data),
+        "memory": _memory(data),
+        "samples": summary.samples(data),
+        "answers": _answers(data),
+        "thresholds": (summary.LOSS_THRESHOLD, round(summary.SHARE_THRESHOLD * 100)),
+        "last_step": data.of("train")[-1]["step"] if data.of("train") else None,
+    }
+
+
+def _memory(data: RunData) -> dict[str, Any] | None:
+    """Bars as (class, start, width) in per mille of the largest, and the bytes in words."""
+    rows = summary.memory_rows(data)
+    if not rows:
+        return None
+    names = shown_buckets(rows)
+    scale = max(1, *(total(row.buckets) for row in rows))
+    drawn = []
+    for row in rows:
+        start, bars = 0.0, []
+        for name in names:
+            width = 1000 * int(row.buckets.get(name, 0)) / scale
+            bars.append((name, round(start, 2), round(width, 2), format_bytes(int(row.buckets.get(name, 0)))))
+            start += width
+        drawn.append(
+            {"when": row.when, "source": row.source, "bars": bars, "total": format_bytes(total(row.buckets))}
+        )
+    sentences = [s for s in (summary.memory_verdict(data), summary.memory_basis(data)) if s]
+    return {"names": names, "rows": drawn, "sentences": sentences, "tensors": data.device == "cpu"}
+
+
+def _answers(data: RunData) -> dict[str, Any] | None:
+    """Exact answers by topic at the first and last time they were asked."""
+    asked = data.of("answers")
+    if not asked:
+        return None
+    first, last = asked[0], asked[-1]
+    again = first["step"] != last["step"]
+    rows = [
+        {
+            "topic": topic,
+            "before": first["by_topic"].get(topic, [0, 0]) if again else None,
+            "after": counts,
+        }
+        for topic, counts in last["by_topic"].items()
+    ]
+    whole = {"topic": "all", "before": [first["exact"], first["total"]] if again else None}
+    rows.append({**whole, "after": [last["exact"], last["total"]]})
+    return {"rows": rows, "step": last["step"], "again": again}
+
+
+def _how(data: RunData) -> dict[str, Any]:
+    """How it ran: choices, notes, events, recipe, environment."""
+    attention = section(data.choices, "attention") or section(section(data.plan, "choices"), "attention")
+    rejected = attention.get("rejected")
+    simple = str | int | float | bool
+    environment = {k: v for k, v in data.environment.items() if isinstance(v, simple)}
+    environment |= {k: v for k, v in section(data.environment, "versions").items() if isinstance(v, simple)}
+    notes = data.plan.get("notes")
+    return {
+        "attention": attention,
+        "rejected": [r for r in rejected if isinstance(r, list) and len(r) == 2]
+        if isinstance(rejected, list)
+        else [],
+        "choices": {k: _said(v) for k, v in data.choices.items() if isinstance(v, simple)},
+        "planned": _planned(data),
+        "notes": notes if isinstance(notes, list) else [],
+        "events": data.of("event"),
+        "environment": environment,
+        "recipe": data.recipe,
+        "damaged": data.damaged_lines,
+    }
+
+
+def _said(value: str | int | float | bool) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _planned(data: RunData) -> dict[str, str]:
+    """What else the plan said: data, disk, time."""
+    corpus, disk, time = (section(data.plan, name) for name in ("data", "disk", "time"))
+    rows = {}
+    if corpus.get("windows"):
+        rows["data"] = (
+            f"{format_count(corpus['tokens'])} tokens in {corpus['windows']} packed windows, {corpus['fill']:.1%} full"
+        )
+    if section(data.plan, "memory").get("moment"):
+        rows["peak expected at"] = str(data.plan["memory"]["moment"])
+    if disk.get("checkpoint_bytes"):
+        rows["disk"] = f"{format_bytes(disk['checkpoint_bytes'])} a checkpoint"
+    if time.get("seconds"):
+        rows["time predicted"] = f"{format_seconds(time['seconds'])} ({time['basis']})"
+    return rows

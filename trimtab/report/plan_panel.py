@@ -1,0 +1,88 @@
+"""What a run will take, drawn before anything is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from trimtab.facts.units import format_bytes, format_count, format_seconds
+from trimtab.report.buckets import Moment, picture
+from trimtab.report.plain import as_text
+from trimtab.report.rundata import section
+
+WIDEST = 100
+"""Columns beyond which a panel does not grow: long lines are hard to read."""
+
+
+def plan_panel(plan: dict[str, Any], width: int) -> Panel:
+    """The plan as a panel of at most `width` columns.
+
+    Args:
+        plan: what plan.json holds.
+        width: columns of the terminal.
+    """
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bright_black", no_wrap=True)
+    grid.add_column()
+    for label, value in _rows(plan):
+        grid.add_row(label, as_text(value))
+    memory = section(plan, "memory")
+    moments = [Moment(w, "predicted", section(memory, w)) for w in ("before", "peak") if section(memory, w)]
+    parts: list[RenderableType] = [grid]
+    if moments:
+        parts += [Text(""), picture(moments)]
+    return Panel(
+        Group(*parts),
+        title=Text("what this run will take", style="bold"),
+        title_align="left",
+        border_style="bright_black",
+        padding=(1, 2),
+        width=min(width, WIDEST),
+    )
+
+
+def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    model, choices = section(plan, "model"), section(plan, "choices")
+    rows = []
+    if model:
+        size = format_count(model["parameters"])
+        rows.append(("model", f"{model['name']} ({model['family']}, {size} parameters, all trained)"))
+    data = section(plan, "data")
+    if data.get("windows"):
+        amount = (
+            f"{format_count(data['tokens'])} tokens in {data['windows']} windows, {data['fill']:.1%} full"
+        )
+        rows.append(("data", f"{amount}; {data['steps']} steps"))
+    elif data.get("steps"):
+        rows.append(("data", f"{data['steps']} steps"))
+    optimizer, attention = section(choices, "optimizer"), section(choices, "attention")
+    if attention:
+        rows.append(("attention", f"{attention['impl']}: {attention['reason']}"))
+    if choices.get("precision"):
+        rows.append(("precision", str(choices["precision"])))
+    if optimizer:
+        rows.append(("optimizer", str(optimizer["name"])))
+    return rows + _needs(plan)
+
+
+def _needs(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    """Memory, disk and time: what the machine must have."""
+    memory, disk, time = section(plan, "memory"), section(plan, "disk"), section(plan, "time")
+    rows = []
+    if memory.get("needed"):
+        device = {"cpu": "CPU", "cuda": "GPU"}.get(str(section(plan, "choices").get("device")), "device")
+        beside = f", {format_bytes(memory['outside'])} of it beside tensors" if memory.get("outside") else ""
+        free = f"; {format_bytes(memory['available'])} are free" if memory.get("available") else ""
+        rows.append(("memory", f"{format_bytes(memory['needed'])} on the {device}{beside}{free}"))
+    if disk.get("checkpoint_bytes"):
+        one, all_ = format_bytes(disk["checkpoint_bytes"]), format_bytes(disk["total_bytes"])
+        rows.append(("disk", f"{one} a checkpoint, {all_} in all"))
+    if time.get("seconds"):
+        rows.append(("time", f"about {format_seconds(time['seconds'])} ({time['basis']})"))
+    elif time.get("floor_seconds"):
+        rows.append(("time", f"at least {format_seconds(time['floor_seconds'])} ({time['basis']})"))
+    return rows

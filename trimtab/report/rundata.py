@@ -1,0 +1,233 @@
+"""A run folder read back: metrics by kind, plan, choices. Damaged lines are counted, never guessed at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trimtab.facts.errors import CheckpointError
+
+VERSION = 1
+"""The newest format of plan.json that is understood."""
+
+_WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+"""JSON has no such numbers, so the log writes words."""
+
+
+@dataclass
+class RunData:
+    """What a run folder's files say; everything the pictures are drawn from."""
+
+    folder: Path
+    plan: dict[str, Any]
+    choices: dict[str, Any]
+    environment: dict[str, Any]
+    recipe: str
+    records: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    damaged_lines: int = 0
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Records of one kind, in order; NaN and infinities are floats in them."""
+        return self.records.get(kind, [])
+
+    def eval_names(self) -> list[str]:
+        """Names of the evaluated sets, in order of appearance."""
+        return list(dict.fromkeys(r["name"] for r in self.of("eval")))
+
+    def before_after(self, kind: str, **match: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """First and last record of a kind whose fields equal `match`; None unless their steps differ."""
+        rows = [r for r in self.of(kind) if all(r.get(k) == v for k, v in match.items())]
+        return (rows[0], rows[-1]) if rows and rows[0]["step"] != rows[-1]["step"] else None
+
+    def memory(self, when: str) -> dict[str, Any] | None:
+        """The last measured buckets of one moment: before, peak or after."""
+        rows = [r for r in self.of("memory") if r["when"] == when]
+        return rows[-1] if rows else None
+
+    @property
+    def device(self) -> str | None:
+        """cpu or cuda, where the run folder says it."""
+        found = self.choices.get("device") or section(self.plan, "choices").get("device")
+        return found if isinstance(found, str) else None
+
+
+def section(mapping: dict[str, Any], name: str) -> dict[str, Any]:
+    """A nested group of a JSON file; empty where it is absent or null."""
+    found = mapping.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def read_run(folder: Path) -> RunData:
+    """Reads a run folder's data files.
+
+    Example:
+        >>> read_run(Path("runs/demo")).of("train")[-1]["loss"]  # doctest: +SKIP
+        1.25
+    """
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        missing = (
+            "has no metrics.jsonl"
+            if folder.is_dir()
+            else "is not there"
+            if not folder.exists()
+            else "is a file"
+        )
+        raise CheckpointError(f"{folder} {missing}", "give a run folder, such as runs/demo")
+    data = RunData(
+        folder,
+        plan=_plan(folder / "plan.json"),
+        choices=_json(folder / "choices.json"),
+        environment=_json(folder / "environment.json"),
+        recipe=_text(folder / "recipe.yaml"),
+    )
+    try:
+        with metrics.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+            for line in lines:
+                record = _record(line)
+                if record is None:
+                    data.damaged_lines += 1
+                else:
+                    data.records.setdefault(record["kind"], []).append(record)
+    except OSError as error:
+        raise _unreadable(metrics, error) from error
+    return data
+
+
+def _text(path: Path) -> str:
+    if not path.exists():
+        return ""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {error.strerror or error}", "check its permissions")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A file with one JSON object; empty where there is no file, since a run may stop before it."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error}", "restore it from a copy, or remove it"
+        ) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is damaged: not a JSON object", "restore it from a copy, or remove it")
+    return found
+
+
+def _plan(path: Path) -> dict[str, Any]:
+    plan = _json(path)
+    version = plan.get("version", VERSION)
+    if not isinstance(version, int) or version > VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version}, and this trimtab reads up to {VERSION}",
+            "use a newer trimtab",
+        )
+    try:
+        for moment in ("before", "peak"):
+            _map_values(_count, section(section(plan, "memory"), moment))
+        for place, convert in _PLAN_FIELDS.items():
+            group, name = place.split(".")
+            value = section(plan, group).get(name)
+            if value is not None:
+                convert(value)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error}", "restore it from a copy, or remove it"
+        ) from error
+    return plan
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str) and value in _WORDS:
+        return _WORDS[value]
+    # Bounded, so that an integer of hundreds of digits cannot overflow a float later.
+    if isinstance(value, float) or (
+        isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    ):
+        return value
+    raise ValueError(f"{value!r:.40} is not a number")
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
+        return value
+    raise ValueError(f"{value!r:.40} is not a count")
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    raise ValueError(f"{value!r:.40} is not a text")
+
+
+def _map_values(convert: Callable[[Any], Any], value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {key: convert(item) for key, item in value.items()}
+    raise ValueError(f"{value!r:.40} is not a mapping")
+
+
+def _scores(value: Any) -> dict[str, float]:
+    return _map_values(_number, value)
+
+
+def _right_of_total(value: Any) -> list[int]:
+    if isinstance(value, list) and len(value) == 2:
+        return [_count(item) for item in value]
+    raise ValueError(f"{value!r:.40} is not a pair of counts")
+
+
+def _topics(value: Any) -> dict[str, list[int]]:
+    return _map_values(_right_of_total, value)
+
+
+_PLAN_FIELDS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("model.name", "model.family", "memory.moment", "time.basis"), _words),
+    **dict.fromkeys(("memory.needed", "memory.outside", "memory.available"), _count),
+    **dict.fromkeys(("model.parameters", "data.windows", "data.tokens", "data.steps"), _count),
+    **dict.fromkeys(("disk.checkpoint_bytes", "disk.total_bytes"), _count),
+    **dict.fromkeys(("data.fill", "time.seconds", "time.floor_seconds"), _number),
+}
+"""What the pictures read from plan.json, each of which may be absent or null."""
+
+_FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "train": {
+        "step": _count,
+        "tokens": _count,
+        **dict.fromkeys(("loss", "lr", "grad_norm", "tokens_per_second", "seconds", "memory_bytes"), _number),
+    },
+    "eval": {"step": _count, "name": _words, "loss": _number, "perplexity": _number},
+    "probe": {"step": _count, "scores": _scores},
+    "answers": {"step": _count, "exact": _count, "total": _count, "by_topic": _topics},
+    "sample": {"step": _count, "prompt": _words, "completion": _words},
+    "memory": {
+        "when": _words,
+        **dict.fromkeys(("weights", "gradients", "optimizer", "activations", "other"), _count),
+    },
+    "event": {"step": _count, "message": _words},
+}
+"""What a record of each kind must hold; one that does not counts as damaged."""
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+        fields = _FIELDS[record["kind"]]
+        return {**record, **{name: convert(record[name]) for name, convert in fields.items()}}
+    except (
+        ValueError,
+        RecursionError,
+        KeyError,
+        TypeError,
+    ):  # torn, nested too deep, incomplete, not an object
+        return None
