@@ -1,0 +1,81 @@
+"""Runs a recipe over and over in forked children and kills them at random instants; the parent has torch loaded.
+
+usage: kill_driver.py RECIPE KILLS SEED SIGNAL
+Prints one JSON object: how many children were killed, in what state, and whether the run ended well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+from trimtab import launch
+from trimtab.recipe import load
+from trimtab.run.folder import RunFolder
+
+
+class Silent:
+    """A view that shows nothing."""
+
+    total_steps = 0
+
+    def plan(self, plan: object) -> None: ...
+    def message(self, text: str) -> None:
+        with open(os.environ["KILL_LOG"], "a") as file:
+            file.write(text + "\n")
+
+    def working(self, what: str, done: int, total: int | None, unit: str = "") -> None: ...
+    def record(self, record: object) -> None: ...
+
+
+def child(recipe: Path) -> int:
+    """Start or continue, as a person would."""
+    folder = Path(load(recipe).output_dir)
+    if RunFolder.is_run(folder):
+        finished = launch.resume(folder, [], Silent())
+    else:
+        if folder.exists():  # killed before it became a run: nothing of value is in there
+            import shutil
+
+            shutil.rmtree(folder)
+        finished = launch.train(load(recipe), Silent())
+    return 0 if finished.status == "finished" else 3
+
+
+def main() -> None:
+    recipe, kills, number = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
+    rng = random.Random(int(sys.argv[3]))
+    killed = during_save = graceful = 0
+    folder = Path(load(recipe).output_dir)
+    for _ in range(400):
+        pid = os.fork()
+        if pid == 0:
+            code = 99
+            try:
+                code = child(recipe)
+            finally:
+                os._exit(code)
+        if killed + graceful < kills:
+            time.sleep(rng.uniform(0.05, float(os.environ.get("KILL_WITHIN", "1.2"))))
+            os.kill(pid, number)
+        _, status = os.waitpid(pid, 0)
+        if os.WIFSIGNALED(status):
+            killed += 1
+            during_save += any(p.name.startswith(".tmp-") for p in (folder / "checkpoints").glob(".tmp-*"))
+        elif os.WEXITSTATUS(status) == 3:
+            graceful += 1
+        elif os.WEXITSTATUS(status) == 0:
+            break
+        else:
+            raise SystemExit(f"a child failed with code {os.WEXITSTATUS(status)}")
+    print(json.dumps({"killed": killed, "during_save": during_save, "graceful": graceful}))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    main()

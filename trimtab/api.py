@@ -1,0 +1,194 @@
+"""trimtab from Python: load, train, generate, save, in a few lines. The command line calls the same functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab.facts.errors import RecipeError
+
+if TYPE_CHECKING:
+    from trimtab.generate import Completion
+    from trimtab.report import LiveView, RunData
+    from trimtab.run import OpenedModel
+
+Messages = Sequence[dict[str, str]]
+
+
+@dataclass
+class Model:
+    """A loaded model with its tokenizer.
+
+    Example:
+        >>> model = trimtab.load("starter")                        # doctest: +SKIP
+        >>> model.generate("Once upon a time", max_new_tokens=20)  # doctest: +SKIP
+        ' there was a little girl named Mia …'
+    """
+
+    opened: OpenedModel
+
+    def generate(self, prompt: str | Messages, **options: Any) -> str:
+        """The text that follows a prompt, or the answer to chat messages; options as in `complete`."""
+        return self.complete(prompt, **options).text
+
+    def complete(
+        self,
+        prompt: str | Messages,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+        stream: Callable[[str], None] | None = None,
+    ) -> Completion:
+        """Like `generate`, with token ids, why it ended, and tokens a second.
+
+        Args:
+            prompt: text to continue, or chat messages (`[{"role": "user", "content": "…"}]`).
+            max_new_tokens: at most so many.
+            temperature: 0 always takes the likeliest token.
+            top_p: draw from the likeliest tokens of this mass.
+            top_k: draw from the so many likeliest tokens; 0 for all.
+            stop: texts before which it ends.
+            seed: the same seed draws the same text.
+            stream: called with each piece of text as it comes.
+        """
+        from trimtab.generate import generate
+
+        tokenizer = self.opened.tokenizer
+        ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
+        return generate(
+            self.opened.decoder,
+            tokenizer,
+            ids,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop=list(stop),
+            seed=seed,
+            stream=stream,
+        )
+
+    def save(self, folder: str | Path, *, dtype: str = "bf16", overwrite: bool = False) -> Path:
+        """Writes a folder that transformers loads, checks it, and returns the receipt's path."""
+        from trimtab.export import export_hf
+        from trimtab.model import read_generation_config, read_token_ids
+        from trimtab.run import RunFolder
+
+        opened, folder = self.opened, Path(folder)
+        run = RunFolder(Path(opened.name))
+        name = f"export-hf-{folder.name}.json"
+        receipt = (
+            run.receipts / name
+            if RunFolder.is_run(run.path)
+            else folder.with_name(f"{folder.name}.receipt.json")
+        )
+        export_hf(
+            opened.decoder,
+            opened.tokenizer,
+            folder,
+            dtype=dtype,
+            receipt=receipt,
+            config_extra=read_token_ids(opened.folder),
+            generation_config=read_generation_config(opened.folder),
+            source={"model": opened.name, "step": opened.step},
+            overwrite=overwrite,
+        )
+        return receipt
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished (or interrupted) run."""
+
+    folder: Path
+    status: str
+    step: int
+
+    def data(self) -> RunData:
+        """Its metrics and plan, read back from the folder."""
+        from trimtab.report import read_run
+
+        return read_run(self.folder)
+
+    def model(self, checkpoint: str = "latest") -> Model:
+        """The trained model: the `latest` checkpoint, the `best`, or a step."""
+        return load(str(self.folder), checkpoint=checkpoint)
+
+
+def load(
+    name: str | Path,
+    *,
+    revision: str | None = None,
+    checkpoint: str = "latest",
+    dtype: str = "auto",
+    device: str = "auto",
+) -> Model:
+    """Loads a model for use.
+
+    Args:
+        name: a hub id, a folder, a GGUF file, a run folder, or `starter` for the one that ships with trimtab.
+        revision: branch, tag or commit of a hub id.
+        checkpoint: of a run folder: `latest`, `best` or a step number.
+        dtype: `fp32`, `bf16`, `fp16`, or `auto` for what the device computes well.
+        device: `auto`, `cpu` or `cuda`.
+    """
+    import torch
+
+    from trimtab.launch import detect
+    from trimtab.run import open_model
+
+    facts = detect(device)
+    if dtype == "auto":
+        dtype = "bf16" if facts.bf16 and facts.kind == "cuda" else "fp32"
+    if dtype not in ("fp32", "bf16", "fp16"):
+        raise RecipeError(f"dtype {dtype!r} is not known", "use auto, fp32, bf16 or fp16")
+    opened = open_model(
+        str(name),
+        revision=revision,
+        checkpoint=checkpoint,
+        device=torch.device(facts.kind),
+        capability=facts.capability,
+        dtype=dtype,
+    )
+    return Model(opened)
+
+
+def train(
+    recipe: str | Path | dict[str, Any], *, view: LiveView | None = None, **overrides: Any
+) -> RunResult:
+    """Trains a recipe: a path to a YAML file, or the recipe itself as a dict.
+
+    Example:
+        >>> run = trimtab.train("recipe.yaml", learning_rate=1e-4, max_steps=50)  # doctest: +SKIP
+        >>> run.data().of("train")[-1]["loss"]                                    # doctest: +SKIP
+        1.87
+    """
+    from trimtab import launch
+    from trimtab.report import LiveView, read_run, write_page
+
+    with view or LiveView() as shown:
+        finished = launch.train(_recipe(recipe, overrides), shown)
+    write_page(read_run(finished.folder), finished.folder / "report.html")
+    return RunResult(finished.folder, finished.status, finished.step)
+
+
+def plan(recipe: str | Path | dict[str, Any], **overrides: Any) -> dict[str, Any]:
+    """What a recipe will take on this machine, as plain data; nothing is trained."""
+    from trimtab import launch
+
+    return launch.prepare(_recipe(recipe, overrides)).plan.to_dict()
+
+
+def _recipe(recipe: str | Path | dict[str, Any], overrides: dict[str, Any]) -> Any:
+    from trimtab.recipe import build, load, to_dict
+
+    data = to_dict(load(recipe)) if isinstance(recipe, str | Path) else dict(recipe)
+    if "max_steps" in overrides and "num_train_epochs" not in overrides:
+        data.pop("num_train_epochs", None)
+    return build({**data, **overrides})

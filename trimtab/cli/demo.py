@@ -1,0 +1,131 @@
+"""`trimtab demo`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from trimtab.cli.verb import new_app
+
+app = new_app()
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="The run folder; an older demo there is replaced.")] = Path(
+        "runs/demo"
+    ),
+    kill: Annotated[
+        bool,
+        typer.Option(
+            "--kill", help="End with kill -9 in the middle, resume, and compare every loss bit by bit."
+        ),
+    ] = False,
+    steps: Annotated[
+        int | None, typer.Option(min=4, help="Train so many steps instead of a whole epoch.")
+    ] = None,
+    die_at: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> int:
+    """Train the embedded model on mathematics, here and now.
+
+    A base model of 4.7 million parameters and a generated mathematics corpus ship inside the package. You see what
+    will be trained and what memory it needs, live progress, loss on mathematics and on general text before and
+    after, exact answers to held-out problems, completions before and after, and the four memory buckets predicted
+    beside measured. About two minutes on two CPU cores; nothing is downloaded.
+
+    With `--kill` the run is trained twice: once whole, and once ended by `kill -9` in the middle and resumed. The
+    losses of both are compared bit by bit.
+    """
+    from trimtab.cli.training import conclude, need_torch
+
+    need_torch()
+    from trimtab import launch
+    from trimtab.recipe import load
+    from trimtab.report import LiveView
+    from trimtab.starter import recipe_file
+
+    overrides = [f"output_dir={folder}"]
+    if steps is not None:
+        overrides += ["num_train_epochs=null", f"max_steps={steps}"]
+    console = Console(highlight=False)
+    if kill:
+        return _kill(folder, steps or 40, console)
+    _replace_older(folder)
+
+    def after_step(step: int) -> None:
+        if step == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with LiveView(console=console) as view:
+        finished = launch.train(load(recipe_file("demo"), overrides), view, after_step=after_step)
+    code = conclude(finished, console)
+    if code == 0:
+        console.print("\nnow your own text, from a folder of .txt, .md, .jsonl or .parquet files:")
+        console.print("  trimtab train recipes/own-text.yaml data.train=./my-texts", soft_wrap=True)
+    return code
+
+
+def _replace_older(folder: Path) -> None:
+    """Removes an older demo's folder, and nothing that is not one."""
+    from trimtab.facts.errors import CheckpointError
+    from trimtab.run.folder import RunFolder
+
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    recipe = RunFolder(folder).recipe
+    if not RunFolder.is_run(folder) or "source: starter:math" not in recipe.read_text(encoding="utf-8"):
+        raise CheckpointError(f"{folder} is not an older demo", "give another --folder")
+    shutil.rmtree(folder)
+
+
+def _kill(folder: Path, steps: int, console: Console) -> int:
+    """Whole run, killed run, resumed run, in processes of their own; then every loss side by side."""
+    whole, killed = folder.with_name(f"{folder.name}-whole"), folder.with_name(f"{folder.name}-killed")
+    base = [sys.executable, "-m", "trimtab"]
+    die_at = steps * 5 // 8
+    console.print(f"1. the whole run: {steps} steps in {whole}")
+    _check(
+        subprocess.run(
+            [*base, "demo", "--folder", str(whole), "--steps", str(steps)], stdout=subprocess.DEVNULL
+        )
+    )
+    console.print(f"2. the same run, which ends itself with kill -9 after step {die_at}")
+    died = subprocess.run(
+        [*base, "demo", "--folder", str(killed), "--steps", str(steps), "--die-at", str(die_at)],
+        stdout=subprocess.DEVNULL,
+    )
+    console.print(
+        f"   it ended with signal {-died.returncode}" if died.returncode < 0 else "   it did not die"
+    )
+    console.print("3. resumed from its last checkpoint")
+    _check(subprocess.run([*base, "train", "--resume", str(killed)], stdout=subprocess.DEVNULL))
+    return _compare(whole, killed, console)
+
+
+def _check(done: subprocess.CompletedProcess[bytes]) -> None:
+    if done.returncode:
+        raise SystemExit(done.returncode)
+
+
+def _compare(whole: Path, killed: Path, console: Console) -> int:
+    from trimtab.report import read_run
+
+    first, second = ({r["step"]: r["loss"] for r in read_run(f).of("train")} for f in (whole, killed))
+    different = [step for step in first if first[step] != second.get(step)]
+    for step in list(first)[-5:]:
+        console.print(f"   step {step:>4}  {float(first[step]).hex():>22}  {float(second[step]).hex():>22}")
+    if different or len(first) != len(second):
+        console.print(
+            f"[red]{len(different)} of {len(first)} losses differ, the first at step {different[:1]}[/red]"
+        )
+        return 1
+    console.print(f"[green]all {len(first)} losses are equal bit by bit[/green]")
+    return 0

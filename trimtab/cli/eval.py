@@ -1,0 +1,98 @@
+"""`trimtab eval`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from trimtab.cli.verb import new_app
+
+app = new_app()
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(help="A run folder, a model folder, a GGUF file, a hub id, or `starter`.")
+    ],
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Files, folders, globs, hub datasets or `starter:general` to measure the loss on."
+        ),
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option(help="Score grammar, transitivity and arithmetic by likelihood.")
+    ] = True,
+    answers: Annotated[int, typer.Option(min=0, help="Let the model answer so many held-out problems.")] = 0,
+    max_seq_length: Annotated[int, typer.Option(min=8, help="Tokens in a window.")] = 512,
+    windows: Annotated[int, typer.Option(min=1, help="At most so many windows of each text.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows at once.")] = 8,
+    checkpoint: Annotated[
+        str, typer.Option(help="Of a run folder: latest, best or a step number.")
+    ] = "latest",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="fp32, bf16, fp16, or auto for what this device does well.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON lines.")] = False,
+) -> None:
+    """Measure a model: loss and perplexity on text, the probe of grammar and reasoning, exact answers.
+
+        trimtab eval runs/demo starter:general ./my-notes --answers 60
+        trimtab eval HuggingFaceTB/SmolLM2-135M data/*.txt --json
+
+    Loss is in nats a token, averaged over all predicted tokens of packed, isolated documents.
+    """
+    from trimtab.cli.training import need_torch
+
+    need_torch()
+    from trimtab.api import load
+    from trimtab.report import LiveView
+    from trimtab.run.evaluation import evaluate_model
+
+    opened = load(model, revision=revision, checkpoint=checkpoint, dtype=dtype, device=device).opened
+    console = Console(highlight=False, stderr=as_json)
+    with LiveView(console=console) as view:
+        records = evaluate_model(
+            opened,
+            texts or [],
+            view,
+            probe=probe,
+            answers=answers,
+            max_seq_length=max_seq_length,
+            max_windows=windows,
+            batch_size=batch_size,
+        )
+    if as_json:
+        for record in records:
+            print(json.dumps(record))
+    else:
+        console.print(_table(records))
+
+
+def _table(records: list[dict[str, object]]) -> Table:
+    from trimtab.report.plain import as_text
+
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    table.add_column("measured")
+    table.add_column("result", justify="right")
+    for record in records:
+        if record["kind"] == "eval":
+            table.add_row(
+                as_text(f"loss on {record['name']} ({record['tokens']} tokens)"),
+                f"{record['loss']:.4f} (perplexity {record['perplexity']:.2f})",
+            )
+        elif record["kind"] == "answers":
+            table.add_row("exact answers", f"{record['exact']} of {record['total']}")
+        elif record["kind"] == "probe":
+            scores = record["scores"]
+            assert isinstance(scores, dict)
+            for kind, share in scores.items():
+                table.add_row(as_text(f"probe: {kind}"), f"{share:.0%}")
+    return table

@@ -1,0 +1,53 @@
+"""`trimtab export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.verb import new_app
+
+app = new_app()
+
+
+@app.callback()
+def export() -> None:
+    """Turn a run or a model into files that other tools load, each with a receipt."""
+
+
+@app.command()
+def hf(
+    model: Annotated[
+        str, typer.Argument(help="A run folder, a model folder, a GGUF file, a hub id, or `starter`.")
+    ],
+    folder: Annotated[Path, typer.Argument(help="The folder to write; it must not exist yet.")],
+    dtype: Annotated[
+        str, typer.Option(help="Number format of the saved weights: fp32, bf16 or fp16.")
+    ] = "bf16",
+    checkpoint: Annotated[
+        str, typer.Option(help="Of a run folder: latest, best or a step number.")
+    ] = "latest",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a folder that holds a model.")
+    ] = False,
+) -> None:
+    """Write a Hugging Face folder (config.json, safetensors, tokenizer) that transformers and others load.
+
+        trimtab export hf runs/demo my-model --checkpoint best
+
+    The files are read back by an independent reader; names, shapes, checksums and logits are compared with the
+    model in memory; the receipt that says so goes into the run folder's `receipts/`, or beside the new folder.
+    """
+    from trimtab.cli.training import need_torch
+
+    need_torch()
+    from trimtab.api import load
+
+    receipt = load(model, revision=revision, checkpoint=checkpoint, device="cpu", dtype="fp32").save(
+        folder, dtype=dtype, overwrite=overwrite
+    )
+    print(f"written: {folder}")
+    print(f"receipt: {receipt}")

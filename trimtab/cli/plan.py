@@ -1,0 +1,48 @@
+"""`trimtab plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.verb import new_app
+
+app = new_app()
+
+
+@app.command()
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="The recipe (YAML).")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set from here."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON instead of drawing it.")
+    ] = False,
+) -> None:
+    """Say what a recipe will take on this machine, without training anything.
+
+    Shows what would be trained, the four memory buckets (weights, gradients, optimizer states, activations)
+    before the first step and at the peak, disk space, and the attention and number formats that would be used.
+    A run that does not fit ends with exit code 6 and says what would make it fit.
+
+        trimtab plan recipes/qwen3-0.6b-math.yaml per_device_train_batch_size=8
+    """
+    from trimtab.cli.training import need_torch
+
+    need_torch()
+    from trimtab import launch
+    from trimtab.plan import check_fits
+    from trimtab.recipe import load
+    from trimtab.report import LiveView
+
+    prepared = launch.prepare(load(recipe, overrides or []))
+    if as_json:
+        print(json.dumps(prepared.plan.to_dict(), indent=2))
+    else:
+        LiveView().plan(prepared.plan.to_dict())
+    check_fits(prepared.plan, prepared.device)

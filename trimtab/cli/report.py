@@ -1,0 +1,32 @@
+"""`trimtab report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.verb import new_app
+
+app = new_app()
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the page; by default into the run folder.")
+    ] = None,
+) -> None:
+    """Draw a run's report page again from its data: curves, memory, what was gained and what was lost.
+
+        trimtab report runs/demo
+
+    The page is one file without any reference to the outside; it can be mailed as it is.
+    """
+    from trimtab.report import read_run, write_page
+
+    target = out or run / "report.html"
+    write_page(read_run(run), target)
+    print(f"written: {target}")

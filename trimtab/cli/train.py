@@ -1,0 +1,61 @@
+"""`trimtab train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.verb import new_app
+
+app = new_app()
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="The recipe (YAML). Not given when a run is continued.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Keys of the recipe to set from here: learning_rate=1e-4, data.train.0.first=500.",
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Continue this run folder from its last good checkpoint.", metavar="RUN"),
+    ] = None,
+) -> int:
+    """Train what a recipe describes, or continue a run that stopped.
+
+    Before anything is trained you see what will be trained, which attention and number formats are used and
+    why, and how much memory and disk it needs; a run that cannot fit is refused with what would make it fit.
+
+        trimtab train recipes/smollm2-135m-math.yaml
+        trimtab train recipe.yaml learning_rate=1e-4 max_steps=200
+        trimtab train --resume runs/smollm2-135m-math
+
+    Ctrl-C or SIGTERM saves and exits after the current step; a second one exits at once. Whatever stopped a
+    run, kill -9 included, `--resume` goes on from the last checkpoint with the same losses, bit by bit on a CPU
+    and on a GPU with `deterministic: true`. The run folder gets the resolved recipe, the plan, metrics.jsonl,
+    checkpoints and report.html.
+    """
+    from trimtab.cli.training import train_and_report
+    from trimtab.facts.errors import RecipeError
+
+    words = list(overrides or [])
+    if resume is not None and recipe is not None:
+        words, recipe = [str(recipe), *words], None
+        if "=" not in words[0]:
+            raise RecipeError(
+                f"both a recipe ({words[0]}) and --resume are given",
+                "a continued run has its recipe in its folder; give only keys to change, as key=value",
+            )
+    if recipe is None and resume is None:
+        raise RecipeError(
+            "no recipe given", "write `trimtab train recipe.yaml`, or see `trimtab train --help`"
+        )
+    return train_and_report(recipe, words, resume)

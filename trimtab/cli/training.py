@@ -1,0 +1,55 @@
+"""What `train` and `demo` share: a live view around a run, the report afterwards, the last lines."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from trimtab.facts.errors import MissingDependency
+
+
+def need_torch() -> None:
+    """A clear error where torch is not installed, before anything else is done."""
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise MissingDependency(
+            "training needs torch, which is not installed", "pip install 'trimtab[train]'"
+        )
+
+
+def train_and_report(recipe: Path | None, overrides: list[str], resume: Path | None) -> int:
+    """Trains, draws the report, prints where everything is. Returns the exit code."""
+    need_torch()
+    from trimtab import launch
+    from trimtab.recipe import load
+    from trimtab.report import LiveView
+
+    console = Console(highlight=False)
+    with LiveView(console=console) as view:
+        if resume is not None:
+            finished = launch.resume(resume, overrides, view)
+        else:
+            assert recipe is not None
+            finished = launch.train(load(recipe, overrides), view)
+    return conclude(finished, console)
+
+
+def conclude(finished: Any, console: Console) -> int:
+    """The report and the last lines of a run; the exit code of how it ended."""
+    from trimtab.report import read_run, write_page
+    from trimtab.report.closing import closing
+
+    data = read_run(finished.folder)
+    write_page(data, finished.folder / "report.html")
+    console.print(closing(data))
+    if finished.status == "interrupted":
+        console.print(
+            f"stopped by a signal, everything is saved; go on with: trimtab train --resume {finished.folder}"
+        )
+        return 128 + int(finished.signal or 2)
+    sys.stdout.flush()
+    return 0

@@ -1,0 +1,227 @@
+"""A recipe and its choices become a run: model, data, optimizer, loop, in one visible order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trimtab import optim
+from trimtab.checkpoint import Found, Store
+from trimtab.data import Batch
+from trimtab.facts.errors import CheckpointError
+from trimtab.facts.shapes import ModelShape
+from trimtab.kernels.attention import Layout
+from trimtab.model import Decoder, build, init_weights, load_weights, recompute_blocks
+from trimtab.parallel import Mesh
+from trimtab.recipe import Recipe
+from trimtab.run.choices import Choices
+from trimtab.run.corpora import Corpora
+from trimtab.run.evaluation import ANSWERS_SEED, Evaluation
+from trimtab.run.folder import RunFolder
+from trimtab.starter import math_problems, probe_items
+from trimtab.text import Tokenizer
+from trimtab.trainer import Cadence, Job, MetricsLog, Outcome, TrainState, train
+from trimtab.trainer.job import Observer
+from trimtab.trainer.scaling import LossScaler
+
+
+@dataclass
+class Run:
+    """A run that is ready to go: `run.train()`."""
+
+    job: Job
+    state: TrainState
+    scaler: LossScaler | None
+    folder: RunFolder
+
+    def train(self) -> Outcome:
+        """From where it stands to its end."""
+        return train(self.job, self.state, self.scaler)
+
+
+def assemble(
+    recipe: Recipe,
+    choices: Choices,
+    shape: ModelShape,
+    *,
+    weights: Any,
+    tokenizer: Tokenizer,
+    corpora: Corpora,
+    folder: RunFolder,
+    observers: Sequence[Observer] = (),
+    on_event: Callable[[str], None] = print,
+    resume: bool = False,
+) -> Run:
+    """Puts a run together.
+
+    Args:
+        recipe: what was asked for.
+        choices: what `auto` was decided to be.
+        shape: the model's shape.
+        weights: the folder or GGUF file with the pretrained weights.
+        tokenizer: the model's.
+        corpora: the opened data.
+        folder: the run folder; with `resume` its last good checkpoint is loaded.
+        observers: who is told about metrics.
+        on_event: told one-line messages.
+        resume: continue instead of starting.
+    """
+    device = torch.device(choices.device)
+    _set_up_torch(choices)
+
+    # The model: shape, recompute, weights, then the format of its gradients. No step changes a parameter's name.
+    decoder = build(shape, dtype=choices.weights_dtype, device=device, attention=choices.attention["impl"])
+    if recipe.gradient_checkpointing:
+        recompute_blocks(decoder)
+    store = Store(folder.checkpoints, keep_last=recipe.save_total_limit, on_event=on_event)
+    found = _checkpoint(store, folder) if resume else None
+    if found is None and recipe.model.init == "random":
+        init_weights(decoder, recipe.seed)
+    elif found is None:
+        load_weights(decoder, weights)
+    _gradient_format(decoder, choices)
+    parameters = dict(decoder.named_parameters())
+
+    # What moves it: data, optimizer and learning rate.
+    mesh = Mesh.world()
+    loader = corpora.loader(recipe, mesh)
+    total_steps = corpora.total_steps(recipe, mesh)
+    warmup = recipe.warmup_steps or round(recipe.warmup_ratio * total_steps)
+    optimizer = optim.build(
+        recipe.optim,
+        parameters.items(),
+        lr=recipe.learning_rate,
+        betas=(recipe.adam_beta1, recipe.adam_beta2),
+        eps=recipe.adam_epsilon,
+        weight_decay=recipe.weight_decay,
+        decay_all=recipe.decay_all,
+        seed=recipe.seed,
+    )
+
+    def learning_rate(step: int) -> float:
+        return optim.learning_rate(
+            recipe.lr_scheduler_type,
+            step,
+            base=recipe.learning_rate,
+            total_steps=total_steps,
+            warmup_steps=warmup,
+            min_ratio=recipe.min_lr_ratio,
+        )
+
+    # What watches it: evaluation, log, checkpoints.
+    autocast = _autocast(choices)
+    evaluation = Evaluation(
+        decoder,
+        tokenizer,
+        total_steps,
+        sets=corpora.eval_batches(recipe),
+        probe_items=probe_items() if recipe.probe else (),
+        problems=math_problems(ANSWERS_SEED, recipe.answers) if recipe.answers else (),
+        prompts=recipe.prompts,
+        autocast=autocast,
+    )
+    job = Job(
+        model=decoder,
+        parameters=parameters,
+        loss=_loss(decoder, device, autocast),
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        global_norm=optim.global_norm,
+        clip_factor=lambda norm: optim.clip_factor(norm, recipe.max_grad_norm),
+        loader=loader,
+        store=store,
+        log=MetricsLog(folder.metrics),
+        mesh=mesh,
+        cadence=Cadence(
+            total_steps,
+            recipe.logging_steps,
+            recipe.eval_steps or 0,
+            recipe.save_steps or 0,
+            recipe.eval_on_start,
+        ),
+        device=device,
+        evaluate=evaluation,
+        best_of=next(iter(evaluation.sets), None),
+        loss_scale=65536.0 if choices.dtype == "fp16" else None,
+        observers=observers,
+    )
+    run = Run(job, TrainState(), None, folder)
+    if resume:
+        _restore(run, store, found, on_event)
+    return run
+
+
+def trackers(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) -> list[Observer]:
+    """The tools that `report_to` names, ready to be told metrics."""
+    from trimtab.trainer.tracking import TensorBoardSink, WandbSink
+
+    found: list[Observer] = []
+    if "tensorboard" in recipe.report_to:
+        found.append(TensorBoardSink(folder.path / "tensorboard"))
+    if "wandb" in recipe.report_to:
+        found.append(WandbSink(folder.path, folder.path.name, config))
+    return found
+
+
+def _set_up_torch(choices: Choices) -> None:
+    torch.set_num_threads(choices.threads)
+    if choices.device == "cuda" and choices.deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def _gradient_format(decoder: Decoder, choices: Choices) -> None:
+    """Gradients of bf16 weights are added up in fp32 unless the recipe says otherwise."""
+    if choices.weights_dtype == "bf16" and choices.gradient_dtype == "fp32":
+        for parameter in decoder.parameters():
+            parameter.grad_dtype = torch.float32
+
+
+def _autocast(choices: Choices) -> Callable[[], Any]:
+    if choices.dtype == choices.weights_dtype:
+        return contextlib.nullcontext
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[choices.dtype]
+    return lambda: torch.autocast(choices.device, dtype=dtype)
+
+
+def _loss(
+    decoder: Decoder, device: torch.device, autocast: Callable[[], Any]
+) -> Callable[[Batch], torch.Tensor]:
+    def loss(batch: Batch) -> torch.Tensor:
+        layout = Layout.packed(batch.documents_BT)  # before the move: its offsets are found without the GPU
+        moved = batch.to(device)
+        with autocast():
+            return decoder.loss(moved.input_ids_BT, moved.labels_BT, moved.positions_BT, layout)
+
+    return loss
+
+
+def _checkpoint(store: Store, folder: RunFolder) -> Found | None:
+    """The last good checkpoint; None where none was ever published, so that the run begins again at its start."""
+    found = store.latest()
+    if found is None and any(folder.checkpoints.glob("step-*")):
+        raise CheckpointError(
+            f"every checkpoint in {folder.checkpoints} is damaged",
+            "restore one from a copy, or start the recipe anew",
+        )
+    return found
+
+
+def _restore(run: Run, store: Store, found: Found | None, on_event: Callable[[str], None]) -> None:
+    """Fills a run from a checkpoint and cuts its log back to it."""
+    job = run.job
+    assert isinstance(job.log, MetricsLog)
+    if found is None:
+        job.log.cut_back(-1)
+        on_event("no checkpoint was saved yet: beginning again at step 0")
+        return
+    scalars = store.load(found, job.tensors())
+    run.state = TrainState(**scalars["state"])
+    run.scaler = LossScaler(**scalars["scaler"]) if scalars["scaler"] else None
+    job.optimizer.restore_scalars(scalars["optimizer"])
+    job.loader.restore(scalars["loader"])
+    job.log.cut_back(found.step)
+    on_event(f"continuing from step {found.step}")

@@ -1,0 +1,110 @@
+"""Every `auto` of a recipe, decided once and kept in the run folder, so that a resumed run decides nothing anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.errors import ModelError, RecipeError, ResourceError
+from trimtab.facts.shapes import ModelShape
+from trimtab.kernels.attention.choice import choose
+from trimtab.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What was decided, in plain data.
+
+    Example:
+        >>> Choices.from_dict(choices.to_dict()) == choices  # doctest: +SKIP
+        True
+    """
+
+    device: str
+    dtype: str
+    weights_dtype: str
+    gradient_dtype: str
+    attention: dict[str, Any]
+    """impl, reason, and why each other one was not taken."""
+    precision: str
+    """The number formats in a sentence."""
+    threads: int
+    deterministic: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """For choices.json."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Choices:
+        """The inverse of `to_dict`; keys of other parts of choices.json are left alone."""
+        return Choices(**{f.name: data[f.name] for f in dataclasses.fields(Choices)})
+
+
+def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: int) -> Choices:
+    """Decides for one machine; a wish that cannot be met is an error, never replaced."""
+    if recipe.max_seq_length > shape.max_positions:
+        raise ModelError(
+            f"max_seq_length {recipe.max_seq_length} is beyond the model's {shape.max_positions} positions",
+            f"set max_seq_length to at most {shape.max_positions}",
+        )
+    dtype = _compute_dtype(recipe, device)
+    weights = recipe.weights_dtype
+    if weights == "auto":
+        weights = "bf16" if dtype == "bf16" else "fp32"
+    gradients = recipe.gradient_dtype
+    if weights == "fp32" and gradients == "bf16":
+        raise RecipeError(
+            f"gradient_dtype: bf16 needs weights in bf16, and {device.name} trains in {dtype} on fp32 weights",
+            "set gradient_dtype: fp32, or dtype: bf16 if this device should compute in bf16 all the same",
+        )
+    choice = choose(
+        device=device.kind,
+        capability=device.capability,
+        dtype=dtype,
+        head_dim=shape.head_dim,
+        packed=recipe.packing,
+        window=_shortest_window(shape, recipe.max_seq_length),
+        training=True,
+        requested=recipe.model.attn_implementation,
+        deterministic=recipe.deterministic,
+    )
+    return Choices(
+        device=device.kind,
+        dtype=dtype,
+        weights_dtype=weights,
+        gradient_dtype=gradients,
+        attention={"impl": choice.impl, "reason": choice.reason, "rejected": choice.rejected},
+        precision=_sentence(dtype, weights, gradients),
+        threads=threads,
+        deterministic=recipe.deterministic,
+    )
+
+
+def _shortest_window(shape: ModelShape, length: int) -> int | None:
+    windows = [w for w in (shape.window(i) for i in range(shape.num_layers)) if w is not None and w < length]
+    return min(windows) if windows else None
+
+
+def _compute_dtype(recipe: Recipe, device: DeviceFacts) -> str:
+    if recipe.dtype == "auto":
+        return "bf16" if device.bf16 else "fp32"
+    if recipe.dtype == "bf16" and device.kind == "cuda" and not device.bf16:
+        raise ResourceError(
+            f"{device.name} does not compute in bf16 (that needs capability 8.0)",
+            "set dtype: fp16 (with loss scaling) or dtype: fp32",
+        )
+    return recipe.dtype
+
+
+def _sentence(dtype: str, weights: str, gradients: str) -> str:
+    if dtype == weights == "fp32":
+        return "everything in fp32"
+    rounding = ", updates rounded stochastically" if weights == "bf16" else ""
+    scaling = ", loss scaled" if dtype == "fp16" else ""
+    return (
+        f"matrix products in {dtype}, weights in {weights}{rounding}, gradients added up in {gradients}{scaling}; "
+        "norms, softmax and loss in fp32"
+    )

@@ -1,0 +1,235 @@
+"""The data of a recipe, opened: hub ids fetched, `starter:` sources generated, everything tokenized or streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from trimtab import data, hub, starter
+from trimtab.data import Batch, Progress, SourceSpec
+from trimtab.data.corpus import default_cache_dir
+from trimtab.facts.errors import DataError
+from trimtab.parallel import Mesh
+from trimtab.plan import DataFacts, total_steps
+from trimtab.recipe import Recipe
+from trimtab.recipe.keys import Data, Source
+from trimtab.text import Tokenizer
+
+STARTER_PREFIX = "starter:"
+GENERATED_DOCUMENTS = {"math": 20_000, "math-heldout": 400}
+"""How many documents a generated source has, unless `first` says otherwise."""
+STARTER_SEED = 1
+QUIET_BYTES = 2**27
+"""Reading and checking less than this takes no time worth a line."""
+
+
+class Watcher(Protocol):
+    """Told how preparations go."""
+
+    def message(self, text: str) -> None: ...
+    def working(self, what: str, done: int, total: int | None, unit: str = "") -> None: ...
+
+
+@dataclass
+class Corpora:
+    """Opened data: what is trained on, replayed and measured on."""
+
+    train: list[tuple[Any, float]]
+    replay: list[tuple[Any, float]]
+    evaluation: dict[str, list[Any]]
+    commits: dict[str, str | None]
+
+    def loader(self, recipe: Recipe, mesh: Mesh) -> Any:
+        """The training loader for one process of a mesh."""
+        return data.make_loader(
+            self.train,
+            replay=self.replay,
+            replay_share=recipe.data.replay.share if recipe.data.replay else 0.0,
+            max_seq_length=recipe.max_seq_length,
+            packing=recipe.packing,
+            batch_size=recipe.per_device_train_batch_size,
+            accumulation=recipe.gradient_accumulation_steps,
+            seed=recipe.seed,
+            dp_rank=mesh.rank,
+            dp_size=mesh.size,
+        )
+
+    def facts(self, recipe: Recipe) -> DataFacts:
+        """What the planner wants to know."""
+        loader = self.loader(recipe, Mesh.single())
+        if recipe.data.streaming:
+            return DataFacts(None, None, None)
+        return DataFacts(loader.num_windows, loader.num_tokens, loader.fill)
+
+    def total_steps(self, recipe: Recipe, mesh: Mesh) -> int:
+        """Updates of the whole run."""
+        steps = total_steps(recipe, self.facts(recipe), mesh.size)
+        assert steps is not None, "a streamed recipe without max_steps does not validate"
+        return steps
+
+    def eval_batches(self, recipe: Recipe) -> dict[str, Sequence[Batch]]:
+        """Batches of each evaluated set; the domain first."""
+        return {
+            name: [
+                batch
+                for corpus in corpora
+                for batch in data.eval_batches(
+                    corpus,
+                    batch_size=recipe.per_device_train_batch_size,
+                    max_seq_length=recipe.max_seq_length,
+                    max_windows=max(1, recipe.data.eval_windows // len(corpora)),
+                )
+            ]
+            for name, corpora in self.evaluation.items()
+        }
+
+    def pins(self) -> dict[str, Any]:
+        """For choices.json: commits of hub data sets and fingerprints of all files."""
+        everything = [c for c, _ in [*self.train, *self.replay]]
+        return {"commits": self.commits, "manifests": [c.manifest() for c in everything]}
+
+
+def open_corpora(
+    recipe: Recipe, tokenizer: Tokenizer, watcher: Watcher, *, kept: dict[str, Any] | None = None
+) -> Corpora:
+    """Opens everything a recipe's `data` names.
+
+    With `kept` (the `pins` of a run that is continued) hub data sets are taken at the commit they had, and a file
+    that has changed is an error.
+    """
+    opening = _Opening(recipe.data, tokenizer, watcher, kept)
+    section = recipe.data
+    evaluation = {
+        name: [opening.cached(source) for source in sources]
+        for name, sources in (("domain", section.eval.domain), ("general", section.eval.general))
+        if sources
+    }
+    train = [(opening.trained(source), source.weight) for source in section.train]
+    if not section.eval.domain and section.eval_share > 0 and not section.streaming:
+        halves = [(corpus.split(share=section.eval_share), weight) for corpus, weight in train]
+        train = [(kept_part, weight) for (kept_part, _), weight in halves]
+        evaluation = {"domain": [held for (_, held), _ in halves], **evaluation}
+    elif not section.streaming:
+        train = [(_without(corpus, evaluation), weight) for corpus, weight in train]
+    replay = []
+    if section.replay is not None:
+        replay = [(opening.trained(source), source.weight) for source in section.replay.sources]
+    if kept is not None:
+        for (corpus, _), manifest in zip([*train, *replay], kept["manifests"], strict=True):
+            corpus.check(manifest)
+    return Corpora(train, replay, evaluation, opening.commits)
+
+
+def open_for_eval(
+    name: str, tokenizer: Tokenizer, watcher: Watcher, max_seq_length: int, max_windows: int, batch_size: int
+) -> list[Batch]:
+    """Batches of one named source, outside of any recipe."""
+    corpus = _Opening(None, tokenizer, watcher).cached(Source(source=name))
+    return list(
+        data.eval_batches(
+            corpus, batch_size=batch_size, max_seq_length=max_seq_length, max_windows=max_windows
+        )
+    )
+
+
+def _without(corpus: Any, evaluation: dict[str, list[Any]]) -> Any:
+    """A training corpus less every document that is measured on."""
+    for measured in (c for corpora in evaluation.values() for c in corpora):
+        corpus = corpus.without(measured)
+    return corpus
+
+
+class _Opening:
+    """One pass over a recipe's sources; remembers the commits it met."""
+
+    def __init__(
+        self,
+        section: Data | None,
+        tokenizer: Tokenizer,
+        watcher: Watcher,
+        kept: dict[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer, self.watcher = tokenizer, watcher
+        self.streaming = section is not None and section.streaming
+        self.num_proc = section.num_proc if section else None
+        self.kept_commits = kept["commits"] if kept else {}
+        self.commits: dict[str, str | None] = {}
+        folder = section.cache_dir if section else None
+        self.cache_dir = Path(folder).expanduser() if folder else default_cache_dir()
+
+    def cached(self, source: Source) -> Any:
+        """A corpus in the token cache."""
+        return self._open(source, streaming=False)
+
+    def trained(self, source: Source) -> Any:
+        """A corpus for training: cached, or streamed where the recipe says so."""
+        return self._open(source, streaming=self.streaming)
+
+    def _open(self, source: Source, streaming: bool) -> Any:
+        corpus = data.open_corpus(
+            self._spec(source),
+            self.tokenizer,
+            cache_dir=self.cache_dir,
+            num_proc=self.num_proc,
+            progress=self._progress,
+            streaming=streaming,
+        )
+        summary = corpus.summary
+        for count, what in ((summary.empty, "empty"), (summary.short, "shorter than two tokens")):
+            if count:
+                self.watcher.message(f"{source.source}: {count} documents are {what} and were left out")
+        return corpus
+
+    def _progress(self, progress: Progress) -> None:
+        if progress.message is not None:
+            self.watcher.message(progress.message)
+        elif progress.stage == "tokenize" or progress.total_bytes > QUIET_BYTES:
+            what = {"hash": "reading", "tokenize": "tokenizing", "verify": "checking"}.get(
+                progress.stage, progress.stage
+            )
+            self.watcher.working(
+                f"{what} {progress.source}", progress.done_bytes, progress.total_bytes, "bytes"
+            )
+
+    def _spec(self, source: Source) -> SourceSpec:
+        files: tuple[Path, ...] = ()
+        if source.source.startswith(STARTER_PREFIX):
+            files = (self._starter_file(source.source.removeprefix(STARTER_PREFIX), source.first),)
+        elif _is_hub_id(source.source):
+            revision = self.kept_commits.get(source.source) or source.revision
+            resolved = hub.resolve_dataset(
+                source.source, revision=revision, config=source.config, split=source.split
+            )
+            self.commits[source.source] = resolved.commit
+            files = tuple(resolved.files)
+        return SourceSpec(
+            source.source,
+            files=files,
+            text_column=source.text_column,
+            documents=source.documents,
+            first=source.first,
+            weight=source.weight,
+        )
+
+    def _starter_file(self, name: str, first: int | None) -> Path:
+        if name in ("general", "replay"):
+            return starter.data_file(name)
+        if name not in GENERATED_DOCUMENTS:
+            known = ", ".join(STARTER_PREFIX + n for n in ("general", "replay", *GENERATED_DOCUMENTS))
+            raise DataError(f"{STARTER_PREFIX}{name} does not exist", f"use one of {known}")
+        split = "heldout" if name == "math-heldout" else "train"
+        count = first or GENERATED_DOCUMENTS[name]
+        documents = starter.math_documents(STARTER_SEED, count, split=split)
+        return data.keep_texts(
+            f"{name}-{STARTER_SEED}-{count}", documents, self.cache_dir / "generated"
+        ).files[0]
+
+
+def _is_hub_id(name: str) -> bool:
+    """`org/name` that is no path here; a path with a suffix or a leading dot is never taken for an id."""
+    parts = name.split("/")
+    if len(parts) != 2 or not all(parts) or any(c in name for c in "*?[~\\") or name.startswith("."):
+        return False
+    return not Path(name).exists() and not Path(parts[0]).is_dir()

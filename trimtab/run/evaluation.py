@@ -1,0 +1,140 @@
+"""What is measured while training: losses on held-out sets, the probe, exact answers, sample completions.
+
+Losses and the probe are taken at every evaluation; completions and exact answers, which have to be generated,
+before the first step and after the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trimtab import evaluate
+from trimtab.data import Batch
+from trimtab.generate import generate_many
+from trimtab.model import Decoder
+from trimtab.run.corpora import Watcher, open_for_eval
+from trimtab.run.sources import OpenedModel
+from trimtab.starter import ProbeItem, Problem, check, math_problems, probe_items
+from trimtab.text import Tokenizer
+
+ANSWERS_SEED = 20_000
+"""The held-out problems are the same for every run, so that runs can be compared."""
+ANSWER_TOKENS = 64
+SAMPLE_TOKENS = 48
+
+
+@dataclass
+class Evaluation:
+    """A callable step → records, with everything it measures on."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    total_steps: int
+    sets: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
+    probe_items: Sequence[ProbeItem] = ()
+    problems: Sequence[Problem] = ()
+    prompts: Sequence[str] = ()
+    autocast: Callable[[], Any] = torch.no_grad
+
+    def __call__(self, step: int) -> list[dict[str, Any]]:
+        """Records for the metrics log; the decoder is left in the mode it was in."""
+        training = self.decoder.training
+        self.decoder.eval()
+        try:
+            with torch.no_grad(), self.autocast():
+                records = [*self._losses(step), *self._probe(step)]
+                if step == 0 or step >= self.total_steps:
+                    records += [*self._answers(step), *self._samples(step)]
+        finally:
+            self.decoder.train(training)
+        return records
+
+    def _losses(self, step: int) -> list[dict[str, Any]]:
+        records = []
+        for name, batches in self.sets.items():
+            result = evaluate.loss(self.decoder, batches)
+            records.append(
+                {
+                    "kind": "eval",
+                    "step": step,
+                    "name": name,
+                    "loss": result.loss,
+                    "perplexity": result.perplexity,
+                    "tokens": result.tokens,
+                }
+            )
+        return records
+
+    def _probe(self, step: int) -> list[dict[str, Any]]:
+        if not self.probe_items:
+            return []
+        scores = evaluate.probe(self.decoder, self.tokenizer, self.probe_items)
+        return [{"kind": "probe", "step": step, "scores": scores}]
+
+    def _complete(self, prompts: Sequence[str], max_new_tokens: int, stop: list[str]) -> list[str]:
+        found = generate_many(
+            self.decoder,
+            self.tokenizer,
+            list(prompts),
+            max_new_tokens=max_new_tokens,
+            temperature=0.0,
+            stop=stop,
+        )
+        return [completion.text for completion in found]
+
+    def _answers(self, step: int) -> list[dict[str, Any]]:
+        if not self.problems:
+            return []
+        result = evaluate.exact_answers(
+            lambda prompts: self._complete(prompts, ANSWER_TOKENS, ["\n\n"]), self.problems, check
+        )
+        return [
+            {
+                "kind": "answers",
+                "step": step,
+                "exact": result.exact,
+                "total": result.total,
+                "by_topic": result.by_topic,
+            }
+        ]
+
+    def _samples(self, step: int) -> list[dict[str, Any]]:
+        if not self.prompts:
+            return []
+        texts = self._complete(self.prompts, SAMPLE_TOKENS, ["\n\n"])
+        return [
+            {"kind": "sample", "step": step, "prompt": prompt, "completion": text}
+            for prompt, text in zip(self.prompts, texts, strict=True)
+        ]
+
+
+def evaluate_model(
+    opened: OpenedModel,
+    texts: Sequence[str],
+    watcher: Watcher,
+    *,
+    probe: bool,
+    answers: int,
+    max_seq_length: int,
+    max_windows: int,
+    batch_size: int,
+) -> list[dict[str, Any]]:
+    """Measures a model outside of training; the same records as in a run's log."""
+    length = min(max_seq_length, opened.decoder.shape.max_positions)
+    sets = {
+        text: open_for_eval(text, opened.tokenizer, watcher, length, max_windows, batch_size)
+        for text in texts
+    }
+    evaluation = Evaluation(
+        opened.decoder,
+        opened.tokenizer,
+        total_steps=0,
+        sets=sets,
+        probe_items=probe_items() if probe else (),
+        problems=math_problems(ANSWERS_SEED, answers) if answers else (),
+    )
+    return evaluation(opened.step or 0)

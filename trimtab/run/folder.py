@@ -1,0 +1,141 @@
+"""A run folder: what lies where, and how its small files are written so that none is ever half there."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.checkpoint import RunLock
+from trimtab.facts.errors import CheckpointError, ResourceError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths inside a run folder.
+
+    Example:
+        >>> RunFolder(Path("runs/a")).metrics.name
+        'metrics.jsonl'
+    """
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """What the run was expected to take."""
+        return self.path / "plan.json"
+
+    @property
+    def choices(self) -> Path:
+        """Every `auto` of the recipe as it was decided at the first start."""
+        return self.path / "choices.json"
+
+    @property
+    def environment(self) -> Path:
+        """Versions and machine."""
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """`step-…` folders."""
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """config.json and the tokenizer: with a checkpoint, all that is needed to use the model."""
+        return self.path / "model"
+
+    @property
+    def receipts(self) -> Path:
+        """Proofs of exports."""
+        return self.path / "receipts"
+
+    @property
+    def report(self) -> Path:
+        """The one-page report."""
+        return self.path / "report.html"
+
+    @staticmethod
+    def is_run(path: Path) -> bool:
+        """Whether a folder is one of ours."""
+        return (path / "recipe.yaml").is_file() and (path / "choices.json").is_file()
+
+    def create(self) -> None:
+        """Makes the folder for a new run; one that already holds a run is never written over."""
+        if self.metrics.exists() or self.choices.exists():
+            raise CheckpointError(
+                f"{self.path} already holds a run",
+                f"continue it with `trimtab train --resume {self.path}`, or give another output_dir",
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / ".writable"
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            raise ResourceError(
+                f"the run folder {self.path} cannot be written: {error.strerror}", "give another output_dir"
+            ) from error
+
+    def lock(self) -> RunLock:
+        """One process at a time: `with folder.lock():`."""
+        return RunLock(self.path)
+
+    def open(self) -> None:
+        """Checks that this is a run that can be continued."""
+        if not self.path.is_dir():
+            raise CheckpointError(
+                f"there is no folder {self.path}", "give the run folder that training printed"
+            )
+        if not self.is_run(self.path):
+            raise CheckpointError(
+                f"{self.path} is not a run folder (no recipe.yaml and choices.json in it)",
+                "give the run folder that training printed",
+            )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small file so that a reader sees the old one or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ResourceError(
+            f"{path} cannot be written: {error.strerror}", "free some space or check rights"
+        ) from error
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """`write_text` of JSON with sorted, readable keys left in their order."""
+    write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of ours; damage is said plainly."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}", "restore it or start the run anew"
+        ) from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object", "restore it or start the run anew")
+    return data
