@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trimtab.api import Model, RunResult, load, plan, train
+    from trimtab.api import Model, RunResult, load, plan_run, resume, train
     from trimtab.facts.errors import TrimtabError
 
 __version__ = "0.1.0"
@@ -25,13 +25,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "load": "trimtab.api",
     "train": "trimtab.api",
-    "plan": "trimtab.api",
+    "plan_run": "trimtab.api",
+    "resume": "trimtab.api",
     "Model": "trimtab.api",
     "RunResult": "trimtab.api",
     "TrimtabError": "trimtab.facts.errors",
 }
 
-__all__ = ["Model", "RunResult", "TrimtabError", "__version__", "load", "plan", "train"]
+__all__ = ["Model", "RunResult", "TrimtabError", "__version__", "load", "plan_run", "resume", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,14 @@ from trimtab.facts.errors import RecipeError
 
 if TYPE_CHECKING:
     from trimtab.generate import Completion
+    from trimtab.launch import Finished
     from trimtab.report import LiveView, RunData
     from trimtab.run import OpenedModel
 
 Messages = Sequence[dict[str, str]]
+
+DEFAULT_NEW_TOKENS = 128
+DTYPES = ("fp32", "bf16", "fp16")
 
 
 @dataclass
@@ -37,7 +42,7 @@ class Model:
         self,
         prompt: str | Messages,
         *,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
         top_k: int = 0,
@@ -49,7 +54,7 @@ class Model:
 
         Args:
             prompt: text to continue, or chat messages (`[{"role": "user", "content": "…"}]`).
-            max_new_tokens: at most so many.
+            max_new_tokens: at most so many; by default 128, or what the model has room for.
             temperature: 0 always takes the likeliest token.
             top_p: draw from the likeliest tokens of this mass.
             top_k: draw from the so many likeliest tokens; 0 for all.
@@ -61,6 +66,9 @@ class Model:
 
         tokenizer = self.opened.tokenizer
         ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
+        if max_new_tokens is None:
+            room = self.opened.decoder.shape.max_positions - len(ids)
+            max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
         return generate(
             self.opened.decoder,
             tokenizer,
@@ -80,6 +88,8 @@ class Model:
         from trimtab.model import read_generation_config, read_token_ids
         from trimtab.run import RunFolder
 
+        if dtype not in DTYPES:
+            raise RecipeError(f"dtype {dtype!r} is not known", f"use one of {', '.join(DTYPES)}")
         opened, folder = self.opened, Path(folder)
         run = RunFolder(Path(opened.name))
         name = f"export-hf-{folder.name}.json"
@@ -138,16 +148,19 @@ def load(
         dtype: `fp32`, `bf16`, `fp16`, or `auto` for what the device computes well.
         device: `auto`, `cpu` or `cuda`.
     """
+    from trimtab.launch import detect
+    from trimtab.launch.device import need_torch
+
+    need_torch()
     import torch
 
-    from trimtab.launch import detect
     from trimtab.run import open_model
 
     facts = detect(device)
     if dtype == "auto":
         dtype = "bf16" if facts.bf16 and facts.kind == "cuda" else "fp32"
-    if dtype not in ("fp32", "bf16", "fp16"):
-        raise RecipeError(f"dtype {dtype!r} is not known", "use auto, fp32, bf16 or fp16")
+    if dtype not in DTYPES:
+        raise RecipeError(f"dtype {dtype!r} is not known", f"use auto, {', '.join(DTYPES)}")
     opened = open_model(
         str(name),
         revision=revision,
@@ -170,25 +183,56 @@ def train(
         1.87
     """
     from trimtab import launch
-    from trimtab.report import LiveView, read_run, write_page
+    from trimtab.launch.device import need_torch
+    from trimtab.report import LiveView
 
+    need_torch()
     with view or LiveView() as shown:
-        finished = launch.train(_recipe(recipe, overrides), shown)
-    write_page(read_run(finished.folder), finished.folder / "report.html")
-    return RunResult(finished.folder, finished.status, finished.step)
+        return _result(launch.train(_recipe(recipe, overrides), shown))
 
 
-def plan(recipe: str | Path | dict[str, Any], **overrides: Any) -> dict[str, Any]:
-    """What a recipe will take on this machine, as plain data; nothing is trained."""
+def resume(folder: str | Path, *, view: LiveView | None = None, **overrides: Any) -> RunResult:
+    """Continues a run folder from its last good checkpoint; only keys that may change on resume are taken.
+
+    Example:
+        >>> trimtab.resume("runs/my-run", save_steps=50)  # doctest: +SKIP
+    """
+    from trimtab import launch
+    from trimtab.launch.device import need_torch
+    from trimtab.report import LiveView
+
+    need_torch()
+    words = [
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in overrides.items()
+    ]
+    with view or LiveView() as shown:
+        return _result(launch.resume(Path(folder), words, shown))
+
+
+def plan_run(recipe: str | Path | dict[str, Any], **overrides: Any) -> dict[str, Any]:
+    """What a recipe will take on this machine, as plain data; nothing is trained, and torch is not needed.
+
+    Not called `plan`: that name is the package's part that does it.
+    """
     from trimtab import launch
 
     return launch.prepare(_recipe(recipe, overrides)).plan.to_dict()
 
 
+def _result(finished: Finished) -> RunResult:
+    from trimtab.report import read_run, write_page
+
+    write_page(read_run(finished.folder), finished.folder / "report.html")
+    return RunResult(finished.folder, finished.status, finished.step)
+
+
 def _recipe(recipe: str | Path | dict[str, Any], overrides: dict[str, Any]) -> Any:
     from trimtab.recipe import build, load, to_dict
+    from trimtab.recipe.loading import PAIRS
 
     data = to_dict(load(recipe)) if isinstance(recipe, str | Path) else dict(recipe)
-    if "max_steps" in overrides and "num_train_epochs" not in overrides:
-        data.pop("num_train_epochs", None)
+    for first, second in PAIRS:
+        for given, other in ((first, second), (second, first)):
+            if given in overrides and other not in overrides:
+                data.pop(other, None)
     return build({**data, **overrides})

@@ -277,7 +277,7 @@ def test_an_empty_or_missing_folder_has_no_latest(tmp_path: Path, events: list[s
     assert events == []
 
 
-def test_errors_of_the_thread_come_with_the_next_call_and_only_once(
+def test_errors_of_the_thread_are_told_and_do_not_keep_the_next_save_from_being_tried(
     store: Store, events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.save(1, state_of(1), {}, wait=True)
@@ -289,9 +289,14 @@ def test_errors_of_the_thread_come_with_the_next_call_and_only_once(
         patched.setattr(FileSystem, "create_stream", fail)
         store.save(2, state_of(2), {})
         with pytest.raises(CheckpointError, match=r"step 2.*Input/output error"):
-            store.save(3, state_of(3), {})
-    assert any("step 2 was not written" in event for event in events)
+            store.wait()
+        store.wait()  # raised once
+        store.save(2, state_of(2), {})
+        with pytest.raises(CheckpointError, match=r"step 3.*Input/output error"):
+            store.save(3, state_of(3), {}, wait=True)
     store.save(4, state_of(4), {}, wait=True)
+    assert any("step 2 was not written" in event for event in events)
+    assert any("step 3 was not written" in event for event in events)
     assert found_latest(store).step == 4
     assert not [path for path in store.folder.iterdir() if path.name.startswith(".tmp")]
 

@@ -31,7 +31,7 @@ def set_grads(module: torch.nn.Module, step: int, dtype: torch.dtype | None = No
         grad = torch.randn(p.shape, generator=generator)
         if dtype is not None and dtype != p.dtype:
             p.grad_dtype = dtype
-        p.grad = grad.to(dtype or p.dtype)
+        p.grad = grad.to(p.device, dtype or p.dtype)
 
 
 def weights(module: torch.nn.Module) -> list[torch.Tensor]:

@@ -152,3 +152,83 @@ def test_measured_buckets_are_the_tensors_own_sizes() -> None:
     size = storage_bytes(job.parameters.values())
     assert peak["weights"] == peak["gradients"] == peak["optimizer"] == size
     assert 0 < peak["activations"] < 20_000
+
+
+@pytest.mark.parametrize("what", ["evaluation", "log", "observer", "loss"])
+def test_whatever_stops_the_loop_the_state_is_saved(what: str) -> None:
+    job = tiny_job(
+        TinyLoader(), cadence=Cadence(total_steps=8, logging_steps=2, eval_steps=5, eval_on_start=False)
+    )
+    calls = {"n": 0}
+
+    def fail(*args: object) -> list[dict[str, object]]:
+        raise DataError("it broke", "mend it")
+
+    if what == "evaluation":
+        job.evaluate = fail
+    elif what == "log":
+        append = job.log.append
+
+        def sometimes(record: dict[str, object]) -> None:
+            if record.get("step") == 4 and record["kind"] == "train":
+                raise DataError("the disk is full", "free some")
+            append(record)
+
+        job.log.append = sometimes  # type: ignore[method-assign]
+    elif what == "observer":
+
+        class Broken:
+            def record(self, record: dict[str, object]) -> None:
+                if record.get("step") == 4:
+                    raise DataError("it broke", "mend it")
+
+            def message(self, text: str) -> None: ...
+
+        job.observers = [Broken()]
+    else:
+        whole = job.loss
+
+        def loss(batch: object) -> torch.Tensor:
+            calls["n"] += 1
+            if calls["n"] == 18:
+                raise RuntimeError("a kernel failed")
+            return whole(batch)
+
+        job.loss = loss
+    with pytest.raises((DataError, RuntimeError)):
+        train(job, TrainState())
+    step = max(job.store.saved)
+    assert step == (5 if what == "evaluation" else 4)
+    clean = tiny_job(TinyLoader(), total_steps=step)
+    train(clean, TrainState())
+    for name, tensor in clean.tensors().items():
+        assert torch.equal(job.store.saved[step][0][name], tensor), name
+    assert job.store.saved[step][1]["loader"] == {"step": step}
+    logged = [r["step"] for r in job.log.records if r["kind"] == "train"]
+    assert logged == sorted(set(logged))
+
+
+def test_an_unreachable_observer_does_not_stop_training() -> None:
+    class Gone:
+        def record(self, record: dict[str, object]) -> None:
+            raise BrokenPipeError
+
+        def message(self, text: str) -> None: ...
+
+    job = tiny_job(TinyLoader(), observers=[Gone()])
+    assert train(job, TrainState()).status == "finished"
+
+
+def test_a_failed_update_is_not_saved() -> None:
+    job = tiny_job(TinyLoader(), total_steps=4)
+    step = job.optimizer.step
+
+    def fails(**arguments: object) -> None:
+        step(**arguments)  # type: ignore[arg-type]
+        if job.optimizer.steps == 3:
+            raise RuntimeError("half of the weights are new")
+
+    job.optimizer.step = fails  # type: ignore[method-assign,assignment]
+    with pytest.raises(RuntimeError):
+        train(job, TrainState())
+    assert not job.store.saved

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -98,8 +99,8 @@ class Store:
 
         `scalars` are plain JSON values, the same on every rank; tuples come back as lists. A tag (`best`)
         protects the newest checkpoint that carries it from pruning; a step saved twice in a row keeps its
-        tags. Raises ResourceError, before copying anything, when the disk has no room; and whatever an
-        earlier save in the background ran into.
+        tags. Raises ResourceError, before copying anything, when the disk has no room. What an earlier save in
+        the background ran into was told to `on_event` then; it does not keep this one from being tried.
         """
         assert step >= 0
         for tag in tags:
@@ -109,7 +110,9 @@ class Store:
         state = plain.encode(scalars)
         if self._pending is not None and not self._pending[1].done():
             self._tell(f"waiting until the checkpoint of step {self._pending[0]} is written")
-        self.wait()
+        # What an earlier save ran into was announced when it happened; the state of now is worth its own try.
+        with suppress(TrimtabError):
+            self.wait()
         table = {name: entry for part in self._ranks.together(lambda: own) for name, entry in part.items()}
         needed = sum(files.nbytes(entry) + TENSOR_OVERHEAD for entry in table.values())
         needed += len(state) + STATE_BYTES

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from trimtab.cli.verb import new_app
+from trimtab.report.plain import as_text
 
 app = new_app()
 
@@ -44,7 +45,8 @@ def demo(
     With `--kill` the run is trained twice: once whole, and once ended by `kill -9` in the middle and resumed. The
     losses of both are compared bit by bit.
     """
-    from trimtab.cli.training import conclude, need_torch
+    from trimtab.cli.training import conclude
+    from trimtab.launch.device import need_torch
 
     need_torch()
     from trimtab import launch
@@ -78,10 +80,10 @@ def _replace_older(folder: Path) -> None:
     from trimtab.facts.errors import CheckpointError
     from trimtab.run.folder import RunFolder
 
-    if not folder.exists() or not any(folder.iterdir()):
+    if not RunFolder(folder).began():  # what else is there is for the new run to accept or refuse
         return
     recipe = RunFolder(folder).recipe
-    if not RunFolder.is_run(folder) or "source: starter:math" not in recipe.read_text(encoding="utf-8"):
+    if not RunFolder.is_run(folder) or "source: starter:" not in recipe.read_text(encoding="utf-8"):
         raise CheckpointError(f"{folder} is not an older demo", "give another --folder")
     shutil.rmtree(folder)
 
@@ -91,7 +93,7 @@ def _kill(folder: Path, steps: int, console: Console) -> int:
     whole, killed = folder.with_name(f"{folder.name}-whole"), folder.with_name(f"{folder.name}-killed")
     base = [sys.executable, "-m", "trimtab"]
     die_at = steps * 5 // 8
-    console.print(f"1. the whole run: {steps} steps in {whole}")
+    console.print(as_text(f"1. the whole run: {steps} steps in {whole}"))
     _check(
         subprocess.run(
             [*base, "demo", "--folder", str(whole), "--steps", str(steps)], stdout=subprocess.DEVNULL

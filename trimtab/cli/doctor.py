@@ -48,8 +48,8 @@ def doctor(
         _device_rows(table)
     else:
         ready = False
-    usage = shutil.disk_usage(folder)
-    table.add_row("disk", as_text(f"{format_bytes(usage.free)} free in {folder.resolve()}"))
+    there = next(place for place in (folder.resolve(), *folder.resolve().parents) if place.is_dir())
+    table.add_row("disk", as_text(f"{format_bytes(shutil.disk_usage(there).free)} free in {there}"))
     console.print(table)
     if _version("torch"):
         console.print(_attention_table())

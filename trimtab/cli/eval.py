@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trimtab.cli.verb import new_app
+from trimtab.facts.errors import RecipeError
 
 app = new_app()
 
@@ -49,8 +50,10 @@ def evaluate(
 
     Loss is in nats a token, averaged over all predicted tokens of packed, isolated documents.
     """
-    from trimtab.cli.training import need_torch
+    from trimtab.launch.device import need_torch
 
+    if not (texts or probe or answers):
+        raise RecipeError("there is nothing to measure", "name a text, or leave --no-probe out")
     need_torch()
     from trimtab.api import load
     from trimtab.report import LiveView

@@ -41,13 +41,14 @@ def hf(
     The files are read back by an independent reader; names, shapes, checksums and logits are compared with the
     model in memory; the receipt that says so goes into the run folder's `receipts/`, or beside the new folder.
     """
-    from trimtab.cli.training import need_torch
+    from trimtab.launch.device import need_torch
 
     need_torch()
     from trimtab.api import load
+    from trimtab.report.plain import plain
 
     receipt = load(model, revision=revision, checkpoint=checkpoint, device="cpu", dtype="fp32").save(
         folder, dtype=dtype, overwrite=overwrite
     )
-    print(f"written: {folder}")
-    print(f"receipt: {receipt}")
+    print(plain(f"written: {folder}"))
+    print(plain(f"receipt: {receipt}"))

@@ -20,7 +20,12 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The text to continue; read from standard input if left out.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Stop after so many tokens; by default 128, or what the model has room for."
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this mass.")
@@ -51,7 +56,7 @@ def generate(
 
     Control characters in what a model writes are shown, never sent to the terminal.
     """
-    from trimtab.cli.training import need_torch
+    from trimtab.launch.device import need_torch
 
     need_torch()
     from trimtab.api import load
@@ -61,6 +66,8 @@ def generate(
     text = sys.stdin.read() if prompt is None else prompt
     if not text.strip() and prompt is None:
         raise RecipeError("no prompt given", "write it behind the model, or pipe it in")
+    if system is not None and not chat:
+        raise RecipeError("--system is given without --chat", "add --chat, or put it into the prompt")
     loaded = load(model, revision=revision, checkpoint=checkpoint, dtype=dtype, device=device)
 
     def show(piece: str) -> None:

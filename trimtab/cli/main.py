@@ -5,6 +5,8 @@ Each verb's file is imported when that verb runs, so that `trimtab --help` stays
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from importlib import import_module
 from typing import Any
@@ -14,7 +16,7 @@ import typer.core
 import typer.main
 
 from trimtab import __version__
-from trimtab.facts.errors import MissingDependency, TrimtabError
+from trimtab.facts.errors import MissingDependency, ResourceError, TrimtabError
 
 VERBS = {
     "demo": "Train the embedded model on mathematics here and now: two minutes, nothing to download.",
@@ -31,7 +33,8 @@ VERBS = {
 # typer carries its own copy of click in newer versions; the base of its public exceptions is the same in all.
 UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
-TORCH_REMEDY = "pip install 'trimtab[train]'"
+DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+"""A full or read-only disk and missing rights, wherever a room did not meet them itself."""
 
 
 class LazyVerbs(typer.core.TyperGroup):
@@ -42,15 +45,18 @@ class LazyVerbs(typer.core.TyperGroup):
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The verb's command; for the overview a stub that carries its one line."""
+        """A stub that carries the verb's one line, for the overview."""
         if cmd_name not in VERBS:
             return None
-        if ctx.resilient_parsing or cmd_name not in sys.argv[1:]:
-            return typer.core.TyperCommand(cmd_name, help=VERBS[cmd_name], callback=lambda: None)
-        app = import_module(f"trimtab.cli.{cmd_name}").app
-        command = typer.main.get_command(app)
-        command.name = cmd_name
-        return command
+        return typer.core.TyperCommand(cmd_name, help=VERBS[cmd_name], callback=lambda: None)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb that was asked for, loaded."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and name is not None:
+            command = typer.main.get_command(import_module(f"trimtab.cli.{name}").app)
+            command.name = name
+        return name, command, rest
 
 
 app = typer.Typer(
@@ -78,10 +84,11 @@ def main(arguments: list[str] | None = None) -> int:
     6 memory, disk or device · 7 training had to stop · 8 a package is missing · 9 the hub · 130/143 stopped by a
     signal, everything saved.
     """
-    if arguments is not None:
-        sys.argv[1:] = arguments
     try:
-        code: Any = typer.main.get_command(app).main(standalone_mode=False)
+        code: Any = typer.main.get_command(app).main(
+            args=arguments, prog_name="trimtab", standalone_mode=False
+        )
+        sys.stdout.flush()
     except TrimtabError as error:
         return _fail(str(error), error.exit_code)
     except UsageProblem as error:
@@ -92,9 +99,35 @@ def main(arguments: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "pyarrow", "psutil"):
             raise
-        missing = MissingDependency(f"this needs {error.name}, which is not installed", TORCH_REMEDY)
+        missing = MissingDependency(
+            f"this needs {error.name}, which is not installed", "pip install 'trimtab[train]'"
+        )
         return _fail(str(missing), missing.exit_code)
+    except BrokenPipeError:
+        # Whoever read our output (`| head`) has enough. Nothing may be flushed into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+    except (OSError, MemoryError, RuntimeError) as error:
+        lacking = _lacking(error)
+        if lacking is None:
+            raise
+        return _fail(str(lacking), lacking.exit_code)
     return code if isinstance(code, int) else 0
+
+
+def _lacking(error: Exception) -> ResourceError | None:
+    """The machine's fault, said plainly; None for what is a mistake of ours and deserves its traceback."""
+    if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
+        where = f" ({error.filename})" if error.filename else ""
+        return ResourceError(f"{error.strerror}{where}", "free some space or check the folder's rights")
+    # torch.OutOfMemoryError, and what torch's CPU allocator raises; neither may be imported here for its type.
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in type(error).__name__:
+        what = "the device has no memory left"
+    elif "can't allocate memory" in str(error):
+        what = "the machine has no memory left"
+    else:
+        return None
+    return ResourceError(what, "lower per_device_train_batch_size or max_seq_length; see `trimtab plan`")
 
 
 def _fail(text: str, code: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -32,14 +33,18 @@ def plan(
 
         trimtab plan recipes/qwen3-0.6b-math.yaml per_device_train_batch_size=8
     """
-    from trimtab.cli.training import need_torch
-
-    need_torch()
     from trimtab import launch
+    from trimtab.launch.device import has_torch
     from trimtab.plan import check_fits
     from trimtab.recipe import load
     from trimtab.report import LiveView
 
+    if not has_torch():
+        print(
+            "torch is not installed, so this is the plan for the CPU in fp32; "
+            "a GPU is seen after: pip install 'trimtab[train]'",
+            file=sys.stderr,
+        )
     prepared = launch.prepare(load(recipe, overrides or []))
     if as_json:
         print(json.dumps(prepared.plan.to_dict(), indent=2))

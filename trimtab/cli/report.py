@@ -26,7 +26,8 @@ def report(
     The page is one file without any reference to the outside; it can be mailed as it is.
     """
     from trimtab.report import read_run, write_page
+    from trimtab.report.plain import plain
 
     target = out or run / "report.html"
     write_page(read_run(run), target)
-    print(f"written: {target}")
+    print(plain(f"written: {target}"))

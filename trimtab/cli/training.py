@@ -8,17 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from trimtab.facts.errors import MissingDependency
-
-
-def need_torch() -> None:
-    """A clear error where torch is not installed, before anything else is done."""
-    from importlib.util import find_spec
-
-    if find_spec("torch") is None:
-        raise MissingDependency(
-            "training needs torch, which is not installed", "pip install 'trimtab[train]'"
-        )
+from trimtab.launch.device import need_torch
 
 
 def train_and_report(recipe: Path | None, overrides: list[str], resume: Path | None) -> int:
@@ -42,14 +32,16 @@ def conclude(finished: Any, console: Console) -> int:
     """The report and the last lines of a run; the exit code of how it ended."""
     from trimtab.report import read_run, write_page
     from trimtab.report.closing import closing
+    from trimtab.report.plain import as_text
 
     data = read_run(finished.folder)
     write_page(data, finished.folder / "report.html")
     console.print(closing(data))
     if finished.status == "interrupted":
-        console.print(
+        go_on = (
             f"stopped by a signal, everything is saved; go on with: trimtab train --resume {finished.folder}"
         )
+        console.print(as_text(go_on), soft_wrap=True)
         return 128 + int(finished.signal or 2)
     sys.stdout.flush()
     return 0

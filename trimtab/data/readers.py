@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.data.columns import choose_name
-from trimtab.data.readers_text import Meter, Row, read_csv, read_json, read_jsonl, read_text
+from trimtab.data.readers_text import Meter, Row, read_csv, read_json, read_jsonl, read_text, unreadable
 from trimtab.data.sources import ResolvedSource, SourceFile, SourceSpec
 from trimtab.data.spec import SEGMENT_CHARS
 from trimtab.facts.errors import DataError, MissingDependency
@@ -135,6 +135,13 @@ def _seam(text: str, at: int) -> int:
     return high
 
 
+def _size(file: SourceFile) -> int:
+    try:
+        return file.path.stat().st_size
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
 class SegmentReader:
     """All documents of a source in order, from any (file, row) on, with the progress in bytes.
 
@@ -148,7 +155,7 @@ class SegmentReader:
         self._start = (file, row)
         self.taken = taken
         """Documents begun so far, those before the start included; `first` counts them."""
-        self._sizes = [f.path.stat().st_size for f in source.files]
+        self._sizes = [_size(f) for f in source.files]
         self._before = 0
         self._size = 0
         self._meter = Meter()

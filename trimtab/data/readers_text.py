@@ -11,6 +11,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import sys
 import zlib
 from collections.abc import Iterator
@@ -45,11 +46,21 @@ class Meter:
         return self.done
 
 
+def unreadable(file: SourceFile, error: OSError) -> DataError:
+    """The answer to a file that was there when the source was opened."""
+    return DataError(
+        f"{file.path} cannot be read any more: {error.strerror or error}", "put it back or check its rights"
+    )
+
+
 def open_bytes(file: SourceFile, meter: Meter | None = None) -> IO[bytes]:
     """The file's bytes, decompressed."""
-    raw = open(file.path, "rb")  # noqa: SIM115  the returned stream owns it
+    try:
+        raw = open(file.path, "rb")  # noqa: SIM115  the returned stream owns it
+    except OSError as error:
+        raise unreadable(file, error) from error
     if meter is not None:
-        meter.watch(raw, file.path.stat().st_size)
+        meter.watch(raw, os.fstat(raw.fileno()).st_size)
     if file.compression == "gzip":
         return cast(IO[bytes], gzip.open(raw, "rb"))
     if file.compression == "zstd":

@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trimtab.launch.device import detect
-    from trimtab.launch.here import Finished, View, prepare, resume, train
+    from trimtab.launch.here import Finished, View, resume, train
+    from trimtab.launch.preparing import Prepared, prepare
 
 _HOMES = {
     "Finished": "here",
     "View": "here",
     "detect": "device",
-    "prepare": "here",
+    "Prepared": "preparing",
+    "prepare": "preparing",
     "resume": "here",
     "train": "here",
 }
 
-__all__ = ["Finished", "View", "detect", "prepare", "resume", "train"]
+__all__ = ["Finished", "Prepared", "View", "detect", "prepare", "resume", "train"]
 
 
 def __getattr__(name: str) -> Any:

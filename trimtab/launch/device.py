@@ -4,11 +4,38 @@ from __future__ import annotations
 
 import platform
 import time
-
-import torch
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from trimtab.facts.devices import BF16_CAPABILITY, DeviceFacts, host_cores, host_memory
-from trimtab.facts.errors import ResourceError
+from trimtab.facts.errors import MissingDependency, RecipeError, ResourceError
+
+if TYPE_CHECKING:
+    import torch
+
+
+INSTALL_TORCH = "pip install 'trimtab[train]'"
+
+
+def has_torch() -> bool:
+    """Whether torch is installed; looking does not import it."""
+    return find_spec("torch") is not None
+
+
+def need_torch() -> None:
+    """A clear error where torch is not installed, before anything else is done."""
+    if not has_torch():
+        raise MissingDependency("this needs torch, which is not installed", INSTALL_TORCH)
+
+
+def threads() -> int:
+    """Threads that products on the CPU will use."""
+    if not has_torch():
+        return host_cores()
+    import torch
+
+    return torch.get_num_threads()
 
 
 def detect(requested: str = "auto") -> DeviceFacts:
@@ -18,6 +45,12 @@ def detect(requested: str = "auto") -> DeviceFacts:
         >>> detect("cpu").kind
         'cpu'
     """
+    if requested not in ("auto", "cpu", "cuda"):
+        raise RecipeError(f"device {requested!r} is not known", "use auto, cpu or cuda")
+    if not has_torch():
+        return _cpu_without_torch(requested)
+    import torch
+
     if requested == "cuda" and not torch.cuda.is_available():
         raise ResourceError(
             "device: cuda was asked for and torch sees no CUDA GPU",
@@ -25,18 +58,31 @@ def detect(requested: str = "auto") -> DeviceFacts:
         )
     if requested != "cpu" and torch.cuda.is_available():
         return _cuda()
+    return _cpu(_cpu_has_bf16())
+
+
+def _cpu_without_torch(requested: str) -> DeviceFacts:
+    """Enough to plan with; what torch would have to measure is left at its plainest."""
+    if requested == "cuda":
+        raise MissingDependency("a CUDA GPU is seen by torch, which is not installed", INSTALL_TORCH)
+    return _cpu(bf16=False)
+
+
+def _cpu(bf16: bool) -> DeviceFacts:
     total, available = host_memory()
     return DeviceFacts(
         name=_cpu_name(),
         kind="cpu",
         memory_bytes=total,
         free_bytes=available,
-        bf16=_cpu_has_bf16(),
+        bf16=bf16,
         cores=host_cores(),
     )
 
 
 def _cuda() -> DeviceFacts:
+    import torch
+
     free, total = torch.cuda.mem_get_info()
     capability = torch.cuda.get_device_capability()
     return DeviceFacts(
@@ -50,12 +96,15 @@ def _cuda() -> DeviceFacts:
     )
 
 
+@cache
 def _cpu_has_bf16() -> bool:
     """Whether products in bf16 pay on this CPU: it has the instructions, and they are measured to be faster.
 
     Instructions alone do not tell: depending on chip and torch build, bf16 products with them have been seen
-    from twice as fast as fp32 to five times slower.
+    from twice as fast as fp32 to five times slower. Measured once a process: it takes half a second of a slow core.
     """
+    import torch
+
     if platform.machine().lower() not in ("x86_64", "amd64", "arm64", "aarch64"):
         return False
     if platform.machine().lower() in ("x86_64", "amd64") and not (
@@ -66,7 +115,9 @@ def _cpu_has_bf16() -> bool:
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """The best of five forward and backward products of a layer, some milliseconds in all."""
+    """The best of five forward and backward products of a layer."""
+    import torch
+
     layer = torch.nn.Linear(512, 1024, dtype=dtype)
     x = torch.ones(512, 512, dtype=dtype, requires_grad=True)
     best = float("inf")

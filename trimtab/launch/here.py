@@ -11,15 +11,16 @@ from typing import Any, Protocol
 
 import torch
 
-from trimtab.facts.devices import DeviceFacts
-from trimtab.facts.shapes import ModelShape
-from trimtab.launch.device import detect
-from trimtab.plan import Plan, check_disk, check_fits, make_plan
-from trimtab.recipe import Recipe, check_resume, dump, load, to_dict
+from trimtab.facts.errors import CheckpointError
+from trimtab.launch.preparing import Prepared, prepare
+from trimtab.plan import check_disk, check_fits, make_plan
+from trimtab.plan.disk import Disk
+from trimtab.recipe import Recipe, build, check_resume, dump, load, to_dict
 from trimtab.run import assembling, corpora, sources
-from trimtab.run.choices import Choices, choose_all
+from trimtab.run.choices import Choices
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
+from trimtab.run.places import model_folder
 
 
 class View(Protocol):
@@ -34,20 +35,6 @@ class View(Protocol):
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A recipe that met a machine and a model, before any data is read."""
-
-    recipe: Recipe
-    device: DeviceFacts
-    shape: ModelShape
-    weights: Path
-    """Folder or GGUF file of the pretrained weights."""
-    commit: str | None
-    choices: Choices
-    plan: Plan
-
-
-@dataclass(frozen=True)
 class Finished:
     """How a run ended and where it lies."""
 
@@ -55,20 +42,6 @@ class Finished:
     status: str
     step: int
     signal: int | None = None
-
-
-def prepare(recipe: Recipe, frozen: dict[str, Any] | None = None) -> Prepared:
-    """Finds the model, decides every `auto` (or takes `frozen` ones of a run folder) and makes the plan."""
-    device = detect(recipe.device if frozen is None else frozen["device"])
-    revision = recipe.model.revision if frozen is None else frozen["model_commit"] or recipe.model.revision
-    weights, commit = sources.model_folder(recipe.model.name, revision=revision)
-    shape = sources.read_shape(weights)
-    if frozen is None:
-        choices = choose_all(recipe, shape, device, torch.get_num_threads())
-    else:
-        choices = Choices.from_dict(frozen)
-    plan = make_plan(recipe, shape, device=device, choices=choices.to_dict())
-    return Prepared(recipe, device, shape, weights, commit, choices, plan)
 
 
 def train(recipe: Recipe, view: View, *, after_step: Callable[[int], None] | None = None) -> Finished:
@@ -79,10 +52,10 @@ def train(recipe: Recipe, view: View, *, after_step: Callable[[int], None] | Non
         Finished(folder=PosixPath('runs/train'), status='finished', step=100, signal=None)
     """
     folder = RunFolder(Path(recipe.output_dir))
+    folder.check_new()
     prepared = prepare(recipe)
     check_fits(prepared.plan, prepared.device)
-    folder.create()
-    with folder.lock():
+    with folder.create():
         return _go(prepared, folder, view, kept=None, after_step=after_step)
 
 
@@ -97,10 +70,9 @@ def resume(
     folder = RunFolder(path)
     folder.open()
     with folder.lock():
-        old = load(folder.recipe)
+        kept = _kept(folder)
         recipe = load(folder.recipe, overrides)
-        check_resume(old, recipe)
-        kept = read_json(folder.choices)
+        check_resume(build(kept["recipe"]), recipe)
         if kept["threads"] > (os.cpu_count() or 1):
             view.message(
                 f"the run began with {kept['threads']} threads and this machine has {os.cpu_count()} cores: "
@@ -113,6 +85,18 @@ def resume(
         return _go(prepare(recipe, frozen=kept), folder, view, kept=kept, after_step=after_step)
 
 
+def _kept(folder: RunFolder) -> dict[str, Any]:
+    """choices.json, complete."""
+    kept = read_json(folder.choices)
+    fields = ("model_commit", "tokenizer_commit", "data", "recipe", *Choices.__dataclass_fields__)
+    missing = [name for name in fields if name not in kept]
+    if missing:
+        raise CheckpointError(
+            f"{folder.choices} lacks {', '.join(missing)}", "restore it or start the run anew"
+        )
+    return kept
+
+
 def _go(
     prepared: Prepared,
     folder: RunFolder,
@@ -122,22 +106,22 @@ def _go(
     after_step: Callable[[int], None] | None,
 ) -> Finished:
     recipe, choices, shape = prepared.recipe, prepared.choices, prepared.shape
-    tokenizer = sources.load_tokenizer(prepared.weights, shape, recipe.model.tokenizer)
+    tokenizer_folder, tokenizer_commit = prepared.model, prepared.commit
+    if recipe.model.tokenizer is not None:
+        tokenizer_folder, tokenizer_commit = model_folder(
+            recipe.model.tokenizer, revision=kept["tokenizer_commit"] if kept else None, weights=False
+        )
+    tokenizer = sources.load_tokenizer(tokenizer_folder, shape)
     opened = corpora.open_corpora(recipe, tokenizer, view, kept=kept and kept["data"])
     plan = make_plan(
         recipe, shape, device=prepared.device, data=opened.facts(recipe), choices=choices.to_dict()
     )
+    free = shutil.disk_usage(folder.path).free
     if kept is None:
-        check_disk(plan.disk, shutil.disk_usage(folder.path).free, str(folder.path))
-        sources.save_skeleton(prepared.weights, shape, tokenizer, folder.model, choices.weights_dtype)
-        write_text(folder.recipe, dump(recipe))
-        write_json(folder.plan, plan.to_dict())
-        write_json(folder.environment, environment(torch.device(choices.device)))
-        # Last: a folder with choices.json is a run that can be continued.
-        write_json(
-            folder.choices,
-            {**choices.to_dict(), "model_commit": prepared.commit, "data": opened.pins()},
-        )
+        check_disk(plan.disk, free, str(folder.path))
+    else:
+        # What it has saved stands there already: room for the next one is enough.
+        check_disk(Disk(plan.disk.checkpoint_bytes, plan.disk.checkpoint_bytes), free, str(folder.path))
     view.plan(plan.to_dict())
     for note in plan.notes:
         view.message(note)
@@ -145,7 +129,7 @@ def _go(
         recipe,
         choices,
         shape,
-        weights=prepared.weights,
+        weights=_weights(prepared, folder),
         tokenizer=tokenizer,
         corpora=opened,
         folder=folder,
@@ -153,7 +137,27 @@ def _go(
         on_event=view.message,
         resume=kept is not None,
     )
+    write_text(folder.recipe, dump(recipe))
+    if kept is None:
+        sources.save_skeleton(prepared.model, shape, tokenizer, folder.model, choices.weights_dtype)
+        write_json(folder.plan, plan.to_dict())
+        write_json(folder.environment, environment(torch.device(choices.device)))
+        # Last, when weights and data are known to be good: a folder with choices.json can be continued.
+        pins = {
+            "model_commit": prepared.commit,
+            "tokenizer_commit": tokenizer_commit,
+            "data": opened.pins(),
+            "recipe": to_dict(recipe),
+        }
+        write_json(folder.choices, {**choices.to_dict(), **pins})
     run.job.after_step = after_step
     view.total_steps = run.job.cadence.total_steps
     outcome = run.train()
     return Finished(folder.path, outcome.status, outcome.state.step, outcome.signal)
+
+
+def _weights(prepared: Prepared, folder: RunFolder) -> Path:
+    """Where the pretrained weights lie, fetched now if this start reads them."""
+    if prepared.recipe.model.init == "random" or any(folder.checkpoints.glob("step-*")):
+        return prepared.model
+    return model_folder(prepared.recipe.model.name, revision=prepared.commit)[0]

@@ -62,3 +62,20 @@ class Mesh:
         for parameter in parameters:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=self.group)
+
+    def first_text(self, text: str | None) -> str | None:
+        """The text of the first process that has one, on every process; None where none has."""
+        if self.size == 1:
+            return text
+        mine = (text or "").encode()
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(mine)
+        dist.all_reduce(lengths, group=self.group)
+        source = next((rank for rank, length in enumerate(lengths.tolist()) if length), None)
+        if source is None:
+            return None
+        letters = torch.zeros(int(lengths[source]), dtype=torch.uint8)
+        if source == self.rank:
+            letters.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        dist.broadcast(letters, group_src=source, group=self.group)
+        return bytes(letters.tolist()).decode()

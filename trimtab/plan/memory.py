@@ -147,8 +147,10 @@ def _moments(job: Job, gradients: int) -> Iterator[tuple[str, int]]:
     # A loader hands over the whole step's batches on the host; the microbatch at work is on the device.
     kept = saved.kept + data_spec.batch_bytes(job.batch, job.tokens)
     dims = (N, shape.hidden_size, shape.vocab_size)
-    loss = loss_spec.saved_bytes("chunked", *dims, _stream(job))
-    chunk = loss_spec.scratch_bytes("chunked", *dims, _stream(job))
+    loss = loss_spec.saved_bytes("chunked", *dims, job.dtype)
+    chunk = loss_spec.scratch_bytes("chunked", *dims, job.dtype)
+    if job.dtype != job.weights_dtype:  # autocast copies hidden states and head for the loss
+        chunk += (N + shape.vocab_size) * shape.hidden_size * BYTES[job.dtype]
     again = loss_spec.recomputes(shape.vocab_size, "sum")
     head = nbytes(job.gradient_dtype, shape.vocab_size * shape.hidden_size)
     stream = N * shape.hidden_size * BYTES[_stream(job)]

@@ -21,6 +21,7 @@ Attention = Literal[
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_bf16", "adamw_8bit"]
 Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup", "warmup_stable_decay"]
 Documents = Literal["file", "blank-lines", "lines"]
+MathField = Literal["math", "arithmetic", "algebra", "calculus"]
 Tracker = Literal["tensorboard", "wandb"]
 
 Count = Annotated[int, Field(ge=1)]
@@ -253,6 +254,8 @@ class Recipe(Section):
     """Beginnings that the model continues before and after training, for the report."""
     probe: Annotated[bool, Field(examples=[True])] = True
     """Score grammar, transitivity and arithmetic by likelihood at each evaluation."""
+    answers_field: Annotated[MathField, Field(examples=["calculus"])] = "math"
+    """Which problems those of `answers` are: all of mathematics, or one field of it."""
     answers: Annotated[int, Field(ge=0, examples=[100])] = 0
     """Number of held-out problems whose generated answers are checked before and after training; 0 for
     none."""

@@ -26,6 +26,7 @@ CHANGEABLE_ON_RESUME: dict[str, str] = {
     "prompts": "completions are shown, not trained on",
     "probe": "scores are shown, not trained on",
     "answers": "answers are shown, not trained on",
+    "answers_field": "answers are shown, not trained on",
     "gradient_checkpointing": "the same numbers, kept or computed again",
 }
 """Key to the reason why it may change."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +21,10 @@ from trimtab.run.choices import Choices
 from trimtab.run.corpora import Corpora
 from trimtab.run.evaluation import ANSWERS_SEED, Evaluation
 from trimtab.run.folder import RunFolder
-from trimtab.starter import math_problems, probe_items
+from trimtab.run.precision import autocast_of, set_gradient_format
+from trimtab.starter import FIELDS, math_problems, probe_items
 from trimtab.text import Tokenizer
-from trimtab.trainer import Cadence, Job, MetricsLog, Outcome, TrainState, train
+from trimtab.trainer import Cadence, Job, MetricsLog, NoLog, Outcome, TrainState, train
 from trimtab.trainer.job import Observer
 from trimtab.trainer.scaling import LossScaler
 
@@ -83,7 +83,7 @@ def assemble(
         init_weights(decoder, recipe.seed)
     elif found is None:
         load_weights(decoder, weights)
-    _gradient_format(decoder, choices)
+    set_gradient_format(decoder, choices)
     parameters = dict(decoder.named_parameters())
 
     # What moves it: data, optimizer and learning rate.
@@ -113,28 +113,30 @@ def assemble(
         )
 
     # What watches it: evaluation, log, checkpoints.
-    autocast = _autocast(choices)
+    autocast = autocast_of(choices)
     evaluation = Evaluation(
         decoder,
         tokenizer,
         total_steps,
         sets=corpora.eval_batches(recipe),
         probe_items=probe_items() if recipe.probe else (),
-        problems=math_problems(ANSWERS_SEED, recipe.answers) if recipe.answers else (),
+        problems=math_problems(ANSWERS_SEED, recipe.answers, FIELDS[recipe.answers_field])
+        if recipe.answers
+        else (),
         prompts=recipe.prompts,
         autocast=autocast,
     )
     job = Job(
         model=decoder,
         parameters=parameters,
-        loss=_loss(decoder, device, autocast),
+        loss=_loss(decoder, device, autocast, packing=recipe.packing),
         optimizer=optimizer,
         learning_rate=learning_rate,
         global_norm=optim.global_norm,
         clip_factor=lambda norm: optim.clip_factor(norm, recipe.max_grad_norm),
         loader=loader,
         store=store,
-        log=MetricsLog(folder.metrics),
+        log=MetricsLog(folder.metrics) if mesh.is_main else NoLog(),
         mesh=mesh,
         cadence=Cadence(
             total_steps,
@@ -173,25 +175,13 @@ def _set_up_torch(choices: Choices) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _gradient_format(decoder: Decoder, choices: Choices) -> None:
-    """Gradients of bf16 weights are added up in fp32 unless the recipe says otherwise."""
-    if choices.weights_dtype == "bf16" and choices.gradient_dtype == "fp32":
-        for parameter in decoder.parameters():
-            parameter.grad_dtype = torch.float32
-
-
-def _autocast(choices: Choices) -> Callable[[], Any]:
-    if choices.dtype == choices.weights_dtype:
-        return contextlib.nullcontext
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[choices.dtype]
-    return lambda: torch.autocast(choices.device, dtype=dtype)
-
-
 def _loss(
-    decoder: Decoder, device: torch.device, autocast: Callable[[], Any]
+    decoder: Decoder, device: torch.device, autocast: Callable[[], Any], *, packing: bool
 ) -> Callable[[Batch], torch.Tensor]:
     def loss(batch: Batch) -> torch.Tensor:
-        layout = Layout.packed(batch.documents_BT)  # before the move: its offsets are found without the GPU
+        # Before the move: a packed layout's offsets are found without the GPU. A document alone in its window
+        # needs none: the padding comes after it, where no token of its looks.
+        layout = Layout.packed(batch.documents_BT) if packing else Layout.causal()
         moved = batch.to(device)
         with autocast():
             return decoder.loss(moved.input_ids_BT, moved.labels_BT, moved.positions_BT, layout)
@@ -213,7 +203,7 @@ def _checkpoint(store: Store, folder: RunFolder) -> Found | None:
 def _restore(run: Run, store: Store, found: Found | None, on_event: Callable[[str], None]) -> None:
     """Fills a run from a checkpoint and cuts its log back to it."""
     job = run.job
-    assert isinstance(job.log, MetricsLog)
+    assert isinstance(job.log, MetricsLog | NoLog)
     if found is None:
         job.log.cut_back(-1)
         on_event("no checkpoint was saved yet: beginning again at step 0")

@@ -65,7 +65,7 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         capability=device.capability,
         dtype=dtype,
         head_dim=shape.head_dim,
-        packed=recipe.packing,
+        packed=True,  # evaluation packs its sets whatever the training windows hold
         window=_shortest_window(shape, recipe.max_seq_length),
         training=True,
         requested=recipe.model.attn_implementation,
@@ -104,7 +104,8 @@ def _sentence(dtype: str, weights: str, gradients: str) -> str:
         return "everything in fp32"
     rounding = ", updates rounded stochastically" if weights == "bf16" else ""
     scaling = ", loss scaled" if dtype == "fp16" else ""
+    head = " (the head's in fp32)" if weights == "fp32" else ""  # autocast does not reach into the fused loss
     return (
-        f"matrix products in {dtype}, weights in {weights}{rounding}, gradients added up in {gradients}{scaling}; "
-        "norms, softmax and loss in fp32"
+        f"matrix products in {dtype}{head}, weights in {weights}{rounding}, "
+        f"gradients added up in {gradients}{scaling}; norms, softmax and loss in fp32"
     )

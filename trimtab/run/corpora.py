@@ -18,7 +18,7 @@ from trimtab.recipe.keys import Data, Source
 from trimtab.text import Tokenizer
 
 STARTER_PREFIX = "starter:"
-GENERATED_DOCUMENTS = {"math": 20_000, "math-heldout": 400}
+GENERATED_DOCUMENTS = {"train": 20_000, "heldout": 400}
 """How many documents a generated source has, unless `first` says otherwise."""
 STARTER_SEED = 1
 QUIET_BYTES = 2**27
@@ -87,8 +87,12 @@ class Corpora:
 
     def pins(self) -> dict[str, Any]:
         """For choices.json: commits of hub data sets and fingerprints of all files."""
-        everything = [c for c, _ in [*self.train, *self.replay]]
-        return {"commits": self.commits, "manifests": [c.manifest() for c in everything]}
+        return {"commits": self.commits, "manifests": [corpus.manifest() for corpus in self.all()]}
+
+    def all(self) -> list[Any]:
+        """Every corpus, in an order that follows from the recipe."""
+        measured = [corpus for corpora in self.evaluation.values() for corpus in corpora]
+        return [*(corpus for corpus, _ in [*self.train, *self.replay]), *measured]
 
 
 def open_corpora(
@@ -107,19 +111,20 @@ def open_corpora(
         if sources
     }
     train = [(opening.trained(source), source.weight) for source in section.train]
+    replay = []
+    if section.replay is not None:
+        replay = [(opening.trained(source), source.weight) for source in section.replay.sources]
+    train = [(_without(corpus, evaluation), weight) for corpus, weight in train]
     if not section.eval.domain and section.eval_share > 0 and not section.streaming:
         halves = [(corpus.split(share=section.eval_share), weight) for corpus, weight in train]
         train = [(kept_part, weight) for (kept_part, _), weight in halves]
         evaluation = {"domain": [held for (_, held), _ in halves], **evaluation}
-    elif not section.streaming:
-        train = [(_without(corpus, evaluation), weight) for corpus, weight in train]
-    replay = []
-    if section.replay is not None:
-        replay = [(opening.trained(source), source.weight) for source in section.replay.sources]
+    replay = [(_without(corpus, evaluation), weight) for corpus, weight in replay]
+    opened = Corpora(train, replay, evaluation, opening.commits)
     if kept is not None:
-        for (corpus, _), manifest in zip([*train, *replay], kept["manifests"], strict=True):
+        for corpus, manifest in zip(opened.all(), kept["manifests"], strict=True):
             corpus.check(manifest)
-    return Corpora(train, replay, evaluation, opening.commits)
+    return opened
 
 
 def open_for_eval(
@@ -198,11 +203,13 @@ class _Opening:
         if source.source.startswith(STARTER_PREFIX):
             files = (self._starter_file(source.source.removeprefix(STARTER_PREFIX), source.first),)
         elif _is_hub_id(source.source):
-            revision = self.kept_commits.get(source.source) or source.revision
+            # The same data set may be named twice, at two revisions.
+            pin = source.source if source.revision is None else f"{source.source}@{source.revision}"
+            revision = self.kept_commits.get(pin) or source.revision
             resolved = hub.resolve_dataset(
                 source.source, revision=revision, config=source.config, split=source.split
             )
-            self.commits[source.source] = resolved.commit
+            self.commits[pin] = resolved.commit
             files = tuple(resolved.files)
         return SourceSpec(
             source.source,
@@ -216,12 +223,14 @@ class _Opening:
     def _starter_file(self, name: str, first: int | None) -> Path:
         if name in ("general", "replay"):
             return starter.data_file(name)
-        if name not in GENERATED_DOCUMENTS:
-            known = ", ".join(STARTER_PREFIX + n for n in ("general", "replay", *GENERATED_DOCUMENTS))
+        field = name.removesuffix("-heldout")
+        if field not in starter.FIELDS:
+            fields = [name + ending for name in starter.FIELDS for ending in ("", "-heldout")]
+            known = ", ".join(STARTER_PREFIX + n for n in ("general", "replay", *fields))
             raise DataError(f"{STARTER_PREFIX}{name} does not exist", f"use one of {known}")
-        split = "heldout" if name == "math-heldout" else "train"
-        count = first or GENERATED_DOCUMENTS[name]
-        documents = starter.math_documents(STARTER_SEED, count, split=split)
+        split = "train" if field == name else "heldout"
+        count = first or GENERATED_DOCUMENTS[split]
+        documents = starter.math_documents(STARTER_SEED, count, split, topics=starter.FIELDS[field])
         return data.keep_texts(
             f"{name}-{STARTER_SEED}-{count}", documents, self.cache_dir / "generated"
         ).files[0]

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint import RunLock
 from trimtab.facts.errors import CheckpointError, ResourceError
+
+OURS = (
+    RunLock.NAME,
+    "recipe.yaml",
+    "plan.json",
+    "choices.json",
+    "environment.json",
+    "metrics.jsonl",
+    "model",
+    "checkpoints",
+    "tensorboard",
+    "wandb",
+)
+"""All that a run folder has before its first step."""
+_ON_THE_WAY = re.compile(r"\.[a-z]+\.(yaml|json|html)\.tmp-\d+")
+"""Names of files whose writer was killed before they got their own."""
 
 
 @dataclass(frozen=True)
@@ -73,22 +93,61 @@ class RunFolder:
         """Whether a folder is one of ours."""
         return (path / "recipe.yaml").is_file() and (path / "choices.json").is_file()
 
-    def create(self) -> None:
-        """Makes the folder for a new run; one that already holds a run is never written over."""
-        if self.metrics.exists() or self.choices.exists():
+    def began(self) -> bool:
+        """Whether anything was learnt here: a checkpoint, or a logged step."""
+        if any(self.checkpoints.glob("step-*")):
+            return True
+        if not self.metrics.is_file():
+            return False
+        with self.metrics.open("rb") as lines:
+            return any(b'"kind": "train"' in line for line in lines)
+
+    def check_new(self) -> None:
+        """Refuses a folder that a new run would spoil: one with a run, or with anything that is not ours."""
+        if self.began():
             raise CheckpointError(
                 f"{self.path} already holds a run",
                 f"continue it with `trimtab train --resume {self.path}`, or give another output_dir",
             )
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / ".writable"
-            probe.write_text("")
-            probe.unlink()
-        except OSError as error:
-            raise ResourceError(
-                f"the run folder {self.path} cannot be written: {error.strerror}", "give another output_dir"
-            ) from error
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is a file, not a folder", "give another output_dir")
+        found = sorted(p.name for p in self.path.iterdir())
+        foreign = [name for name in found if not _is_ours(name)]
+        if foreign or (found and RunLock.NAME not in found):
+            raise CheckpointError(
+                f"{self.path} is not empty ({(foreign or found)[0]} is in it)", "give another output_dir"
+            )
+
+    @contextmanager
+    def create(self) -> Iterator[None]:
+        """Makes and locks the folder of a new run; what never began to train is taken away again.
+
+        So a start that fails, on bad weights or an empty file, leaves nothing that stands in the next one's way.
+        """
+        existed = self.path.exists()
+        with self.lock():
+            self.check_new()
+            self._clear()
+            try:
+                yield
+            finally:
+                if not self.began():
+                    self._clear()
+                    if not existed and [p.name for p in self.path.iterdir()] == [RunLock.NAME]:
+                        (self.path / RunLock.NAME).unlink()
+                        self.path.rmdir()
+
+    def _clear(self) -> None:
+        """Removes what a run writes, the lock excepted."""
+        for path in self.path.iterdir():
+            if path.name == RunLock.NAME or not _is_ours(path.name):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def lock(self) -> RunLock:
         """One process at a time: `with folder.lock():`."""
@@ -105,6 +164,10 @@ class RunFolder:
                 f"{self.path} is not a run folder (no recipe.yaml and choices.json in it)",
                 "give the run folder that training printed",
             )
+
+
+def _is_ours(name: str) -> bool:
+    return name in OURS or _ON_THE_WAY.fullmatch(name) is not None
 
 
 def write_text(path: Path, text: str) -> None:

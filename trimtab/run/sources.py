@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from trimtab import hub, text
+from trimtab import text
 from trimtab.checkpoint import Store, read_manifest
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import CheckpointError, RecipeError
@@ -17,11 +17,8 @@ from trimtab.facts.shapes_hf import config_from_shape
 from trimtab.kernels.attention.choice import choose
 from trimtab.model import Decoder, build, load_weights, read_generation_config, read_shape, read_token_ids
 from trimtab.run.folder import RunFolder, write_json
-from trimtab.starter import base_folder
+from trimtab.run.places import model_folder
 from trimtab.text import Tokenizer
-
-STARTER = "starter"
-"""The name of the model that ships with trimtab."""
 
 
 @dataclass
@@ -37,17 +34,9 @@ class OpenedModel:
     """The checkpoint's step, for a run folder."""
 
 
-def model_folder(name: str, *, revision: str | None = None) -> tuple[Path, str | None]:
-    """(local folder or GGUF file, commit) of a model by any name but a run folder's."""
-    if name == STARTER:
-        return base_folder(), None
-    resolved = hub.resolve_model(name, revision=revision)
-    return resolved.path, resolved.commit
-
-
-def load_tokenizer(folder: Path, shape: ModelShape, other: str | None = None) -> Tokenizer:
-    """The model's tokenizer, or another one, checked against the size of the embeddings."""
-    tokenizer = text.load(folder if other is None else model_folder(other)[0])
+def load_tokenizer(folder: Path, shape: ModelShape) -> Tokenizer:
+    """The tokenizer of a folder or GGUF file, checked against the size of the embeddings."""
+    tokenizer = text.load(folder)
     text.check_fits(tokenizer, shape.vocab_size)
     return tokenizer
 

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trimtab.starter.files import base_folder, data_file, general_text, recipe_file
-    from trimtab.starter.math import Problem, check, math_documents, math_problems
+    from trimtab.starter.math import FIELDS, Problem, check, math_documents, math_problems
     from trimtab.starter.probe import ProbeItem, probe_items
     from trimtab.starter.stories import general_documents
 
 _PLACES = {
+    "FIELDS": "math",
     "ProbeItem": "probe",
     "Problem": "math",
     "base_folder": "files",
@@ -36,6 +37,7 @@ _PLACES = {
 }
 
 __all__ = [
+    "FIELDS",
     "ProbeItem",
     "Problem",
     "base_folder",

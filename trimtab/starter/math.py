@@ -13,7 +13,7 @@ seed: whatever seeds are used, no held-out problem is ever in a training documen
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from trimtab.facts.errors import DataError
 from trimtab.facts.randomness import derive
@@ -23,7 +23,17 @@ from trimtab.starter.mathematics.calculus import derivative, integral
 from trimtab.starter.mathematics.problem import Problem, Worked, check
 from trimtab.starter.mathematics.word_problems import word_problem
 
-__all__ = ["SPLITS", "TOPICS", "Problem", "Worked", "check", "math_documents", "math_problems", "worked"]
+__all__ = [
+    "FIELDS",
+    "SPLITS",
+    "TOPICS",
+    "Problem",
+    "Worked",
+    "check",
+    "math_documents",
+    "math_problems",
+    "worked",
+]
 
 TOPICS: dict[str, Callable[[random.Random], Worked]] = {
     "addition": addition,
@@ -37,6 +47,13 @@ TOPICS: dict[str, Callable[[random.Random], Worked]] = {
     "word problem": word_problem,
 }
 SPLITS = ("train", "heldout")
+FIELDS: dict[str, tuple[str, ...]] = {
+    "math": tuple(TOPICS),
+    "arithmetic": ("addition", "subtraction", "multiplication", "division", "sequence", "word problem"),
+    "algebra": ("algebra",),
+    "calculus": ("derivative", "integral"),
+}
+"""Parts of the corpus by the name that a recipe gives them (`starter:calculus`)."""
 MAX_PROBLEMS = 1000
 """Far fewer than the larger topics hold."""
 
@@ -52,14 +69,16 @@ def worked(topic: str, rng: random.Random, split: str) -> Worked:
             return found
 
 
-def math_documents(seed: int, count: int, split: str = "train", start: int = 0) -> Iterator[str]:
-    """`count` documents from `start` on; each is a function of (seed, split, index) alone.
+def math_documents(
+    seed: int, count: int, split: str = "train", start: int = 0, *, topics: Sequence[str] = tuple(TOPICS)
+) -> Iterator[str]:
+    """`count` documents from `start` on; each is a function of (seed, split, index, topics) alone.
 
     Example:
         >>> next(math_documents(0, 1)).startswith("Question: ")
         True
     """
-    names = list(TOPICS)
+    names = list(topics)
     for index in range(start, start + count):
         rng = random.Random(derive(seed, "mathematics", split, index))
         topic = rng.choice(names)
@@ -70,7 +89,7 @@ def math_documents(seed: int, count: int, split: str = "train", start: int = 0) 
         yield "\n\n".join(p.text for p in problems)
 
 
-def math_problems(seed: int, count: int) -> list[Problem]:
+def math_problems(seed: int, count: int, topics: Sequence[str] = tuple(TOPICS)) -> list[Problem]:
     """Held-out problems, all different, the topics in turn.
 
     Example:
@@ -79,7 +98,7 @@ def math_problems(seed: int, count: int) -> list[Problem]:
     """
     if count > MAX_PROBLEMS:
         raise DataError(f"{count} held-out problems are asked for", f"ask for at most {MAX_PROBLEMS}")
-    names = list(TOPICS)
+    names = list(topics)
     rng = random.Random(derive(seed, "mathematics-problems"))
     found: dict[tuple[object, ...], Problem] = {}
     turn = tries = 0

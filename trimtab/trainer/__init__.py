@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trimtab.trainer.job import Cadence, Job, Outcome, TrainState
     from trimtab.trainer.loop import train
-    from trimtab.trainer.metrics_log import MetricsLog
+    from trimtab.trainer.metrics_log import MetricsLog, NoLog
 
 _HOMES = {
     "Cadence": "job",
     "Job": "job",
     "MetricsLog": "metrics_log",
+    "NoLog": "metrics_log",
     "Outcome": "job",
     "TrainState": "job",
     "train": "loop",
 }
 
-__all__ = ["Cadence", "Job", "MetricsLog", "Outcome", "TrainState", "train"]
+__all__ = ["Cadence", "Job", "MetricsLog", "NoLog", "Outcome", "TrainState", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trimtab.trainer.job import Job
-from trimtab.trainer.step import forward_backward
+from trimtab.trainer.step import accumulate
 
 
 class FiniteGuard:
@@ -35,10 +35,18 @@ class FiniteGuard:
 
 
 def explain(job: Job, microbatches: Sequence[Any], num_targets: int) -> str:
-    """Runs a bad step again with every module watched; says the batch, its documents and the first bad layer."""
+    """Runs a bad step again with every module watched; says the batch, its documents and the first bad layer.
+
+    On a mesh each process looks at its own microbatches, and all say what the first that found something says.
+    """
+    found = job.mesh.first_text(_explain_here(job, microbatches, num_targets))
+    return found or "only when the step's microbatches are taken together"
+
+
+def _explain_here(job: Job, microbatches: Sequence[Any], num_targets: int) -> str | None:
     for index, batch in enumerate(microbatches):
         with _Watch(job.model) as watch:
-            loss = forward_backward(job, [batch], num_targets, 1.0)
+            loss = accumulate(job, [batch], num_targets, 1.0)
         bad_gradients = [n for n, p in job.parameters.items() if _has_bad(p.grad)]
         for parameter in job.parameters.values():
             parameter.grad = None
@@ -53,7 +61,7 @@ def explain(job: Job, microbatches: Sequence[Any], num_targets: int) -> str:
         else:
             where = f"in the gradient of {bad_gradients[0]} ({len(bad_gradients)} parameters)"
         return f"{where}, microbatch {index + 1} of {len(microbatches)} (documents: {shown})"
-    return "only when the step's microbatches are taken together"
+    return None
 
 
 def _has_bad(tensor: torch.Tensor | None) -> bool:

@@ -7,8 +7,9 @@ the loop (a signal, a bad step, data that vanished), the state before it is save
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, NoReturn
 
 import torch
 
@@ -40,18 +41,23 @@ class _Loop:
         self.guard = FiniteGuard(job.device)
         self.pending: list[dict[str, Any]] = []
         self.clock = time.perf_counter()
-        self.saved_step = state.step if state.step else -1
+        self.saved_step = state.step
         self.steps_here = 0
+        self.observers = list(job.observers)
+        self.position = job.loader.position()
+        """Of the data after the last whole step: what a checkpoint stores, whatever the loader did since."""
+        self.updating = False
+        """While weights and states are being changed they belong to no step and are not saved."""
 
     def run(self) -> Outcome:
         job, state, cadence = self.job, self.state, self.job.cadence
         self.memory_record("before", standing(job))
-        with StopSignals() as signals:
+        with StopSignals() as signals, self.rescued():
             if state.step == 0 and cadence.eval_on_start:
                 self.evaluate()
             self.clock = time.perf_counter()
             while state.step < cadence.total_steps:
-                self.guarded_step()
+                self.step()
                 if cadence.due(cadence.logging_steps, state.step):
                     self.flush()
                 improved = cadence.due(cadence.eval_steps, state.step) and self.evaluate()
@@ -67,18 +73,22 @@ class _Loop:
         job.log.sync()
         return Outcome("finished", state)
 
-    def guarded_step(self) -> None:
-        """A step; if data or disk fail with a clear error, what was learnt so far is saved first."""
+    @contextmanager
+    def rescued(self) -> Iterator[None]:
+        """Whatever stops the loop, what was learnt so far is saved before the error goes on its way."""
         try:
-            self.step()
-        except TrimtabError as error:
-            if not isinstance(error, TrainingError) and self.state.step > 0:
-                self.save(set(), wait=True)
+            yield
+        except Exception:
+            if self.state.step > self.saved_step and not self.updating:
+                # The log may be what failed; its records are not worth losing the weights for.
+                with suppress(TrimtabError, OSError):
+                    self.flush()
+                self.publish(set(), wait=True)
             raise
 
     def step(self) -> None:
         job, state = self.job, self.state
-        position, before = job.loader.position(), job.optimizer.scalars()
+        before = job.optimizer.scalars()
         microbatches = job.loader.next_step()
         num_targets = job.mesh.sum_int(sum(b.num_targets for b in microbatches))
         if num_targets == 0:
@@ -93,11 +103,12 @@ class _Loop:
             loss = forward_backward(job, microbatches, num_targets, self.scaler.scale if self.scaler else 1.0)
             if meter is not None:
                 meter.backward_done()
+            self.updating = True
             norm = self.update(loss, lr)
-        if meter is not None:
-            self.memory_record("peak", meter.buckets)
         state.step += 1
         state.tokens += num_targets
+        self.updating = False
+        position, self.position = self.position, job.loader.position()
         self.steps_here += 1
         self.pending.append(
             {
@@ -111,6 +122,8 @@ class _Loop:
                 "optimizer": before,
             }
         )
+        if meter is not None:  # writes, and so may fail: not before the step is counted
+            self.memory_record("peak", meter.buckets)
 
     def update(self, loss: torch.Tensor, lr: float) -> torch.Tensor:
         """Clip and step; returns the gradient's norm before clipping."""
@@ -121,10 +134,10 @@ class _Loop:
             inverse = 1.0 / self.scaler.scale
             norm = norm * inverse
             overflowed = bool(torch.isfinite(loss)) and not bool(torch.isfinite(norm))
+            given_up = overflowed and self.scaler.exhausted
             self.scaler.update(overflowed)
-            if (
-                overflowed
-            ):  # expected in fp16 now and then: this step is left out, the scale is lower next time
+            if overflowed and not given_up:
+                # Expected in fp16 now and then: this step is left out, the scale is lower next time.
                 self.clear_gradients()
                 return norm
         skip = self.guard.observe(self.state.step, loss, norm)
@@ -147,11 +160,10 @@ class _Loop:
         rate = sum(p["num_targets"] for p in self.pending) / max(elapsed, 1e-9)
         self.state.seconds += elapsed
         memory = self.memory_now()
-        bad_entry = None
-        for entry, (loss, norm) in zip(self.pending, rows, strict=True):
+        for loss, norm in rows:
+            entry = self.pending[0]
             if bad is not None and entry["step"] - 1 >= bad:
-                bad_entry = bad_entry or entry
-                continue
+                self.stop_at(entry)
             record = {
                 "kind": "train",
                 "step": entry["step"],
@@ -163,34 +175,31 @@ class _Loop:
                 "seconds": round(self.state.seconds, 3),
                 "memory_bytes": memory,
             }
-            self.emit(record)
-        self.pending.clear()
-        if bad_entry is not None:
-            self.stop_at(bad_entry)
+            self.write(record)
+            del self.pending[0]  # between log and screen: no record is lost and none is written twice
+            self.tell(record)
 
-    def stop_at(self, entry: dict[str, Any]) -> None:
-        """Leaves a checkpoint of the state before the bad step and raises with what and where."""
+    def stop_at(self, entry: dict[str, Any]) -> NoReturn:
+        """Leaves a checkpoint of the state before the bad step, then says what is bad and where."""
         job, state = self.job, self.state
         job.loader.restore(entry["position"])
-        microbatches = job.loader.next_step()
-        num_targets = job.mesh.sum_int(sum(b.num_targets for b in microbatches))
-        where = explain(job, microbatches, max(1, num_targets))
-        job.loader.restore(entry["position"])
         job.optimizer.restore_scalars(entry["optimizer"])
-        state.step = entry["step"] - 1
-        state.tokens = entry["tokens"] - num_targets
-        self.guard = FiniteGuard(job.device)
+        self.position, self.guard, self.pending = entry["position"], FiniteGuard(job.device), []
+        state.step, state.tokens = entry["step"] - 1, entry["tokens"] - entry["num_targets"]
         saved = "no step was finished, so nothing needed saving"
         if state.step > 0:
-            self.save(set(), wait=True)
+            self.publish(set(), wait=True)
             saved = f"the state before it is saved as step {state.step}"
+        self.saved_step = state.step
+        where = explain(job, job.loader.next_step(), max(1, entry["num_targets"]))
         self.emit(
             {"kind": "event", "step": state.step, "message": f"not finite at step {entry['step']}: {where}"}
         )
         job.log.sync()
         raise TrainingError(
             f"the loss or its gradient is not finite at step {entry['step']}: {where}; {saved}",
-            "look at those documents, lower learning_rate, or train in bf16/fp32 instead of fp16",
+            "look at those documents; to go on with a lower learning_rate or another dtype, export the checkpoint "
+            "(`trimtab export hf`) and name it as the model of a new recipe",
         )
 
     def evaluate(self) -> bool:
@@ -210,22 +219,27 @@ class _Loop:
         return improved and state.step > 0
 
     def save(self, tags: set[str], *, wait: bool) -> None:
-        """Publishes a checkpoint of the current state; the log is on disk before it."""
-        job, state = self.job, self.state
+        """A checkpoint of the current state; the log is on disk before it."""
         self.flush()
-        job.log.sync()
-        if self.saved_step == state.step and not tags:
-            job.store.wait()
+        self.job.log.sync()
+        if self.saved_step == self.state.step and self.state.step and not tags:
+            self.job.store.wait()
             return
+        self.publish(tags, wait=wait)
+        if wait:
+            self.clock = time.perf_counter()
+
+    def publish(self, tags: set[str], *, wait: bool) -> None:
+        """Hands the state after the last whole step to the store."""
+        job, state = self.job, self.state
         scalars = {
             "state": vars(state).copy(),
-            "loader": job.loader.position(),
+            "loader": self.position,
             "optimizer": job.optimizer.scalars(),
             "scaler": self.scaler.to_dict() if self.scaler else None,
         }
         job.store.save(state.step, job.tensors(), scalars, tags=tags, wait=wait)
         self.saved_step = state.step
-        self.clock = time.perf_counter() if wait else self.clock
 
     def interrupted(self, signal: int | None) -> Outcome:
         self.flush()
@@ -242,7 +256,19 @@ class _Loop:
         self.emit({"kind": "memory", "step": self.state.step, "when": when, **buckets})
 
     def emit(self, record: dict[str, Any]) -> None:
+        self.write(record)
+        self.tell(record)
+
+    def write(self, record: dict[str, Any]) -> None:
         if self.job.mesh.is_main:
             self.job.log.append(record)
-            for observer in self.job.observers:
+
+    def tell(self, record: dict[str, Any]) -> None:
+        """Shows a record to whoever watches; one that can no longer be reached is left alone from then on."""
+        for observer in list(self.observers) if self.job.mesh.is_main else []:
+            try:
                 observer.record(record)
+            except OSError as error:  # a closed terminal, a full disk behind TensorBoard: training goes on
+                self.observers.remove(observer)
+                for other in self.observers:
+                    other.message(f"{type(observer).__name__} is told nothing more: {error}")

@@ -121,6 +121,20 @@ class MetricsLog:
         self._file = self.path.open("ab", buffering=0)
 
 
+class NoLog:
+    """The log of every process of a mesh but the first, which alone writes."""
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def cut_back(self, step: int) -> int:
+        """Nothing."""
+        return 0
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The record of a line, or None when it is torn."""
     try:

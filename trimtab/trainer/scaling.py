@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+LEAST = 2.0**-14
+
 
 @dataclass
 class LossScaler:
@@ -21,10 +23,15 @@ class LossScaler:
     growth_interval: int = 2000
     good_steps: int = 0
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether a lower scale can no longer be tried: gradients that are not finite now are no overflow."""
+        return self.scale <= LEAST
+
     def update(self, overflowed: bool) -> None:
         """Halve after an overflow; double after `growth_interval` good steps in a row."""
         if overflowed:
-            self.scale = max(self.scale / 2, 2.0**-14)
+            self.scale = max(self.scale / 2, LEAST)
             self.good_steps = 0
             return
         self.good_steps += 1

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM ask the loop to save and stop after the current step; a second one stops at once."""
+"""SIGINT, SIGTERM and SIGHUP ask the loop to save and stop after the current step; a second one stops at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import signal
 import threading
 from types import FrameType
 from typing import Any
+
+# A closed terminal (SIGHUP, where there is one) is no reason to lose a day's work either.
+STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class StopSignals:
@@ -17,7 +20,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in STOPPING:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 

@@ -17,10 +17,16 @@ def forward_backward(job: Job, microbatches: Sequence[Any], num_targets: int, sc
     gradient does not depend on how tokens are spread over microbatches or processes. A pipeline schedule has
     the same signature. `scale` is fp16's loss scale, 1 otherwise.
     """
+    total = accumulate(job, microbatches, num_targets, scale)
+    job.mesh.sum_gradients(job.parameters.values())
+    return job.mesh.sum_(total) / num_targets
+
+
+def accumulate(job: Job, microbatches: Sequence[Any], num_targets: int, scale: float) -> torch.Tensor:
+    """This process's part of `forward_backward`: the sum of its token losses; no other process is waited for."""
     total = torch.zeros((), dtype=torch.float32, device=job.device)
     for batch in microbatches:
         loss_sum = job.loss(batch)
         (loss_sum * (scale / num_targets)).backward()
         total += loss_sum.detach()
-    job.mesh.sum_gradients(job.parameters.values())
-    return job.mesh.sum_(total) / num_targets
+    return total

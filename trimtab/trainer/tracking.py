@@ -47,11 +47,14 @@ class TensorBoardSink:
     def record(self, record: dict[str, Any]) -> None:
         """One metrics record."""
         if self._writer is None:
-            self._writer = self._new_writer(log_dir=str(self._folder), purge_step=record["step"])
+            # A session's first record bears the step of its checkpoint, whose own numbers are there already.
+            step = record["step"]
+            self._writer = self._new_writer(log_dir=str(self._folder), purge_step=step and step + 1)
         for name, value in scalars_of(record).items():
             self._writer.add_scalar(name, value, record["step"])
         if record["kind"] == "sample":
             self._writer.add_text("sample", f"{record['prompt']}{record['completion']}", record["step"])
+        self._writer.flush()  # a killed process loses none
 
     def message(self, text: str) -> None:
         """Messages are for the terminal."""

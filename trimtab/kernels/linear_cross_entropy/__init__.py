@@ -36,7 +36,7 @@ def linear_cross_entropy(
     """Cross-entropy of `hidden @ weight.T + bias` against labels, in fp32.
 
     Args:
-        hidden_NC: Hidden states, in weight's dtype.
+        hidden_NC: Hidden states, in weight's dtype; under autocast both are cast to autocast's.
         weight_VC: The head (or the tied embedding). Without `requires_grad` its gradient is not computed.
         labels_N: int64 ids in [0, V), or `ignore_index` for a token without a target.
         bias_V: Added to the logits.
@@ -62,6 +62,7 @@ def linear_cross_entropy(
     assert labels_N.shape == hidden_NC.shape[:1], (
         f"{hidden_NC.shape[0]} tokens, {tuple(labels_N.shape)} labels"
     )
+    hidden_NC, weight_VC = _under_autocast(hidden_NC), _under_autocast(weight_VC)
     assert hidden_NC.dtype == weight_VC.dtype, f"hidden is {hidden_NC.dtype}, weight {weight_VC.dtype}"
     assert reduction in REDUCTIONS, f"reduction is one of {REDUCTIONS}, not {reduction!r}"
     check_labels(labels_N, weight_VC.shape[0], ignore_index)
@@ -79,3 +80,13 @@ def linear_cross_entropy(
         raise ModelError(
             f"there is no linear cross-entropy called {impl!r}", f"use one of {', '.join(IMPLS)}"
         )
+
+
+def _under_autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in autocast's dtype where it is on, as for any other matrix product."""
+    import torch
+
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))

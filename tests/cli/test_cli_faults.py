@@ -1,0 +1,377 @@
+"""What a machine does to a run: full and read-only disks, a second process, data that vanish, numbers that explode."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cli_world import Call, World
+from safetensors.torch import load_file, save_file
+from tiny_model import write_texts, write_tiny_model
+
+from trimtab.checkpoint import RunLock
+from trimtab.trainer.job import Job as Job_
+
+Job = Callable[..., Path]
+
+
+def steps(run: Path) -> list[int]:
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row["step"] for row in rows if row["kind"] == "train"]
+
+
+def losses(run: Path) -> list[tuple[int, str]]:
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(row["step"], float(row["loss"]).hex()) for row in rows if row["kind"] == "train"]
+
+
+def after_each_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
+    """Lets `act` be called with every finished step of runs that the command line starts."""
+    real = Job_.__setattr__
+
+    def hook(self: Job_, name: str, value: object) -> None:
+        real(self, name, act if name == "after_step" else value)
+
+    monkeypatch.setattr(Job_, "__setattr__", hook)
+
+
+def test_a_used_run_folder_is_never_written_over(world: World, cli: Call) -> None:
+    before = {p: p.stat().st_mtime_ns for p in world.run.rglob("*") if p.name != ".lock"}
+    cli("train", world.recipe).refused(5, "already holds a run", "--resume")
+    assert before == {p: p.stat().st_mtime_ns for p in world.run.rglob("*") if p.name != ".lock"}
+
+
+def test_a_folder_with_somebodys_files_is_no_run_folder(job: Job, cli: Call, tmp_path: Path) -> None:
+    """`output_dir: .` would write over the person's own recipe.yaml and model."""
+    path = job(output_dir=str(tmp_path))
+    before = path.read_bytes()
+    cli("train", path).refused(5, "not empty")
+    assert path.read_bytes() == before
+    (tmp_path / "file").write_text("x")
+    cli("train", job(output_dir=str(tmp_path / "file"))).refused(5, "is a file")
+    cli("train", job(output_dir=str(tmp_path / "file" / "run"))).refused(5)
+
+
+def test_two_processes_on_one_run_folder(world: World, job: Job, cli: Call, tmp_path: Path) -> None:
+    run = shutil.copytree(world.run, tmp_path / "copy")
+    with RunLock(run):
+        cli("train", "--resume", run).refused(5, "in use by process")
+    (tmp_path / "run").mkdir()
+    with RunLock(tmp_path / "run"):
+        cli("train", job()).refused(5, "in use by process")
+    assert cli("train", job()).code == 0  # and afterwards it is free
+
+
+def test_resume_of_what_is_no_run(cli: Call, world: World, tmp_path: Path) -> None:
+    cli("train", "--resume", tmp_path / "absent").refused(5, "absent")
+    cli("train", "--resume", tmp_path).refused(5, "not a run folder")
+    run = shutil.copytree(world.run, tmp_path / "run")
+    choices = json.loads((run / "choices.json").read_text())
+    del choices["threads"]
+    (run / "choices.json").write_text(json.dumps(choices))
+    cli("train", "--resume", run).refused(5, "choices.json", "threads")
+    (run / "choices.json").write_text("{")
+    cli("train", "--resume", run).refused(5, "choices.json")
+
+
+def test_damaged_checkpoints(world: World, cli: Call, tmp_path: Path) -> None:
+    run = shutil.copytree(world.run, tmp_path / "run")
+    found = sorted((run / "checkpoints").glob("step-*"))
+    assert len(found) >= 2
+    file = next(found[-1].glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    said = cli("train", "--resume", run)
+    assert said.code == 0, said.err
+    assert found[-1].name in said.out  # it is said which one was left out
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+    for folder in (run / "checkpoints").glob("step-*"):
+        for file in folder.glob("*.safetensors"):
+            file.write_bytes(b"")
+    cli("train", "--resume", run).refused(5, "damaged")
+    cli("generate", run, "the cat").refused(5)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder(job: Job, cli: Call, tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    cli("train", job(output_dir=str(tmp_path / "locked" / "run"))).refused(5, "Permission denied")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which even root cannot write")
+def test_places_where_nobody_may_write(job: Job, cli: Call, world: World, tmp_path: Path) -> None:
+    cli("train", job(output_dir="/proc/run")).refused(5, "/proc/run", "output_dir")
+    cli("train", job(data_cache_dir="/proc/cache")).refused(6, "/proc/cache")
+    assert not (tmp_path / "run").exists()
+    cli("export", "hf", world.run, "/proc/model").refused(6, "/proc")
+    cli("report", world.run, "--out", "/proc/report.html").refused(6, "/proc/report.html")
+
+
+@contextlib.contextmanager
+def no_file_beyond(limit: int) -> Iterator[None]:
+    """As on a disk that is nearly full: writing beyond `limit` bytes in a file fails. (Python ignores SIGXFSZ.)"""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_no_space_for_a_checkpoint_is_said_and_costs_nothing(job: Job, cli: Call, tmp_path: Path) -> None:
+    """No file may grow beyond 60 KB: the checkpoint does not fit, the run folder's small files do."""
+    path = job()
+    with no_file_beyond(60_000):
+        said = cli("train", path)
+    said.refused(6, "checkpoint")
+    assert [p for p in (tmp_path / "run" / "checkpoints").glob("*") if "tmp" in p.name] == []
+    # With space again the same folder is continued.
+    said = cli("train", "--resume", tmp_path / "run")
+    assert said.code == 0, said.err
+    assert steps(tmp_path / "run") == [1, 2]
+
+
+def test_no_space_for_the_token_cache(job: Job, cli: Call, tmp_path: Path) -> None:
+    path = job(data_train=[str(write_texts(tmp_path / "many.jsonl", 1, 400))])
+    with no_file_beyond(4_000):
+        said = cli("train", path)
+    said.refused(6)
+    assert not (tmp_path / "run").exists()
+    assert [p for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.stat().st_size > 500] == []
+
+
+def test_a_tracker_that_is_not_installed(job: Job, cli: Call, tmp_path: Path) -> None:
+    if importlib.util.find_spec("wandb") is not None:
+        pytest.skip("wandb is installed here")
+    cli("train", job(report_to=["wandb"])).refused(8, "pip install 'trimtab[wandb]'")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_too_small_for_the_plan(
+    job: Job, cli: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=10_000))
+    cli("train", job()).refused(6, "save_total_limit")
+    assert not (tmp_path / "run").exists()
+
+
+def test_streamed_data_that_vanish_in_the_middle(
+    job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for i in range(6):
+        write_texts(folder / f"{i}.jsonl", i, 12)
+    path = job(data_train=[str(folder)], data_streaming=True, max_steps=60)
+
+    def vanish(step: int) -> None:
+        if step == 2:
+            for file in folder.iterdir():
+                file.rename(tmp_path / f"kept-{file.name}")
+
+    after_each_step(monkeypatch, vanish)
+    cli("train", path).refused(3, ".jsonl")
+    monkeypatch.undo()
+    done = steps(tmp_path / "run")
+    assert done[-1] >= 2
+    assert (tmp_path / "run" / "checkpoints" / f"step-{done[-1]:08d}").is_dir()
+    cli("train", "--resume", tmp_path / "run").refused(3)  # still away
+    folder.mkdir(exist_ok=True)
+    for file in tmp_path.glob("kept-*"):
+        file.rename(folder / file.name.removeprefix("kept-"))
+    said = cli("train", "--resume", tmp_path / "run")
+    assert said.code == 0, said.err
+    assert cli("train", path, f"output_dir={tmp_path / 'whole'}").code == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "run")) == 60
+
+
+def test_changed_data_are_noticed_on_resume(world: World, job: Job, cli: Call, tmp_path: Path) -> None:
+    path = job(lr_scheduler_type="constant")
+    assert cli("train", path).code == 0
+    write_texts(tmp_path / "texts.jsonl", 99, 30)
+    cli("train", "--resume", tmp_path / "run", "max_steps=4").refused(3, "texts.jsonl")
+    write_texts(tmp_path / "texts.jsonl", 5, 30)
+    assert cli("train", "--resume", tmp_path / "run", "max_steps=4").code == 0
+
+
+def test_an_exploding_run_names_the_layer_and_leaves_a_good_checkpoint(
+    job: Job, cli: Call, tmp_path: Path
+) -> None:
+    path = job(
+        learning_rate=1e25, max_grad_norm=0, max_steps=9, logging_steps=5, lr_scheduler_type="constant"
+    )
+    said = cli("train", path)
+    said.refused(7, "not finite at step", "model.", "texts.jsonl", "saved as step")
+    run = tmp_path / "run"
+    last = steps(run)[-1]
+    assert (run / "checkpoints" / f"step-{last:08d}").is_dir()
+    # It can be used, and a resume comes to the very same end instead of a worse one.
+    assert cli("export", "hf", run, tmp_path / "out", "--dtype", "fp32").code == 0
+    assert cli("train", "--resume", run).code == 7
+    assert steps(run)[-1] == last
+
+
+def test_the_document_that_breaks_the_numbers_is_named(job: Job, cli: Call, tmp_path: Path) -> None:
+    """One token's embedding is absurd though finite; only the document that holds it breaks the step."""
+    model = write_tiny_model(tmp_path / "poisoned", tie_embeddings=False)
+    from trimtab import text
+
+    token = text.load(model).encode("~")[0]
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][token] = torch.finfo(torch.float32).max
+    save_file(weights, model / "model.safetensors")
+    rows = ["the cat sees a dog under a small tree. " * 3] * 7 + ["a ~ dog"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    path = job(
+        model=str(model),
+        data_train=[str(tmp_path / "rows.jsonl")],
+        packing=False,
+        per_device_train_batch_size=1,
+        max_steps=8,
+    )
+    cli("train", path).refused(7, "rows.jsonl:8")
+
+
+def test_a_first_step_that_fails_does_not_block_the_next_start(job: Job, cli: Call, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "poisoned")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][:] = torch.finfo(torch.float32).max
+    save_file(weights, model / "model.safetensors")
+    cli("train", job(model=str(model))).refused(7, "not finite at step 1")
+    assert not (tmp_path / "run").exists()
+    assert cli("train", job()).code == 0
+
+
+def test_escapes_and_markup_never_reach_the_terminal(
+    job: Job, cli: Call, tmp_path: Path, model_copy: Path
+) -> None:
+    evil = tmp_path / "a\x1b[31m[b][red]‮b.jsonl"
+    write_texts(evil, 5, 30)
+    said = cli(
+        "train", job(data_train=[str(evil)], prompts=["the \x1b]0;owned\x07[/b] cat"], eval_on_start=True)
+    )
+    assert said.code == 0, said.err
+    assert "\x1b" not in said.out + said.err
+    assert "‮" not in said.out + said.err
+    assert "[/b]" in said.out
+    cli("train", job(output_dir=str(tmp_path / "other"), data_train=["no\x1b[31m[b].txt"])).refused(
+        3, "\\x1b"
+    )
+    said = cli("eval", tmp_path / "run", evil, "--no-probe")
+    assert said.code == 0
+    assert "\x1b" not in said.out
+    named = model_copy.rename(tmp_path / "m\x1b[1m[x]")
+    assert "\x1b" not in cli("plan", job(model=str(named))).out
+    said = cli("generate", named, "x", "--max-new-tokens", 60, "--temperature", 5.0)  # bytes of all kinds
+    assert said.code == 0
+    assert all(c.isprintable() or c == "\n" for c in said.out)
+    assert "\x1b" not in cli("export", "hf", named, tmp_path / "e\x1b[1m").out
+    assert "\x1b" not in cli("report", tmp_path / "run", "--out", tmp_path / "r\x1b.html").out
+
+
+def test_closed_output_is_no_error() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m trimtab schema | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.startswith("{")
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
+def test_lack_of_memory_is_said_plainly(cli: Call, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: tried"
+        )
+
+    monkeypatch.setattr("trimtab.run.sources.build", fail)
+    cli("generate", world.run, "the cat").refused(6, "memory")
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trimtab.cli.main import main
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("trimtab.run.sources.build", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["generate", str(world.run), "the cat"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_says_how_to_go_on(
+    job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    path = job(max_steps=5, output_dir=str(tmp_path / "run [bold]"))
+    after_each_step(monkeypatch, lambda step: os.kill(os.getpid(), number) if step == 2 else None)
+    said = cli("train", path)
+    monkeypatch.undo()
+    assert said.code == 128 + number
+    assert "--resume" in said.out
+    assert "run [bold]" in said.out
+    run = tmp_path / "run [bold]"
+    assert steps(run) == [1, 2]
+    assert cli("train", "--resume", run).code == 0
+    assert cli("train", path, f"output_dir={tmp_path / 'whole'}").code == 0
+    assert losses(run) == losses(tmp_path / "whole")
+
+
+def test_a_start_that_was_killed_before_its_first_step_does_not_block(
+    job: Job, cli: Call, tmp_path: Path
+) -> None:
+    """kill -9 leaves what was written so far; nothing was learnt, so the next start takes the folder."""
+    run = tmp_path / "run"
+    assert cli("train", job()).code == 0
+    shutil.rmtree(run / "checkpoints")
+    (run / "report.html").unlink()
+    (run / "metrics.jsonl").write_text('{"kind": "memory", "step": 0, "when": "before"}\n')
+    (run / ".plan.json.tmp-123").write_text("{")
+    assert cli("train", job()).code == 0
+    assert steps(run) == [1, 2]
+    assert not (run / ".plan.json.tmp-123").exists()
+
+
+def test_a_run_resumed_from_another_folder_says_what_is_missing(
+    job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths in a recipe are as the person wrote them: relative ones count from where the command runs."""
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert cli("train", job(model="./model", lr_scheduler_type="constant")).code == 0
+    monkeypatch.chdir(tmp_path / "sub")
+    cli("train", "--resume", "../run", "max_steps=3").refused(4, "model")
+    monkeypatch.chdir(tmp_path)
+    assert cli("train", "--resume", "run", "max_steps=3").code == 0
+
+
+def test_a_local_model_is_never_replaced_by_a_hub_id_of_its_name(
+    job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trimtab.hub.resolved import Resolved
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny").symlink_to(tmp_path / "model")
+    assert cli("train", job(model="models/tiny", lr_scheduler_type="constant")).code == 0
+    found = Resolved("folder", (tmp_path / "model").resolve(), "a" * 40, name="models/tiny")
+    monkeypatch.setattr("trimtab.hub.models.resolve_model", lambda *_, **__: found)
+    cli("train", "--resume", "run", "max_steps=3").refused(5, "models/tiny", "began with")

@@ -1,0 +1,286 @@
+"""Every verb on a tiny model, the way a person uses it."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from cli_world import Call, World
+
+from trimtab.cli.demo import _replace_older
+from trimtab.cli.main import VERBS
+from trimtab.facts import errors
+from trimtab.recipe import load, to_dict
+from trimtab.run.folder import OURS
+from trimtab.starter import recipe_file
+
+
+def records(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_train_leaves_a_whole_run_folder(world: World) -> None:
+    names = {path.name for path in world.run.iterdir()}
+    wanted = {"recipe.yaml", "plan.json", "choices.json", "environment.json", "metrics.jsonl"}
+    assert wanted | {"model", "checkpoints", "report.html"} <= names
+    assert names - {"report.html"} <= set(OURS)  # what a failed start takes away again
+    assert "what this run will take" in world.output
+    assert str(world.run.name) in world.output
+    kinds = {record["kind"] for record in records(world.run)}
+    assert {"train", "eval", "sample", "memory"} <= kinds
+    assert [r["step"] for r in records(world.run) if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_choices_hold_what_a_resume_needs_and_environment_no_paths(world: World) -> None:
+    choices = json.loads((world.run / "choices.json").read_text())
+    assert choices["model_commit"] is None
+    assert choices["recipe"]["max_steps"] == 6
+    assert choices["attention"]["impl"] != "auto"
+    assert str(world.folder) not in (world.run / "environment.json").read_text()
+
+
+def test_resume_goes_on_with_allowed_changes_and_keeps_them(world: World, tmp_path: Path, cli: Call) -> None:
+    run = shutil.copytree(world.run, tmp_path / "run")
+    said = cli("train", "--resume", run, "max_steps=8", "eval_steps=4")
+    assert said.code == 0, said.err
+    assert "continuing from step 6" in said.out
+    train = [r["step"] for r in records(run) if r["kind"] == "train"]
+    assert train == [1, 2, 3, 4, 5, 6, 7, 8]
+    # What was changed stays changed: a further resume has nothing left to do.
+    assert cli("train", "--resume", run).code == 0
+    assert max(r["step"] for r in records(run) if r["kind"] == "train") == 8
+
+
+@pytest.mark.parametrize(
+    "change", ["learning_rate=0.5", "seed=1", "max_seq_length=32", "data.train.0.first=3"]
+)
+def test_resume_refuses_other_changes(world: World, cli: Call, change: str) -> None:
+    before = (world.run / "recipe.yaml").read_bytes()
+    cli("train", "--resume", world.run, change).refused(2, "may not change", change.split("=")[0])
+    assert (world.run / "recipe.yaml").read_bytes() == before
+
+
+def test_resume_notices_a_recipe_edited_in_the_run_folder(world: World, tmp_path: Path, cli: Call) -> None:
+    run = shutil.copytree(world.run, tmp_path / "run")
+    text = (run / "recipe.yaml").read_text()
+    assert "seed: 42" in text
+    (run / "recipe.yaml").write_text(text.replace("seed: 42", "seed: 43"))
+    cli("train", "--resume", run).refused(2, "may not change", "seed")
+
+
+def test_resume_with_a_recipe_is_refused(world: World, cli: Call) -> None:
+    cli("train", world.recipe, "--resume", world.run).refused(2, "--resume")
+
+
+def test_train_without_anything_is_refused(cli: Call) -> None:
+    cli("train").refused(2, "no recipe given")
+
+
+def test_plan_draws_and_prints_json(world: World, cli: Call) -> None:
+    said = cli("plan", world.recipe, "output_dir=elsewhere")
+    assert said.code == 0
+    assert "what this run will take" in said.out
+    said = cli("plan", world.recipe, "--json")
+    plan = json.loads(said.out)
+    assert plan["version"] == 1
+    assert plan["memory"]["peak"]["weights"] == 4 * plan["model"]["parameters"]
+
+
+def test_plan_of_what_cannot_fit_says_what_would(world: World, cli: Call) -> None:
+    said = cli("plan", world.recipe, "per_device_train_batch_size=100000000")
+    said.refused(6, "per_device_train_batch_size", "free")
+
+
+def test_eval_of_text_probe_and_answers(world: World, cli: Call) -> None:
+    said = cli("eval", world.run, world.folder / "domain.jsonl", "--answers", 2, "--json")
+    assert said.code == 0, said.err
+    rows = {row["kind"]: row for row in map(json.loads, said.out.splitlines())}
+    assert rows["eval"]["step"] == 6
+    logged = [
+        r for r in records(world.run) if r["kind"] == "eval" and r["step"] == 6 and r["name"] == "domain"
+    ]
+    assert rows["eval"]["loss"] == pytest.approx(logged[0]["loss"], abs=0.05)
+    assert rows["answers"]["total"] == 2
+    assert all(0 <= share <= 1 for share in rows["probe"]["scores"].values())
+
+
+def test_eval_table_and_other_checkpoints(world: World, cli: Call) -> None:
+    text = world.folder / "domain.jsonl"
+    assert "loss on" in cli("eval", world.run, text, "--no-probe").out
+    assert cli("eval", world.run, text, "--no-probe", "--checkpoint", "best").code == 0
+    cli("eval", world.run, text, "--checkpoint", "worst").refused(2, "worst")
+    cli("eval", world.run, text, "--checkpoint", "999").refused(5, "999")
+
+
+def test_eval_of_nothing_at_all_is_refused(world: World, cli: Call) -> None:
+    cli("eval", world.run, "--no-probe").refused(2, "nothing to measure")
+
+
+def test_generate_streams_and_repeats_with_a_seed(world: World, cli: Call) -> None:
+    words = ("generate", world.run, "the cat", "--max-new-tokens", 8, "--temperature", 1.0)
+    first, again, other = cli(*words, "--seed", 1), cli(*words, "--seed", 1), cli(*words, "--seed", 2)
+    assert first.code == 0
+    assert first.out == again.out != other.out
+    assert "8 tokens" in first.err
+
+
+def test_generate_pieces_arrive_one_by_one(world: World) -> None:
+    import trimtab
+
+    pieces: list[str] = []
+    completion = trimtab.load(world.run).complete("the cat", max_new_tokens=8, stream=pieces.append)
+    assert len(pieces) > 1
+    assert "".join(pieces) == completion.text
+
+
+def test_generate_from_standard_input_and_stop(
+    world: World, cli: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat"))
+    options = ("--max-new-tokens", 20, "--temperature", 1.0, "--seed", 3)
+    piped = cli("generate", world.run, *options)
+    assert piped.out == cli("generate", world.run, "the cat", *options).out
+    stop = piped.out.strip()[3:5]
+    assert len(stop) == 2
+    stopped = cli("generate", world.run, "the cat", *options, "--stop", stop)
+    assert stop not in stopped.out
+    assert "ended by stop" in stopped.err
+
+
+def test_generate_without_a_prompt_is_refused(
+    world: World, cli: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    cli("generate", world.run).refused(2, "no prompt")
+    cli("generate", world.run, "").refused(4, "prompt is empty")
+
+
+def test_chat_needs_a_template(world: World, model_copy: Path, cli: Call) -> None:
+    cli("generate", world.run, "--chat", "hello").refused(4, "chat template")
+    (model_copy / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+    )
+    said = cli("generate", model_copy, "--chat", "hello", "--system", "be brief", "--max-new-tokens", 4)
+    assert said.code == 0, said.err
+    assert "tokens" in said.err
+    cli("generate", model_copy, "hello", "--system", "be brief").refused(2, "--chat")
+
+
+def test_export_writes_a_receipt_into_the_run_folder_and_never_over(
+    world: World, tmp_path: Path, cli: Call
+) -> None:
+    run, target = shutil.copytree(world.run, tmp_path / "run"), tmp_path / "my-model"
+    said = cli("export", "hf", run, target, "--dtype", "fp32")
+    assert said.code == 0, said.err
+    receipt = json.loads((run / "receipts" / "export-hf-my-model.json").read_text())
+    assert receipt["source"]["step"] == 6
+    assert len(receipt["checks"]) >= 3
+    prompt = ("the cat", "--max-new-tokens", 8)
+    assert cli("generate", target, *prompt).out == cli("generate", run, *prompt).out
+    before = (target / "model.safetensors").stat().st_mtime_ns
+    cli("export", "hf", run, target).refused(4, "my-model")
+    assert (target / "model.safetensors").stat().st_mtime_ns == before
+    assert cli("export", "hf", run, target, "--overwrite").code == 0
+    cli("export", "hf", run, tmp_path / "x", "--dtype", "int8").refused(2, "int8")
+    assert not (tmp_path / "x").exists()
+
+
+def test_export_of_a_plain_model_puts_the_receipt_beside_it(world: World, tmp_path: Path, cli: Call) -> None:
+    assert cli("export", "hf", world.model, tmp_path / "copy").code == 0
+    assert (tmp_path / "copy.receipt.json").is_file()
+
+
+def test_report_is_drawn_again(world: World, tmp_path: Path, cli: Call) -> None:
+    said = cli("report", world.run, "--out", tmp_path / "page.html")
+    assert said.code == 0
+    assert "<html" in (tmp_path / "page.html").read_text()
+    cli("report", tmp_path / "nothing").refused(5, "nothing")
+    cli("report", world.run, "--out", tmp_path / "no" / "page.html").refused(6, "page.html")
+
+
+def test_doctor_is_ready_here_and_says_what_is_missing(
+    cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = cli("doctor", "--folder", tmp_path)
+    assert said.code == 0
+    assert "ready: try `trimtab demo`" in said.out
+    assert "will be used" in said.out
+    assert cli("doctor", "--folder", tmp_path / "to" / "be" / "made").code == 0
+    import trimtab.cli.doctor as doctor
+
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else real(name))
+    said = cli("doctor", "--folder", tmp_path)
+    assert said.code == 8
+    assert "pip install 'trimtab[train]'" in said.out
+
+
+def test_schema_is_json_schema(cli: Call) -> None:
+    schema = json.loads(cli("schema").out)
+    assert "learning_rate" in schema["properties"]
+
+
+@pytest.mark.slow
+def test_demo_of_a_few_steps(tmp_path: Path, cli: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe that ships, with less to measure: generating 90 answers twice is not what is tested here."""
+    shipped = to_dict(load(recipe_file("demo")))
+    shipped["data"]["train"][0]["first"] = 100
+    shipped["data"]["eval_windows"] = 2
+    smaller = {**shipped, "answers": 2, "probe": False, "per_device_train_batch_size": 2, "prompts": []}
+    (tmp_path / "demo.yaml").write_text(json.dumps(smaller))
+    monkeypatch.setattr("trimtab.starter.files.recipe_file", lambda name: tmp_path / f"{name}.yaml")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    said = cli("demo", "--steps", 4, "--folder", tmp_path / "demo")
+    assert said.code == 0, said.err
+    assert "trimtab train recipes/own-text.yaml" in said.out.splitlines()[-1]
+    assert len([r for r in records(tmp_path / "demo") if r["kind"] == "train"]) == 4
+    _replace_older(tmp_path / "demo")  # what a second demo begins with
+    assert not (tmp_path / "demo").exists()
+
+
+def test_demo_replaces_only_a_demo(world: World, tmp_path: Path, cli: Call) -> None:
+    cli("demo", "--steps", 4, "--folder", world.run).refused(5, "not an older demo")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    cli("demo", "--steps", 4, "--folder", tmp_path / "mine").refused(5, "letter.txt")
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
+    cli("demo", "--steps", 4, "--folder", tmp_path / "mine" / "letter.txt").refused(5)
+
+
+@pytest.mark.parametrize("words", [[], *[[verb] for verb in VERBS], ["export", "hf"]])
+def test_help_of_every_verb(cli: Call, words: list[str]) -> None:
+    said = cli(*words, "--help")
+    assert said.code == 0
+    assert "Usage: trimtab" in said.out
+    assert " ".join(words) in said.out
+
+
+def test_version_and_unknown_words(cli: Call) -> None:
+    assert cli("--version").out.startswith("trimtab ")
+    for words in (["fly"], ["train", "--fast"], ["generate", "x", "--temperature", "-1"], ["plan"]):
+        said = cli(*words)
+        assert said.code == 2
+        assert "Traceback" not in said.err
+        assert said.err
+
+
+def all_errors(base: type = errors.TrimtabError) -> list[type]:
+    return [base, *(e for child in base.__subclasses__() for e in all_errors(child))]
+
+
+@pytest.mark.parametrize("kind", all_errors(), ids=lambda kind: kind.__name__)
+def test_exit_codes_are_documented(kind: type[errors.TrimtabError]) -> None:
+    from trimtab.cli.main import main
+
+    documented = main.__doc__ or ""
+    assert f"{kind.exit_code} " in documented
+    page = (Path(__file__).parents[2] / "docs" / "exit-codes.md").read_text()
+    assert f"| {kind.exit_code} |" in page
+
+
+def test_each_kind_of_error_has_a_code_of_its_own() -> None:
+    kinds = [kind for kind in all_errors() if kind.__module__.startswith("trimtab.facts")]
+    assert len({kind.exit_code for kind in kinds}) == len(kinds)

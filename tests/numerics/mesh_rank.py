@@ -1,0 +1,86 @@
+"""One process of a mesh: trains recipes through the same assembly and loop as a run of one.
+
+usage: mesh_rank.py FOLDER RANK SIZE
+FOLDER holds recipes train.yaml, signal.yaml and poison.yaml, trained one after the other. Prints a JSON object:
+how each ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from whole_run import Silent
+
+from trimtab import text
+from trimtab.facts.errors import TrimtabError
+from trimtab.launch import prepare
+from trimtab.recipe import load
+from trimtab.run import RunFolder, assemble
+from trimtab.run.corpora import open_corpora
+from trimtab.run.sources import save_skeleton
+
+
+def poison(run: object, rank: int, at: int = 3) -> None:
+    """From step `at` on, rank 1 (alone) computes NaN in its embeddings."""
+    job = run.job  # type: ignore[attr-defined]
+    calm = job.loader.next_step
+
+    def next_step() -> list:
+        microbatches = calm()
+        if job.optimizer.count == at - 1 and rank == 1:
+            job.model.model.embed_tokens.register_forward_hook(lambda m, i, out: out * float("nan"))
+        return microbatches
+
+    job.loader.next_step = next_step
+
+
+def train(recipe_path: Path, rank: int) -> dict[str, str]:
+    """One recipe, as `trimtab.launch` would go about it on a mesh."""
+    mode = recipe_path.stem
+    recipe = load(recipe_path)
+    prepared = prepare(recipe)
+    folder = RunFolder(Path(recipe.output_dir))
+    weights = Path(recipe.model.name)
+    tokenizer = text.load(weights)
+    corpora = open_corpora(recipe, tokenizer, Silent())
+    if rank == 0:
+        folder.path.mkdir()
+        save_skeleton(weights, prepared.shape, tokenizer, folder.model, "fp32")
+    dist.barrier()
+    run = assemble(
+        recipe,
+        prepared.choices,
+        prepared.shape,
+        weights=weights,
+        tokenizer=tokenizer,
+        corpora=corpora,
+        folder=folder,
+        on_event=lambda text: None,
+    )
+    if mode == "poison":
+        poison(run, rank)
+    if mode == "signal" and rank == 1:
+        run.job.after_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None
+    try:
+        return {"status": run.train().status}
+    except TrimtabError as error:
+        return {"error": str(error)}
+
+
+def main() -> None:
+    folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
+    ended = {mode: train(folder / f"{mode}.yaml", rank) for mode in ("train", "signal", "poison")}
+    dist.destroy_process_group()
+    print(json.dumps(ended))
+
+
+if __name__ == "__main__":
+    main()

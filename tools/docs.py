@@ -1,0 +1,175 @@
+"""Writes the generated pages again: docs/reference/cli.md, docs/reference/recipe.md, docs/recipe.schema.json.
+
+`python tools/docs.py` writes them, `python tools/docs.py --check` only says which are out of date. The command
+line's page is made from the verbs' own docstrings, arguments and options; a test compares. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from inspect import cleandoc, unwrap
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import typer.main
+
+from trimtab.cli.main import VERBS
+from trimtab.facts import errors
+from trimtab.recipe import docs as recipe_docs
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+_HEAD = """\
+<!-- Made by `python tools/docs.py` from the verbs' own help in trimtab/cli/; edit the docstrings there. -->
+# Command line reference
+
+`trimtab VERB --help` prints the same in the terminal. `trimtab --help` lists the verbs, `trimtab --version`
+prints the version. Results go to standard output; errors go to standard error as `error: cause; remedy`,
+without a traceback.
+
+| verb | what it does |
+|---|---|
+"""
+
+_SIGNALS = (
+    ("130", "stopped by Ctrl-C (SIGINT); a run that had begun to train is saved"),
+    ("141", "whoever read the output closed it, as `| head` does"),
+    ("143", "stopped by SIGTERM; a run that had begun to train is saved"),
+)
+_KINDS = {str: "TEXT", int: "NUMBER", float: "NUMBER", Path: "PATH", bool: ""}
+
+
+def exit_codes() -> list[tuple[str, str]]:
+    """(code, meaning) for every way the command line ends, from the error classes themselves."""
+    found = [("0", "done"), ("1", "failed in a way that has no code of its own")]
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, errors.TrimtabError) and kind.exit_code > 1:
+            meaning = (kind.__doc__ or "").splitlines()[0].rstrip(".")
+            found.append((str(kind.exit_code), meaning[0].lower() + meaning[1:]))
+    return [*found, *_SIGNALS]
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """("train", command), …, ("export hf", command): every verb and every verb below a verb."""
+    for verb in VERBS:
+        command = typer.main.get_command(import_module(f"trimtab.cli.{verb}").app)
+        below = getattr(command, "commands", None)
+        if below is None:
+            yield verb, command
+            continue
+        for name, inner in below.items():
+            yield f"{verb} {name}", inner
+
+
+def cli_page() -> str:
+    """The page of the command line, as Markdown."""
+    found = list(commands())
+    rows = [f"| [`{name}`](#{_anchor(name)}) | {_first_sentence(command)} |" for name, command in found]
+    parts = [_HEAD + "\n".join(rows) + "\n"]
+    parts += [_section(name, command) for name, command in found]
+    table = "\n".join(f"| {code} | {meaning} |" for code, meaning in exit_codes())
+    parts.append(f"## Exit codes\n\n| code | meaning |\n|---|---|\n{table}\n")
+    return "\n".join(parts)
+
+
+def files(folder: Path = DOCS) -> Iterator[tuple[Path, str]]:
+    """(path, text) of everything that is generated under a docs folder."""
+    yield folder / "reference" / "cli.md", cli_page()
+    yield from recipe_docs.files(folder)
+
+
+def _anchor(name: str) -> str:
+    return f"trimtab-{name.replace(' ', '-')}"
+
+
+def _section(name: str, command: Any) -> str:
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
+    usage = " ".join([f"trimtab {name}", *(_usage_of(a) for a in arguments), "[OPTIONS]" if options else ""])
+    parts = [f"## `trimtab {name}`\n", f"```text\n{usage.strip()}\n```\n", _fenced(_help_of(command))]
+    if arguments:
+        rows = [f"| `{_usage_of(a)}` | {_cell(a.help)} |" for a in arguments]
+        parts.append("| argument | |\n|---|---|\n" + "\n".join(rows) + "\n")
+    if options:
+        kinds = _kinds(command)
+        rows = [f"| {_flags(o, kinds[o.name])} | {_cell(o.help)} | {_default(o)} |" for o in options]
+        parts.append("| option | | default |\n|---|---|---|\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def _help_of(command: Any) -> str:
+    return cleandoc(command.callback.__doc__ or "")
+
+
+def _first_sentence(command: Any) -> str:
+    return " ".join(_help_of(command).split("\n\n")[0].split())
+
+
+def _usage_of(argument: Any) -> str:
+    if argument.metavar:
+        return argument.metavar
+    name = argument.name.upper() + ("..." if argument.nargs == -1 else "")
+    return name if argument.required else f"[{name}]"
+
+
+def _flags(option: Any, kind: str) -> str:
+    names = "/".join([*option.opts, *option.secondary_opts])
+    kind = option.metavar or kind
+    return f"`{names} {kind}`" if kind else f"`{names}`"
+
+
+def _kinds(command: Any) -> dict[str, str]:
+    """What each parameter takes, from the function's own annotations: typer's internals differ by version."""
+    found = {}
+    for name, hint in get_type_hints(unwrap(command.callback)).items():
+        if name == "return":
+            continue
+        parts = [part for part in get_args(hint) or (hint,) if part is not NoneType]
+        parts = [get_args(part)[0] if get_origin(part) is list else part for part in parts]
+        found[name] = _KINDS.get(parts[0], "")
+    return found
+
+
+def _default(option: Any) -> str:
+    value = option.default
+    if value is None or value is False or callable(value) or value == []:
+        return ""
+    if value is True:
+        return f"`{option.opts[0]}`"
+    return f"`{value}`"
+
+
+def _cell(text: str | None) -> str:
+    return " ".join((text or "").split()).replace("|", "\\|")
+
+
+def _fenced(text: str) -> str:
+    """Indented examples of a docstring as fenced blocks."""
+
+    def fence(match: re.Match[str]) -> str:
+        lines = [line[4:] for line in match[0].strip("\n").splitlines()]
+        return "```sh\n" + "\n".join(lines) + "\n```\n"
+
+    return re.sub(r"(?:^ {4}.*\n?(?:\n(?= {4}))?)+", fence, text + "\n", flags=re.MULTILINE)
+
+
+def main(arguments: list[str]) -> int:
+    """Writes or checks; 1 when a page was out of date."""
+    stale = 0
+    for path, text in files():
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale += 1
+        if "--check" not in arguments:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        print(f"{'out of date' if '--check' in arguments else 'written'}: {path.relative_to(DOCS.parent)}")
+    return 1 if stale and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,111 @@
+"""What runs in which number format: measured on one layer of the model, not read off a table.
+
+for row in list_dtypes(shape, choices).modules:
+    print(row.name, row.weight, row.output, row.gradient)
+"""
+
+# B batch, T tokens
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trimtab.facts.dtypes import TORCH_NAMES
+from trimtab.facts.shapes import ModelShape
+from trimtab.model import build, init_weights
+from trimtab.run.choices import Choices
+from trimtab.run.precision import autocast_of, set_gradient_format
+
+NAMES = {getattr(torch, long): short for short, long in TORCH_NAMES.items()}
+VOCABULARY = 64
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """Formats at one module; None where it has no weight of its own."""
+
+    name: str
+    weight: str | None
+    output: str
+    gradient: str | None
+    """In which the weight's gradient is added up."""
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Modules by name, and operations as torch carried them out, autocast included."""
+
+    modules: list[ModuleRow]
+    operations: dict[str, list[str]]
+    """`mm` → [`bf16 → bf16`]; formats of the inputs, then of the output."""
+    loss: str
+
+
+class _Operations(TorchDispatchMode):
+    """Notes the floating-point formats that go into and come out of each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, set[str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        before, after = _formats((args, kwargs)), _formats(out)
+        if before and after:
+            self.seen.setdefault(func.overloadpacket.__name__, set()).add(f"{before} → {after}")
+        return out
+
+
+def _formats(values: Any) -> str:
+    found = [NAMES[t.dtype] for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.dtype in NAMES]
+    return ", ".join(dict.fromkeys(found))
+
+
+def list_dtypes(shape: ModelShape, choices: Choices) -> Dtypes:
+    """Runs forward and backward of one layer with a run's choices and lists the formats.
+
+    The layer has the model's own widths; depth and vocabulary, which change no format, are cut down.
+
+    Example:
+        >>> found = list_dtypes(shape, choices)                                      # doctest: +SKIP
+        >>> found.operations["mm"], found.loss                                       # doctest: +SKIP
+        (['bf16 → bf16'], 'fp32')
+    """
+    small = dataclasses.replace(shape, num_layers=1, vocab_size=min(shape.vocab_size, VOCABULARY))
+    device = torch.device(choices.device)
+    decoder = build(small, dtype=choices.weights_dtype, device=device, attention=choices.attention["impl"])
+    init_weights(decoder, 0)
+    set_gradient_format(decoder, choices)
+    outputs: dict[str, str] = {}
+
+    def hook(name: str) -> Callable[..., None]:
+        def note(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            outputs[name] = NAMES[output.dtype]
+
+        return note
+
+    handles = [
+        m.register_forward_hook(hook(n)) for n, m in decoder.named_modules() if n and not list(m.children())
+    ]
+    ids_BT = torch.arange(16, device=device)[None] % small.vocab_size
+    with _Operations() as operations:
+        with autocast_of(choices)():
+            loss = decoder.loss(ids_BT, ids_BT)
+        loss.backward()
+    for handle in handles:
+        handle.remove()
+    rows = []
+    for name, output in outputs.items():
+        weight = getattr(decoder.get_submodule(name), "weight", None)
+        gradient = None if weight is None or weight.grad is None else NAMES[weight.grad.dtype]
+        rows.append(ModuleRow(name, None if weight is None else NAMES[weight.dtype], output, gradient))
+    return Dtypes(
+        rows, {name: sorted(pairs) for name, pairs in sorted(operations.seen.items())}, NAMES[loss.dtype]
+    )
