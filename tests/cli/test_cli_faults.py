@@ -350,28 +350,30 @@ def test_a_start_that_was_killed_before_its_first_step_does_not_block(
     assert not (run / ".plan.json.tmp-123").exists()
 
 
-def test_a_run_resumed_from_another_folder_says_what_is_missing(
+def test_a_run_is_resumed_from_anywhere_even_without_its_base_model(
     job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Paths in a recipe are as the person wrote them: relative ones count from where the command runs."""
+    """Local paths are kept from the root, and config, tokenizer and weights are in the run folder."""
     (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path)
     assert cli("train", job(model="./model", lr_scheduler_type="constant")).code == 0
     monkeypatch.chdir(tmp_path / "sub")
-    cli("train", "--resume", "../run", "max_steps=3").refused(4, "model")
-    monkeypatch.chdir(tmp_path)
-    assert cli("train", "--resume", "run", "max_steps=3").code == 0
+    assert cli("train", "--resume", "../run", "max_steps=3").code == 0
+    (tmp_path / "model").rename(tmp_path / "elsewhere")
+    assert cli("train", "--resume", "../run", "max_steps=4").code == 0
 
 
-def test_a_local_model_is_never_replaced_by_a_hub_id_of_its_name(
+def test_the_hub_is_not_asked_about_a_local_model(
     job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trimtab.hub.resolved import Resolved
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny").symlink_to(tmp_path / "model")
     assert cli("train", job(model="models/tiny", lr_scheduler_type="constant")).code == 0
-    found = Resolved("folder", (tmp_path / "model").resolve(), "a" * 40, name="models/tiny")
-    monkeypatch.setattr("trimtab.hub.models.resolve_model", lambda *_, **__: found)
-    cli("train", "--resume", "run", "max_steps=3").refused(5, "models/tiny", "began with")
+
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("trimtab.hub.models.resolve_model", asked)
+    (tmp_path / "models" / "tiny").unlink()
+    assert cli("train", "--resume", "run", "max_steps=3").code == 0

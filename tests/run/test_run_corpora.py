@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def trained_texts(corpora: Corpora, tokenizer: text.Tokenizer, **data: Any) -> s
         }
     )
     found = set()
-    for batch in corpora.loader(recipe, Mesh.single()).next_step():
+    for batch in dataclasses.replace(corpora, recipe=recipe).loader(Mesh.single()).next_step():
         for ids, documents in zip(batch.input_ids_BT, batch.documents_BT, strict=True):
             for number in set(documents.tolist()) - {-1}:
                 found.add(tokenizer.decode(ids[documents == number].tolist()))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.facts.errors import CheckpointError
-from trimtab.launch.preparing import Prepared, prepare
+from trimtab.launch.preparing import Frozen, Prepared, prepare
 from trimtab.plan import check_disk, check_fits, make_plan
 from trimtab.plan.disk import Disk
 from trimtab.recipe import Recipe, build, check_resume, dump, load, to_dict
@@ -20,7 +20,10 @@ from trimtab.run import assembling, corpora, sources
 from trimtab.run.choices import Choices
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
-from trimtab.run.places import model_folder
+from trimtab.run.places import absolute, model_folder
+
+VERSION = 1
+"""Of choices.json; readers of old versions stay."""
 
 
 class View(Protocol):
@@ -51,6 +54,7 @@ def train(recipe: Recipe, view: View, *, after_step: Callable[[int], None] | Non
         >>> train(load("recipe.yaml"), LiveView())  # doctest: +SKIP
         Finished(folder=PosixPath('runs/train'), status='finished', step=100, signal=None)
     """
+    recipe = absolute(recipe)
     folder = RunFolder(Path(recipe.output_dir))
     folder.check_new()
     prepared = prepare(recipe)
@@ -82,12 +86,15 @@ def resume(
             view.message(
                 "deterministic is off: on a GPU losses may differ in the last bits from an unstopped run"
             )
-        return _go(prepare(recipe, frozen=kept), folder, view, kept=kept, after_step=after_step)
+        frozen = Frozen(Choices.from_dict(kept), folder.model, kept["model_commit"])
+        return _go(prepare(recipe, frozen), folder, view, kept=kept, after_step=after_step)
 
 
 def _kept(folder: RunFolder) -> dict[str, Any]:
     """choices.json, complete."""
     kept = read_json(folder.choices)
+    if kept.get("version", 0) > VERSION:
+        raise CheckpointError(f"{folder.path} is of a newer trimtab", "continue it with that version")
     fields = ("model_commit", "tokenizer_commit", "data", "recipe", *Choices.__dataclass_fields__)
     missing = [name for name in fields if name not in kept]
     if missing:
@@ -106,16 +113,12 @@ def _go(
     after_step: Callable[[int], None] | None,
 ) -> Finished:
     recipe, choices, shape = prepared.recipe, prepared.choices, prepared.shape
-    tokenizer_folder, tokenizer_commit = prepared.model, prepared.commit
-    if recipe.model.tokenizer is not None:
-        tokenizer_folder, tokenizer_commit = model_folder(
-            recipe.model.tokenizer, revision=kept["tokenizer_commit"] if kept else None, weights=False
-        )
-    tokenizer = sources.load_tokenizer(tokenizer_folder, shape)
+    tokenizer_commit = None
+    if kept is None:
+        tokenizer_commit = _begin(prepared, folder)
+    tokenizer = sources.load_tokenizer(folder.model, shape)
     opened = corpora.open_corpora(recipe, tokenizer, view, kept=kept and kept["data"])
-    plan = make_plan(
-        recipe, shape, device=prepared.device, data=opened.facts(recipe), choices=choices.to_dict()
-    )
+    plan = make_plan(recipe, shape, device=prepared.device, data=opened.facts, choices=choices.to_dict())
     free = shutil.disk_usage(folder.path).free
     if kept is None:
         check_disk(plan.disk, free, str(folder.path))
@@ -138,12 +141,12 @@ def _go(
         resume=kept is not None,
     )
     write_text(folder.recipe, dump(recipe))
+    write_json(folder.plan, plan.to_dict())
     if kept is None:
-        sources.save_skeleton(prepared.model, shape, tokenizer, folder.model, choices.weights_dtype)
-        write_json(folder.plan, plan.to_dict())
         write_json(folder.environment, environment(torch.device(choices.device)))
         # Last, when weights and data are known to be good: a folder with choices.json can be continued.
         pins = {
+            "version": VERSION,
             "model_commit": prepared.commit,
             "tokenizer_commit": tokenizer_commit,
             "data": opened.pins(),
@@ -156,8 +159,28 @@ def _go(
     return Finished(folder.path, outcome.status, outcome.state.step, outcome.signal)
 
 
+def _begin(prepared: Prepared, folder: RunFolder) -> str | None:
+    """Config and tokenizer into the run folder, from which this start and every later one reads them."""
+    recipe = prepared.recipe
+    place, commit = prepared.model, prepared.commit
+    if recipe.model.tokenizer is not None:
+        place, commit = model_folder(recipe.model.tokenizer, weights=False)
+    tokenizer = sources.load_tokenizer(place, prepared.shape)
+    sources.save_skeleton(
+        prepared.model, prepared.shape, tokenizer, folder.model, prepared.choices.weights_dtype
+    )
+    return commit
+
+
 def _weights(prepared: Prepared, folder: RunFolder) -> Path:
     """Where the pretrained weights lie, fetched now if this start reads them."""
-    if prepared.recipe.model.init == "random" or any(folder.checkpoints.glob("step-*")):
+    recipe = prepared.recipe
+    if recipe.model.init == "random" or any(folder.checkpoints.glob("step-*")):
         return prepared.model
-    return model_folder(prepared.recipe.model.name, revision=prepared.commit)[0]
+    place, _ = model_folder(recipe.model.name, revision=prepared.commit)
+    if sources.read_shape(place) != prepared.shape:
+        raise CheckpointError(
+            f"the model at {recipe.model.name} is not the one the run began with",
+            "put it back, or start a new run",
+        )
+    return place

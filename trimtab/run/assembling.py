@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,9 @@ from trimtab.trainer import Cadence, Job, MetricsLog, NoLog, Outcome, TrainState
 from trimtab.trainer.job import Observer
 from trimtab.trainer.scaling import LossScaler
 
+FIRST_LOSS_SCALE = 65536.0
+"""fp16 begins here, as torch's own scaler does; overflows halve it."""
+
 
 @dataclass
 class Run:
@@ -39,8 +43,10 @@ class Run:
     folder: RunFolder
 
     def train(self) -> Outcome:
-        """From where it stands to its end."""
-        return train(self.job, self.state, self.scaler)
+        """From where it stands to its end; then everything it held open is closed."""
+        job = self.job
+        with closing(job.loader), closing(job.log), closing(job.store):
+            return train(job, self.state, self.scaler)
 
 
 def assemble(
@@ -72,69 +78,23 @@ def assemble(
     """
     device = torch.device(choices.device)
     _set_up_torch(choices)
-
-    # The model: shape, recompute, weights, then the format of its gradients. No step changes a parameter's name.
-    decoder = build(shape, dtype=choices.weights_dtype, device=device, attention=choices.attention["impl"])
-    if recipe.gradient_checkpointing:
-        recompute_blocks(decoder)
     store = Store(folder.checkpoints, keep_last=recipe.save_total_limit, on_event=on_event)
     found = _checkpoint(store, folder) if resume else None
-    if found is None and recipe.model.init == "random":
-        init_weights(decoder, recipe.seed)
-    elif found is None:
-        load_weights(decoder, weights)
-    set_gradient_format(decoder, choices)
+    decoder = _model(recipe, choices, shape, weights, read_weights=found is None)
     parameters = dict(decoder.named_parameters())
-
-    # What moves it: data, optimizer and learning rate.
     mesh = Mesh.world()
-    loader = corpora.loader(recipe, mesh)
-    total_steps = corpora.total_steps(recipe, mesh)
-    warmup = recipe.warmup_steps or round(recipe.warmup_ratio * total_steps)
-    optimizer = optim.build(
-        recipe.optim,
-        parameters.items(),
-        lr=recipe.learning_rate,
-        betas=(recipe.adam_beta1, recipe.adam_beta2),
-        eps=recipe.adam_epsilon,
-        weight_decay=recipe.weight_decay,
-        decay_all=recipe.decay_all,
-        seed=recipe.seed,
-    )
-
-    def learning_rate(step: int) -> float:
-        return optim.learning_rate(
-            recipe.lr_scheduler_type,
-            step,
-            base=recipe.learning_rate,
-            total_steps=total_steps,
-            warmup_steps=warmup,
-            min_ratio=recipe.min_lr_ratio,
-        )
-
-    # What watches it: evaluation, log, checkpoints.
+    total_steps = corpora.total_steps(mesh)
     autocast = autocast_of(choices)
-    evaluation = Evaluation(
-        decoder,
-        tokenizer,
-        total_steps,
-        sets=corpora.eval_batches(recipe),
-        probe_items=probe_items() if recipe.probe else (),
-        problems=math_problems(ANSWERS_SEED, recipe.answers, FIELDS[recipe.answers_field])
-        if recipe.answers
-        else (),
-        prompts=recipe.prompts,
-        autocast=autocast,
-    )
+    evaluation = _evaluation(recipe, decoder, tokenizer, corpora, total_steps, autocast)
     job = Job(
         model=decoder,
         parameters=parameters,
         loss=_loss(decoder, device, autocast, packing=recipe.packing),
-        optimizer=optimizer,
-        learning_rate=learning_rate,
+        optimizer=_optimizer(recipe, parameters),
+        learning_rate=_learning_rate(recipe, total_steps),
         global_norm=optim.global_norm,
         clip_factor=lambda norm: optim.clip_factor(norm, recipe.max_grad_norm),
-        loader=loader,
+        loader=corpora.loader(mesh),
         store=store,
         log=MetricsLog(folder.metrics) if mesh.is_main else NoLog(),
         mesh=mesh,
@@ -148,13 +108,82 @@ def assemble(
         device=device,
         evaluate=evaluation,
         best_of=next(iter(evaluation.sets), None),
-        loss_scale=65536.0 if choices.dtype == "fp16" else None,
+        loss_scale=FIRST_LOSS_SCALE if choices.dtype == "fp16" else None,
         observers=observers,
     )
     run = Run(job, TrainState(), None, folder)
     if resume:
         _restore(run, store, found, on_event)
     return run
+
+
+def _model(
+    recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *, read_weights: bool
+) -> Decoder:
+    """Shape, recompute, weights, then the format of its gradients. No step changes a parameter's name."""
+    decoder = build(
+        shape, dtype=choices.weights_dtype, device=choices.device, attention=choices.attention["impl"]
+    )
+    if recipe.gradient_checkpointing:
+        recompute_blocks(decoder)
+    if read_weights and recipe.model.init == "random":
+        init_weights(decoder, recipe.seed)
+    elif read_weights:
+        load_weights(decoder, weights)
+    set_gradient_format(decoder, choices)
+    return decoder
+
+
+def _optimizer(recipe: Recipe, parameters: dict[str, torch.nn.Parameter]) -> Any:
+    return optim.build(
+        recipe.optim,
+        parameters.items(),
+        lr=recipe.learning_rate,
+        betas=(recipe.adam_beta1, recipe.adam_beta2),
+        eps=recipe.adam_epsilon,
+        weight_decay=recipe.weight_decay,
+        decay_all=recipe.decay_all,
+        seed=recipe.seed,
+    )
+
+
+def _learning_rate(recipe: Recipe, total_steps: int) -> Callable[[int], float]:
+    warmup = recipe.warmup_steps or round(recipe.warmup_ratio * total_steps)
+
+    def learning_rate(step: int) -> float:
+        return optim.learning_rate(
+            recipe.lr_scheduler_type,
+            step,
+            base=recipe.learning_rate,
+            total_steps=total_steps,
+            warmup_steps=warmup,
+            min_ratio=recipe.min_lr_ratio,
+        )
+
+    return learning_rate
+
+
+def _evaluation(
+    recipe: Recipe,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    corpora: Corpora,
+    total_steps: int,
+    autocast: Callable[[], Any],
+) -> Evaluation:
+    problems = (
+        math_problems(ANSWERS_SEED, recipe.answers, FIELDS[recipe.answers_field]) if recipe.answers else ()
+    )
+    return Evaluation(
+        decoder,
+        tokenizer,
+        total_steps,
+        sets=corpora.eval_batches(),
+        probe_items=probe_items() if recipe.probe else (),
+        problems=problems,
+        prompts=recipe.prompts,
+        autocast=autocast,
+    )
 
 
 def trackers(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) -> list[Observer]:

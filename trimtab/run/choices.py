@@ -104,8 +104,7 @@ def _sentence(dtype: str, weights: str, gradients: str) -> str:
         return "everything in fp32"
     rounding = ", updates rounded stochastically" if weights == "bf16" else ""
     scaling = ", loss scaled" if dtype == "fp16" else ""
-    head = " (the head's in fp32)" if weights == "fp32" else ""  # autocast does not reach into the fused loss
     return (
-        f"matrix products in {dtype}{head}, weights in {weights}{rounding}, "
-        f"gradients added up in {gradients}{scaling}; norms, softmax and loss in fp32"
+        f"matrix products in {dtype}, weights in {weights}{rounding}, gradients added up in {gradients}{scaling}; "
+        "norms, softmax and loss in fp32"
     )

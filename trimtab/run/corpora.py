@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from trimtab import data, hub, starter
 from trimtab.data import Batch, Progress, SourceSpec
 from trimtab.data.corpus import default_cache_dir
+from trimtab.data.sources import classify
 from trimtab.facts.errors import DataError
 from trimtab.parallel import Mesh
 from trimtab.plan import DataFacts, total_steps
@@ -36,13 +38,15 @@ class Watcher(Protocol):
 class Corpora:
     """Opened data: what is trained on, replayed and measured on."""
 
+    recipe: Recipe
     train: list[tuple[Any, float]]
     replay: list[tuple[Any, float]]
     evaluation: dict[str, list[Any]]
     commits: dict[str, str | None]
 
-    def loader(self, recipe: Recipe, mesh: Mesh) -> Any:
+    def loader(self, mesh: Mesh) -> Any:
         """The training loader for one process of a mesh."""
+        recipe = self.recipe
         return data.make_loader(
             self.train,
             replay=self.replay,
@@ -56,21 +60,23 @@ class Corpora:
             dp_size=mesh.size,
         )
 
-    def facts(self, recipe: Recipe) -> DataFacts:
+    @cached_property
+    def facts(self) -> DataFacts:
         """What the planner wants to know."""
-        loader = self.loader(recipe, Mesh.single())
-        if recipe.data.streaming:
+        if self.recipe.data.streaming:
             return DataFacts(None, None, None)
+        loader = self.loader(Mesh.single())
         return DataFacts(loader.num_windows, loader.num_tokens, loader.fill)
 
-    def total_steps(self, recipe: Recipe, mesh: Mesh) -> int:
+    def total_steps(self, mesh: Mesh) -> int:
         """Updates of the whole run."""
-        steps = total_steps(recipe, self.facts(recipe), mesh.size)
+        steps = total_steps(self.recipe, self.facts, mesh.size)
         assert steps is not None, "a streamed recipe without max_steps does not validate"
         return steps
 
-    def eval_batches(self, recipe: Recipe) -> dict[str, Sequence[Batch]]:
+    def eval_batches(self) -> dict[str, Sequence[Batch]]:
         """Batches of each evaluated set; the domain first."""
+        recipe = self.recipe
         return {
             name: [
                 batch
@@ -120,7 +126,7 @@ def open_corpora(
         train = [(kept_part, weight) for (kept_part, _), weight in halves]
         evaluation = {"domain": [held for (_, held), _ in halves], **evaluation}
     replay = [(_without(corpus, evaluation), weight) for corpus, weight in replay]
-    opened = Corpora(train, replay, evaluation, opening.commits)
+    opened = Corpora(recipe, train, replay, evaluation, opening.commits)
     if kept is not None:
         for corpus, manifest in zip(opened.all(), kept["manifests"], strict=True):
             corpus.check(manifest)
@@ -237,8 +243,10 @@ class _Opening:
 
 
 def _is_hub_id(name: str) -> bool:
-    """`org/name` that is no path here; a path with a suffix or a leading dot is never taken for an id."""
+    """`org/name` that is no path here; a name with a data file's suffix or a leading dot is never an id."""
     parts = name.split("/")
+    if classify(Path(name))[0] is not None:
+        return False
     if len(parts) != 2 or not all(parts) or any(c in name for c in "*?[~\\") or name.startswith("."):
         return False
     return not Path(name).exists() and not Path(parts[0]).is_dir()

@@ -122,9 +122,10 @@ class RunFolder:
 
     @contextmanager
     def create(self) -> Iterator[None]:
-        """Makes and locks the folder of a new run; what never began to train is taken away again.
+        """Makes and locks the folder of a new run; what never finished a step is taken away again.
 
-        So a start that fails, on bad weights or an empty file, leaves nothing that stands in the next one's way.
+        So a start that fails, on bad weights or an empty file, leaves nothing that stands in the next one's way. From
+        the first step on there is something to keep: the loop saves before any error leaves it.
         """
         existed = self.path.exists()
         with self.lock():

@@ -1,10 +1,13 @@
-"""Where a model lies, by any name a person may give it. No torch: planning needs no more than this."""
+"""Where models and data lie, by the names that people give them. No torch: planning needs no more than this."""
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
+from typing import Any
 
 from trimtab import hub
+from trimtab.recipe import Recipe, build, to_dict
 from trimtab.starter import base_folder
 
 STARTER = "starter"
@@ -20,3 +23,28 @@ def model_folder(name: str, *, revision: str | None = None, weights: bool = True
         return base_folder(), None
     resolved = hub.resolve_model(name, revision=revision, weights=weights)
     return resolved.path, resolved.commit
+
+
+def absolute(recipe: Recipe) -> Recipe:
+    """The recipe with every local path written from the root, so that a run can be continued from anywhere.
+
+    Hub ids and `starter` names stay as they are: what does not exist here is not taken for a path.
+    """
+    plain = to_dict(recipe)
+    model, section = plain["model"], plain["data"]
+    for key in ("name", "tokenizer"):
+        model[key] = _absolute(model.get(key))
+    section["cache_dir"] = _absolute(section.get("cache_dir"), whatever=True)
+    replayed = (section.get("replay") or {}).get("sources", [])
+    for source in [*section["train"], *replayed, *section["eval"]["domain"], *section["eval"]["general"]]:
+        source["source"] = _absolute(source["source"])
+    plain["output_dir"] = str(Path(plain["output_dir"]).expanduser())
+    return build({key: value for key, value in plain.items() if value is not None})
+
+
+def _absolute(name: Any, *, whatever: bool = False) -> Any:
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    local = whatever or path.exists() or (glob.has_magic(name) and bool(glob.glob(str(path), recursive=True)))
+    return str(Path.cwd() / path) if local else name

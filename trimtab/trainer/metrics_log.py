@@ -134,6 +134,9 @@ class NoLog:
         """Nothing."""
         return 0
 
+    def close(self) -> None:
+        """Nothing."""
+
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The record of a line, or None when it is torn."""
