@@ -131,6 +131,9 @@ class PlainWindows:
         """Goes there."""
         self.at = position["at"]
 
+    def close(self) -> None:
+        """Nothing is held open."""
+
 
 def with_trimtab(batch: int, steps: int, turns: Turns, folder: Path, packed: bool) -> list[float]:
     """Trains through trimtab's own run; returns means of LOGGING steps."""

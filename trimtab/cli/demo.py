@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from trimtab.cli.verb import new_app
+from trimtab.report.console import new_console
 from trimtab.report.plain import as_text
 
 app = new_app()
@@ -57,7 +58,7 @@ def demo(
     overrides = [f"output_dir={folder}"]
     if steps is not None:
         overrides += ["num_train_epochs=null", f"max_steps={steps}"]
-    console = Console(highlight=False)
+    console = new_console()
     if kill:
         return _kill(folder, steps or 40, console)
     _replace_older(folder)

@@ -10,11 +10,11 @@ from importlib import metadata
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from trimtab.cli.verb import new_app
 from trimtab.facts.units import format_bytes
+from trimtab.report.console import new_console
 from trimtab.report.plain import as_text
 
 app = new_app()
@@ -36,7 +36,7 @@ def doctor(
 
     Exits with 0 when training can start here and with 8 when something it needs is missing.
     """
-    console = Console(highlight=False)
+    console = new_console()
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     ready = sys.version_info[:2] in ((3, 11), (3, 12), (3, 13))

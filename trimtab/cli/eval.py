@@ -6,11 +6,11 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from trimtab.cli.verb import new_app
 from trimtab.facts.errors import RecipeError
+from trimtab.report.console import new_console
 
 app = new_app()
 
@@ -60,7 +60,7 @@ def evaluate(
     from trimtab.run.evaluation import evaluate_model
 
     opened = load(model, revision=revision, checkpoint=checkpoint, dtype=dtype, device=device).opened
-    console = Console(highlight=False, stderr=as_json)
+    console = new_console(stderr=as_json)
     with LiveView(console=console) as view:
         records = evaluate_model(
             opened,

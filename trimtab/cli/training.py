@@ -17,8 +17,9 @@ def train_and_report(recipe: Path | None, overrides: list[str], resume: Path | N
     from trimtab import launch
     from trimtab.recipe import load
     from trimtab.report import LiveView
+    from trimtab.report.console import new_console
 
-    console = Console(highlight=False)
+    console = new_console()
     with LiveView(console=console) as view:
         if resume is not None:
             finished = launch.resume(resume, overrides, view)

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import platform
-import time
-from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 from trimtab.facts.devices import BF16_CAPABILITY, DeviceFacts, host_cores, host_memory
 from trimtab.facts.errors import MissingDependency, RecipeError, ResourceError
-
-if TYPE_CHECKING:
-    import torch
-
 
 INSTALL_TORCH = "pip install 'trimtab[train]'"
 
@@ -48,7 +41,9 @@ def detect(requested: str = "auto") -> DeviceFacts:
     if requested not in ("auto", "cpu", "cuda"):
         raise RecipeError(f"device {requested!r} is not known", "use auto, cpu or cuda")
     if not has_torch():
-        return _cpu_without_torch(requested)
+        if requested == "cuda":
+            raise MissingDependency("a CUDA GPU is seen by torch, which is not installed", INSTALL_TORCH)
+        return _cpu()
     import torch
 
     if requested == "cuda" and not torch.cuda.is_available():
@@ -58,24 +53,17 @@ def detect(requested: str = "auto") -> DeviceFacts:
         )
     if requested != "cpu" and torch.cuda.is_available():
         return _cuda()
-    return _cpu(_cpu_has_bf16())
+    return _cpu()
 
 
-def _cpu_without_torch(requested: str) -> DeviceFacts:
-    """Enough to plan with; what torch would have to measure is left at its plainest."""
-    if requested == "cuda":
-        raise MissingDependency("a CUDA GPU is seen by torch, which is not installed", INSTALL_TORCH)
-    return _cpu(bf16=False)
-
-
-def _cpu(bf16: bool) -> DeviceFacts:
+def _cpu() -> DeviceFacts:
     total, available = host_memory()
     return DeviceFacts(
         name=_cpu_name(),
         kind="cpu",
         memory_bytes=total,
         free_bytes=available,
-        bf16=bf16,
+        bf16=_cpu_has_bf16(),
         cores=host_cores(),
     )
 
@@ -96,44 +84,27 @@ def _cuda() -> DeviceFacts:
     )
 
 
-@cache
 def _cpu_has_bf16() -> bool:
-    """Whether products in bf16 pay on this CPU: it has the instructions, and they are measured to be faster.
+    """Whether this CPU multiplies bf16 in hardware; without that it is several times slower than fp32.
 
-    Instructions alone do not tell: depending on chip and torch build, bf16 products with them have been seen
-    from twice as fast as fp32 to five times slower. Measured once a process: it takes half a second of a slow core.
+    Read from what the chip says of itself and not timed: the same recipe on the same machine must always come to the
+    same number format.
     """
-    import torch
-
-    if platform.machine().lower() not in ("x86_64", "amd64", "arm64", "aarch64"):
-        return False
-    if platform.machine().lower() in ("x86_64", "amd64") and not (
-        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    ):
-        return False
-    return _seconds(torch.bfloat16) < 0.8 * _seconds(torch.float32)
+    flags = _cpuinfo("flags").split()
+    return "amx_bf16" in flags or "avx512_bf16" in flags
 
 
-def _seconds(dtype: torch.dtype) -> float:
-    """The best of five forward and backward products of a layer."""
-    import torch
-
-    layer = torch.nn.Linear(512, 1024, dtype=dtype)
-    x = torch.ones(512, 512, dtype=dtype, requires_grad=True)
-    best = float("inf")
-    for _ in range(6):  # the first also pays for set-up and never is the best
-        start = time.perf_counter()
-        layer(x).sum().backward()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def _cpu_name() -> str:
+def _cpuinfo(key: str) -> str:
+    """The first such line of Linux's /proc/cpuinfo; empty elsewhere."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             for line in file:
-                if line.startswith("model name"):
+                if line.startswith(key):
                     return line.split(":", 1)[1].strip()
     except OSError:
         pass
-    return platform.processor() or platform.machine() or "CPU"
+    return ""
+
+
+def _cpu_name() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine() or "CPU"

@@ -10,6 +10,7 @@ from rich.live import Live
 
 from trimtab.facts.units import format_bytes
 from trimtab.report.buckets import total
+from trimtab.report.console import new_console
 from trimtab.report.plain import as_text
 from trimtab.report.plan_panel import plan_panel
 from trimtab.report.progress import Training, Working
@@ -33,7 +34,7 @@ class LiveView:
     """
 
     def __init__(self, total_steps: int = 0, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or new_console()
         self.total_steps = total_steps
         self._moving = self.console.is_terminal and not self.console.is_dumb_terminal
         self._live: Live | None = None
