@@ -124,10 +124,12 @@ def test_names_equal_the_rooms_own_lists() -> None:
     from trimtab.data.spec import DOCUMENT_MODES
     from trimtab.kernels.attention.spec import IMPLS
     from trimtab.optim.spec import OPTIMIZERS, SCHEDULES
+    from trimtab.starter import FIELDS
 
     assert typing.get_args(keys.Attention) == ("auto", *IMPLS)
     assert typing.get_args(keys.Optimizer) == tuple(OPTIMIZERS)
     assert typing.get_args(keys.Schedule) == tuple(SCHEDULES)
+    assert typing.get_args(keys.MathField) == tuple(FIELDS)
     assert typing.get_args(keys.Documents) == tuple(DOCUMENT_MODES)
 
 

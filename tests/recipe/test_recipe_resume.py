@@ -23,6 +23,7 @@ ALLOWED = [
     "prompts=[a, b]",
     "probe=false",
     "answers=3",
+    "answers_field=calculus",
     "gradient_checkpointing=true",
 ]
 

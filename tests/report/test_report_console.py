@@ -16,7 +16,9 @@ print("worked to the end", file=sys.stderr)
 
 
 def test_a_reader_that_leaves_does_not_end_the_work() -> None:
-    process = subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.readline() == "line 0\n"

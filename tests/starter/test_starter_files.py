@@ -80,10 +80,10 @@ def test_replay_is_text_the_base_was_trained_on() -> None:
     assert len(generated) > 100
 
 
-@pytest.mark.parametrize("name", ["demo", "pretrain"])
+@pytest.mark.parametrize("name", ["demo", "pretrain", "pretrain-numbers", "pretrain-terms"])
 def test_recipes_load(name: str) -> None:
     recipe = load(starter.recipe_file(name))
-    assert recipe.learning_rate == 2e-3
+    assert recipe.max_seq_length <= 512
 
 
 def test_unknown_names_are_errors() -> None:

@@ -4,7 +4,7 @@
     python -m trimtab.starter.corpora OUT --public public.jsonl.gz      the same from text extracted before
 
 OUT gets `stories-NN.jsonl` (generated) and `public.jsonl` (public-domain text), one {"text": …} a line; with
---numbers also `numbers.jsonl`, bare number facts.
+--numbers also `numbers.jsonl`, bare number facts, and with --terms `terms.jsonl`, numbers and terms said again.
 With --package-data the held-out and replay files in `starter/data` are written anew.
 """
 
@@ -21,6 +21,7 @@ from trimtab.facts.errors import TrimtabError
 from trimtab.starter import texts
 from trimtab.starter.numbers import number_documents
 from trimtab.starter.stories import general_documents
+from trimtab.starter.terms import term_documents
 
 SEED = 8
 SHARD_DOCUMENTS = 20_000
@@ -115,6 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--numbers", type=int, default=0, help="documents of number facts, 230 characters each"
     )
+    parser.add_argument("--terms", type=int, default=0, help="documents of numbers and terms said again")
     parser.add_argument("--workers", type=int, default=2, help="processes that write them")
     parser.add_argument("--package-data", action="store_true", help="also write starter/data (needs --texts)")
     options = parser.parse_args(arguments)
@@ -133,6 +135,9 @@ def main(arguments: list[str] | None = None) -> None:
             print(
                 f"numbers.jsonl: {write_lines(options.out / 'numbers.jsonl', facts) / 1e6:.1f} M characters"
             )
+        if options.terms:
+            said = term_documents(SEED, options.terms)
+            print(f"terms.jsonl: {write_lines(options.out / 'terms.jsonl', said) / 1e6:.1f} M characters")
         chars = write_stories(options.out, options.shards, options.workers)
         print(f"stories: {chars / 1e6:.1f} M characters in {options.shards} files")
     except TrimtabError as error:
