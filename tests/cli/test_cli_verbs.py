@@ -89,6 +89,14 @@ def test_plan_draws_and_prints_json(world: World, cli: Call) -> None:
     assert plan["memory"]["peak"]["weights"] == 4 * plan["model"]["parameters"]
 
 
+def test_plan_lists_number_formats(world: World, cli: Call) -> None:
+    said = cli("plan", world.recipe, "dtype=bf16", "weights_dtype=fp32", "--dtypes")
+    rows = {line.split()[0]: line.split()[1:] for line in said.out.splitlines() if line.strip()}
+    assert rows["mm"] == ["bf16", "→", "bf16"]
+    assert rows["rsqrt"] == ["fp32", "→", "fp32"]
+    assert rows["loss:"] == ["fp32"]
+
+
 def test_plan_of_what_cannot_fit_says_what_would(world: World, cli: Call) -> None:
     said = cli("plan", world.recipe, "per_device_train_batch_size=100000000")
     said.refused(6, "per_device_train_batch_size", "free")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trimtab.cli.verb import new_app
+
+if TYPE_CHECKING:
+    from trimtab.launch.preparing import Prepared
 
 app = new_app()
 
@@ -24,6 +27,9 @@ def plan(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan as JSON instead of drawing it.")
     ] = False,
+    dtypes: Annotated[
+        bool, typer.Option("--dtypes", help="List which module and operation runs in which number format.")
+    ] = False,
 ) -> None:
     """Say what a recipe will take on this machine, without training anything.
 
@@ -32,6 +38,9 @@ def plan(
     A run that does not fit ends with exit code 6 and says what would make it fit.
 
         trimtab plan recipes/qwen3-0.6b-math.yaml per_device_train_batch_size=8
+        trimtab plan recipe.yaml dtype=bf16 --dtypes
+
+    `--dtypes` runs one layer of the model's kind with the recipe's formats and lists what was seen.
     """
     from trimtab import launch
     from trimtab.launch.device import has_torch
@@ -50,4 +59,26 @@ def plan(
         print(json.dumps(prepared.plan.to_dict(), indent=2))
     else:
         LiveView().plan(prepared.plan.to_dict())
+    if dtypes:
+        _print_dtypes(prepared)
     check_fits(prepared.plan, prepared.device)
+
+
+def _print_dtypes(prepared: Prepared) -> None:
+    from rich.table import Table
+
+    from trimtab.launch.device import need_torch
+    from trimtab.report.console import new_console
+
+    need_torch()
+    from trimtab.run.dtypes import list_dtypes
+
+    found = list_dtypes(prepared.shape, prepared.choices)
+    modules = Table("module", "weight", "output", "gradient", box=None, padding=(0, 3, 0, 0))
+    for row in found.modules:
+        modules.add_row(row.name, row.weight or "", row.output, row.gradient or "")
+    operations = Table("operation", "formats", box=None, padding=(0, 3, 0, 0))
+    for name, formats in sorted(found.operations.items()):
+        operations.add_row(name, "; ".join(formats))
+    console = new_console()
+    console.print(modules, "", operations, "", f"loss: {found.loss}", sep="\n")
