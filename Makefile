@@ -1,7 +1,10 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 # Needs Python 3.11+, git and make; everything else goes into .venv from pinned versions.
 
-PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3.13 || command -v python3)
+# The first that runs and is of a supported version (a name on the PATH may be a shim with nothing behind it).
+FITS := import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13 python; do \
+            $$p -c '$(FITS)' >/dev/null 2>&1 && { command -v $$p; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -12,6 +15,7 @@ help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 $(VENV)/.train: pyproject.toml constraints.txt tools/setup.py
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11, 3.12 or 3.13 found; install one, or: make PYTHON=/path/to/python"; exit 1; }
 	@"$(PYTHON)" tools/setup.py $(VENV) train
 	@touch $@
 
