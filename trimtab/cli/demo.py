@@ -72,8 +72,20 @@ def demo(
     code = conclude(finished, console)
     if code == 0:
         console.print("\nnow your own text, from a folder of .txt, .md, .jsonl or .parquet files:")
-        console.print("  trimtab train recipes/own-text.yaml data.train=./my-texts", soft_wrap=True)
+        console.print(
+            as_text(f"  {_program()} train recipes/own-text.yaml data.train=./my-texts"), soft_wrap=True
+        )
     return code
+
+
+def _program() -> str:
+    """How this person calls trimtab: by name where a shell finds it, by its path from here otherwise."""
+    if shutil.which("trimtab") is not None:
+        return "trimtab"
+    script = Path(sys.argv[0])
+    if script.name != "trimtab":
+        return f"{sys.executable} -m trimtab"
+    return os.path.relpath(script)
 
 
 def _replace_older(folder: Path) -> None:
