@@ -39,8 +39,8 @@ def train(
         trimtab train --resume runs/smollm2-135m-math
 
     Ctrl-C or SIGTERM saves and exits after the current step; a second one exits at once. Whatever stopped a
-    run, kill -9 included, `--resume` goes on from the last checkpoint with the same losses, bit by bit on a CPU
-    and on a GPU with `deterministic: true`. The run folder gets the resolved recipe, the plan, metrics.jsonl,
+    run, kill -9 included, `--resume` goes on from the last checkpoint with the same losses, bit by bit on a
+    CPU; on a GPU set `deterministic: true` for it. The run folder gets the resolved recipe, the plan, metrics.jsonl,
     checkpoints and report.html.
     """
     from trimtab.cli.training import train_and_report

@@ -46,7 +46,9 @@ CEILINGS: dict[str, Ceiling] = {
     ),
     "H200": Ceiling({"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}, 4800e9, "NVIDIA H200 datasheet"),
 }
-"""Public datasheet figures by the name that the driver gives, its maker's name left out."""
+"""Public datasheet figures by the name that the driver gives, its maker's name left out.
+
+Entered by hand and not yet checked against the sheets one by one; they only give the least time a run can take."""
 
 BF16_CAPABILITY = (8, 0)
 """CUDA devices from here on compute bf16; Volta and Turing do not."""

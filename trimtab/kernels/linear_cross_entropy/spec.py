@@ -25,7 +25,7 @@ def chunk_tokens(N: int, V: int) -> int:
     """Rows of logits that "chunked" holds at once.
 
     As many as make 8 MiB in fp32 (fewer starve the product, more leave the cache: measured at 2048 × 256 ×
-    4096 on a Xeon), or, with large vocabularies, a sixteenth of the rows but no more than 512: every chunk
+    4096 on one CPU core), or, with large vocabularies, a sixteenth of the rows but no more than 512: every chunk
     reads the weight and adds to its gradient once, and from some 500 rows on the arithmetic outweighs that.
 
     Example:
