@@ -283,3 +283,12 @@ def test_endpoint_and_offline_through_huggingface_hubs_own_settings(hub: Loopbac
     assert (tmp_path / "hub" / "models--owner--name").is_dir()
     hub.close()
     assert subprocess.run(run, env={**settings, "HF_HUB_OFFLINE": "1"}, **options).stdout == first
+
+
+def test_a_slip_in_a_local_path_is_not_asked_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ModelError, match="runs/demp does not exist"):
+        resolve_model("runs/demp")

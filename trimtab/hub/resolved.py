@@ -33,12 +33,16 @@ class Resolved:
 def looks_local(name: str) -> bool:
     """Whether a name that does not exist was meant as a path, so that nothing is asked of the hub.
 
+    `runs/demp` beside a folder `runs` is a slip of the pen and no repository.
+
     Example:
         >>> [looks_local(n) for n in ("./model", "/data/x", "Qwen/Qwen3-0.6B", "runs/a/b")]
         [True, True, False, True]
     """
     parts = name.split("/")
     if name.startswith((".", "/", "~")) or "\\" in name or name.endswith("/"):
+        return True
+    if len(parts) > 1 and Path(parts[0]).is_dir():
         return True
     return not 1 <= len(parts) <= 2 or not all(_ID_PART.fullmatch(part) for part in parts)
 

@@ -13,6 +13,7 @@ from trimtab.data import Batch, Progress, SourceSpec
 from trimtab.data.corpus import default_cache_dir
 from trimtab.data.sources import classify
 from trimtab.facts.errors import DataError
+from trimtab.hub.resolved import looks_local
 from trimtab.parallel import Mesh
 from trimtab.plan import DataFacts, total_steps
 from trimtab.recipe import Recipe
@@ -243,10 +244,7 @@ class _Opening:
 
 
 def _is_hub_id(name: str) -> bool:
-    """`org/name` that is no path here; a name with a data file's suffix or a leading dot is never an id."""
-    parts = name.split("/")
-    if classify(Path(name))[0] is not None:
-        return False
-    if len(parts) != 2 or not all(parts) or any(c in name for c in "*?[~\\") or name.startswith("."):
-        return False
-    return not Path(name).exists() and not Path(parts[0]).is_dir()
+    """`org/name` that is no path here, nor looks like one; a data file's suffix makes it a path too."""
+    return "/" in name and not (
+        Path(name).exists() or looks_local(name) or classify(Path(name))[0] is not None
+    )
