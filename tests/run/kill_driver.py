@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from trimtab import launch
@@ -58,6 +59,8 @@ def main() -> None:
             code = 99
             try:
                 code = child(recipe)
+            except BaseException:
+                traceback.print_exc()  # a forked child must not return into the driver's loop
             finally:
                 os._exit(code)
         if killed + graceful < kills:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -200,8 +201,13 @@ def trackers(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) -> list[
 
 def _set_up_torch(choices: Choices) -> None:
     torch.set_num_threads(choices.threads)
-    if choices.device == "cuda" and choices.deterministic:
-        torch.use_deterministic_algorithms(True)
+    if choices.device != "cuda":
+        return
+    if choices.deterministic:
+        # cuBLAS repeats its sums only with workspaces of a fixed size, and reads them when it first runs.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass
+    torch.use_deterministic_algorithms(choices.deterministic)
 
 
 def _loss(

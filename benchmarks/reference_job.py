@@ -1,0 +1,176 @@
+"""The reference job on one GPU: what it needs, how long it takes, what bf16 gradients cost in loss.
+
+    python benchmarks/reference_job.py --work work --commit $(git rev-parse --short HEAD)
+
+`recipes/qwen3-0.6b-math.yaml` as it stands, with what the hub would give replaced: random weights of
+Qwen3-0.6B's shape with the starter's tokenizer, 10,000 generated documents, the starter's general text. One
+case a process, one line of JSON a finished case in benchmarks/results/reference-job.jsonl; a second call goes
+on where the first ended. The cases:
+
+    job                   the whole recipe, evaluation and checkpoints included
+    gradients-FORMAT-N    the first steps with `gradient_dtype: FORMAT` and seed N
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "qwen3-0.6b-math.yaml"
+RESULTS = Path(__file__).with_name("results") / "reference-job.jsonl"
+DOCUMENTS = 10_000
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+REFERENCE = {
+    "before_gb": 3.7,
+    "peak_gb": 6.8,
+    "device": "A10G",
+    "source": "the published notebook's own readings",
+}
+
+
+def cases(seeds: int) -> list[str]:
+    """Their names, in order."""
+    return ["job", *(f"gradients-{kind}-{seed}" for seed in range(1, seeds + 1) for kind in ("fp32", "bf16"))]
+
+
+def prepare(work: Path) -> None:
+    """The model folder and the documents, once."""
+    from trimtab.starter import base_folder, general_documents, math_documents
+
+    model, documents = work / "model", work / "documents.jsonl"
+    if not (model / "model.safetensors").exists():
+        from trimtab.facts.shapes_hf import shape_from_config
+        from trimtab.model import build, init_weights, save_folder
+
+        decoder = build(shape_from_config(QWEN3_06B), dtype="bf16", device="cuda", attention="reference")
+        save_folder(init_weights(decoder, 0), model, dtype="bf16", config_extra={"eos_token_id": 0})
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (model / name).write_bytes((base_folder() / name).read_bytes())
+    if not documents.exists():
+        with documents.open("w", encoding="utf-8") as file:
+            stories, solved = general_documents(1, DOCUMENTS), math_documents(1, DOCUMENTS)
+            for story, solution in zip(stories, solved, strict=True):
+                file.write(json.dumps({"text": f"{story}\n\n{solution}"}) + "\n")
+
+
+def overrides(case: str, work: Path, steps: int) -> list[str]:
+    """What differs from the recipe."""
+    changes = [
+        f"model.name={work / 'model'}",
+        f'data.train=[{{"source": "{work / "documents.jsonl"}"}}]',
+        'data.eval={"general": ["starter:general"]}',
+        f"data.cache_dir={work / 'cache'}",
+        f"output_dir={work / 'runs' / case}",
+    ]
+    if case != "job":
+        _, gradients, seed = case.split("-")
+        changes += [f"gradient_dtype={gradients}", f"seed={seed}", f"max_steps={steps}", "save_steps=null"]
+        changes += ["eval_steps=null", "answers=0", "prompts=[]", "probe=false"]
+    return changes
+
+
+def run_case(case: str, work: Path, steps: int) -> dict[str, Any]:
+    """Trains one case in this process; what its log and the allocator say."""
+    import torch
+
+    from trimtab import launch
+    from trimtab.recipe import load
+    from trimtab.report import LiveView
+
+    recipe = load(RECIPE, overrides(case, work, steps))
+    begun = time.perf_counter()
+    with LiveView() as view:
+        finished = launch.train(recipe, view)
+    wall = time.perf_counter() - begun
+    records = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
+    train = [r for r in records if r["kind"] == "train"]
+    half = train[len(train) // 2 :]
+    return {
+        "case": case,
+        "steps": len(train),
+        "wall_seconds": round(wall, 1),
+        "step_ms": round(1e3 * (half[-1]["seconds"] - half[0]["seconds"]) / max(len(half) - 1, 1), 1),
+        "tokens_per_second": half[-1]["tokens_per_second"],
+        "allocator_peak_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_peak_bytes": torch.cuda.max_memory_reserved(),
+        "plan": json.loads((finished.folder / "plan.json").read_text()).get("memory"),
+        "choices": json.loads((finished.folder / "choices.json").read_text()),
+        "memory": [r for r in records if r["kind"] == "memory"],
+        "evaluations": [r for r in records if r["kind"] == "eval"],
+        "losses": [round(r["loss"], 6) for r in train],
+        "reference": REFERENCE if case == "job" else None,
+    }
+
+
+def place(commit: str) -> dict[str, str]:
+    """Where this was measured."""
+    import torch
+
+    return {
+        "commit": commit,
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def main() -> int:
+    """Run what is missing, keep it, print a line each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--work", type=Path, default=Path("work"), help="folder for model, data and runs")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the lines of results")
+    parser.add_argument("--commit", default="unknown", help="commit to record beside the numbers")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60, help="of the cases that compare gradients")
+    parser.add_argument("--case", help="run this one in this process (used by the script itself)")
+    options = parser.parse_args()
+    work = options.work.resolve()
+    if options.case:
+        row = {**place(options.commit), **run_case(options.case, work, options.steps)}
+        with options.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        return 0
+    work.mkdir(parents=True, exist_ok=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    prepare(work)
+    done = (
+        {json.loads(line)["case"] for line in options.out.read_text().splitlines()}
+        if options.out.exists()
+        else set()
+    )
+    failed = 0
+    for case in cases(options.seeds):
+        if case in done:
+            continue
+        print(f"== {case}", flush=True)
+        command = [sys.executable, __file__, "--case", case, "--work", str(work), "--out", str(options.out)]
+        command += ["--commit", options.commit, "--steps", str(options.steps)]
+        failed += subprocess.run(command).returncode != 0
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

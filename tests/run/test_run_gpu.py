@@ -1,0 +1,96 @@
+"""Whole runs on a GPU: killed and resumed bit by bit, unpacked windows, fp16."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from run_kill import drive, losses
+from tiny_model import write_recipe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+EXACT = {
+    "device": "cuda",
+    "dtype": "bf16",
+    "optim": "adamw_8bit",
+    "deterministic": True,
+    "prompts": ["the cat", "a big dog"],
+    "answers": 4,
+    "probe": True,
+    "save_steps": 1,
+}
+
+
+def texts(folder: Path) -> list[str]:
+    """Completions and answers as the log has them."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [
+        json.dumps(row, sort_keys=True)
+        for row in rows
+        if row["kind"] not in ("train", "eval", "memory", "event")
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    drive(write_recipe(folder, **EXACT), 0, 0, signal.SIGKILL, 1.0)
+    return folder
+
+
+def test_a_second_run_repeats_the_first(whole: Path, tmp_path: Path) -> None:
+    drive(write_recipe(whole, **EXACT, output_dir=str(tmp_path / "run")), 0, 0, signal.SIGKILL, 1.0)
+    assert losses(tmp_path / "run") == losses(whole / "run")
+    assert texts(tmp_path / "run") == texts(whole / "run")
+
+
+def test_killed_at_random_instants(whole: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(whole, **EXACT, output_dir=str(tmp_path / "run"))
+    result = drive(recipe, 6, 1, signal.SIGKILL, 6.0)
+    assert result["killed"] >= 3
+    assert losses(tmp_path / "run") == losses(whole / "run")
+    assert texts(tmp_path / "run") == texts(whole / "run")
+
+
+def test_terminated(whole: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(whole, **EXACT, output_dir=str(tmp_path / "run"))
+    result = drive(recipe, 2, 2, signal.SIGTERM, 6.0)
+    assert result["graceful"] + result["killed"] >= 1
+    assert losses(tmp_path / "run") == losses(whole / "run")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bf16", "packing": False},
+        {"dtype": "bf16", "gradient_dtype": "bf16", "optim": "adamw_8bit"},
+        {"dtype": "fp16"},
+        {"dtype": "fp32"},
+    ],
+    ids=lambda changes: " ".join(map(str, changes.values())),
+)
+def test_follows_the_cpu(tmp_path: Path, changes: dict[str, object]) -> None:
+    """The same windows and weights: the GPU's curve stays beside the CPU's in fp32."""
+    curves = {}
+    for device in ("cpu", "cuda"):
+        given = {"dtype": "fp32", "packing": changes.get("packing", True)} if device == "cpu" else changes
+        path = write_recipe(
+            tmp_path,
+            **{**given, "device": device, "learning_rate": 2e-3, "output_dir": str(tmp_path / device)},
+        )
+        drive(path, 0, 0, signal.SIGKILL, 1.0)
+        found = losses(tmp_path / device)
+        curves[device] = [float.fromhex(found[step]) for step in sorted(found) if step > 0]
+    assert len(curves["cpu"]) == len(curves["cuda"]) > 5
+    assert curves["cpu"][-1] < curves["cpu"][0] - 0.2
+    bound = 1e-4 if changes["dtype"] == "fp32" else 2e-2
+    for ours, theirs in zip(curves["cuda"], curves["cpu"], strict=True):
+        assert math.isclose(ours, theirs, rel_tol=bound), (ours, theirs)
