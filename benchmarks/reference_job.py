@@ -19,6 +19,7 @@ import platform
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +146,15 @@ def main() -> int:
     parser.add_argument("--commit", default="unknown", help="commit to record beside the numbers")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60, help="of the cases that compare gradients")
+    parser.add_argument(
+        "--together", type=int, default=1, help="comparing cases at once; their times then mean little"
+    )
     parser.add_argument("--case", help="run this one in this process (used by the script itself)")
     options = parser.parse_args()
     work = options.work.resolve()
     if options.case:
         row = {**place(options.commit), **run_case(options.case, work, options.steps)}
+        row["alone"] = options.together == 1
         with options.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         return 0
@@ -161,15 +166,19 @@ def main() -> int:
         if options.out.exists()
         else set()
     )
-    failed = 0
-    for case in cases(options.seeds):
-        if case in done:
-            continue
+    missing = [case for case in cases(options.seeds) if case not in done]
+
+    def run(case: str) -> bool:
         print(f"== {case}", flush=True)
         command = [sys.executable, __file__, "--case", case, "--work", str(work), "--out", str(options.out)]
         command += ["--commit", options.commit, "--steps", str(options.steps)]
-        failed += subprocess.run(command).returncode != 0
-    return 1 if failed else 0
+        command += ["--together", str(1 if case == "job" else options.together)]
+        return subprocess.run(command).returncode == 0
+
+    ended = [run("job")] if "job" in missing else []
+    with ThreadPoolExecutor(options.together) as pool:
+        ended += pool.map(run, [case for case in missing if case != "job"])
+    return 0 if all(ended) else 1
 
 
 if __name__ == "__main__":

@@ -243,7 +243,7 @@ def test_demo_of_a_few_steps(tmp_path: Path, cli: Call, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     said = cli("demo", "--steps", 4, "--folder", tmp_path / "demo")
     assert said.code == 0, said.err
-    assert "trimtab train recipes/own-text.yaml" in said.out.splitlines()[-1]
+    assert "trimtab train own-text data.train=" in said.out.splitlines()[-1]
     assert len([r for r in records(tmp_path / "demo") if r["kind"] == "train"]) == 4
     _replace_older(tmp_path / "demo")  # what a second demo begins with
     assert not (tmp_path / "demo").exists()

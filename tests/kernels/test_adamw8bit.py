@@ -74,7 +74,7 @@ def test_weight_is_as_close_to_fp64_as_plain_fp32(case: tuple[int, ...]) -> None
 
 def neighbours(code: Any, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The entries below and above."""
-    table = code.decode(torch.arange(256, dtype=torch.uint8)).double()
+    table = code.decode(torch.arange(256, dtype=torch.uint8)).double() / code.peak
     if code.signed:
         table = table[:255]  # code 255 is not used
     position = torch.bucketize(value, table[1:-1], right=True)
@@ -94,7 +94,8 @@ def test_moments_are_stored_as_a_neighbouring_entry(case: tuple[int, ...]) -> No
     ):
         scale = block_scales(scale_RK, case).double()
         low, high = neighbours(code, true / scale)
-        slack = 1e-5 * stored.abs() + 1e-12 * scale  # fp32 against fp64
+        # a level's root is found to 1/256 of a level: 4/256 of it at level 1, nothing in between at most levels
+        slack = 1e-5 * stored.abs() + 1e-10 * scale
         assert (stored >= low * scale - slack).all()
         assert (stored <= high * scale + slack).all()
         assert torch.isclose(true.abs().amax(), scale.amax(), rtol=1e-6), "the scale is the block's largest"
@@ -104,16 +105,17 @@ def test_moments_are_stored_as_a_neighbouring_entry(case: tuple[int, ...]) -> No
 def test_entries_are_stored_exactly_and_the_rest_without_bias(code: Any) -> None:
     codes = torch.arange(255 if code.signed else 256, dtype=torch.uint8)
     table = code.decode(codes)
-    assert table[-1] == 1
-    assert math.isclose(table[0].item(), -1 if code.signed else (16 / 271) ** 4, rel_tol=1e-6)
+    assert table[-1] == (2 * code.top) ** 4 // 256 * 256
+    assert code.peak < table[-1] < 1.0006 * code.peak, "the largest lies just below the top"
+    assert table[0] == (-table[-1] if code.signed else 32**4)
     assert (table.diff() > 0).all()
     for fraction in (0.01, 0.5, 0.99):
         assert torch.equal(code.encode(table, torch.full_like(table, fraction)).to(torch.uint8), codes)
     count = 100_000
     fraction = (torch.arange(count) + 0.5) / count
     for value in (1.0, 0.97, 0.3, 0.1, 0.011, 3e-4, 2e-5, *((-0.7, -1e-3, 1e-7) if code.signed else ())):
-        x = torch.full((count,), value)
-        mean = code.decode(code.encode(x, fraction).to(torch.uint8)).double().mean().item()
+        x = torch.full((count,), value * code.peak)
+        mean = code.decode(code.encode(x, fraction).to(torch.uint8)).double().mean().item() / code.peak
         assert math.isclose(mean, value, rel_tol=2e-4)
     assert (
         not code.signed or not code.decode(code.encode(torch.zeros(3), torch.full((3,), 1e-5)).byte()).any()
@@ -325,4 +327,4 @@ def test_gpu_agrees_with_the_cpu(dtype: str) -> None:
             copy.cpu().float(), param.float(), rtol=1e-2 if dtype == "bf16" else 1e-5, atol=1e-7
         )
         assert ((copied.codes1.cpu().int() - state.codes1.int()).abs() <= 1).all()
-        assert (copied.codes2.cpu() != state.codes2).float().mean() < 0.01 or not case
+        assert (copied.codes2.cpu() != state.codes2).sum() <= 0.01 * state.codes2.numel()

@@ -271,3 +271,13 @@ def test_a_recipe_does_not_change_after_loading() -> None:
     recipe = loads(MINIMAL)
     with pytest.raises(ValueError):
         recipe.seed = 3  # type: ignore[misc]
+
+
+def test_a_shipped_recipe_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load("own-text", ["data.train=./my-texts"]).output_dir == "runs/own-text"
+    with pytest.raises(RecipeError) as raised:
+        load("own-texts")
+    assert "own-text, qwen3-0.6b-math, smollm2-135m-math" in str(raised.value)
+    Path("own-text").write_text("model: starter\ndata: {train: a.txt}\noutput_dir: mine\n")
+    assert load("own-text").output_dir == "mine", "a person's own file comes first"

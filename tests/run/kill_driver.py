@@ -59,9 +59,9 @@ def main() -> None:
             code = 99
             try:
                 code = child(recipe)
-            except BaseException:
-                traceback.print_exc()  # a forked child must not return into the driver's loop
-            finally:
+            finally:  # a forked child must not return into this loop
+                if code == 99:
+                    traceback.print_exc()
                 os._exit(code)
         if killed + graceful < kills:
             time.sleep(rng.uniform(0.05, float(os.environ.get("KILL_WITHIN", "1.2"))))

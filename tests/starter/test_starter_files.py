@@ -80,7 +80,7 @@ def test_replay_is_text_the_base_was_trained_on() -> None:
     assert len(generated) > 100
 
 
-@pytest.mark.parametrize("name", ["demo", "pretrain", "pretrain-numbers", "pretrain-terms"])
+@pytest.mark.parametrize("name", ["demo", "pretrain"])
 def test_recipes_load(name: str) -> None:
     recipe = load(starter.recipe_file(name))
     assert recipe.max_seq_length <= 512
@@ -217,6 +217,18 @@ def test_corpora_command(packages: Path, tmp_path: Path, monkeypatch: pytest.Mon
     corpora.main([str(tmp_path / "b"), "--public", str(packed), "--shards", "1", "--workers", "1"])
     for name in ("public.jsonl", "stories-00.jsonl"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_numbers_and_terms_do_not_depend_on_the_processes(tmp_path: Path) -> None:
+    for name in ("numbers", "terms"):
+        one, two = tmp_path / "one", tmp_path / "two"
+        for folder, workers in ((one, 1), (two, 2)):
+            folder.mkdir(exist_ok=True)
+            assert corpora.write_lessons(folder, name, 5_010, workers) > 0
+        assert (one / f"{name}.jsonl").read_bytes() == (two / f"{name}.jsonl").read_bytes()
+        found = list(corpora.read_lines(one / f"{name}.jsonl"))
+        assert len(found) == 5_010
+        assert found[5_000:] == list(corpora.LESSONS[name](corpora.SEED, 10, 5_000))
 
 
 def test_corpora_command_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from trimtab.facts.errors import DataError
+from trimtab.starter import stories
 from trimtab.starter.general import tell
+from trimtab.starter.general.agree import Group, conjugate, progressive
 from trimtab.starter.general.grammar import Grammar, Node, parse, plural, polish
+from trimtab.starter.general.pictures import SENTENCES, SETTINGS, picture, picture_scene
 from trimtab.starter.general.plot import fill_row, scene
+from trimtab.starter.probe import held_out_phrases
 from trimtab.starter.stories import general_document, general_documents
 
 
@@ -83,9 +87,111 @@ def test_stories_do_not_repeat() -> None:
 
 
 def test_general_text_holds_no_sums() -> None:
-    """Mathematics must be new to the base model."""
+    """Mathematics must be new to the base model; questions are about everyday things, in words."""
+    asked = 0
     for text in general_documents(5, 3000):
-        assert not re.search(r"\d [-+×*/=] |Question:|Answer:|derivative|integral", text)
+        assert not re.search(r"\d [-+×*/=] |\dx|x\^|derivative|integral|equation|Solve", text)
+        if text.startswith("Question: "):
+            assert not re.search(r"\d", text)
+            assert re.match(r"Question: .+[.?]\n(?:Solution|Answer): [A-Z].+\.(?:\n|$)", text)
+            asked += 1
+    assert asked > 100
+
+
+def test_no_general_document_holds_a_phrase_of_the_probe() -> None:
+    phrases = held_out_phrases()
+    assert len(phrases) > 140
+    found = {p for text in general_documents(8, 20_000) for p in phrases if p in text}
+    assert found == set()
+
+
+def test_a_document_with_a_phrase_of_the_probe_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = iter(["Look. " + held_out_phrases()[0] + " asleep.", "Something else."])
+    monkeypatch.setattr(stories, "KINDS", ((1.0, lambda rng: next(drawn)),))
+    assert general_document(0, 0) == "Something else."
+
+
+@pytest.mark.parametrize("kind", SENTENCES)
+def test_every_sentence_of_a_picture_resolves(kind: str) -> None:
+    rng = random.Random(0)
+    for setting in SETTINGS:
+        slots = picture_scene(rng, setting, past=rng.random() < 0.5)
+        for template in SENTENCES[kind]:
+            for name, attribute in (value for leaf, value in leaves(parse(template)) if leaf == "slot"):
+                assert not attribute or isinstance(getattr(slots[name], attribute), str)
+                assert name in slots
+
+
+NEAR = "(?:near|beside|behind|by|with|next to|in front of|close to|across from) the"
+# Mostly a subject with a noun of the other number behind it, and the verb of that noun ("moss" is no plural).
+DISAGREEMENT = (
+    rf"\b[Tt]he \w+[^sua]s {NEAR} (?:\w+ )?\w+ (?:is|was|has|does)\b",
+    rf"\b[Tt]he (?:boy|girl|man|woman|uncle|aunt) {NEAR} (?:\w+ )?\w+s (?:are|were|have|do)\b",
+    r"\b(?:[Tt]hese|[Tt]hose|[Bb]oth|[Mm]any) \w+ (?:is|was|has)\b",
+    r"\b(?:[Tt]his|[Ee]ach|[Ee]very) \w+ (?:are|were|have)\b",
+    r"\b[Tt]here (?:is|was) (?:two|three|four|five|six|several|many)\b|\b[Tt]here (?:are|were) an? \b",
+    r"\bmany (?:water|hay|milk|bread|sand|dust|noise)\b|\bmuch \w+[^sua]s\b",
+)
+
+
+def test_pictures_agree() -> None:
+    rng = random.Random(3)
+    text = "\n".join(picture(rng) for _ in range(3000))
+    for pattern in DISAGREEMENT:
+        found = re.search(pattern, text)
+        assert found is None, text[max(0, found.start() - 30) : found.end() + 30]
+
+
+# Each at least so often among a hundred documents.
+CONSTRUCTS = {
+    r"\b[Tt]he (?:\w+ )?\w+s (?:are|were)\b": 10,
+    r"\b[Tt]he \w+ (?:near|with|behind|beside|by) the \w+ (?:is|are|was|were|has|have|\w+s|\w+ed)\b": 10,
+    r"\b[Tt]h(?:ese|ose) \w+": 10,
+    r"\b[Tt]h(?:is|at) \w+ (?:is|was|has)\b": 8,
+    r"\bmuch\b": 10,
+    r"\b[Mm]any\b": 10,
+    r"\b(?:[Ee]ach|[Ee]very) \w+": 20,
+    r"\b(?:[Bb]oth|[Aa]ll)(?: the| these)? \w+s\b": 8,
+    r"\bthemselves\b": 3,
+    r"\b(?:him|her|it)self\b": 6,
+    r"\b[Tt]here (?:are|were)\b": 12,
+    r"\b[Tt]here (?:is|was)\b": 20,
+    r"\bhas\b": 10,
+    r"\bhave\b": 10,
+}
+
+
+@pytest.mark.parametrize("pattern", CONSTRUCTS)
+def test_constructs_that_agreement_is_learned_from_are_common(pattern: str) -> None:
+    texts = list(general_documents(6, 1000))
+    assert sum(re.search(pattern, text) is not None for text in texts) >= 10 * CONSTRUCTS[pattern]
+
+
+@pytest.mark.parametrize(
+    ("verb", "forms"),
+    [
+        ("be", ("is", "are", "was", "were", "being")),
+        ("have", ("has", "have", "had", "had", "having")),
+        ("carry", ("carries", "carry", "carried", "carried", "carrying")),
+        ("stop", ("stops", "stop", "stopped", "stopped", "stopping")),
+        ("watch", ("watches", "watch", "watched", "watched", "watching")),
+        ("lie", ("lies", "lie", "lay", "lay", "lying")),
+        ("play", ("plays", "play", "played", "played", "playing")),
+    ],
+)
+def test_conjugate(verb: str, forms: tuple[str, ...]) -> None:
+    made = [conjugate(verb, many=many, past=past) for past in (False, True) for many in (False, True)]
+    assert (*made, progressive(verb)) == forms
+
+
+def test_a_group_agrees() -> None:
+    dogs = Group("dog", True, places=["near the house"], acts=["wag its tail", "bark"])
+    dog = dogs.called("", many=False)
+    assert f"{dogs.far} {dogs.act1}" == "the dogs near the house wag their tails"
+    assert f"{dog.far} {dog.act1}" == "the dog near the house wags its tail"
+    assert (dogs.this, dog.that, dogs.self, dog.self) == ("these dogs", "that dog", "themselves", "itself")
+    with pytest.raises(AttributeError):
+        _ = dogs.misspelt
 
 
 def test_unknown_split_is_an_error() -> None:

@@ -72,9 +72,7 @@ def demo(
     code = conclude(finished, console)
     if code == 0:
         console.print("\nnow your own text, from a folder of .txt, .md, .jsonl or .parquet files:")
-        console.print(
-            as_text(f"  {_program()} train recipes/own-text.yaml data.train=./my-texts"), soft_wrap=True
-        )
+        console.print(as_text(f"  {_program()} train own-text data.train=./my-texts"), soft_wrap=True)
     return code
 
 

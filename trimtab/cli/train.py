@@ -34,7 +34,7 @@ def train(
     Before anything is trained you see what will be trained, which attention and number formats are used and
     why, and how much memory and disk it needs; a run that cannot fit is refused with what would make it fit.
 
-        trimtab train recipes/smollm2-135m-math.yaml
+        trimtab train own-text data.train=./my-texts
         trimtab train recipe.yaml learning_rate=1e-4 max_steps=200
         trimtab train --resume runs/smollm2-135m-math
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from trimtab.facts.errors import RecipeError
 from trimtab.recipe import problems
 from trimtab.recipe.keys import Recipe, Shorthand
+from trimtab.recipe.shipped import shipped
 from trimtab.recipe.yaml_text import Path, read, write
 
 PAIRS = (("max_steps", "num_train_epochs"), ("warmup_steps", "warmup_ratio"))
@@ -18,16 +19,23 @@ PAIRS = (("max_steps", "num_train_epochs"), ("warmup_steps", "warmup_ratio"))
 
 
 def load(path: str | FilePath, overrides: Sequence[str] = ()) -> Recipe:
-    """Read and check a recipe file. Every mistake is named at once, with its line and the nearest key.
+    """Read and check a recipe file, or one that ships with trimtab, by its bare name (`own-text`).
+
+    Every mistake is named at once, with its line and the nearest key.
 
     Example:
         >>> recipe = load("recipes/smollm2-135m-math.yaml", ["learning_rate=1e-4"])  # doctest: +SKIP
     """
-    file = FilePath(path)
+    file, ours = FilePath(path), shipped()
+    if not file.exists() and str(path) in ours:
+        file = ours[str(path)]
     try:
         text = file.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
-        raise RecipeError(f"there is no recipe at {file}", "check the path") from error
+        raise RecipeError(
+            f"there is no recipe at {file}",
+            f"check the path, or name one that ships with trimtab: {', '.join(ours)}",
+        ) from error
     except IsADirectoryError as error:
         raise RecipeError(f"{file} is a folder", "give the recipe file inside it") from error
     except UnicodeDecodeError as error:

@@ -14,8 +14,9 @@ import argparse
 import gzip
 import json
 import multiprocessing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from trimtab.facts.errors import TrimtabError
 from trimtab.starter import texts
@@ -23,8 +24,13 @@ from trimtab.starter.numbers import number_documents
 from trimtab.starter.stories import general_documents
 from trimtab.starter.terms import term_documents
 
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
 SEED = 8
 SHARD_DOCUMENTS = 20_000
+# What goes beside the general text: no prose, but what mathematics stands on.
+LESSONS = {"numbers": number_documents, "terms": term_documents}
 DATA = Path(__file__).parent / "data"
 # What ships inside the package stays small.
 HOLDOUT_CHARS = {"public": 170_000, "generated": 90_000}
@@ -61,6 +67,15 @@ def public_documents(folder: Path, split: str) -> list[str]:
     return [d for c in chapters if c.split == split for d in texts.documents(c)]
 
 
+def _mapped(function: Callable[[Job], Result], jobs: Iterable[Job], workers: int) -> Iterator[Result]:
+    """The results in the order of the jobs, so that the corpus does not depend on the number of processes."""
+    if workers <= 1:
+        yield from map(function, jobs)
+        return
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        yield from pool.imap(function, jobs)
+
+
 def _write_shard(job: tuple[str, int]) -> int:
     folder, shard = job
     found = general_documents(SEED, SHARD_DOCUMENTS, start=shard * SHARD_DOCUMENTS)
@@ -70,10 +85,20 @@ def _write_shard(job: tuple[str, int]) -> int:
 def write_stories(folder: Path, shards: int, workers: int) -> int:
     """Writes the generated part, a process a shard; about 11 million characters each."""
     jobs = [(str(folder), shard) for shard in range(shards)]
-    if workers <= 1:
-        return sum(map(_write_shard, jobs))
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        return sum(pool.imap_unordered(_write_shard, jobs))
+    return sum(_mapped(_write_shard, jobs, workers))
+
+
+def _lesson(job: tuple[str, int, int]) -> list[str]:
+    name, start, count = job
+    return list(LESSONS[name](SEED, count, start))
+
+
+def write_lessons(folder: Path, name: str, count: int, workers: int) -> int:
+    """Writes `NAME.jsonl`, a few thousand documents a job."""
+    step = 5_000
+    jobs = [(name, start, min(step, count - start)) for start in range(0, count, step)]
+    found = (text for part in _mapped(_lesson, jobs, workers) for text in part)
+    return write_lines(folder / f"{name}.jsonl", found)
 
 
 def spread(documents: list[str], chars: int) -> list[str]:
@@ -130,14 +155,10 @@ def main(arguments: list[str] | None = None) -> None:
             if options.texts is None:
                 parser.error("--package-data needs --texts")
             write_package_data(options.texts)
-        if options.numbers:
-            facts = number_documents(SEED, options.numbers)
-            print(
-                f"numbers.jsonl: {write_lines(options.out / 'numbers.jsonl', facts) / 1e6:.1f} M characters"
-            )
-        if options.terms:
-            said = term_documents(SEED, options.terms)
-            print(f"terms.jsonl: {write_lines(options.out / 'terms.jsonl', said) / 1e6:.1f} M characters")
+        for name, count in (("numbers", options.numbers), ("terms", options.terms)):
+            if count:
+                chars = write_lessons(options.out, name, count, options.workers)
+                print(f"{name}.jsonl: {chars / 1e6:.1f} M characters")
         chars = write_stories(options.out, options.shards, options.workers)
         print(f"stories: {chars / 1e6:.1f} M characters in {options.shards} files")
     except TrimtabError as error:

@@ -9,7 +9,7 @@ from trimtab.facts.errors import DataError, ModelError
 
 HERE = Path(__file__).parent
 DATA = ("general", "replay")
-RECIPES = ("demo", "pretrain", "pretrain-numbers", "pretrain-terms")
+RECIPES = ("demo", "pretrain")
 
 
 def base_folder() -> Path:
@@ -33,7 +33,7 @@ def data_file(name: str) -> Path:
 
 
 def recipe_file(name: str) -> Path:
-    """A recipe that ships with the starter: `demo`, or a part of its pretraining."""
+    """A recipe that ships with the starter: `demo`, or `pretrain`, which made the base model."""
     if name not in RECIPES:
         raise DataError(f"the starter has no recipe named {name!r}", f"use one of {', '.join(RECIPES)}")
     return HERE / f"{name}.yaml"

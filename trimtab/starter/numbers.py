@@ -1,4 +1,4 @@
-"""Bare number facts for the second part of the base model's pretraining: what 7 + 5 is, not how to solve problems.
+"""Bare number facts, a tenth of the base model's pretraining: what 7 + 5 is, not how to solve problems.
 
 A document is a list of facts, one a line:
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import cache
 
 from trimtab.facts.randomness import derive
 from trimtab.starter.general import words
@@ -223,3 +224,28 @@ def probe_items() -> list[ProbeItem]:
             made[make(rng)] = None
         items += made
     return items
+
+
+# These are knowledge that training must teach, such as the days of the week; there is no other way to say them.
+_TAUGHT = ("order of things", "arithmetic")
+_OPENING_WORDS = 5
+
+
+@cache
+def held_out_phrases() -> tuple[str, ...]:
+    """What no generated training text may hold: the right texts, up to the word where the wrong ones part.
+
+    An opening of fewer than five words is everybody's ("There are many"): there the whole sentence counts.
+
+    Example:
+        >>> "The dogs in the garden are" in held_out_phrases()
+        True
+    """
+    found: dict[str, None] = {}
+    for item in probe_items():
+        if item.kind in _TAUGHT:
+            continue
+        right, wrong = ((item.context + ending).split() for ending in item.alternatives)
+        parted = next(i for i, (a, b) in enumerate(zip(right, wrong, strict=True)) if a != b) + 1
+        found[" ".join(right[:parted] if parted >= _OPENING_WORDS else right)] = None
+    return tuple(found)

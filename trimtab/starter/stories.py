@@ -1,4 +1,4 @@
-"""General documents: stories, facts, small reasoning and talk, from seeds; held-out ones never meet training.
+"""General documents: stories, facts, scenes, questions and talk, from seeds; held-out ones never meet training.
 
 A document is a pure function of (seed, split, index), so that any process can write any part of a corpus.
 """
@@ -6,30 +6,41 @@ A document is a pure function of (seed, split, index), so that any process can w
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from trimtab.facts.errors import DataError
 from trimtab.facts.randomness import derive
+from trimtab.starter.general.asking import asking
 from trimtab.starter.general.exposition import exposition
+from trimtab.starter.general.pictures import picture
 from trimtab.starter.general.reasoning import short_texts
 from trimtab.starter.general.tell import story
+from trimtab.starter.probe import held_out_phrases
 
 SPLITS = ("train", "heldout")
+# Shares of the documents, added up.
+KINDS: tuple[tuple[float, Callable[[random.Random], str]], ...] = (
+    (0.50, story), (0.61, exposition), (0.82, picture), (0.88, asking), (1.0, short_texts),
+)  # fmt: skip
 
 
 def general_document(seed: int, index: int, split: str = "train") -> str:
-    """One document: two thirds stories, the rest facts, small reasoning, counting and conversations."""
+    """One document: half are stories, the rest facts, scenes, questions, small reasoning and talk.
+
+    A text that holds a phrase of the probe is drawn again, so that the probe stays unseen.
+    """
     if split not in SPLITS:
         raise DataError(
             f"there is no split {split!r} of the starter's text", f"use one of {', '.join(SPLITS)}"
         )
     rng = random.Random(derive(seed, "general", split, index))
-    kind = rng.random()
-    if kind < 0.66:
-        return story(rng)
-    if kind < 0.80:
-        return exposition(rng)
-    return short_texts(rng)
+    share = rng.random()
+    write = next(kind for limit, kind in KINDS if share < limit)
+    phrases = held_out_phrases()
+    while True:
+        text = write(rng)
+        if not any(phrase in text for phrase in phrases):
+            return text
 
 
 def general_documents(seed: int, count: int, split: str = "train", start: int = 0) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Numbers and terms said again: the third part of the base model's pretraining teaches to read them, not to reckon.
+"""Numbers and terms said again, a twelfth of the base model's pretraining: how to read them, not how to reckon.
 
 A document is a list of lines such as
 

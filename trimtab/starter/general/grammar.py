@@ -124,6 +124,7 @@ _IRREGULAR_PLURALS = {
     "wolf": "wolves", "loaf": "loaves", "shelf": "shelves", "scarf": "scarves", "calf": "calves",
     "person": "people", "ox": "oxen", "thief": "thieves", "wife": "wives", "life": "lives", "half": "halves",
     "potato": "potatoes", "tomato": "tomatoes", "mango": "mangoes", "hero": "heroes", "moose": "moose",
+    "fisherman": "fishermen",
 }  # fmt: skip
 
 

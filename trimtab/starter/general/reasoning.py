@@ -106,7 +106,7 @@ def talk(rng: random.Random) -> str:
         '"Would you like to come to {p} with me?" {a} asked. "[I would love to|Not today, I am tired|Yes, but I have to ask my mother first]," {b} said.',
         '"[Why are you laughing?" asked {a}. "Because I heard a funny story|Why are you crying?" asked {a}. "Because I lost my {t}|Why are you so late?" asked {a}. "Because I missed the train|Why are you so tired?" asked {a}. "Because I did not sleep well|Why are you so happy?" asked {a}. "Because it is my birthday]," said {b}.',
         '"How far is it to {q}?" {a} asked. "It is about {n} miles," {b} said. "[That is too far to walk|We should take the bus|Let us go]," said {a}.',
-        '"Can you help me with this {t}?" {a} asked. "[Of course|Give it to me|What is wrong with it?]" {b} said.',
+        '"Can you help me with this {t}?" {a} asked. "[Of course,|Give it to me,|What is wrong with it?]" {b} said.',
     ]
     start = rng.choice(('{a} met {b} at {p}.', '"[Good morning|Hello|Good evening], {b}," said {a}. "[Good morning|Hello|Good evening], {a}," said {b}.',
                         '{a} and {b} were sitting at {p}.', '{b} was at home when {a} came to visit.'))  # fmt: skip

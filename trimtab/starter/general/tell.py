@@ -40,7 +40,7 @@ def story(rng: random.Random) -> str:
         if paragraphs[-1] and (letter or rng.random() < 0.3):
             paragraphs.append([])
         paragraphs[-1].append(grammar.expand(template, slots, rng))
-        if not letter and beat is not plot.beats[-1] and rng.random() < 0.1:
+        if not letter and beat is not plot.beats[-1] and rng.random() < 0.15:
             paragraphs[-1].append(grammar.expand("<aside>", slots, rng))
     text = polish("\n\n".join(" ".join(p).strip() for p in paragraphs))
     if kind == "narrator":

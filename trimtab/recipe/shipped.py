@@ -1,0 +1,19 @@
+"""Recipes that come with trimtab and can be named without a path: `trimtab train own-text data.train=./my-texts`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def shipped() -> dict[str, Path]:
+    """Their names and files: inside an installed package, beside it in a clone.
+
+    Example:
+        >>> sorted(shipped())
+        ['own-text', 'qwen3-0.6b-math', 'smollm2-135m-math']
+    """
+    inside = PACKAGE / "recipes"
+    folder = inside if inside.is_dir() else PACKAGE.parent / "recipes"
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
