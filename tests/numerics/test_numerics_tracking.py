@@ -52,4 +52,5 @@ def test_a_missing_tracker_is_said_before_anything_is_trained(
     with pytest.raises(MissingDependency, match=r"wandb") as caught:
         run(tmp_path, "run", report_to=["wandb"])
     assert "pip install 'trimtab[wandb]'" in str(caught.value)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "cache").exists(), "nothing was tokenized for it"

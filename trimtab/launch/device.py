@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from trimtab.facts.devices import BF16_CAPABILITY, DeviceFacts, host_cores, host_memory
@@ -108,3 +109,12 @@ def _cpuinfo(key: str) -> str:
 
 def _cpu_name() -> str:
     return _cpuinfo("model name") or platform.processor() or platform.machine() or "CPU"
+
+
+def need_trackers(names: Sequence[str]) -> None:
+    """Raises before any work is done if a tool that `report_to` names is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise MissingDependency(
+                f"report_to names {name}, which is not installed", f"pip install 'trimtab[{name}]'"
+            )

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.facts.errors import CheckpointError
+from trimtab.launch.device import need_trackers
 from trimtab.launch.preparing import Frozen, Prepared, prepare
 from trimtab.plan import check_disk, check_fits, make_plan
 from trimtab.plan.disk import Disk
@@ -57,6 +58,7 @@ def train(recipe: Recipe, view: View, *, after_step: Callable[[int], None] | Non
     recipe = absolute(recipe)
     folder = RunFolder(Path(recipe.output_dir))
     folder.check_new()
+    need_trackers(recipe.report_to)
     prepared = prepare(recipe)
     check_fits(prepared.plan, prepared.device)
     with folder.create():
@@ -77,6 +79,7 @@ def resume(
         kept = _kept(folder)
         recipe = load(folder.recipe, overrides)
         check_resume(build(kept["recipe"]), recipe)
+        need_trackers(recipe.report_to)
         if kept["threads"] > (os.cpu_count() or 1):
             view.message(
                 f"the run began with {kept['threads']} threads and this machine has {os.cpu_count()} cores: "

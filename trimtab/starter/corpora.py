@@ -34,7 +34,7 @@ LESSONS = {"numbers": number_documents, "terms": term_documents}
 DATA = Path(__file__).parent / "data"
 # What ships inside the package stays small.
 HOLDOUT_CHARS = {"public": 170_000, "generated": 90_000}
-REPLAY_CHARS = {"public": 130_000, "generated": 130_000}
+REPLAY_CHARS = {"public": 130_000, "generated": 130_000, "numbers": 40_000, "terms": 20_000}
 
 
 def write_lines(path: Path, documents: Iterable[str]) -> int:
@@ -124,6 +124,8 @@ def write_package_data(folder: Path, data: Path = DATA) -> None:
     write_lines(data / "general.jsonl", general)
     replay = spread(public_documents(folder, "train"), REPLAY_CHARS["public"])
     replay += spread(list(general_documents(SEED, 400)), REPLAY_CHARS["generated"])
+    replay += spread(list(number_documents(SEED, 400)), REPLAY_CHARS["numbers"])
+    replay += spread(list(term_documents(SEED, 400)), REPLAY_CHARS["terms"])
     write_lines(data / "replay.jsonl", replay)
 
 
