@@ -49,6 +49,35 @@ def test_outcomes(unit: str, before: float, after: float, outcome: str) -> None:
     assert Change("x", before, after, unit).outcome == outcome
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "items", "label"),
+    [
+        (0.5, 0.65, 14, "within chance"),  # two choices of fourteen
+        (0.5, 0.65, 220, "better"),
+        (0.9, 0.5, 14, "worse"),
+        (0.5, 0.51, 220, "unchanged"),
+        (0.0, 0.03, 60, "within chance"),
+        (0.0, 0.9, 60, "better"),
+    ],
+)
+def test_few_items_do_not_make_a_finding(before: float, after: float, items: int, label: str) -> None:
+    assert Change("x", before, after, "share", items=items).label == label
+
+
+def test_the_probe_is_also_counted_as_a_whole(make_run: MakeRun) -> None:
+    def record(step: int, first: float, second: float) -> dict[str, Any]:
+        return {
+            "kind": "probe",
+            "step": step,
+            "scores": {"a": first, "b": second},
+            "items": {"a": 10, "b": 30},
+        }
+
+    rows = changes(read_run(make_run([record(0, 0.5, 0.5), record(9, 1.0, 0.9)])))
+    assert [row.name for row in rows] == ["probe: all", "probe: a", "probe: b"]
+    assert rows[0].text() == "20 of 40 → 37 of 40 (+42 points)"
+
+
 def test_changes_read_as_people_write_them() -> None:
     assert Change("x", 2.0, 1.5, "loss").text() == "2.000 → 1.500 (−0.500)"
     assert Change("x", 0.5, 0.75, "share").text() == "50% → 75% (+25 points)"
@@ -65,7 +94,7 @@ def test_the_verdict_of_a_run_that_learnt_and_forgot(make_run: MakeRun, learnt: 
     first, second, third = found.sentences()
     assert first.startswith("Gained: domain loss 3.520 → 1.210 (−2.310); exact answers 0 of 90 → 54 of 90")
     assert second.startswith("Lost: general loss 3.104 → 3.135 (+0.031)")
-    assert third == "Unchanged: probe: grammar."
+    assert third == "Unchanged, or within chance: probe: grammar."
     assert first_label(data) == "before"
 
 

@@ -91,7 +91,7 @@ def _changes_table(data: RunData) -> Table:
     for change in changes(data):
         style = STYLES[change.outcome]
         before, after, difference = change.shown()
-        mark = Text(f"{MARKS[change.outcome]} {change.outcome}", style=style)
+        mark = Text(f"{MARKS[change.outcome]} {change.label}", style=style)
         table.add_row(
             as_text(change.name), before, Text(after, style="bold"), Text(difference, style=style), mark
         )

@@ -65,8 +65,14 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     if choices.get("precision"):
         rows.append(("precision", str(choices["precision"])))
     if optimizer:
-        rows.append(("optimizer", str(optimizer["name"])))
+        rows.append(("optimizer", _optimizer(optimizer)))
     return rows + _needs(plan)
+
+
+def _optimizer(choice: dict[str, Any]) -> str:
+    """The name, and where there was a choice of code, which and why."""
+    chosen = choice.get("impl") not in (None, "torch")
+    return f"{choice['name']}, {choice['impl']}: {choice['reason']}" if chosen else str(choice["name"])
 
 
 def _needs(plan: dict[str, Any]) -> list[tuple[str, str]]:

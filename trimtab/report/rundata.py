@@ -207,7 +207,7 @@ _FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
         **dict.fromkeys(("loss", "lr", "grad_norm", "tokens_per_second", "seconds", "memory_bytes"), _number),
     },
     "eval": {"step": _count, "name": _words, "loss": _number, "perplexity": _number},
-    "probe": {"step": _count, "scores": _scores},
+    "probe": {"step": _count, "scores": _scores},  # and `items`, how many of each kind, in newer runs
     "answers": {"step": _count, "exact": _count, "total": _count, "by_topic": _topics},
     "sample": {"step": _count, "prompt": _words, "completion": _words},
     "memory": {

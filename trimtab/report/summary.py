@@ -13,7 +13,7 @@ from trimtab.report.rundata import RunData, section
 LOSS_THRESHOLD = 0.01
 """Nats a token from which on a loss counts as changed."""
 SHARE_THRESHOLD = 0.02
-"""Share from which on answers and probe scores count as changed."""
+"""Share from which on answers and probe scores count as changed, however many there are."""
 
 
 def signed(value: float, digits: int = 3) -> str:
@@ -39,8 +39,8 @@ class Change:
     """loss, answers or probe."""
     steps: tuple[int, int] = (0, 0)
     """When it was measured; the first is 0 if it was measured before training."""
-    counts: tuple[str, str] | None = None
-    """Shares as counts, such as `41 of 90`."""
+    items: int | None = None
+    """Of shares: how many choices or problems they are shares of."""
 
     @property
     def better(self) -> bool:
@@ -50,19 +50,36 @@ class Change:
     @property
     def outcome(self) -> str:
         """`better`, `worse` or `unchanged` (within the threshold); not a number is worse than any number."""
-        threshold = LOSS_THRESHOLD if self.unit == "loss" else SHARE_THRESHOLD
+        threshold = LOSS_THRESHOLD if self.unit == "loss" else max(SHARE_THRESHOLD, self._chance())
         # The last digits of 0.52 − 0.50 must not decide.
         if abs(self.after - self.before) < threshold - 1e-9:
             return "unchanged"
         return "better" if self.better else "worse"
 
+    @property
+    def label(self) -> str:
+        """The outcome in words; a difference too small for its number of items is `within chance`."""
+        near = math.isclose(self.before, self.after, abs_tol=SHARE_THRESHOLD)
+        return "within chance" if self.items and self.outcome == "unchanged" and not near else self.outcome
+
+    def _chance(self) -> float:
+        """Twice the standard error of a share of so few items: one choice more of fourteen says nothing."""
+        middle = (self.before + self.after) / 2
+        if not self.items or not 0 < middle < 1:
+            return 0.0
+        return 2 * math.sqrt(middle * (1 - middle) / self.items)
+
     def shown(self) -> tuple[str, str, str]:
         """Before, after and difference, as people write them."""
         if self.unit == "share":
-            shares = f"{self.before:.0%}", f"{self.after:.0%}"
-            return *(self.counts or shares), self._points()
+            return self._share(self.before), self._share(self.after), self._points()
         difference = signed(self.after - self.before) if math.isfinite(self.after - self.before) else "—"
         return f"{self.before:.3f}", f"{self.after:.3f}", difference
+
+    def _share(self, share: float) -> str:
+        if self.items is None or not math.isfinite(share):
+            return f"{share:.0%}"
+        return f"{round(share * self.items)} of {self.items}"
 
     def _points(self) -> str:
         if not math.isfinite(self.after - self.before):
@@ -89,15 +106,27 @@ def changes(data: RunData) -> list[Change]:
     pair = data.before_after("answers")
     if pair:
         shares = [r["exact"] / max(1, r["total"]) for r in pair]
-        counts = (f"{pair[0]['exact']} of {pair[0]['total']}", f"{pair[1]['exact']} of {pair[1]['total']}")
-        rows.append(Change("exact answers", shares[0], shares[1], "share", "answers", _steps(pair), counts))
+        items = pair[0]["total"] if pair[0]["total"] == pair[1]["total"] else None
+        rows.append(Change("exact answers", shares[0], shares[1], "share", "answers", _steps(pair), items))
     pair = data.before_after("probe")
     if pair:
-        rows += [
-            Change(f"probe: {kind}", pair[0]["scores"][kind], share, "share", "probe", _steps(pair))
-            for kind, share in pair[1]["scores"].items()
-            if kind in pair[0]["scores"]
-        ]
+        rows += _probe_changes(pair)
+    return rows
+
+
+def _probe_changes(pair: tuple[dict[str, Any], dict[str, Any]]) -> list[Change]:
+    """All choices together first, then kind by kind."""
+    before, after = (record["scores"] for record in pair)
+    items = pair[1].get("items") or {}
+    kinds = [kind for kind in after if kind in before]
+    rows = [
+        Change(f"probe: {kind}", before[kind], after[kind], "share", "probe", _steps(pair), items.get(kind))
+        for kind in kinds
+    ]
+    number = sum(items.get(kind, 0) for kind in kinds)
+    if len(kinds) > 1 and all(kind in items for kind in kinds) and number:
+        first, last = (sum(s[kind] * items[kind] for kind in kinds) / number for s in (before, after))
+        rows.insert(0, Change("probe: all", first, last, "share", "probe", _steps(pair), number))
     return rows
 
 
@@ -129,7 +158,7 @@ class Verdict:
         lost = "; ".join(f"{c.name} {c.text()}" for c in self.lost)
         lines.append(f"Lost: {lost or 'nothing that was measured'}.")
         if self.unchanged:
-            lines.append("Unchanged: " + ", ".join(c.name for c in self.unchanged) + ".")
+            lines.append("Unchanged, or within chance: " + ", ".join(c.name for c in self.unchanged) + ".")
         return lines
 
 

@@ -13,7 +13,7 @@ import torch
 from trimtab import optim
 from trimtab.checkpoint import Found, Store
 from trimtab.data import Batch
-from trimtab.facts.errors import CheckpointError
+from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout
 from trimtab.model import Decoder, build, init_weights, load_weights, recompute_blocks
@@ -84,6 +84,7 @@ def assemble(
     decoder = _model(recipe, choices, shape, weights, read_weights=found is None)
     parameters = dict(decoder.named_parameters())
     mesh = Mesh.world()
+    optimizer = _optimizer(recipe, choices, parameters)
     total_steps = corpora.total_steps(mesh)
     autocast = autocast_of(choices)
     evaluation = _evaluation(recipe, decoder, tokenizer, corpora, total_steps, autocast)
@@ -91,7 +92,8 @@ def assemble(
         model=decoder,
         parameters=parameters,
         loss=_loss(decoder, device, autocast, packing=recipe.packing),
-        optimizer=_optimizer(recipe, parameters),
+        optimizer=optimizer,
+        in_backward=_in_backward(recipe, choices, optimizer, mesh),
         learning_rate=_learning_rate(recipe, total_steps),
         global_norm=optim.global_norm,
         clip_factor=lambda norm: optim.clip_factor(norm, recipe.max_grad_norm),
@@ -135,7 +137,19 @@ def _model(
     return decoder
 
 
-def _optimizer(recipe: Recipe, parameters: dict[str, torch.nn.Parameter]) -> Any:
+def _in_backward(recipe: Recipe, choices: Choices, optimizer: Any, mesh: Mesh) -> Any:
+    if not recipe.optim_in_backward:
+        return None
+    if mesh.size > 1 or choices.dtype == "fp16":
+        raise RecipeError(
+            "optim_in_backward: true works in one process and without loss scaling: every process's gradients have "
+            "to be added up before they are used",
+            "set optim_in_backward: false",
+        )
+    return optim.InBackward(optimizer)
+
+
+def _optimizer(recipe: Recipe, choices: Choices, parameters: dict[str, torch.nn.Parameter]) -> Any:
     return optim.build(
         recipe.optim,
         parameters.items(),
@@ -145,6 +159,7 @@ def _optimizer(recipe: Recipe, parameters: dict[str, torch.nn.Parameter]) -> Any
         weight_decay=recipe.weight_decay,
         decay_all=recipe.decay_all,
         seed=recipe.seed,
+        impl=choices.optimizer.get("impl", "reference"),
     )
 
 
@@ -206,7 +221,8 @@ def _set_up_torch(choices: Choices) -> None:
     if choices.deterministic:
         # cuBLAS repeats its sums only with workspaces of a fixed size, and reads them when it first runs.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass
+        # A debugging aid that costs a pass over every new tensor.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(choices.deterministic)
 
 

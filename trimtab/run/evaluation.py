@@ -6,6 +6,7 @@ before the first step and after the last.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +74,8 @@ class Evaluation:
         if not self.probe_items:
             return []
         scores = evaluate.probe(self.decoder, self.tokenizer, self.probe_items)
-        return [{"kind": "probe", "step": step, "scores": scores}]
+        items = Counter(item.kind for item in self.probe_items)
+        return [{"kind": "probe", "step": step, "scores": scores, "items": dict(items)}]
 
     def _complete(self, prompts: Sequence[str], max_new_tokens: int, stop: list[str]) -> list[str]:
         found = generate_many(
