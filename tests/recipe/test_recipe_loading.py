@@ -161,6 +161,10 @@ def test_refused_keys_say_what_to_do() -> None:
         ("max_steps: 10\nnum_train_epochs: 2", "are both given; keep one"),
         ("max_steps: 0", "max_steps is 0"),
         ("warmup_steps: 10\nwarmup_ratio: 0.1", "are both given; keep one"),
+        ("optim_in_backward: true\ngradient_accumulation_steps: 1", "set max_grad_norm: 0"),
+        ("optim_in_backward: true\nmax_grad_norm: 0", "set gradient_accumulation_steps: 1"),
+        ("optim_in_backward: true\ndtype: fp16", "overflow, as dtype: fp16 has to"),
+        ("optim_implementation: triton", "set optim: adamw_8bit"),
         ("warmup_steps: 10\nmax_steps: 10", "as long as the whole run"),
         ("warmup_steps: 10\nlr_scheduler_type: constant", "constant_with_warmup"),
         ("min_lr_ratio: 0.1\nlr_scheduler_type: constant", "has no meaning"),
@@ -283,3 +287,9 @@ def test_a_shipped_recipe_by_its_name(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "own-text, qwen3-0.6b-math, smollm2-135m-math" in str(raised.value)
     Path("own-text").write_text("model: starter\ndata: {train: a.txt}\noutput_dir: mine\n")
     assert load("own-text").output_dir == "mine", "a person's own file comes first"
+
+
+def test_two_overrides_that_say_the_same_thing() -> None:
+    assert loads(MINIMAL, ["num_train_epochs=null", "max_steps=5"]).max_steps == 5
+    with pytest.raises(RecipeError, match="'max_steps=5' and 'num_train_epochs=2' say the same"):
+        loads(MINIMAL, ["max_steps=5", "num_train_epochs=2"])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,6 +19,9 @@ from trimtab.report.console import new_console
 from trimtab.report.plain import as_text
 
 app = new_app()
+
+DEMO_MARK = ".demo"
+"""A file in a demo's folder, by which the next demo knows what it may replace."""
 
 
 @app.command()
@@ -35,6 +39,7 @@ def demo(
         int | None, typer.Option(min=4, help="Train so many steps instead of a whole epoch.")
     ] = None,
     die_at: Annotated[int | None, typer.Option(hidden=True)] = None,
+    bare: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> int:
     """Train the embedded model on mathematics, here and now.
 
@@ -57,13 +62,17 @@ def demo(
 
     overrides = [f"output_dir={folder}"]
     if steps is not None:
-        overrides += ["num_train_epochs=null", f"max_steps={steps}"]
+        overrides += ["num_train_epochs=null", f"max_steps={steps}", f"save_steps={max(1, steps // 4)}"]
+    if bare:  # nobody looks at what the runs of --kill measure
+        overrides += ["answers=0", "probe=false", "prompts=[]", "data.eval_windows=4"]
     console = new_console()
     if kill:
         return _kill(folder, steps or 40, console)
     _replace_older(folder)
 
     def after_step(step: int) -> None:
+        if step == 1:
+            (folder / DEMO_MARK).touch()
         if step == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -87,43 +96,53 @@ def _program() -> str:
 
 
 def _replace_older(folder: Path) -> None:
-    """Removes an older demo's folder, and nothing that is not one."""
+    """Empties an older demo's folder, and nothing that is not one, or is still running."""
     from trimtab.facts.errors import CheckpointError
     from trimtab.run.folder import RunFolder
 
-    if not RunFolder(folder).began():  # what else is there is for the new run to accept or refuse
+    run = RunFolder(folder)
+    if not run.began():  # what else is there is for the new run to accept or refuse
         return
-    recipe = RunFolder(folder).recipe
-    if not RunFolder.is_run(folder) or "source: starter:" not in recipe.read_text(encoding="utf-8"):
-        raise CheckpointError(f"{folder} is not an older demo", "give another --folder")
-    shutil.rmtree(folder)
+    with run.lock():
+        if not (folder / DEMO_MARK).is_file():
+            raise CheckpointError(
+                f"{folder} holds a run that no demo made", "give another --folder, or remove it yourself"
+            )
+        foreign = run.foreign()
+        if foreign:
+            raise CheckpointError(
+                f"{folder} holds {foreign[0]} beside an older demo",
+                "move it away, or give another --folder",
+            )
+        run.clear()
 
 
 def _kill(folder: Path, steps: int, console: Console) -> int:
     """Whole run, killed run, resumed run, in processes of their own; then every loss side by side."""
     whole, killed = folder.with_name(f"{folder.name}-whole"), folder.with_name(f"{folder.name}-killed")
     base = [sys.executable, "-m", "trimtab"]
+    demo = [*base, "demo", "--bare", "--steps", str(steps), "--folder"]
     die_at = steps * 5 // 8
     console.print(as_text(f"1. the whole run: {steps} steps in {whole}"))
-    _check(
-        subprocess.run(
-            [*base, "demo", "--folder", str(whole), "--steps", str(steps)], stdout=subprocess.DEVNULL
-        )
-    )
+    _check(subprocess.run([*demo, str(whole)], stdout=subprocess.DEVNULL))
     console.print(f"2. the same run, which ends itself with kill -9 after step {die_at}")
-    died = subprocess.run(
-        [*base, "demo", "--folder", str(killed), "--steps", str(steps), "--die-at", str(die_at)],
-        stdout=subprocess.DEVNULL,
-    )
+    died = subprocess.run([*demo, str(killed), "--die-at", str(die_at)], stdout=subprocess.DEVNULL)
     console.print(
         f"   it ended with signal {-died.returncode}" if died.returncode < 0 else "   it did not die"
     )
-    console.print("3. resumed from its last checkpoint")
-    _check(subprocess.run([*base, "train", "--resume", str(killed)], stdout=subprocess.DEVNULL))
+    resumed = subprocess.run(
+        [*base, "train", "--resume", str(killed)], stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    )
+    _check(resumed)
+    step = re.search(r"continuing from step (\d+)", resumed.stdout)
+    if step is None:
+        console.print("[red]3. it began again at step 0: no checkpoint was there to resume from[/red]")
+        return 1
+    console.print(f"3. resumed from its last checkpoint, step {step[1]}")
     return _compare(whole, killed, console)
 
 
-def _check(done: subprocess.CompletedProcess[bytes]) -> None:
+def _check(done: subprocess.CompletedProcess[Any]) -> None:
     if done.returncode:
         raise SystemExit(done.returncode)
 

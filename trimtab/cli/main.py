@@ -85,9 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal, everything saved.
     """
     try:
-        code: Any = typer.main.get_command(app).main(
-            args=arguments, prog_name="trimtab", standalone_mode=False
-        )
+        code = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
     except TrimtabError as error:
         return _fail(str(error), error.exit_code)
@@ -112,6 +110,17 @@ def main(arguments: list[str] | None = None) -> int:
         if lacking is None:
             raise
         return _fail(str(lacking), lacking.exit_code)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    """The verb itself. Not through typer's own `main`, which swallows Ctrl-C and closed pipes."""
+    command: Any = typer.main.get_command(app)
+    try:
+        with command.make_context("trimtab", list(arguments)) as context:
+            code = command.invoke(context)
+    except typer.Exit as done:
+        return int(done.exit_code)
     return code if isinstance(code, int) else 0
 
 

@@ -40,6 +40,8 @@ def plan(
         trimtab plan recipes/qwen3-0.6b-math.yaml per_device_train_batch_size=8
         trimtab plan recipe.yaml dtype=bf16 --dtypes
 
+    Weights and texts are not read for it; a text that is not there is only mentioned.
+
     `--dtypes` runs one layer of the model's kind with the recipe's formats and lists what was seen.
     """
     from trimtab import launch
@@ -47,6 +49,8 @@ def plan(
     from trimtab.plan import check_fits
     from trimtab.recipe import load
     from trimtab.report import LiveView
+    from trimtab.report.plain import plain
+    from trimtab.run.places import missing_sources
 
     if not has_torch():
         print(
@@ -54,7 +58,12 @@ def plan(
             "a GPU is seen after: pip install 'trimtab[train]'",
             file=sys.stderr,
         )
-    prepared = launch.prepare(load(recipe, overrides or []))
+    wanted = load(recipe, overrides or [])
+    prepared = launch.prepare(wanted)
+    for name in missing_sources(wanted):
+        print(
+            f"note: {plain(name)} does not exist here, so that training would stop at once", file=sys.stderr
+        )
     if as_json:
         print(json.dumps(prepared.plan.to_dict(), indent=2))
     else:

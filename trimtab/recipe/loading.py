@@ -62,6 +62,7 @@ def loads(text: str, overrides: Sequence[str] = (), *, name: str = "recipe.yaml"
     where = {path: f"line {line}" for path, line in lines.items()}
     for override in overrides:
         _apply(override, data, where)
+    _refuse_both_of_a_pair(overrides)
     if "output_dir" not in data:
         data["output_dir"] = f"runs/{FilePath(name).stem}"
     return build(data, where=where, name=name)
@@ -114,6 +115,20 @@ def _apply(override: str, data: dict[str, Any], where: dict[Path, str]) -> None:
     for old in [key for key in where if key[: len(path)] == path]:
         del where[old]
     where[path] = label
+
+
+def _refuse_both_of_a_pair(overrides: Sequence[str]) -> None:
+    """An override replaces what the file says the other way; two overrides must not replace each other."""
+    given = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if value.strip() not in ("null", "~", ""):
+            given[key.strip()] = override
+    for first, second in PAIRS:
+        if first in given and second in given:
+            raise RecipeError(
+                f"'{given[first]}' and '{given[second]}' say the same thing in two ways", "give one of them"
+            )
 
 
 def _descend(path: Path, data: dict[str, Any], label: str) -> Any:

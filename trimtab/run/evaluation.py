@@ -15,6 +15,7 @@ import torch
 
 from trimtab import evaluate
 from trimtab.data import Batch
+from trimtab.facts.errors import RecipeError
 from trimtab.generate import generate_many
 from trimtab.model import Decoder
 from trimtab.run.corpora import Watcher, open_for_eval
@@ -22,8 +23,10 @@ from trimtab.run.sources import OpenedModel
 from trimtab.starter import ProbeItem, Problem, check, math_problems, probe_items
 from trimtab.text import Tokenizer
 
-ANSWERS_SEED = 20_000
+ANSWERS_SEED = 30_000
 """The held-out problems are the same for every run, so that runs can be compared."""
+EVAL_TOKENS = 512
+"""A window of `trimtab eval` where nothing else is asked for and the model has room for it."""
 ANSWER_TOKENS = 64
 SAMPLE_TOKENS = 48
 
@@ -121,12 +124,18 @@ def evaluate_model(
     *,
     probe: bool,
     answers: int,
-    max_seq_length: int,
+    max_seq_length: int | None,
     max_windows: int,
     batch_size: int,
 ) -> list[dict[str, Any]]:
     """Measures a model outside of training; the same records as in a run's log."""
-    length = min(max_seq_length, opened.decoder.shape.max_positions)
+    positions = opened.decoder.shape.max_positions
+    length = min(EVAL_TOKENS, positions) if max_seq_length is None else max_seq_length
+    if length > positions:
+        raise RecipeError(
+            f"--max-seq-length {length} is beyond the model's {positions} positions",
+            f"give at most {positions}",
+        )
     sets = {
         text: open_for_eval(text, opened.tokenizer, watcher, length, max_windows, batch_size)
         for text in texts

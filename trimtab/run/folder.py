@@ -28,6 +28,8 @@ OURS = (
     "wandb",
 )
 """All that a run folder has before its first step."""
+LATER = ("receipts", "report.html", ".demo")
+"""What a run, or a demo, adds to it."""
 _ON_THE_WAY = re.compile(r"\.[a-z]+\.(yaml|json|html)\.tmp-\d+")
 """Names of files whose writer was killed before they got their own."""
 
@@ -140,10 +142,20 @@ class RunFolder:
                         (self.path / RunLock.NAME).unlink()
                         self.path.rmdir()
 
-    def _clear(self) -> None:
-        """Removes what a run writes, the lock excepted."""
+    def foreign(self) -> list[str]:
+        """Names in the folder that no run writes."""
+        names = sorted(path.name for path in self.path.iterdir())
+        return [name for name in names if not _is_ours(name) and name not in LATER]
+
+    def clear(self) -> None:
+        """Removes a whole run, finished or not, the lock excepted; whoever calls holds it."""
+        assert not self.foreign(), self.foreign()
+        self._clear(LATER)
+
+    def _clear(self, more: tuple[str, ...] = ()) -> None:
+        """Removes what a run writes before its first step, and `more`, the lock excepted."""
         for path in self.path.iterdir():
-            if path.name == RunLock.NAME or not _is_ours(path.name):
+            if path.name == RunLock.NAME or not (_is_ours(path.name) or path.name in more):
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab import hub
+from trimtab.hub.resolved import looks_local
 from trimtab.recipe import Recipe, build, to_dict
 from trimtab.starter import base_folder
 
@@ -35,11 +36,24 @@ def absolute(recipe: Recipe) -> Recipe:
     for key in ("name", "tokenizer"):
         model[key] = _absolute(model.get(key))
     section["cache_dir"] = _absolute(section.get("cache_dir"), whatever=True)
-    replayed = (section.get("replay") or {}).get("sources", [])
-    for source in [*section["train"], *replayed, *section["eval"]["domain"], *section["eval"]["general"]]:
+    for source in _sources(section):
         source["source"] = _absolute(source["source"])
     plain["output_dir"] = str(Path(plain["output_dir"]).expanduser())
     return build({key: value for key, value in plain.items() if value is not None})
+
+
+def missing_sources(recipe: Recipe) -> list[str]:
+    """Data that is named as a local path and is not there, so that a run would be refused."""
+    names = [source["source"] for source in _sources(to_dict(recipe)["data"])]
+    names = [name for name in names if not name.startswith(f"{STARTER}:")]
+    return [
+        name for name in names if looks_local(name) and _absolute(name) == name and not Path(name).exists()
+    ]
+
+
+def _sources(section: dict[str, Any]) -> list[dict[str, Any]]:
+    replayed = (section.get("replay") or {}).get("sources", [])
+    return [*section["train"], *replayed, *section["eval"]["domain"], *section["eval"]["general"]]
 
 
 def _absolute(name: Any, *, whatever: bool = False) -> Any:
