@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from tests.kernels.triton_tools import CHIPS, compile_for, interpreted
 from trimtab.kernels.stochastic_rounding import random_bits, spec, stochastic_round_
 
 WHERE = {"seed": 11, "step": 3, "param_index": 5}
@@ -104,35 +105,23 @@ def test_strided_values_and_unknown_impl() -> None:
 
 def test_triton_gives_the_same_bits_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    from triton.runtime.interpreter import InterpretedFunction
-
     from trimtab.kernels.stochastic_rounding import impl_triton
 
     value = spec.make_inputs((3000,))["value_N"]
     value[:6] = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38, -3.4e38, 0.0])
     for offset in (0, 2**32 - 1500):
-        key0, key1 = (impl_triton._signed(key) for key in spec.keys(**WHERE))
-        out = torch.zeros(3000, dtype=torch.int16)
-        kernel = InterpretedFunction(impl_triton._round_kernel.fn)
-        saved = impl_triton.hashed_word, impl_triton.rounded_bits
-        try:  # device functions called by an interpreted kernel have to be interpreted too
-            impl_triton.hashed_word = InterpretedFunction(saved[0].fn)
-            impl_triton.rounded_bits = InterpretedFunction(saved[1].fn)
-            kernel[(3,)](out, value, 3000, offset, key0, key1, BLOCK=1024)
-        finally:
-            impl_triton.hashed_word, impl_triton.rounded_bits = saved
+        out = torch.full((3000,), 7.0, dtype=torch.bfloat16)
+        with interpreted(impl_triton):
+            stochastic_round_(out, value, **WHERE, offset=offset, impl="triton")
         expected = rounded(value, offset=offset)
         numbers = ~expected.isnan()
-        assert torch.equal(out.view(torch.bfloat16)[numbers], expected[numbers])
-        assert out.view(torch.bfloat16)[~numbers].isnan().all()
+        assert torch.equal(out[numbers], expected[numbers])
+        assert out[~numbers].isnan().all()
 
 
-@pytest.mark.parametrize("capability", [75, 80, 89, 90, 120])
-def test_triton_compiles_for_every_chip(capability: int) -> None:
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+@pytest.mark.parametrize("chip", CHIPS)
+def test_triton_compiles_for_every_chip(chip: int) -> None:
+    pytest.importorskip("triton")
     from trimtab.kernels.stochastic_rounding import impl_triton
 
     types = {
@@ -143,12 +132,10 @@ def test_triton_compiles_for_every_chip(capability: int) -> None:
         "key0": "i32",
         "key1": "i32",
     }
-    source = ASTSource(
-        impl_triton._round_kernel, {**types, "BLOCK": "constexpr"}, {"BLOCK": impl_triton.BLOCK}
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-    assert compiled.metadata.shared == 0
-    assert "cvt.rn.bf16" not in compiled.asm["ptx"], "the hardware would round a second time"
+    compiled = compile_for(chip, impl_triton._round_kernel, types, {"BLOCK": impl_triton.BLOCK})
+    assert compiled.shared == 0
+    assert compiled.spills in (0, None)
+    assert "cvt.rn.bf16" not in compiled.ptx, "the hardware would round a second time"
 
 
 @pytest.mark.gpu

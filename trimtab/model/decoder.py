@@ -20,11 +20,11 @@ from trimtab.model.rope import Rotary
 class Trunk(nn.Module):
     """Embeddings, blocks and the final norm: everything before the head."""
 
-    def __init__(self, shape: ModelShape, attention: str) -> None:
+    def __init__(self, shape: ModelShape, attention: str, pointwise: str) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Block(shape, i, attention) for i in range(shape.num_layers))
-        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.layers = nn.ModuleList(Block(shape, i, attention, pointwise) for i in range(shape.num_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, pointwise)
 
 
 class Decoder(nn.Module):
@@ -34,6 +34,8 @@ class Decoder(nn.Module):
         shape: every number that decides the model.
         attention: the implementation in `trimtab.kernels.attention`, chosen once, by the caller.
         loss_impl: the implementation in `trimtab.kernels.linear_cross_entropy`.
+        pointwise: the implementation of norms, rotary positions and gates (`rms_norm`, `rope` and `gated_mlp`
+            in `trimtab.kernels`): "reference" or "triton".
 
     Example:
         >>> decoder = build(read_shape("my-model"), dtype="fp32", device="cpu",
@@ -42,13 +44,20 @@ class Decoder(nn.Module):
         >>> logits_BTV = decoder.logits(decoder(torch.tensor([[1, 2, 3]])))          # doctest: +SKIP
     """
 
-    def __init__(self, shape: ModelShape, *, attention: str, loss_impl: str = "chunked") -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        attention: str,
+        loss_impl: str = "chunked",
+        pointwise: str = "reference",
+    ) -> None:
         super().__init__()
         self.shape = shape
         self.attention = attention
         self.loss_impl = loss_impl
         self.rotary = Rotary(shape)
-        self.model = Trunk(shape, attention)
+        self.model = Trunk(shape, attention, pointwise)
         self.lm_head = (
             None if shape.tie_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         )

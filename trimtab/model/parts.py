@@ -10,12 +10,13 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout, attention
-from trimtab.model.rope import rotate
+from trimtab.kernels.gated_mlp import gated_activation
+from trimtab.kernels.rms_norm import add_rms_norm, rms_norm
+from trimtab.kernels.rope import rope
 
 
 class Cache(Protocol):
@@ -34,26 +35,22 @@ class Cache(Protocol):
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last axis, computed in fp32 or wider and rounded once."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, impl: str = "reference") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.eps, self.impl = eps, impl
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        if x.dtype == weight.dtype:
-            return F.rms_norm(x, weight.shape, weight, self.eps)
-        # fp32 weights under 16-bit activations (autocast): the result is the activations' dtype.
-        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, impl=self.impl)
 
 
 class Attention(nn.Module):
     """Causal self-attention with grouped heads; the computation itself is `trimtab.kernels.attention`."""
 
-    def __init__(self, shape: ModelShape, layer: int, impl: str) -> None:
+    def __init__(self, shape: ModelShape, layer: int, impl: str, pointwise: str = "reference") -> None:
         super().__init__()
         C, D = shape.hidden_size, shape.head_dim
-        self.layer, self.head_dim, self.impl = layer, D, impl
+        self.layer, self.head_dim, self.impl, self.pointwise = layer, D, impl, pointwise
         self.window = shape.window(layer)
         self.q_proj = nn.Linear(C, shape.num_heads * D, bias=shape.qkv_bias)
         self.k_proj = nn.Linear(C, shape.num_kv_heads * D, bias=shape.qkv_bias)
@@ -74,28 +71,48 @@ class Attention(nn.Module):
         q_BTHD = self.q_proj(x_BTC).view(B, T, -1, self.head_dim)
         k_BTKD = self.k_proj(x_BTC).view(B, T, -1, self.head_dim)
         v_BTKD = self.v_proj(x_BTC).view(B, T, -1, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTHD, k_BTKD = self.q_norm(q_BTHD), self.k_norm(k_BTKD)
-        q_BTHD = rotate(q_BTHD, cos_BTF, sin_BTF)
-        k_BSKD, v_BSKD = rotate(k_BTKD, cos_BTF, sin_BTF), v_BTKD
+        q_BTHD, k_BSKD = self._placed(q_BTHD, k_BTKD, cos_BTF, sin_BTF)
+        v_BSKD = v_BTKD
         if cache is not None:
             k_BSKD, v_BSKD = cache.update(self.layer, k_BSKD, v_BSKD)
         o_BTHD = attention(q_BTHD, k_BSKD, v_BSKD, layout=layout, window=self.window, impl=self.impl)
         return self.o_proj(o_BTHD.reshape(B, T, -1))
 
+    def _placed(
+        self, q_BTHD: torch.Tensor, k_BTKD: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys normed, where the model does so, and turned to their positions."""
+        if self.q_norm is None or self.k_norm is None:
+            return rope(q_BTHD, k_BTKD, cos_BTF, sin_BTF, impl=self.pointwise)
+        if self.pointwise == "reference":  # through the modules, so that those who watch them see it
+            return rope(self.q_norm(q_BTHD), self.k_norm(k_BTKD), cos_BTF, sin_BTF)
+        return rope(
+            q_BTHD,
+            k_BTKD,
+            cos_BTF,
+            sin_BTF,
+            q_weight_D=self.q_norm.weight,
+            k_weight_D=self.k_norm.weight,
+            eps=self.q_norm.eps,
+            impl=self.pointwise,
+        )
+
 
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) · up(x))."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, pointwise: str = "reference") -> None:
         super().__init__()
+        self.pointwise = pointwise
         C, width = shape.hidden_size, shape.intermediate_size
         self.gate_proj = nn.Linear(C, width, bias=shape.mlp_bias)
         self.up_proj = nn.Linear(C, width, bias=shape.mlp_bias)
         self.down_proj = nn.Linear(width, C, bias=shape.mlp_bias)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
+        return self.down_proj(
+            gated_activation(self.gate_proj(x_BTC), self.up_proj(x_BTC), impl=self.pointwise)
+        )
 
 
 class Block(nn.Module):
@@ -105,13 +122,14 @@ class Block(nn.Module):
     the rest is computed again. It happens inside `forward`, so that compiling and sharding go around it.
     """
 
-    def __init__(self, shape: ModelShape, layer: int, impl: str) -> None:
+    def __init__(self, shape: ModelShape, layer: int, impl: str, pointwise: str = "reference") -> None:
         super().__init__()
         self.recompute = False
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.self_attn = Attention(shape, layer, impl)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.mlp = MLP(shape)
+        self.pointwise = pointwise
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, pointwise)
+        self.self_attn = Attention(shape, layer, impl, pointwise)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, pointwise)
+        self.mlp = MLP(shape, pointwise)
 
     def forward(
         self,
@@ -138,5 +156,10 @@ class Block(nn.Module):
         layout: Layout,
         cache: Cache | None,
     ) -> torch.Tensor:
-        x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos_BTF, sin_BTF, layout, cache)
-        return x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
+        attended_BTC = self.self_attn(self.input_layernorm(x_BTC), cos_BTF, sin_BTF, layout, cache)
+        norm = self.post_attention_layernorm
+        if self.pointwise == "reference":
+            x_BTC = x_BTC + attended_BTC
+            return x_BTC + self.mlp(norm(x_BTC))
+        normed_BTC, x_BTC = add_rms_norm(attended_BTC, x_BTC, norm.weight, norm.eps, impl=self.pointwise)
+        return x_BTC + self.mlp(normed_BTC)

@@ -1,6 +1,6 @@
 """Rotary positions with the scalings of published models, always at least in fp32.
 
-Legend: B batch, T tokens, H heads, D head size, F = D / 2 frequencies.
+The turning itself is `trimtab.kernels.rope`. Legend: B batch, T tokens, D head size, F = D / 2 frequencies.
 """
 
 from __future__ import annotations
@@ -100,13 +100,3 @@ class Rotary:
         base = self.shape.rope_theta * (factor * length / limit - (factor - 1)) ** (D / (D - 2))
         exponent_F = torch.arange(0, D, 2, dtype=torch.float64, device=positions_BT.device) / D
         return (1.0 / base**exponent_F).float()
-
-
-def rotate(x_BTHD: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor) -> torch.Tensor:
-    """x with its halves turned by the positions' angles: numbers f and f + D/2 of a head are a pair."""
-    cos_BT1F, sin_BT1F = cos_BTF[:, :, None], sin_BTF[:, :, None]
-    a_BTHF, b_BTHF = x_BTHD.to(cos_BTF.dtype).chunk(2, dim=-1)
-    out_BTHD = torch.cat(
-        (a_BTHF * cos_BT1F - b_BTHF * sin_BT1F, b_BTHF * cos_BT1F + a_BTHF * sin_BT1F), dim=-1
-    )
-    return out_BTHD.to(x_BTHD.dtype)

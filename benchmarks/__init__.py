@@ -1,0 +1,1 @@
+"""Each script measures one claim; README.md lists them."""

@@ -1,0 +1,57 @@
+"""The table made from the runner's data: times, ratios to the best peer, shares of the floor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+HEAD = ("operation", "case", "implementation", "ms", "10–90 %", "peer / this", "of floor", "MiB", "note")
+
+
+def best_peer(record: dict[str, Any]) -> float | None:
+    """Milliseconds of the fastest exact contestant that is not ours."""
+    times = [
+        c["median_ms"]
+        for c in record["contestants"].values()
+        if c["exact"] and not c["ours"] and "median_ms" in c
+    ]
+    return min(times, default=None)
+
+
+def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A case as rows of cells, fastest first; those without a time say why."""
+    peer = best_peer(record)
+    where = (record["op"], record["case"])
+    if record.get("failed"):
+        return [(*where, "–", "–", "–", "–", "–", "–", f"failed: {record['failed']}")]
+    out: list[tuple[str, ...]] = []
+    contestants = record["contestants"].items()
+    for name, c in sorted(contestants, key=lambda item: item[1].get("median_ms", float("inf"))):
+        label = f"**{name}**" if c["ours"] else name
+        if "median_ms" not in c:
+            out.append((*where, label, "–", "–", "–", "–", "–", c["note"]))
+            continue
+        ms = c["median_ms"]
+        ratio = "–" if peer is None else f"{peer / ms:.2f}"
+        spread = f"{c['low_ms']:.3g}–{c['high_ms']:.3g}"
+        note = "" if c["exact"] else "inexact by design"
+        memory = f"{c['peak_bytes'] / 2**20:.0f}"
+        share = f"{record['floor_ms'] / ms:.0%}"
+        out.append((*where, label, f"{ms:.3g}", spread, ratio, share, memory, note))
+    out += [
+        (*where, name, "–", "–", "–", "–", "–", f"absent: {why}") for name, why in record["absent"].items()
+    ]
+    return out
+
+
+def markdown(records: list[dict[str, Any]]) -> str:
+    """All cases as one table, aligned so that it also reads well in a terminal."""
+    lines: list[tuple[str, ...]] = [HEAD]
+    for record in records:
+        lines += rows(record)
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
+    text = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    ]
+    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(text) + "\n"

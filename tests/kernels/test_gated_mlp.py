@@ -1,0 +1,149 @@
+"""The gate of a feed-forward layer: exact with both gradients, for each activation, as the decoder has it."""
+
+# N rows, W numbers in a row
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.parity import UPSTREAM, poisoned, run, verdicts
+from tests.kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
+from trimtab.facts.errors import ModelError, ResourceError
+from trimtab.kernels.gated_mlp import ACTIVATIONS, gated_activation, spec
+from trimtab.kernels.gated_mlp.spec import CASES, LARGE_CASES, Case
+
+pytest.importorskip("triton")
+from trimtab.kernels.gated_mlp import impl_triton
+
+
+def caller(case: Case):  # type: ignore[no-untyped-def]
+    def call(impl: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return gated_activation(gate, up, activation=case.activation, impl=impl)
+
+    return call
+
+
+def inputs(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
+    return {name: x.requires_grad_() for name, x in spec.make_inputs(case, "fp32", device).items()}
+
+
+@contextmanager
+def interpreter() -> Iterator[None]:
+    with interpreted(impl_triton), poisoned():
+        yield
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("kind", UPSTREAM)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_exact(case: Case, kind: str, dtype: str) -> None:
+    for verdict in verdicts(caller(case), inputs(case), dtype, kind=kind, around=interpreter):
+        assert verdict, verdict
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, *LARGE_CASES], ids=lambda case: case.name)
+@pytest.mark.parametrize("kind", UPSTREAM)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_exact_on_a_gpu(case: Case, kind: str, dtype: str) -> None:
+    for verdict in verdicts(caller(case), inputs(case, "cuda"), dtype, kind=kind, device="cuda"):
+        assert verdict, verdict
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    N=st.integers(1, 20),
+    W=st.integers(1, 200),
+    activation=st.sampled_from(ACTIVATIONS),
+    fused=st.booleans(),
+    dtype=st.sampled_from(["fp32", "fp16"]),
+)
+def test_any_shape(N: int, W: int, activation: str, fused: bool, dtype: str) -> None:
+    case = Case("drawn", N, W, activation, fused)
+    for verdict in verdicts(caller(case), inputs(case), dtype, around=interpreter):
+        assert verdict, verdict
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_the_bound_bites(activation: str, dtype: str) -> None:
+    case = Case("", 8, 64, activation)
+    found = verdicts(caller(case), inputs(case), dtype, impl="reference", factor=1.01, around=nullcontext)
+    assert not any(found), found
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_huge_numbers_stay_finite(activation: str) -> None:
+    gate = torch.tensor([-6e4, -100.0, -1e19, 1e19, 6e4]).requires_grad_()
+    up = torch.ones(5, requires_grad=True)
+    found = {}
+    for impl in ("triton", "reference"):
+        with interpreter():
+            out = gated_activation(gate, up, activation=activation, impl=impl)
+            found[impl] = (out, *torch.autograd.grad(out.sum(), (gate, up)))
+    for got, want in zip(found["triton"], (x.nan_to_num() for x in found["reference"]), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_twice_the_same_bits() -> None:
+    with interpreter():
+        first, second = (run(caller(CASES[0]), "triton", inputs(CASES[0])) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_operators_are_whole() -> None:
+    gate, up = inputs(CASES[0]).values()
+    ops = torch.ops.trimtab
+    with interpreted(impl_triton):
+        torch.library.opcheck(ops.gated_activation, (gate, up, "silu"))
+        backward = (torch.ones(8, 64), gate.detach(), up.detach(), "gelu_tanh")
+        torch.library.opcheck(ops.gated_activation_backward, backward)
+        compiled = torch.compile(caller(CASES[0]), backend="aot_eager", fullgraph=True)
+        got = compiled("triton", gate, up)
+        torch.testing.assert_close(got, gated_activation(gate, up))
+        got.sum().backward()
+        assert up.grad is not None
+
+
+def test_refusals() -> None:
+    x = torch.ones(2, 3)
+    with pytest.raises(ModelError, match="no gated activation called 'fast'"):
+        gated_activation(x, x, impl="fast")
+    with pytest.raises(ModelError, match="no activation 'relu'"):
+        gated_activation(x, x, activation="relu")
+    with pytest.raises(ResourceError, match="CUDA"):
+        gated_activation(x, x, impl="triton")
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_compiles_for_every_chip(chip: int) -> None:
+    rows = {"W": "i32:16", "blocks": "i32", "stride_gate": "i32:16", "stride_up": "i32:16"}
+    forward = dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), "*fp16") | rows
+    names = ("g_ptr", "gate_ptr", "up_ptr", "gate_out_ptr", "up_out_ptr")
+    backward = dict.fromkeys(names, "*fp16") | rows | {"stride_g": "i32:16"}
+    for activation in ACTIVATIONS:
+        options = {"ACTIVATION": activation, "BLOCK": spec.BLOCK}
+        for kernel, types in (
+            (impl_triton._forward_kernel, forward),
+            (impl_triton._backward_kernel, backward),
+        ):
+            compiled = compile_for(chip, kernel, types, options, num_warps=spec.WARPS)
+            assert compiled.shared <= SHARED_LIMIT[chip]
+            assert not compiled.spills
+            assert ".f64" not in compiled.ptx, "a constant became fp64, which GeForce cards do at 1/64 speed"
+
+
+@pytest.mark.gpu
+def test_past_two_to_the_31() -> None:
+    both = torch.zeros(150_000, 2 * 14_336, dtype=torch.bfloat16, device="cuda")
+    both[-1] = 1.0
+    gate, up = both.split(14_336, dim=1)
+    out = gated_activation(gate, up, impl="triton")
+    assert out[:-1].abs().max() == 0
+    assert out[-1].min() == out[-1].max() == torch.tensor(0.7310586).bfloat16().item()

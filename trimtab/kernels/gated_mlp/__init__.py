@@ -1,0 +1,56 @@
+"""The gate of a feed-forward layer: act(gate) · up, in one pass forward and one backward.
+
+    SwiGLU: act(x) = x · σ(x)                          GeGLU: act(x) = x · Φ(x), or its tanh form
+    ∂L/∂up = g · act(gate)                             ∂L/∂gate = g · up · act'(gate)
+
+Only gate and up are kept for the backward, which computes act(gate) again: torch's own keeps act(gate) as well.
+"""
+
+# any shape, the same for gate and up
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trimtab.kernels.gated_mlp.spec import ACTIVATIONS, IMPLS
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ACTIVATIONS", "IMPLS", "gated_activation"]
+
+
+def gated_activation(
+    gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu", impl: str = "reference"
+) -> torch.Tensor:
+    """act(gate) · up, element by element.
+
+    Args:
+        gate, up: The same shape and dtype; views into one product's output are taken as they are.
+        activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU).
+        impl: "reference" (torch) or "triton" (fp32 inside, rounded once).
+
+    Returns:
+        A contiguous tensor of that shape and dtype.
+
+    Example:
+        >>> import torch
+        >>> gated_activation(torch.tensor([0.0, 2.0]), torch.tensor([5.0, 3.0]))
+        tensor([0.0000, 5.2848])
+    """
+    from trimtab.facts.errors import ModelError
+
+    assert gate.shape == up.shape, f"gate is {tuple(gate.shape)}, up {tuple(up.shape)}"
+    assert gate.dtype == up.dtype, f"gate is {gate.dtype}, up {up.dtype}"
+    if activation not in ACTIVATIONS:
+        raise ModelError(f"there is no activation {activation!r}", f"use one of {', '.join(ACTIVATIONS)}")
+    if impl == "reference":
+        from trimtab.kernels.gated_mlp.impl_reference import gated_activation as reference
+
+        return reference(gate, up, activation)
+    elif impl == "triton":
+        from trimtab.kernels.gated_mlp.impl_triton import gated_activation as fused
+
+        return fused(gate, up, activation)
+    else:
+        raise ModelError(f"there is no gated activation called {impl!r}", f"use one of {', '.join(IMPLS)}")

@@ -1,0 +1,13 @@
+"""The gate in torch, as the decoder computes it; autograd has the gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+
+def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """See the door."""
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up

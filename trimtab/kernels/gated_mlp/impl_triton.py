@@ -1,0 +1,134 @@
+"""The gate in Triton: one pass over memory each way, fp32 inside."""
+
+# N rows, W numbers in a row; rows may lie apart (halves of one tensor), numbers of a row may not
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from trimtab.kernels.gated_mlp.spec import BLOCK, WARPS
+from trimtab.kernels.launching import as_rows, check_device, once_differentiable
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(act(x), act'(x)). The tanh form is x · σ(2z), since (1 + tanh z) / 2 = σ(2z): no tanh is needed."""
+    if ACTIVATION == "gelu":
+        share = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        return x * share, share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    if ACTIVATION == "silu":
+        share = 1.0 / (1.0 + tl.exp(-x))
+        slope = share * (1.0 - share)
+    else:
+        share = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+        # of large x the polynomial overflows while the slope is 0: keep their product finite
+        near = tl.minimum(tl.maximum(x, -64.0), 64.0)
+        slope = share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * near * near)
+    return x * share, share + x * slope
+
+
+@triton.jit
+def _forward_kernel(  # type: ignore[no-untyped-def]
+    gate_ptr, up_ptr, out_ptr, W, blocks, stride_gate, stride_up, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < W
+    gate = tl.load(gate_ptr + row * stride_gate + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * stride_up + column, mask=inside, other=0.0).to(tl.float32)
+    active, _ = _activate(gate, ACTIVATION)
+    tl.store(out_ptr + row * W + column, active * up, mask=inside)
+
+
+@triton.jit
+def _backward_kernel(  # type: ignore[no-untyped-def]
+    g_ptr, gate_ptr, up_ptr, gate_out_ptr, up_out_ptr, W, blocks, stride_g, stride_gate, stride_up,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < W
+    g = tl.load(g_ptr + row * stride_g + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * stride_gate + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * stride_up + column, mask=inside, other=0.0).to(tl.float32)
+    active, slope = _activate(gate, ACTIVATION)
+    tl.store(gate_out_ptr + row * W + column, g * up * slope, mask=inside)
+    tl.store(up_out_ptr + row * W + column, g * active, mask=inside)
+
+
+def _rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """[N, W] each; a single row where all are contiguous, so that short rows leave no program half empty."""
+    if all(x.is_contiguous() for x in tensors):
+        return [x.view(1, -1) for x in tensors]
+    return [as_rows(x) for x in tensors]
+
+
+def _forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    check_device(_forward_kernel, gate)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if gate.numel():
+        gate_NW, up_NW = _rows(gate, up)
+        N, W = gate_NW.shape
+        blocks = triton.cdiv(W, BLOCK)
+        _forward_kernel[(N * blocks,)](
+            gate_NW, up_NW, out, W, blocks, gate_NW.stride(0), up_NW.stride(0),
+            ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return out
+
+
+def _backward(
+    g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_device(_backward_kernel, gate)
+    gate_out, up_out = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    if gate.numel():
+        g_NW, gate_NW, up_NW = _rows(g, gate, up)
+        N, W = gate_NW.shape
+        blocks = triton.cdiv(W, BLOCK)
+        _backward_kernel[(N * blocks,)](
+            g_NW, gate_NW, up_NW, gate_out, up_out, W, blocks,
+            g_NW.stride(0), gate_NW.stride(0), up_NW.stride(0),
+            ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return gate_out, up_out
+
+
+torch.library.define("trimtab::gated_activation", "(Tensor gate, Tensor up, str activation) -> Tensor")
+torch.library.define(
+    "trimtab::gated_activation_backward",
+    "(Tensor g, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
+)
+torch.library.impl("trimtab::gated_activation", ("cpu", "cuda"), _forward)
+torch.library.impl("trimtab::gated_activation_backward", ("cpu", "cuda"), _backward)
+
+
+@torch.library.register_fake("trimtab::gated_activation")
+def _(gate, up, activation):  # type: ignore[no-untyped-def]
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.register_fake("trimtab::gated_activation_backward")
+def _(g, gate, up, activation):  # type: ignore[no-untyped-def]
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    gate, up, ctx.activation = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _differentiate(ctx, g):  # type: ignore[no-untyped-def]
+    return *torch.ops.trimtab.gated_activation_backward(g, *ctx.saved_tensors, ctx.activation), None
+
+
+torch.library.register_autograd("trimtab::gated_activation", _differentiate, setup_context=_keep)
+torch.library.register_autograd("trimtab::gated_activation_backward", once_differentiable)
+
+
+def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """See the door."""
+    out: torch.Tensor = torch.ops.trimtab.gated_activation(gate, up, activation)
+    return out

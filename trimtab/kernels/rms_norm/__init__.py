@@ -1,0 +1,91 @@
+"""Root-mean-square norm over the last axis, alone or together with the residual addition before it.
+
+h   = x + residual                                   (rounded to x's dtype; h = x without a residual)
+r_n = 1 / sqrt(mean_d h_nd² + eps)
+y_nd = h_nd · r_n · w_d                              (fp32 or wider inside, rounded once)
+
+∂L/∂w_d  = Σ_n g_nd · h_nd · r_n                                                 with g = ∂L/∂y
+∂L/∂h_nd = r_n · (g_nd w_d − h_nd r_n · mean_e(g_ne w_e h_ne r_n)) + ∂L/∂h from outside
+"""
+
+# N rows (any leading shape), D numbers in a row
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trimtab.kernels.rms_norm.spec import IMPLS
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["IMPLS", "add_rms_norm", "rms_norm"]
+
+
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, *, impl: str = "reference") -> torch.Tensor:
+    """x / rms(x) · weight over the last axis, computed in fp32 or wider and rounded once.
+
+    Args:
+        x: […, D].
+        weight_D: [D], in x's dtype or wider (fp32 weights under 16-bit activations).
+        eps: Added to the mean square.
+        impl: "reference" (torch) or "triton".
+
+    Returns:
+        […, D] in x's dtype.
+
+    Example:
+        >>> import torch
+        >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0]), 0.0)
+        tensor([[0.8485, 2.2627]])
+    """
+    _check(x, weight_D)
+    if impl == "reference":
+        from trimtab.kernels.rms_norm.impl_reference import rms_norm as reference
+
+        return reference(x, weight_D, eps)
+    elif impl == "triton":
+        from trimtab.kernels.rms_norm.impl_triton import rms_norm as fused
+
+        return fused(x, weight_D, eps)
+    else:
+        raise _unknown(impl)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight_D: torch.Tensor, eps: float, *, impl: str = "reference"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of h, h) with h = x + residual: a block's addition to the stream and the norm that follows it.
+
+    Args:
+        x, residual: […, D], the same shape and dtype; what a layer adds, and the stream it is added to.
+        weight_D, eps, impl: As for `rms_norm`.
+
+    Example:
+        >>> import torch
+        >>> add_rms_norm(torch.tensor([[1.0, 4.0]]), torch.tensor([[2.0, 0.0]]), torch.ones(2), 0.0)
+        (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
+    """
+    _check(x, weight_D)
+    assert x.shape == residual.shape, f"x is {tuple(x.shape)}, residual {tuple(residual.shape)}"
+    assert x.dtype == residual.dtype, f"x is {x.dtype}, residual {residual.dtype}"
+    if impl == "reference":
+        from trimtab.kernels.rms_norm.impl_reference import add_rms_norm as reference
+
+        return reference(x, residual, weight_D, eps)
+    elif impl == "triton":
+        from trimtab.kernels.rms_norm.impl_triton import add_rms_norm as fused
+
+        return fused(x, residual, weight_D, eps)
+    else:
+        raise _unknown(impl)
+
+
+def _check(x: torch.Tensor, weight_D: torch.Tensor) -> None:
+    assert weight_D.shape == x.shape[-1:], f"rows of {tuple(x.shape)}, weights {tuple(weight_D.shape)}"
+
+
+def _unknown(impl: str) -> Exception:
+    from trimtab.facts.errors import ModelError
+
+    return ModelError(f"there is no rms norm called {impl!r}", f"use one of {', '.join(IMPLS)}")

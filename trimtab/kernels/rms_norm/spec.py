@@ -1,0 +1,151 @@
+"""What the norm is tested on, how it is laid out on a chip, and what it costs; no torch at import."""
+
+# N rows, D numbers in a row
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trimtab.facts.dtypes import BYTES, TORCH_NAMES
+
+if TYPE_CHECKING:
+    import torch
+
+IMPLS = ("reference", "triton")
+
+WIDEST = 16_384
+"""Numbers in the longest row that fits the registers of one program (Llama 405B's rows have as many)."""
+
+PROGRAMS = {75: 80, 80: 216, 86: 168, 89: 256, 90: 264, 100: 296, 120: 340}
+"""Programs of the backward by capability: two for each multiprocessor of the largest common card. Each keeps one
+part of the weight's gradient, so the sum's order, and with it the last bits, is fixed for a kind of chip."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How a kernel is laid out: rows and columns of a tile, warps, programs (of the backward)."""
+
+    rows: int
+    columns: int
+    warps: int
+    programs: int
+
+
+def programs(capability: int) -> int:
+    """Of the backward; a chip that is not listed gets those of the one before it.
+
+    Example:
+        >>> programs(90), programs(87)
+        (264, 168)
+    """
+    return PROGRAMS[max((known for known in PROGRAMS if known <= capability), default=75)]
+
+
+def forward_configuration(D: int, capability: int) -> Configuration:
+    """A whole number of rows, about 4096 numbers a tile, 32 a thread.
+
+    Example:
+        >>> forward_configuration(4096, 90)
+        Configuration(rows=1, columns=4096, warps=4, programs=0)
+    """
+    columns = max(1 << (D - 1).bit_length(), 16)
+    rows = max(4096 // columns, 1)
+    return Configuration(rows, columns, rows * columns // 1024, 0)
+
+
+def backward_configuration(D: int, capability: int) -> Configuration:
+    """Three tiles of fp32 (input, gradient, the weight's sums) are held at once: 16 numbers a thread of each.
+
+    Example:
+        >>> backward_configuration(4096, 90)
+        Configuration(rows=1, columns=4096, warps=8, programs=264)
+    """
+    columns = max(1 << (D - 1).bit_length(), 16)
+    rows = max(4096 // columns, 1)
+    return Configuration(rows, columns, rows * columns // 512, programs(capability))
+
+
+def configurations(capability: int) -> list[tuple[str, Configuration]]:
+    """Every one that is used on a chip: ("forward" or "backward", configuration)."""
+    widths = [1 << power for power in range(4, WIDEST.bit_length())]
+    return [("forward", forward_configuration(D, capability)) for D in widths] + [
+        ("backward", backward_configuration(D, capability)) for D in widths
+    ]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape to be right on."""
+
+    name: str
+    N: int
+    D: int
+    residual: bool = False
+    scale: float = 1.0
+    eps: float = 1e-6
+
+
+CASES = (
+    Case("plain", N=12, D=64),
+    Case("plain with residual", N=12, D=64, residual=True),
+    Case("one", N=1, D=1),
+    Case("odd", N=37, D=193),
+    Case("odd with residual", N=7, D=65, residual=True),
+    Case("wide", N=3, D=4100),
+    Case("many narrow rows", N=600, D=8, residual=True),
+    Case("tiny numbers, where eps counts", N=9, D=33, scale=1e-3),
+    Case("large numbers", N=9, D=33, scale=100.0, residual=True),
+    Case("no rows", N=0, D=8),
+)
+LARGE_CASES = (
+    Case("8192x4096", N=8192, D=4096),
+    Case("8192x4096 residual", N=8192, D=4096, residual=True),
+    Case("16384x576 residual", N=16_384, D=576, residual=True),
+    Case("4096x1024 residual", N=4096, D=1024, residual=True),
+    Case("131072x128", N=131_072, D=128),
+    Case("widest", N=300, D=WIDEST),
+)
+"""For a GPU; all but the last are also timed."""
+
+
+def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tensor]:
+    """x, weight and, where the case has one, residual: the same bf16 numbers in every dtype."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    def place(x: torch.Tensor) -> torch.Tensor:
+        return x.bfloat16().to(getattr(torch, TORCH_NAMES[dtype]))
+
+    inputs = {"x": place(draw(case.N, case.D) * case.scale), "weight": place(1 + 0.3 * draw(case.D))}
+    if case.residual:
+        inputs["residual"] = place(draw(case.N, case.D) * case.scale)
+    return inputs
+
+
+def flops(N: int, D: int, *, backward: bool = False) -> int:
+    """Additions and products: square, sum, scale, weight forward; three times as many backward."""
+    return N * D * (12 if backward else 4)
+
+
+def bytes_moved(N: int, D: int, dtype: str, *, residual: bool = False, backward: bool = False) -> int:
+    """The least: everything read once, everything written once, the fp32 scale of each row."""
+    if backward:
+        tensors = 4 if residual else 3  # gradient(s) and input read, one gradient written
+        return BYTES[dtype] * (tensors * N * D + 2 * D) + 4 * N
+    tensors = 4 if residual else 2
+    return BYTES[dtype] * (tensors * N * D + D) + 4 * N
+
+
+def saved_bytes(N: int, D: int, dtype: str, *, impl: str = "triton") -> int:
+    """Kept for the backward beyond the input (or h) itself: the scale of each row."""
+    return 4 * N
+
+
+def scratch_bytes(N: int, D: int, dtype: str, capability: int = 90) -> int:
+    """The programs' parts of the weight's gradient, in the backward."""
+    return 4 * D * programs(capability)

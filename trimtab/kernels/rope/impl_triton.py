@@ -1,0 +1,246 @@
+"""Rotary positions in Triton: a program a token, queries and keys in one launch, the halves held side by side.
+
+The backward of the plain form is the same kernel with the sine's sign turned. With norms, a fixed number of
+programs walks over the tokens and keeps its part of the weights' gradients in registers, as in `rms_norm`.
+"""
+
+# N tokens, H query heads, K key heads, D head size, F = D / 2 frequencies; BH, BK, BF the same, of a tile
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from trimtab.kernels.launching import capability_of, check_device, once_differentiable
+from trimtab.kernels.rope.spec import configuration
+
+SCHEMA = "(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)"
+NORMED_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor q_weight, Tensor k_weight, float eps) "
+    "-> (Tensor, Tensor)"
+)
+NORMED_BACKWARD_SCHEMA = (
+    "(Tensor gq, Tensor gk, Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor q_weight, Tensor k_weight, "
+    "float eps) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@triton.jit
+def _turn(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, w_ptr, stride_h, cos, sin, eps, H, F,
+    NORM: tl.constexpr, BH: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """All heads of one token of one tensor."""
+    f = tl.arange(0, BF)[None, :]
+    for first in range(0, H, BH):
+        head = first + tl.arange(0, BH)[:, None]
+        inside = (head < H) & (f < F)
+        at = x_ptr + head * stride_h + f
+        a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(at + F, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / (2 * F) + eps)[:, None]
+            a *= scale * tl.load(w_ptr + f, mask=f < F, other=0.0).to(tl.float32)
+            b *= scale * tl.load(w_ptr + F + f, mask=f < F, other=0.0).to(tl.float32)
+        to = out_ptr + head * (2 * F) + f
+        tl.store(to, a * cos - b * sin, mask=inside)
+        tl.store(to + F, b * cos + a * sin, mask=inside)
+
+
+@triton.jit
+def _rope_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_out_ptr, k_out_ptr,
+    stride_qn, stride_qh, stride_kn, stride_kh, eps, H, K, F,
+    BACK: tl.constexpr, NORM: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    f = tl.arange(0, BF)[None, :]
+    cos = tl.load(cos_ptr + n * F + f, mask=f < F, other=0.0)
+    sin = tl.load(sin_ptr + n * F + f, mask=f < F, other=0.0)
+    if BACK:
+        sin = -sin
+    D = 2 * F
+    _turn(q_ptr + n * stride_qn, q_out_ptr + n * H * D, qw_ptr, stride_qh, cos, sin, eps, H, F, NORM, BH, BF)
+    _turn(k_ptr + n * stride_kn, k_out_ptr + n * K * D, kw_ptr, stride_kh, cos, sin, eps, K, F, NORM, BK, BF)
+
+
+@triton.jit
+def _turn_back(  # type: ignore[no-untyped-def]
+    g_ptr, x_ptr, cos_ptr, sin_ptr, w_ptr, out_ptr, part_ptr, stride_gn, stride_gh, stride_xn, stride_xh, eps,
+    program, P, N, H, F, BH: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """One program's tokens of one tensor: the gradient before turning and norm, and a part of the weight's."""
+    f = tl.arange(0, BF)[None, :]
+    wa = tl.load(w_ptr + f, mask=f < F, other=0.0).to(tl.float32)
+    wb = tl.load(w_ptr + F + f, mask=f < F, other=0.0).to(tl.float32)
+    sum_a = tl.zeros((BH, BF), tl.float32)
+    sum_b = tl.zeros((BH, BF), tl.float32)
+    for token in range(program, N, P):
+        n = tl.cast(token, tl.int64)
+        cos = tl.load(cos_ptr + n * F + f, mask=f < F, other=0.0)
+        sin = tl.load(sin_ptr + n * F + f, mask=f < F, other=0.0)
+        for first in range(0, H, BH):
+            head = first + tl.arange(0, BH)[:, None]
+            inside = (head < H) & (f < F)
+            at = g_ptr + n * stride_gn + head * stride_gh + f
+            ga = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            gb = tl.load(at + F, mask=inside, other=0.0).to(tl.float32)
+            na, nb = ga * cos + gb * sin, gb * cos - ga * sin
+            at = x_ptr + n * stride_xn + head * stride_xh + f
+            a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(at + F, mask=inside, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / (2 * F) + eps)[:, None]
+            a *= scale
+            b *= scale
+            sum_a += na * a
+            sum_b += nb * b
+            na *= wa
+            nb *= wb
+            along = (tl.sum(na * a + nb * b, axis=1) / (2 * F))[:, None]
+            to = out_ptr + (n * H + head) * (2 * F) + f
+            tl.store(to, (na - a * along) * scale, mask=inside)
+            tl.store(to + F, (nb - b * along) * scale, mask=inside)
+    ends = tl.arange(0, BF)
+    tl.store(part_ptr + ends, tl.sum(sum_a, axis=0), mask=ends < F)
+    tl.store(part_ptr + F + ends, tl.sum(sum_b, axis=0), mask=ends < F)
+
+
+@triton.jit
+def _normed_backward_kernel(  # type: ignore[no-untyped-def]
+    gq_ptr, gk_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_out_ptr, k_out_ptr, parts_ptr,
+    stride_gqn, stride_gqh, stride_gkn, stride_gkh, stride_qn, stride_qh, stride_kn, stride_kh, eps,
+    N, H, K, F, BH: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    program, P = tl.program_id(0), tl.num_programs(0)
+    part_ptr = parts_ptr + (tl.program_id(1) * P + program) * (2 * F)
+    if tl.program_id(1) == 0:
+        _turn_back(
+            gq_ptr, q_ptr, cos_ptr, sin_ptr, qw_ptr, q_out_ptr, part_ptr,
+            stride_gqn, stride_gqh, stride_qn, stride_qh, eps, program, P, N, H, F, BH, BF,
+        )  # fmt: skip
+    else:
+        _turn_back(
+            gk_ptr, k_ptr, cos_ptr, sin_ptr, kw_ptr, k_out_ptr, part_ptr,
+            stride_gkn, stride_gkh, stride_kn, stride_kh, eps, program, P, N, K, F, BK, BF,
+        )  # fmt: skip
+
+
+def _tokens(x_BTHD: torch.Tensor) -> torch.Tensor:
+    """[N, H, D] whose last stride is 1; a copy only where there is no such view."""
+    B, T, H, D = x_BTHD.shape
+    x_NHD = x_BTHD.reshape(B * T, H, D)
+    return x_NHD if x_NHD.stride(2) == 1 else x_NHD.contiguous()
+
+
+def _launch(q, k, cos, sin, q_weight, k_weight, eps: float, back: bool) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
+    check_device(_rope_kernel, q)
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    q_NHD, k_NKD = _tokens(q), _tokens(k)
+    (N, H, D), K = q_NHD.shape, k_NKD.shape[1]
+    of_q, of_k = (configuration(heads, D, capability_of(q)) for heads in (H, K))
+    if N:
+        _rope_kernel[(N,)](
+            q_NHD, k_NKD, cos.contiguous(), sin.contiguous(), q_weight, k_weight, q_out, k_out,
+            *q_NHD.stride()[:2], *k_NKD.stride()[:2], eps, H, K, D // 2, BACK=back, NORM=q_weight is not None,
+            BH=of_q.heads, BK=of_k.heads, BF=of_q.frequencies, num_warps=of_q.warps,
+        )  # fmt: skip
+    return q_out, k_out
+
+
+def _rope(q, k, cos, sin, back: bool) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
+    return _launch(q, k, cos, sin, None, None, 0.0, back)
+
+
+def _normed_rope(q, k, cos, sin, q_weight, k_weight, eps: float) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
+    return _launch(q, k, cos, sin, q_weight.contiguous(), k_weight.contiguous(), eps, False)
+
+
+def _normed_backward(gq, gk, q, k, cos, sin, q_weight, k_weight, eps: float) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
+    check_device(_normed_backward_kernel, q)
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    q_NHD, k_NKD, gq_NHD, gk_NKD = (_tokens(x) for x in (q, k, gq, gk))
+    (N, H, D), K = q_NHD.shape, k_NKD.shape[1]
+    of_q, of_k = (configuration(heads, D, capability_of(q)) for heads in (H, K))
+    P = min(of_q.programs, N)
+    parts_2PD = torch.empty(2, P, D, dtype=torch.float32, device=q.device)
+    if N:
+        _normed_backward_kernel[(P, 2)](
+            gq_NHD, gk_NKD, q_NHD, k_NKD, cos.contiguous(), sin.contiguous(),
+            q_weight.contiguous(), k_weight.contiguous(), q_out, k_out, parts_2PD,
+            *gq_NHD.stride()[:2], *gk_NKD.stride()[:2], *q_NHD.stride()[:2], *k_NKD.stride()[:2], eps,
+            N, H, K, D // 2, BH=of_q.heads, BK=of_k.heads, BF=of_q.frequencies, num_warps=of_q.warps,
+        )  # fmt: skip
+    gw_2D = parts_2PD.sum(1)
+    # two outputs of an operator may not share memory, which a cast that changes nothing would let them
+    return q_out, k_out, gw_2D[0].to(q_weight.dtype, copy=True), gw_2D[1].to(k_weight.dtype, copy=True)
+
+
+torch.library.define("trimtab::rope", SCHEMA)
+torch.library.define("trimtab::normed_rope", NORMED_SCHEMA)
+torch.library.define("trimtab::normed_rope_backward", NORMED_BACKWARD_SCHEMA)
+torch.library.impl("trimtab::rope", ("cpu", "cuda"), _rope)
+torch.library.impl("trimtab::normed_rope", ("cpu", "cuda"), _normed_rope)
+torch.library.impl("trimtab::normed_rope_backward", ("cpu", "cuda"), _normed_backward)
+
+
+def _same(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in tensors)
+
+
+@torch.library.register_fake("trimtab::rope")
+def _(q, k, cos, sin, back):  # type: ignore[no-untyped-def]
+    return _same(q, k)
+
+
+@torch.library.register_fake("trimtab::normed_rope")
+def _(q, k, cos, sin, q_weight, k_weight, eps):  # type: ignore[no-untyped-def]
+    return _same(q, k)
+
+
+@torch.library.register_fake("trimtab::normed_rope_backward")
+def _(gq, gk, q, k, cos, sin, q_weight, k_weight, eps):  # type: ignore[no-untyped-def]
+    return _same(q, k, q_weight, k_weight)
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, _, cos, sin, ctx.back = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _differentiate(ctx, gq, gk):  # type: ignore[no-untyped-def]
+    return *torch.ops.trimtab.rope(gq, gk, *ctx.saved_tensors, not ctx.back), None, None, None
+
+
+def _keep_normed(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_normed(ctx, gq, gk):  # type: ignore[no-untyped-def]
+    gq, gk, gqw, gkw = torch.ops.trimtab.normed_rope_backward(gq, gk, *ctx.saved_tensors, ctx.eps)
+    return gq, gk, None, None, gqw, gkw, None
+
+
+torch.library.register_autograd("trimtab::rope", _differentiate, setup_context=_keep)
+torch.library.register_autograd("trimtab::normed_rope", _differentiate_normed, setup_context=_keep_normed)
+torch.library.register_autograd("trimtab::normed_rope_backward", once_differentiable)
+
+
+def rope(
+    q_BTHD: torch.Tensor,
+    k_BTKD: torch.Tensor,
+    cos_BTF: torch.Tensor,
+    sin_BTF: torch.Tensor,
+    q_weight_D: torch.Tensor | None,
+    k_weight_D: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the door."""
+    assert not cos_BTF.requires_grad, "no gradient flows to positions"
+    assert not sin_BTF.requires_grad, "no gradient flows to positions"
+    if q_weight_D is None:
+        q, k = torch.ops.trimtab.rope(q_BTHD, k_BTKD, cos_BTF, sin_BTF, False)
+    else:
+        q, k = torch.ops.trimtab.normed_rope(q_BTHD, k_BTKD, cos_BTF, sin_BTF, q_weight_D, k_weight_D, eps)
+    return q, k

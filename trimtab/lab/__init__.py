@@ -1,0 +1,6 @@
+"""Measuring: how long something takes on this machine, what memory, beside what the machine could do.
+
+    from trimtab.lab.timing import time_together
+
+Benchmarks and the command line use this room; nothing that trains imports it.
+"""
