@@ -1,0 +1,85 @@
+"""8-bit integers: absmax (symmetric) and affine (with a zero point), a scale per tensor, row or group of a row.
+
+    absmax   s = max|x| / 127                       q = round(x · (1/s))               x̂ = q · s
+    affine   lo = min(x, 0), hi = max(x, 0)
+             s = hi/255 − lo/255                    z = round(−lo · (1/s)) − 128
+                                                    q = round(x · (1/s)) + z           x̂ = (q − z) · s
+
+in fp32, rounding half to even, q kept within −127…127 (absmax) or −128…127 (affine). Zero is exact in both.
+"""
+
+# R rows, C columns (last dimension), S scales
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from trimtab.kernels.int8.ops import Int8Tensor
+
+__all__ = ["Int8Tensor", "choose", "dequantize", "quantize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Int8Tensor":
+        from trimtab.kernels.int8 import ops
+
+        return ops.Int8Tensor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def choose(impl: str, tensor: torch.Tensor) -> str:
+    """The implementation that `impl` stands for.
+
+    "auto" is torch everywhere: the Triton version has been compared bit for bit in the interpreter only, so it is
+    taken where it is asked for by name.
+    """
+    if impl == "auto":
+        return "reference"
+    if impl not in ("reference", "triton"):
+        raise ValueError(f"int8 has no impl {impl!r}: auto, reference or triton")
+    return impl
+
+
+def quantize(
+    x: torch.Tensor,
+    *,
+    granularity: str = "row",
+    group: int = 128,
+    scheme: str = "absmax",
+    check: bool = True,
+    impl: str = "auto",
+) -> Int8Tensor:
+    """Quantizes fp32, fp16 or bf16 of any shape.
+
+    Args:
+        x: [..., C].
+        granularity: one scale for the "tensor", each "row" (all but the last dimension), or each "group" of a row.
+        group: values a group; a row's last one may be shorter.
+        scheme: "absmax" or "affine".
+        check: raise if a value is NaN or infinite; waits for the device once.
+        impl: auto, reference or triton.
+
+    Example:
+        >>> import torch
+        >>> quantize(torch.tensor([[0.0, 0.5, -1.27]])).codes
+        tensor([[   0,   50, -127]], dtype=torch.int8)
+    """
+    from trimtab.kernels.int8 import ops
+
+    return ops.quantize(x, granularity, group, scheme, check, choose(impl, x))
+
+
+def dequantize(tensor: Int8Tensor, *, dtype: torch.dtype | None = None, impl: str = "auto") -> torch.Tensor:
+    """The values back, in `dtype` (that of the original unless given): computed in fp32, rounded once.
+
+    Example:
+        >>> import torch
+        >>> dequantize(quantize(torch.tensor([0.0, 0.5, -1.27])))
+        tensor([ 0.0000,  0.5000, -1.2700])
+    """
+    from trimtab.kernels.int8 import ops
+
+    return ops.dequantize(tensor, dtype or tensor.dtype, choose(impl, tensor.codes))

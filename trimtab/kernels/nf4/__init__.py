@@ -1,0 +1,115 @@
+"""NF4, the 4-bit code of QLoRA, bit for bit as bitsandbytes writes and reads it.
+
+A tensor is flattened and cut into blocks. A block keeps its largest magnitude s = max |w|, and each value the
+index c of the table entry nearest to w / s, so that
+
+    w ≈ TABLE[c] · s
+
+Double quantization stores the scales in 8 bits as well, around their mean: s ≈ MAP[a] · t + mean(s) with one t for
+256 of them. That is 4.13 bits a value at blocks of 64.
+"""
+
+# M rows of x, N output features, K input features
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from trimtab.kernels.nf4.weight import NF4Weight, check_finite
+
+__all__ = ["NF4Weight", "check_finite", "choose", "dequantize", "matmul", "quantize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("NF4Weight", "check_finite"):
+        from trimtab.kernels.nf4 import weight
+
+        return getattr(weight, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def choose(impl: str, tensor: torch.Tensor) -> str:
+    """The implementation that `impl` stands for.
+
+    "auto" is torch everywhere: the Triton version has been compared bit for bit in the interpreter only, so it is
+    taken where it is asked for by name.
+    """
+    if impl == "auto":
+        return "reference"
+    if impl not in ("reference", "triton"):
+        raise ValueError(f"nf4 has no impl {impl!r}: auto, reference or triton")
+    return impl
+
+
+def quantize(
+    weight: torch.Tensor,
+    *,
+    block: int = 64,
+    double: bool = True,
+    check: bool = True,
+    zero_code: int = 0,
+    impl: str = "auto",
+) -> NF4Weight:
+    """Quantizes a tensor of any shape in fp32, fp16 or bf16.
+
+    Args:
+        weight: any shape; not contiguous is copied.
+        block: values that share a scale: 32, 64, … 4096.
+        double: scales in 8 bits, in blocks of 256.
+        check: raise if a value is NaN or infinite. This waits for the device once; for many tensors pass False
+            and call `check_finite` on all of them at the end.
+        zero_code: the code of a block of zeros only. bitsandbytes' CUDA library writes 0, which is −1 times a scale
+            of zero; with double quantization the scale comes back as nearly zero, and the zeros with it. 7 gives
+            exact zeros, is as readable, and what bitsandbytes writes on a CPU.
+        impl: auto, reference or triton.
+
+    Example:
+        >>> import torch
+        >>> weight = quantize(torch.tensor([[0.5, -1.0, 0.0, 0.25]]), block=32, double=False)
+        >>> [hex(byte) for byte in weight.codes.tolist()], weight.absmax.tolist()
+        (['0xc0', '0x7a'], [1.0])
+    """
+    from trimtab.kernels.nf4 import ops
+
+    return ops.quantize(weight, block, double, check, zero_code, choose(impl, weight))
+
+
+def dequantize(
+    weight: NF4Weight,
+    *,
+    dtype: torch.dtype | None = None,
+    transposed: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """The tensor back, in `dtype` (that of the original unless given): computed in fp32, rounded once.
+
+    `transposed` swaps the last two dimensions and gives a contiguous result, as backward passes want it.
+
+    Example:
+        >>> import torch
+        >>> dequantize(quantize(torch.tensor([[0.5, -1.0, 0.0, 0.25]]), block=32, double=False))
+        tensor([[ 0.4407, -1.0000,  0.0000,  0.2461]])
+    """
+    from trimtab.kernels.nf4 import ops
+
+    return ops.dequantize(weight, dtype or weight.dtype, transposed, choose(impl, weight.codes))
+
+
+def matmul(x_MK: torch.Tensor, weight: NF4Weight, *, impl: str = "auto") -> torch.Tensor:
+    """x · Wᵀ with a frozen weight [N, K] in NF4: [..., K] → [..., N] in x's dtype; differentiable in x.
+
+    The weight is dequantized to x's dtype, as a plain product would see it. For one or two rows the Triton version
+    does so inside the product, without the dequantized weight in memory; for more it is dequantized first.
+
+    Example:
+        >>> import torch
+        >>> weight = quantize(torch.randn(8, 64))
+        >>> matmul(torch.randn(2, 3, 64), weight).shape
+        torch.Size([2, 3, 8])
+    """
+    from trimtab.kernels.nf4 import ops
+
+    return ops.matmul(x_MK, weight, choose(impl, x_MK))

@@ -1,0 +1,122 @@
+"""NF4 in torch, to be read: what the kernels must equal bit for bit.
+
+The one difference that remains on a GPU: bitsandbytes (and the Triton version with it) takes a block's
+reciprocal from the hardware's approximation, which may be an ulp off. Scaled values that then cross a threshold
+get the neighbouring code: never for bf16 (no quotient of two bf16 numbers comes within 9 ulp of a threshold),
+about one in 10⁷ for fp32.
+"""
+
+# N values, B values a block, K blocks, J blocks of scales
+
+from __future__ import annotations
+
+import torch
+
+from trimtab.kernels.nf4 import spec
+
+CHUNK = 1 << 22  # values whose fp32 copies and indices exist at once: 50 MB
+
+
+def flushed(value: torch.Tensor) -> torch.Tensor:
+    """Subnormal fp32 numbers become zeros of their sign, as in code compiled with fast math."""
+    return torch.where(value.abs() < spec.SMALLEST_NORMAL, value * 0.0, value)
+
+
+def reciprocal(absmax_K: torch.Tensor) -> torch.Tensor:
+    return flushed(absmax_K.reciprocal())
+
+
+def quantize_blocks(
+    weight: torch.Tensor, block: int, zero_code: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Any shape → codes uint8 [⌈N/2⌉], absmax fp32 [K]."""
+    flat_N = weight.reshape(-1)
+    count = flat_N.numel()
+    blocks = spec.num_blocks(count, block)
+    thresholds = torch.tensor(spec.THRESHOLDS, dtype=torch.float32, device=flat_N.device)
+    absmax_K = torch.empty(blocks, dtype=torch.float32, device=flat_N.device)
+    codes = torch.empty((count + 1) // 2, dtype=torch.uint8, device=flat_N.device)
+    step = max(1, CHUNK // block)
+    for first in range(0, blocks, step):
+        values = flat_N[first * block : (first + step) * block].float()
+        size = values.numel()
+        values_KB = torch.nn.functional.pad(values, (0, -size % block)).view(-1, block)
+        largest_K = flushed(values_KB.abs().amax(1))
+        scaled_KB = values_KB * reciprocal(largest_K).unsqueeze(1)
+        codes_KB = torch.bucketize(scaled_KB, thresholds, out_int32=True).to(torch.uint8)
+        codes_KB[largest_K == 0] = zero_code
+        pairs = codes_KB.view(-1, 2)
+        packed = (pairs[:, 0] << 4 | pairs[:, 1])[: (size + 1) // 2]
+        start = first * block // 2
+        codes[start : start + packed.numel()] = packed
+        absmax_K[first : first + step] = largest_K
+    return codes, absmax_K
+
+
+def quantize_scales(
+    absmax_K: torch.Tensor, offset: torch.Tensor, nested_quant_map: torch.Tensor, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales fp32 [K] less their mean → uint8 [K] codes of the 8-bit map, fp32 [J].
+
+    The nearest value, found as bitsandbytes finds it: e is the even index whose odd neighbours enclose x, then
+    e − 1, e or e + 1. So a tie stays at e.
+    """
+    shifted_K = absmax_K - offset
+    count = shifted_K.numel()
+    blocks_JB = torch.nn.functional.pad(shifted_K, (0, -count % block)).view(-1, block)
+    largest_J = flushed(blocks_JB.abs().amax(1))
+    x_JB = blocks_JB * reciprocal(largest_J).unsqueeze(1)
+    even_JB = 2 * torch.bucketize(x_JB, nested_quant_map[1:254:2].contiguous())
+    value_JB = nested_quant_map[even_JB]
+    above_JB = (value_JB + nested_quant_map[even_JB + 1]) * 0.5
+    below_JB = (value_JB + nested_quant_map[(even_JB - 1).clamp(min=0)]) * 0.5
+    up_JB = (x_JB > value_JB) & (x_JB > above_JB)
+    down_JB = (x_JB <= value_JB) & (x_JB < below_JB)
+    code_JB = even_JB + up_JB.long() - (down_JB & (even_JB > 0)).long()
+    code_JB[largest_J == 0] = 0
+    return code_JB.to(torch.uint8).view(-1)[:count].clone(), largest_J
+
+
+def scales(
+    absmax_K: torch.Tensor,
+    nested_absmax_J: torch.Tensor | None,
+    nested_quant_map: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    nested_block: int,
+) -> torch.Tensor:
+    """The fp32 scale of every block."""
+    if nested_absmax_J is None:
+        return absmax_K
+    assert nested_quant_map is not None
+    assert offset is not None
+    scale_K = nested_absmax_J.repeat_interleave(nested_block)[: absmax_K.numel()]
+    return flushed(nested_quant_map[absmax_K.int()] * scale_K) + offset
+
+
+def dequantize(
+    codes: torch.Tensor,
+    absmax_K: torch.Tensor,
+    quant_map: torch.Tensor,
+    nested_absmax_J: torch.Tensor | None,
+    nested_quant_map: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    block: int,
+    nested_block: int,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """→ `shape` in `dtype`; transposed: the last two dimensions swapped, contiguous. Rounded once, from fp32."""
+    scale_K = scales(absmax_K, nested_absmax_J, nested_quant_map, offset, nested_block)
+    count = 1
+    for size in shape:
+        count *= size
+    out_N = torch.empty(count, dtype=dtype, device=codes.device)
+    for start in range(0, count, CHUNK):
+        stop = min(start + CHUNK, count)
+        packed = codes[start // 2 : (stop + 1) // 2]
+        nibbles = torch.stack((packed >> 4, packed & 15), 1).view(-1)[: stop - start]
+        scale_N = scale_K[start // block : spec.num_blocks(stop, block)].repeat_interleave(block)
+        out_N[start:stop] = flushed(quant_map[nibbles.int()] * scale_N[: stop - start]).to(dtype)
+    out = out_N.view(shape)
+    return out.transpose(-1, -2).contiguous() if transposed else out
