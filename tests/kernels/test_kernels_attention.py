@@ -3,6 +3,7 @@
 # B batch, T queries, S keys, H query heads, K key/value heads, D head size
 
 import functools
+import importlib.util
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import ModelError
 from trimtab.kernels.attention import IMPLS, Layout, attention, choose
-from trimtab.kernels.attention.spec import CASES, Case, make_inputs
+from trimtab.kernels.attention.spec import CAPPED, CASES, Case, make_inputs
 from trimtab.kernels.exactness import SHARE, judge
 
 CPU_IMPLS = ("reference", "sdpa_math", "sdpa_flash")
@@ -38,7 +39,8 @@ def truth(q_BTHD, k_BSKD, v_BSKD, case):
                 if i < first:
                     rows.append(q_BTHD[b, t, h] * 0)
                     continue
-                p = (scale * k_BSKD[b, first : i + 1, g] @ q_BTHD[b, t, h]).softmax(0)
+                s = scale * k_BSKD[b, first : i + 1, g] @ q_BTHD[b, t, h]
+                p = (s if case.softcap is None else case.softcap * (s / case.softcap).tanh()).softmax(0)
                 rows.append(p @ v_BSKD[b, first : i + 1, g])
     return torch.stack(rows).view(q_BTHD.shape) if rows else q_BTHD.clone()
 
@@ -64,7 +66,9 @@ def by_impl(case, documents_BT, impl):
     layout = Layout.causal() if documents_BT is None else Layout.packed(documents_BT)
 
     def call(q, k, v):
-        return attention(q, k, v, layout=layout, window=case.window, scale=case.scale, impl=impl)
+        return attention(
+            q, k, v, layout=layout, window=case.window, scale=case.scale, softcap=case.softcap, impl=impl
+        )
 
     return call
 
@@ -93,6 +97,10 @@ def compare(case, impl, dtype, device="cpu", factor=1.0, forward_only=False):
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("impl", CPU_IMPLS)
 def test_exact_in_fp32_and_fp64(impl, case):
+    if case.softcap is not None and impl not in CAPPED:
+        with pytest.raises(ModelError, match="has no soft cap"):
+            compare(case, impl, "fp32")
+        return
     for dtype in ("fp64", "fp32"):
         for verdict in compare(case, impl, dtype):
             assert verdict, (dtype, verdict)
@@ -186,6 +194,16 @@ def test_offsets_of_documents():
     assert (offsets.starts_q.tolist(), offsets.starts_k.tolist()) == ([0, 2, 4, 6], [0, 5, 10, 15])
 
 
+def test_bounds_of_documents():
+    layout = Layout.packed(torch.tensor([[0, 0, 0, 1], [5, 5, -1, -1]]))
+    bounds = layout.prepare("triton", "cpu", 4)
+    assert bounds.first_BT.tolist() == [[0, 0, 0, 3], [0, 0, 2, 2]]
+    assert bounds.last_BT.tolist() == [[2, 2, 2, 3], [1, 1, 3, 3]]
+    assert bounds.first_BT.dtype == bounds.last_BT.dtype == torch.int32
+    assert layout.prepare("triton", "cpu", 4, window=2) is bounds  # the window is the kernels' own affair
+    assert Layout.causal().prepare("triton", "cpu", 2, S=5).first_BT is None
+
+
 def test_block_mask_agrees_with_the_definition():
     documents_BT = torch.randint(0, 4, (2, 300), generator=torch.Generator().manual_seed(0)).sort(1).values
     for layout, T, S, window in (
@@ -205,6 +223,9 @@ def test_what_cannot_be_served_is_an_error():
     for impl in ("sdpa_efficient", "sdpa_cudnn", "varlen"):
         with pytest.raises(ModelError, match=r"use sdpa_flash on a CPU"):
             attention(q, q, q, layout=Layout.causal(), impl=impl)
+    if importlib.util.find_spec("triton"):
+        with pytest.raises(ModelError, match=r"runs on a GPU, not on cpu; use sdpa_flash on a CPU"):
+            attention(q, q, q, layout=Layout.causal(), impl="triton")
     with pytest.raises(ModelError, match="no backward on a CPU"):
         attention(q.requires_grad_(), q, q, layout=Layout.causal(), impl="flex")
     with pytest.raises(ModelError, match=r"no attention called 'flsh'.*sdpa_flash"):
@@ -266,6 +287,7 @@ GPU_CASES = (
     Case("gpu decode several", B=2, T=9, S=200, H=4, K=2, D=64),
     Case("gpu decode several, window", B=2, T=9, S=200, H=4, K=2, D=64, window=20),
     Case("gpu queries before any key", B=2, T=140, S=64, H=2, K=2, D=64),
+    Case("gpu soft cap", B=2, T=150, S=150, H=4, K=2, D=64, scale=0.5, softcap=5.0),
 )
 
 
@@ -286,6 +308,8 @@ def test_exact_on_a_gpu(impl, dtype, case):
         "packed": case.documents is not None,
         "window": case.window,
         "training": True,
+        "tokens": case.T,
+        "softcap": case.softcap,
     }
     try:
         choose(**facts, requested=impl)

@@ -37,6 +37,9 @@ H100 = {**CPU, "device": "cuda", "capability": (9, 0), "dtype": "bf16"}
         ({"head_dim": 256, "capability": (8, 6), "training": False}, "varlen"),
         ({"head_dim": 512}, "sdpa_efficient"),
         ({"dtype": "fp32"}, "sdpa_efficient"),
+        ({"softcap": 30.0}, "flex"),
+        ({"softcap": 30.0, "tokens": 64}, "triton"),
+        ({"softcap": 30.0, "head_dim": 512, "tokens": 64}, "reference"),
         ({"dtype": "fp16", "capability": (7, 5)}, "sdpa_efficient"),
         ({"dtype": "bf16", "capability": (7, 5)}, "sdpa_math"),
         ({"device": "mps", "capability": None}, "sdpa_math"),
@@ -72,6 +75,14 @@ def test_a_request_is_kept_or_refused():
         choose(**CPU, requested="flex")
     with pytest.raises(ModelError, match="multiples of 8, these are 20"):
         choose(**{**H100, "head_dim": 20}, requested="varlen")
+    assert choose(**H100, requested="triton").impl == "triton"
+    with pytest.raises(ModelError, match="at most 256 numbers, these have 300"):
+        choose(**{**H100, "head_dim": 300}, requested="triton")
+    assert choose(**H100, tokens=128, requested="flex").impl == "flex"
+    with pytest.raises(ModelError, match="needs 128 queries, this job has calls with 127"):
+        choose(**H100, tokens=127, requested="flex")
+    with pytest.raises(ModelError, match="no soft cap on scores"):
+        choose(**H100, softcap=30.0, requested="varlen")
     with pytest.raises(ModelError, match="no attention called 'eager'"):
         choose(**CPU, requested="eager")
 
@@ -85,6 +96,8 @@ def test_a_request_is_kept_or_refused():
     window=st.none() | st.integers(1, 99),
     training=st.booleans(),
     deterministic=st.booleans(),
+    tokens=st.none() | st.integers(1, 300),
+    softcap=st.none() | st.just(30.0),
 )
 def test_every_job_gets_an_answer_that_stands_when_asked_for(device, capability, **job):
     job |= {"device": device, "capability": capability if device == "cuda" else None}

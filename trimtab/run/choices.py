@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ModelError, RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
+from trimtab.kernels.adamw8bit.choice import choose as choose_adamw8bit
 from trimtab.kernels.attention.choice import choose
 from trimtab.recipe import Recipe
 
@@ -32,6 +33,8 @@ class Choices:
     """The number formats in a sentence."""
     threads: int
     deterministic: bool
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """name, impl and reason; empty in the folders of runs made before there was a choice."""
 
     def to_dict(self) -> dict[str, Any]:
         """For choices.json."""
@@ -40,7 +43,7 @@ class Choices:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Choices:
         """The inverse of `to_dict`; keys of other parts of choices.json are left alone."""
-        return Choices(**{f.name: data[f.name] for f in dataclasses.fields(Choices)})
+        return Choices(**{f.name: data[f.name] for f in dataclasses.fields(Choices) if f.name in data})
 
 
 def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: int) -> Choices:
@@ -70,6 +73,7 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         training=True,
         requested=recipe.model.attn_implementation,
         deterministic=recipe.deterministic,
+        tokens=recipe.max_seq_length,
     )
     return Choices(
         device=device.kind,
@@ -80,7 +84,15 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         precision=_sentence(dtype, weights, gradients),
         threads=threads,
         deterministic=recipe.deterministic,
+        optimizer=_optimizer(recipe, device),
     )
+
+
+def _optimizer(recipe: Recipe, device: DeviceFacts) -> dict[str, Any]:
+    if recipe.optim != "adamw_8bit":
+        return {"name": recipe.optim, "impl": "torch", "reason": "named in the recipe"}
+    choice = choose_adamw8bit(device=device.kind, requested=recipe.optim_implementation)
+    return {"name": recipe.optim, "impl": choice.impl, "reason": choice.reason}
 
 
 def _shortest_window(shape: ModelShape, length: int) -> int | None:

@@ -3,8 +3,10 @@
 For a query t (placed at the end of the S keys: its position is i = t + S − T) of head h, with g = h·K // H
 the key/value head it shares and A(i) the keys it may see,
 
-    o_t = Σ_{j ∈ A(i)} p_tj · v_gj,      p_t = softmax_{j ∈ A(i)}( scale · q_th · k_gj )
+    o_t = Σ_{j ∈ A(i)} p_tj · v_gj,      p_t = softmax_{j ∈ A(i)}( cap( scale · q_th · k_gj ) )
     A(i) = { j ≤ i,  i − j < window,  document(j) = document(i) }
+
+with cap(s) = softcap · tanh(s / softcap), or s where there is none.
 
 Every implementation is exact, and a query that sees nothing gives zeros. Which one runs is an argument;
 `choose` picks one and says why.
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.kernels.attention.spec import IMPLS
+from trimtab.kernels.attention.spec import CAPPED, IMPLS
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,7 @@ def attention(
     layout: Layout,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     impl: str,
 ) -> torch.Tensor:
     """Causal attention with grouped heads.
@@ -46,6 +49,7 @@ def attention(
             Made once a batch and passed to every layer.
         window: How many keys, its own included, a query sees at most; None for all before it.
         scale: Factor on the products; 1/√D by default.
+        softcap: Bends scores to softcap · tanh(score / softcap); None leaves them.
         impl: One of `IMPLS`. One that cannot serve these inputs is an error, never replaced.
 
     Returns:
@@ -63,6 +67,7 @@ def attention(
     T, S = q_BTHD.shape[1], k_BSKD.shape[1]
     assert q_BTHD.shape[2] % k_BSKD.shape[2] == 0, "query heads must be a multiple of key/value heads"
     assert window is None or window >= 1, "a window holds at least the query's own key"
+    assert softcap is None or softcap > 0, "a soft cap is positive"
     # The first T − S queries stand before the first key and see nothing. They are cut off here and their
     # zeros put back below, so that no implementation ever meets a softmax over nothing.
     num_blind = max(T - S, 0)
@@ -73,9 +78,10 @@ def attention(
     if q_BTHD.numel() == 0:
         o_BTHD = q_BTHD.clone()
     else:
-        o_BTHD = _dispatch(
-            q_BTHD, k_BSKD, v_BSKD, layout, window, q_BTHD.shape[-1] ** -0.5 if scale is None else scale, impl
-        )
+        scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
+        if scale < 0:  # tiled kernels take a row's maximum before they scale: torch's gives NaN on a CPU
+            q_BTHD, scale = -q_BTHD, -scale
+        o_BTHD = _dispatch(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, impl)
     return F.pad(o_BTHD, (0, 0, 0, 0, num_blind, 0)) if num_blind else o_BTHD
 
 
@@ -86,13 +92,18 @@ def _dispatch(
     layout: Layout,
     window: int | None,
     scale: float,
+    softcap: float | None,
     impl: str,
 ) -> torch.Tensor:
+    if softcap is not None and impl in IMPLS and impl not in CAPPED:
+        from trimtab.facts.errors import ModelError
+
+        raise ModelError(f"{impl} has no soft cap on scores", f"use one of {', '.join(CAPPED)}")
     # Static imports in an if/elif: torch.compile traces through them; importlib would break the graph.
     if impl == "reference":
         from trimtab.kernels.attention.impl_reference import attention_reference
 
-        return attention_reference(q_BTHD, k_BSKD, v_BSKD, layout, window, scale)
+        return attention_reference(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap)
     elif impl in ("sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"):
         from trimtab.kernels.attention.impl_sdpa import attention_sdpa
 
@@ -104,7 +115,11 @@ def _dispatch(
     elif impl == "flex":
         from trimtab.kernels.attention.impl_flex import attention_flex
 
-        return attention_flex(q_BTHD, k_BSKD, v_BSKD, layout, window, scale)
+        return attention_flex(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap)
+    elif impl == "triton":
+        from trimtab.kernels.attention.impl_triton import attention_triton
+
+        return attention_triton(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap)
     else:
         from trimtab.facts.errors import ModelError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.facts.errors import ModelError
-from trimtab.kernels.attention.spec import IMPLS, MASKED, TILED
+from trimtab.kernels.attention.spec import CAPPED, IMPLS, MASKED, SHORTEST_FLEX, TILED
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class _Job:
     window: int | None
     training: bool
     deterministic: bool
+    tokens: int | None
+    softcap: float | None
 
     @property
     def needs_mask(self) -> bool:
@@ -50,6 +52,8 @@ def choose(
     training: bool,
     requested: str = "auto",
     deterministic: bool = False,
+    tokens: int | None = None,
+    softcap: float | None = None,
 ) -> Choice:
     """Picks the implementation for a job, or confirms the one asked for.
 
@@ -63,8 +67,10 @@ def choose(
         training: Whether gradients are needed.
         requested: "auto", or one of `IMPLS`; one that cannot serve is a `ModelError` that says why.
         deterministic: Whether the backward must give the same bits each time.
+        tokens: The fewest queries of a call, where known.
+        softcap: The cap on scores, if the model has one.
     """
-    job = _Job(device, capability, dtype, head_dim, packed, window, training, deterministic)
+    job = _Job(device, capability, dtype, head_dim, packed, window, training, deterministic, tokens, softcap)
     obstacles = {impl: _obstacle(impl, job) for impl in IMPLS}
     if requested != "auto":
         if requested not in IMPLS:
@@ -93,12 +99,14 @@ def _preference(job: _Job) -> tuple[str, ...]:
         hopper = job.capability is not None and job.capability >= (9, 0)
         first = ("sdpa_cudnn", "sdpa_flash") if hopper else ("sdpa_flash", "sdpa_cudnn")
         # flex stands behind sdpa_efficient: it compiles at first use, and again for each new shape.
-        return (*first, "varlen", "sdpa_efficient", "flex", "sdpa_math", "reference")
+        return (*first, "varlen", "sdpa_efficient", "flex", "sdpa_math", "triton", "reference")
     return ("sdpa_flash", "sdpa_math", "reference")
 
 
 def _obstacle(impl: str, job: _Job) -> str | None:
     """Why an implementation cannot serve a job at all, or None."""
+    if job.softcap is not None and impl not in CAPPED:
+        return "it has no soft cap on scores"
     if impl in ("reference", "sdpa_math"):
         return None
     if impl == "flex":
@@ -108,6 +116,8 @@ def _obstacle(impl: str, job: _Job) -> str | None:
     if job.device != "cuda":
         return f"it exists on CUDA GPUs only, and this is {job.device}"
     assert job.capability is not None, "a CUDA device has a capability"
+    if impl == "triton":
+        return _triton_obstacle(job, job.capability)
     if impl == "sdpa_efficient":
         return _efficient_obstacle(job, job.capability)
     return _flash_obstacle(impl, job, job.capability)
@@ -122,6 +132,18 @@ def _flex_obstacle(job: _Job) -> str | None:
         return f"the device's capability {_dotted(job.capability)} is below 8.0"
     if job.head_dim < 16:
         return f"its heads have at least 16 numbers, these have {job.head_dim}"
+    if job.tokens is not None and job.tokens < SHORTEST_FLEX:
+        return f"on a GPU it needs {SHORTEST_FLEX} queries, this job has calls with {job.tokens}"
+    return None
+
+
+def _triton_obstacle(job: _Job, capability: tuple[int, int]) -> str | None:
+    if capability < (7, 5):
+        return f"the device's capability {_dotted(capability)} is below 7.5"
+    if job.dtype == "bf16" and capability < (8, 0):
+        return f"bf16 needs capability 8.0, the device has {_dotted(capability)}"
+    if job.head_dim > 256:
+        return f"its heads have at most 256 numbers, these have {job.head_dim}"
     return None
 
 
@@ -174,6 +196,7 @@ def _merit(impl: str, job: _Job) -> str:
         "varlen": "documents never meet, tiles that none sees are skipped, memory linear in length",
         "sdpa_efficient": f"the tiled kernel that serves {job.dtype} here",
         "flex": "the only tiled kernel left that serves this job",
+        "triton": "documents never meet, tiles that none sees are skipped, deterministic, memory linear in length",
         "sdpa_math": "no tiled kernel serves this job; memory quadratic in length",
     }.get(impl, "nothing else serves this job")
     if job.needs_mask and impl in MASKED and impl in TILED:

@@ -8,11 +8,16 @@ region the first call takes seconds. On a CPU torch has the forward only.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from trimtab.facts.errors import ModelError
 from trimtab.kernels.attention.layout import Layout
+from trimtab.kernels.attention.spec import SHORTEST_FLEX
 
 # fullgraph: past the limit of recompilations torch then raises, instead of running uncompiled with a warning.
 _compiled = torch.compile(flex_attention, fullgraph=True)
@@ -25,23 +30,37 @@ def attention_flex(
     layout: Layout,
     window: int | None,
     scale: float,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """See `trimtab.kernels.attention.attention`."""
     needs_grad = q_BTHD.requires_grad or k_BSKD.requires_grad or v_BSKD.requires_grad
     if not q_BTHD.is_cuda and needs_grad and torch.is_grad_enabled():
         raise ModelError("FlexAttention has no backward on a CPU", "use sdpa_flash to train there")
     T, S = q_BTHD.shape[1], k_BSKD.shape[1]
+    if q_BTHD.is_cuda and T < SHORTEST_FLEX:
+        raise ModelError(
+            f"FlexAttention on a GPU needs {SHORTEST_FLEX} queries, there are {T}", "use triton or sdpa_flash"
+        )
     blocks = layout.prepare("flex", q_BTHD.device, T, window, S=S)
     call = flex_attention if torch.compiler.is_compiling() else _compiled
     o_BHTD = call(
         q_BTHD.transpose(1, 2),
         k_BSKD.transpose(1, 2),
         v_BSKD.transpose(1, 2),
+        score_mod=None if softcap is None else _capped(softcap),
         block_mask=blocks,
         scale=scale,
         enable_gqa=q_BTHD.shape[2] != k_BSKD.shape[2],
     )
     return o_BHTD.transpose(1, 2)
+
+
+@functools.cache  # one function for a cap: a new one each call would compile anew
+def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+    def bend(score: torch.Tensor, b: Any, h: Any, t: Any, s: Any) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return bend
 
 
 def block_mask(

@@ -16,6 +16,7 @@ def attention_reference(
     layout: Layout,
     window: int | None,
     scale: float,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """See `trimtab.kernels.attention.attention`; differentiable by autograd, to any order."""
     T, S = q_BTHD.shape[1], k_BSKD.shape[1]
@@ -27,6 +28,8 @@ def attention_reference(
     )  # fp64 stays fp64: that run is the truth of tests
 
     scores_BHTS = torch.einsum("bthd,bshd->bhts", q_BTHD, k_BSHD).to(dtype) * scale
+    if softcap is not None:
+        scores_BHTS = softcap * torch.tanh(scores_BHTS / softcap)
     mask = layout.prepare("reference", q_BTHD.device, T, window, S=S, dtype=dtype)
     if mask.bias is not None:
         scores_BHTS = scores_BHTS + mask.bias

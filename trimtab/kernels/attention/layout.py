@@ -1,7 +1,8 @@
 """Which token may see which: worked out once for a batch, then shared by every layer.
 
 A document is a run of equal ids in a row of the batch. Each implementation wants the same fact in its own
-form: an additive mask, offsets of the documents in the flattened batch, or a mask of blocks. `Layout` builds
+form: an additive mask, offsets of the documents in the flattened batch, bounds of the document of each token,
+or a mask of blocks. `Layout` builds
 a form when it is first asked for and keeps it.
 """
 
@@ -42,6 +43,15 @@ class Offsets:
     longest_q: int
     """An upper bound, a power of two: few distinct values, so that a compiled region is not recompiled."""
     longest_k: int
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """For `triton`: the first and the last token of each token's document; None where a row is one document."""
+
+    first_BT: torch.Tensor | None
+    """[B, T] int32 on the device."""
+    last_BT: torch.Tensor | None
 
 
 class Layout:
@@ -117,6 +127,8 @@ class Layout:
             key: tuple[Any, ...] = ("offsets", device, B, T, S)
         elif impl == "flex":
             key = ("blocks", device, T, S, window)
+        elif impl == "triton":
+            key = ("bounds", device)
         else:
             key = ("mask", device, T, S, window, dtype)
         form = self._forms.get(key)
@@ -125,6 +137,8 @@ class Layout:
                 form = self._offsets(B, T, S, device)
             elif impl == "flex":
                 form = self._blocks(T, S, window, device)
+            elif impl == "triton":
+                form = self._bounds(device)
             else:
                 form = self._mask(T, S, window, device, dtype)
             if len(self._forms) >= KEPT_FORMS:
@@ -168,6 +182,20 @@ class Layout:
         longest = min(1 << (int(starts.diff().max()) - 1).bit_length(), T)
         starts = starts.to(device=device, dtype=torch.int32)
         return Offsets(starts, starts, longest, longest)
+
+    def _bounds(self, device: torch.device) -> Bounds:
+        """Nothing here waits for a GPU, wherever the documents live."""
+        if self.documents_BT is None:
+            return Bounds(None, None)
+        documents_BT = self.documents_BT
+        T = documents_BT.shape[1]
+        place_T = torch.arange(T, dtype=torch.int32, device=documents_BT.device)
+        starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+        starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+        ends_BT = starts_BT.roll(-1, 1)  # a document ends where the next one starts, or at the row's end
+        first_BT = torch.where(starts_BT, place_T, 0).cummax(1).values
+        last_BT = torch.where(ends_BT, place_T, T - 1).flip(1).cummin(1).values.flip(1)
+        return Bounds(*(x.to(device, torch.int32).contiguous() for x in (first_BT, last_BT)))
 
     def _blocks(self, T: int, S: int, window: int | None, device: torch.device) -> BlockMask:
         from trimtab.kernels.attention.impl_flex import block_mask

@@ -12,11 +12,15 @@ from trimtab.facts.dtypes import BYTES, TORCH_NAMES
 if TYPE_CHECKING:
     import torch
 
-IMPLS = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "varlen", "flex")
-TILED = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "varlen", "flex")
+IMPLS = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "varlen", "flex", "triton")
+TILED = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "varlen", "flex", "triton")
 """Those that never hold a [T, S] matrix of weights."""
 MASKED = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient")
 """Those that read packed documents and windows from a [T, S] mask, shared by all layers."""
+CAPPED = ("reference", "flex", "triton")
+"""Those that can bend scores with a soft cap."""
+SHORTEST_FLEX = 128
+"""Queries that FlexAttention needs on a GPU: below a block its generated kernels failed on an H200."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Case:
     window: int | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
     scale: float | None = None
+    softcap: float | None = None
 
 
 CASES = (
@@ -51,6 +56,9 @@ CASES = (
     Case("decode, window", B=2, T=1, S=41, H=4, K=2, D=16, window=7),
     Case("decode several", B=2, T=5, S=41, H=4, K=2, D=16),
     Case("decode several, window", B=2, T=5, S=41, H=4, K=2, D=16, window=6),
+    Case("soft cap", B=2, T=45, S=45, H=4, K=2, D=16, scale=0.5, softcap=2.0),
+    Case("soft cap, packed", B=1, T=45, S=45, H=2, K=1, D=16, documents=((20, 25),), softcap=50.0),
+    Case("negative scale", B=1, T=20, S=20, H=2, K=1, D=16, scale=-0.4),
     Case("queries before any key", B=2, T=12, S=7, H=2, K=2, D=16),
     Case("no keys", B=1, T=3, S=0, H=2, K=1, D=16),
     Case("no queries", B=2, T=0, S=5, H=2, K=1, D=16),
@@ -132,6 +140,8 @@ def saved_bytes(impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype
 
 def scratch_bytes(impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype: str) -> int:
     """Bytes held for a moment beyond what is saved and the gradients, at the larger of both passes."""
+    if impl == "triton":
+        return B * T * H * 4  # the row sums of o∘do
     if impl in TILED:
         return B * T * H * (D * 4 + 4)  # dq in fp32 and the row sums of o∘do
     return 2 * B * H * T * S * 4  # scores, or the gradients of weights and scores
@@ -141,6 +151,8 @@ def layout_bytes(impl: str, B: int, T: int, *, packed: bool, window: int | None,
     """Bytes of the prepared layout, once for all layers."""
     if impl == "varlen":
         return 4 * (B * T + 1) if packed else 8 * (B + 1)
+    if impl == "triton":
+        return 8 * B * T if packed else 0
     if impl == "flex":
         blocks = -(-T // 128)
         return (B if packed else 1) * 4 * 4 * blocks * (blocks + 1)

@@ -1,0 +1,135 @@
+"""Tile sizes for the Triton attention on the device at hand: what `tiles.py` holds for a chip comes from here.
+
+    python -m benchmarks.kernels._attention_sweep [--warm N] [--out FILE.json]
+
+`--warm` first compiles all variants in N processes, into Triton's own cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kernels.attention import SHAPES, Inputs, Shape
+from trimtab.kernels.attention import launch_triton
+from trimtab.kernels.attention.launch_triton import NO_WINDOW, Job
+from trimtab.kernels.attention.tiles import Tiles, tiles
+from trimtab.lab.timing import time_together
+
+# (rows, keys, warps, stages); a fifth member 0 reads through pointers instead of descriptors
+WIDE = {
+    "forward": [(64, 64, 4, 3), (64, 32, 4, 4), (128, 32, 4, 4), (128, 64, 4, 2)],
+    "query": [(64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4), (128, 64, 8, 3)],
+    "key": [(64, 64, 4, 2), (32, 64, 4, 3), (32, 64, 4, 4), (64, 128, 8, 3)],
+}
+NARROW = {
+    "forward": [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 2), (64, 32, 4, 4)],
+    "query": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 4)],
+    "key": [(64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 4)],
+}
+
+
+class Runner:
+    """One shape; each kernel with any tiles."""
+
+    def __init__(self, shape: Shape) -> None:
+        inputs = Inputs(shape)
+        self.shape = shape
+        self.qkv = [x.detach() for x in inputs.leaves]
+        self.grad = inputs.grad_BTHD
+        self.bounds = inputs.layout.prepare("triton", "cuda", shape.T)
+        self.job = Job(NO_WINDOW, shape.D**-0.5, 0.0, True)
+        self.default = {
+            name: tiles(name, shape.D, 2, 90, packed=shape.packed) for name in ("forward", "query", "key")
+        }
+        self.o, self.lse = self.forward(self.default["forward"])
+
+    def forward(self, chosen: Tiles) -> Any:
+        return launch_triton.forward(*self.qkv, self.bounds.first_BT, self.job, with_tiles=chosen)
+
+    def gradient(self, name: str, chosen: Tiles) -> Any:
+        both = self.default | {name: chosen}
+        first, last = self.bounds.first_BT, self.bounds.last_BT
+        pair = both["query"], both["key"]
+        return launch_triton.backward(
+            self.grad, *self.qkv, self.o, self.lse, first, last, self.job, with_tiles=pair
+        )
+
+    def run(self, name: str, variant: tuple[int, ...]) -> Any:
+        """One launch of the forward, or both of the backward with one of them changed."""
+        chosen = Tiles(*variant[:4])
+        described = launch_triton._describable
+        if len(variant) > 4:
+            launch_triton._describable = lambda x: False
+        try:
+            return self.forward(chosen) if name == "forward" else self.gradient(name, chosen)
+        finally:
+            launch_triton._describable = described
+
+
+def jobs() -> list[tuple[Shape, str, tuple[int, ...]]]:
+    """Every variant of every shape; the second shape's tiles are the first's."""
+    found = []
+    for shape in (SHAPES[3], SHAPES[0], SHAPES[2]):
+        table = WIDE if shape.D == 128 else NARROW
+        found += [(shape, name, variant) for name, variants in table.items() for variant in variants]
+    return found
+
+
+def _compile(job: tuple[Shape, str, tuple[int, ...]]) -> str | None:
+    shape, name, variant = job
+    try:
+        Runner(shape).run(name, variant)
+        torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001 - a variant that does not compile is left out of the sweep
+        return f"{shape.name} {name} {variant}: {str(error)[:200]}"
+    return None
+
+
+def main() -> None:
+    """Prints milliseconds by shape, kernel and variant; backward kernels include the other one, unchanged."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--warm", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    left_out: set[Any] = set()
+    if options.warm:
+        with multiprocessing.get_context("spawn").Pool(options.warm) as pool:
+            for job, complaint in zip(jobs(), pool.map(_compile, jobs(), chunksize=1), strict=True):
+                if complaint:
+                    print(complaint)
+                    left_out.add(job)
+    results: list[dict[str, Any]] = []
+    for shape in dict.fromkeys(job[0] for job in jobs()):
+        runner = Runner(shape)
+        for name in ("forward", "query", "key"):
+            mine = [j[2] for j in jobs() if j[:2] == (shape, name) and j not in left_out]
+            true = runner.run(name, tuple(vars(runner.default[name]).values()))
+            for variant in mine:
+                for x, y in zip(runner.run(name, variant), true, strict=True):
+                    off = float((x.float() - y.float()).abs().max())
+                    assert off < 0.1 * max(1.0, float(y.float().abs().max())), (
+                        shape.name,
+                        name,
+                        variant,
+                        off,
+                    )
+            runs = {str(v): functools.partial(runner.run, name, v) for v in mine}
+            times = time_together(runs, rounds=3, budget_ms=25)
+            for variant, timing in sorted(times.items(), key=lambda item: item[1].median_ms):
+                print(f"{shape.name:36} {name:8} {variant:22} {timing.median_ms:.4f}", flush=True)
+                results.append(
+                    {"shape": shape.name, "kernel": name, "tiles": variant, "ms": timing.median_ms}
+                )
+    if options.out:
+        options.out.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

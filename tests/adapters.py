@@ -1,0 +1,19 @@
+"""Doors for the study's own tests: each names what they ask for, wherever it lives in trimtab."""
+
+from __future__ import annotations
+
+import torch
+
+
+def get_flashattention_autograd_function_pytorch() -> type[torch.autograd.Function]:
+    """FlashAttention-2 in plain PyTorch: forward(ctx, Q, K, V, is_causal=False) on (batch, n, d)."""
+    from trimtab.kernels.attention.impl_tiled import FlashAttention
+
+    return FlashAttention
+
+
+def get_flashattention_autograd_function_triton() -> type[torch.autograd.Function]:
+    """The same function over the Triton kernels."""
+    from trimtab.kernels.attention.impl_triton import FlashAttention
+
+    return FlashAttention

@@ -1,0 +1,109 @@
+"""FlashAttention-2 to read: the tiled algorithm in plain PyTorch, with its own backward.
+
+Forward walks the keys in tiles and keeps, for each query, the running maximum m, the sum l of exp(s − m) and
+the output so far; when the maximum grows, what was summed before shrinks by exp(m_old − m_new). All that
+backward needs besides inputs and output is L = m + log l, one number a query: p = exp(s − L) is the softmax
+itself, and with D = rowsum(O ∘ dO)
+
+    dV = pᵀ dO,   dp = dO Vᵀ,   ds = p ∘ (dp − D),   dQ = ds K / √d,   dK = dsᵀ Q / √d.
+
+`impl_triton.FlashAttention` is the same function over the Triton kernels.
+"""
+
+# n_q queries, n_k keys, d head size; tiles of TILE × TILE; everything has a batch in front
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+TILE = 64
+
+
+class FlashAttention(torch.autograd.Function):
+    """O = softmax(Q Kᵀ / √d) V for one head, without ever holding the (n_q, n_k) matrix.
+
+    Example:
+        >>> Q, K, V = (torch.randn(4, 128, 64, requires_grad=True) for _ in range(3))
+        >>> O = FlashAttention.apply(Q, K, V, True)
+        >>> O.shape, [tuple(x.shape) for x in O.grad_fn.saved_tensors][-1]
+        (torch.Size([4, 128, 64]), (4, 128))
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, is_causal: bool = False
+    ) -> torch.Tensor:
+        """Q (batch, n_q, d), K and V (batch, n_k, d) → O (batch, n_q, d).
+
+        With `is_causal` the queries are the last n_q positions of the n_k keys; one that sees nothing
+        (n_q > n_k) gives zeros.
+        """
+        batch, n_q, d = Q.shape
+        n_k, scale = K.shape[1], 1 / math.sqrt(d)
+        accumulate = torch.promote_types(Q.dtype, torch.float32)
+        O = torch.empty_like(Q, memory_format=torch.contiguous_format)  # noqa: E741
+        L = torch.empty(batch, n_q, dtype=accumulate, device=Q.device)
+        for queries in _tiles(0, n_q):
+            q = Q[:, queries].to(accumulate)
+            m = q.new_full((batch, q.shape[1]), -math.inf)
+            l = q.new_zeros(batch, q.shape[1])  # noqa: E741
+            o = torch.zeros_like(q)
+            for keys in _tiles(0, _seen_by(queries, n_q, n_k, is_causal)):
+                s = q @ K[:, keys].to(accumulate).mT * scale
+                if is_causal:
+                    s = s.masked_fill(_hidden(queries, keys, n_q, n_k, Q.device), -math.inf)
+                m_new = torch.maximum(m, s.amax(-1))
+                base = m_new.masked_fill(m_new == -math.inf, 0)  # seen nothing yet: −∞ − −∞ is no number
+                p = torch.exp(s - base[..., None])
+                shrink = torch.exp(m - base)
+                l = l * shrink + p.sum(-1)  # noqa: E741
+                o = o * shrink[..., None] + p @ V[:, keys].to(accumulate)
+                m = m_new
+            O[:, queries] = (o / l.masked_fill(l == 0, 1)[..., None]).to(O.dtype)
+            L[:, queries] = m + l.log()  # −∞ where nothing is seen
+        ctx.save_for_backward(Q, K, V, O, L)
+        ctx.is_causal = is_causal
+        return O
+
+    @staticmethod
+    def backward(ctx: Any, dO: torch.Tensor) -> tuple[Any, ...]:
+        """(dQ, dK, dV, None): each tile of scores is computed once more."""
+        Q, K, V, O, L = ctx.saved_tensors  # noqa: E741
+        n_q, n_k, scale = Q.shape[1], K.shape[1], 1 / math.sqrt(Q.shape[-1])
+        accumulate = L.dtype
+        D = (O.to(accumulate) * dO.to(accumulate)).sum(-1)
+        blind = L.isneginf()
+        dQ, dK, dV = (torch.zeros(x.shape, dtype=accumulate, device=x.device) for x in (Q, K, V))
+        for queries in _tiles(0, n_q):
+            q, do = Q[:, queries].to(accumulate), dO[:, queries].to(accumulate)
+            lse = L[:, queries].masked_fill(blind[:, queries], math.inf)  # then p = exp(−∞) = 0
+            for keys in _tiles(0, _seen_by(queries, n_q, n_k, ctx.is_causal)):
+                k, v = K[:, keys].to(accumulate), V[:, keys].to(accumulate)
+                p = torch.exp(q @ k.mT * scale - lse[..., None])
+                if ctx.is_causal:
+                    p = p.masked_fill(_hidden(queries, keys, n_q, n_k, Q.device), 0)
+                dV[:, keys] += p.mT @ do
+                ds = p * (do @ v.mT - D[:, queries, None]) * scale
+                dQ[:, queries] += ds @ k
+                dK[:, keys] += ds.mT @ q
+        return dQ.to(Q.dtype), dK.to(K.dtype), dV.to(V.dtype), None
+
+
+def _tiles(start: int, stop: int) -> Iterator[slice]:
+    for i in range(start, stop, TILE):
+        yield slice(i, min(i + TILE, stop))
+
+
+def _seen_by(queries: slice, n_q: int, n_k: int, is_causal: bool) -> int:
+    """Keys up to here are seen by some of these queries: later tiles are skipped."""
+    return max(min(queries.stop + n_k - n_q, n_k), 0) if is_causal else n_k
+
+
+def _hidden(queries: slice, keys: slice, n_q: int, n_k: int, device: torch.device) -> torch.Tensor:
+    """Which keys of a tile come after a query."""
+    i = torch.arange(queries.start, queries.stop, device=device)[:, None] + n_k - n_q
+    return torch.arange(keys.start, keys.stop, device=device) > i

@@ -1,0 +1,146 @@
+"""Attention as two operators of torch, forward and backward, over Triton kernels.
+
+`trimtab::attention_forward` and `trimtab::attention_backward` have fake implementations and a derivative, so
+that they live inside torch.compile and fake tensors without a graph break.
+"""
+
+# B batch, T queries, S keys, H query heads, K key/value heads, D head size
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from trimtab.kernels.attention import launch_triton
+from trimtab.kernels.attention.launch_triton import NO_WINDOW, Job
+from trimtab.kernels.attention.layout import Layout
+
+_SHARED = "Tensor? first, Tensor? last, int window, float scale, float softcap, bool causal"
+_library = torch.library.Library("trimtab", "FRAGMENT")
+_library.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_SHARED}) -> (Tensor, Tensor)")
+_library.define(
+    "attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    f"{_SHARED}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: torch.Tensor | None,
+    last: torch.Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return launch_triton.forward(q, k, v, first, Job(window, scale, softcap, causal))
+
+
+def _backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    first: torch.Tensor | None,
+    last: torch.Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    job = Job(window, scale, softcap, causal)
+    return launch_triton.backward(do, q, k, v, o, lse, first, last, job)
+
+
+for _device in ("CUDA", "CPU"):  # on a CPU only Triton's interpreter runs them; the launch says so otherwise
+    _library.impl("attention_forward", _forward, _device)
+    _library.impl("attention_backward", _backward, _device)
+
+
+@torch.library.register_fake("trimtab::attention_forward", lib=_library)
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("trimtab::attention_backward", lib=_library)
+def _(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, first, last, *ctx.numbers = inputs
+    o, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, o, lse, first, last)
+
+
+def _differentiate(ctx: Any, do: torch.Tensor, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    grads = torch.ops.trimtab.attention_backward(do, *ctx.saved_tensors, *ctx.numbers)
+    return *grads, None, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "trimtab::attention_forward", _differentiate, setup_context=_setup_context, lib=_library
+)
+
+
+def attention_triton(
+    q_BTHD: torch.Tensor,
+    k_BSKD: torch.Tensor,
+    v_BSKD: torch.Tensor,
+    layout: Layout,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """See `trimtab.kernels.attention.attention`; heads of up to 256 numbers, fp32, fp16 and bf16."""
+    B, T = q_BTHD.shape[:2]
+    bounds = layout.prepare("triton", q_BTHD.device, T, window, S=k_BSKD.shape[1], B=B)
+    o_BTHD: torch.Tensor = torch.ops.trimtab.attention_forward(
+        q_BTHD,
+        k_BSKD,
+        v_BSKD,
+        bounds.first_BT,
+        bounds.last_BT,
+        NO_WINDOW if window is None else window,
+        scale,
+        softcap or 0.0,
+        True,
+    )[0]
+    return o_BTHD
+
+
+class FlashAttention(torch.autograd.Function):
+    """The kernels for one head in the study's form; `impl_tiled.FlashAttention` is its readable twin.
+
+    Example:
+        >>> Q = torch.randn(4, 128, 64, device="cuda", requires_grad=True)  # doctest: +SKIP
+        >>> FlashAttention.apply(Q, Q, Q, True).shape  # doctest: +SKIP
+        torch.Size([4, 128, 64])
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, is_causal: bool = False
+    ) -> torch.Tensor:
+        """Q (batch, n_q, d), K and V (batch, n_k, d) → O; causal queries are the last n_q positions."""
+        ctx.job = Job(NO_WINDOW, 1 / math.sqrt(Q.shape[-1]), 0.0, is_causal)
+        q, k, v = (x.unsqueeze(2) for x in (Q, K, V))
+        O, L = (x.squeeze(2) for x in launch_triton.forward(q, k, v, None, ctx.job))  # noqa: E741
+        ctx.save_for_backward(Q, K, V, O, L)
+        return O
+
+    @staticmethod
+    def backward(ctx: Any, dO: torch.Tensor) -> tuple[Any, ...]:
+        """(dQ, dK, dV, None)."""
+        Q, K, V, O, L = (x.unsqueeze(2) for x in ctx.saved_tensors)  # noqa: E741
+        grads = launch_triton.backward(dO.unsqueeze(2), Q, K, V, O, L, None, None, ctx.job)
+        return *(x.squeeze(2) for x in grads), None

@@ -1,0 +1,173 @@
+"""The forward kernel of attention in Triton, and the device functions that the backward kernels share.
+
+The query heads of a group are rows of one matrix: with G = H/K heads to a key/value head, row r is query
+r // G of head r % G, so that a tile of 128 rows and G = 4 spans 32 tokens. Its keys are then read once for
+the whole group, and where documents are short little is computed outside of them. What a query sees is an
+interval of keys, [first, end), whatever made it: causality, a window, a document. A tile therefore walks from
+its first row's `first` to its last row's `end`; only blocks that not all of its rows see are masked.
+"""
+
+# T queries, S keys, K key/value heads, G query heads to each, D head size, R = T·G rows; BR rows and BN keys a tile
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def interval(t, first_ptr, T, S, window, CAUSAL: tl.constexpr, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The keys [first, end) that queries `t` see, a scalar or a vector of them."""
+    if CAUSAL:
+        i = t + (S - T)
+        first = tl.maximum(i - window + 1, 0)
+        if PACKED:
+            first = tl.maximum(first, tl.load(first_ptr + t))
+        end = i + 1
+    else:
+        first = t * 0
+        end = t * 0 + S
+    return first, end
+
+
+@triton.jit
+def key_tile(  # type: ignore[no-untyped-def]
+    source, b, g, n, stride, S,
+    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CLAMP: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows n … n + BN of keys or values. What lies past the end is for the mask to hide.
+
+    `source` is a descriptor of the whole tensor, which the copy engine of a Hopper chip reads, or a pointer to
+    this batch and head. The engine fills with zeros; through a pointer the last row is read again.
+    """
+    if TMA:
+        return source.load([b, n, g, 0]).reshape(BN, DP)
+    else:
+        rows = tl.arange(0, BN)
+        if CLAMP:
+            rows = tl.minimum(rows, S - 1 - n)
+        d = tl.arange(0, DP)
+        where = source + n.to(tl.int64) * stride + (rows[:, None] * stride + d[None, :])
+        if D == DP:
+            return tl.load(where)
+        else:
+            return tl.load(where, mask=d[None, :] < D, other=0.0)
+
+
+@triton.jit
+def row_tile(ptr, r, stride_t, stride_h, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows `r` (all of them inside) of queries or what has their shape."""
+    d = tl.arange(0, DP)
+    offset = (r // G).to(tl.int64) * stride_t + (r % G).to(tl.int64) * stride_h
+    where = ptr + (offset[:, None] + d[None, :])
+    if D == DP:
+        return tl.load(where)
+    else:
+        return tl.load(where, mask=d[None, :] < D, other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, x, r, R, stride_t, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes rows to a contiguous tensor of the queries' shape; `ptr` is at this group's first head."""
+    d = tl.arange(0, DP)
+    offset = (r // G).to(tl.int64) * stride_t + (r % G) * D
+    inside = (r < R)[:, None]
+    if D != DP:
+        inside = inside & (d[None, :] < D)
+    tl.store(ptr + (offset[:, None] + d[None, :]), x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tanh(x):  # type: ignore[no-untyped-def]
+    """Near zero by its series: 1 − 2/(1 + e²ˣ) there loses the digits that a cap of 50 would show again."""
+    x2 = x * x
+    near = x * (1.0 + x2 * (-0.33333333 + x2 * (0.13333333 - x2 * 0.053968254)))
+    e = tl.exp2(-2.8853900817779268 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(tl.abs(x) < 0.2, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def attend(  # type: ignore[no-untyped-def]
+    q, k_ptr, v_ptr, b, g, n, acc, m, total, first, end, S, stride_k, stride_v, inner, outer,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One block of keys: scores in units of log 2, running maximum m, sum of exp and output acc."""
+    k = key_tile(k_ptr, b, g, n, stride_k, S, D, DP, BN, MASKED, TMA)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    v = key_tile(v_ptr, b, g, n, stride_v, S, D, DP, BN, MASKED, TMA)
+    if SOFTCAP:
+        s = tanh(s * inner) * outer
+        factor = 1.0
+    else:
+        factor = inner
+    if MASKED:
+        j = n + tl.arange(0, BN)
+        seen = (j[None, :] >= first[:, None]) & (j[None, :] < end[:, None])
+        s = tl.where(seen, s, float("-inf"))
+    new = tl.maximum(m, tl.max(s, 1) * factor)
+    # A row that has seen nothing yet has −∞ for a maximum, and −∞ − −∞ is no number.
+    base = tl.where(new == float("-inf"), 0.0, new) if MASKED else new
+    p = tl.exp2(s * factor - base[:, None])
+    shrink = tl.exp2(m - base)
+    total = total * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, new, total
+
+
+@triton.jit(do_not_specialize=["T", "S", "window"])
+def forward_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, first_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    T, S, K, window, inner, outer,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """o and its log-sum-exp for a tile of rows of one (batch, key/value head)."""
+    R = T * G
+    num_tiles = tl.cdiv(R, BR)
+    tile = num_tiles - 1 - tl.program_id(0) % num_tiles  # the last rows see most and start first
+    b, g = tl.program_id(0) // num_tiles // K, tl.program_id(0) // num_tiles % K
+    b64, g64 = b.to(tl.int64), g.to(tl.int64)
+    q_ptr += b64 * stride_qb + g64 * G * stride_qh
+    if not TMA:
+        k_ptr += b64 * stride_kb + g64 * stride_kh
+        v_ptr += b64 * stride_vb + g64 * stride_vh
+    first_ptr += b64 * T
+
+    r = tile * BR + tl.arange(0, BR)
+    inside = tl.minimum(r, R - 1)
+    q = row_tile(q_ptr, inside, stride_qt, stride_qh, G, D, DP)
+    first, end = interval(inside // G, first_ptr, T, S, window, CAUSAL, PACKED)
+    low, all_end = interval(tile * BR // G, first_ptr, T, S, window, CAUSAL, PACKED)
+    last = tl.minimum(tile * BR + BR - 1, R - 1) // G
+    all_first, high = interval(last, first_ptr, T, S, window, CAUSAL, PACKED)
+    # Blocks from `low` on: `left` that not all rows see, `whole` that all see, then masked ones up to `high`.
+    left = tl.cdiv(tl.maximum(all_first - low, 0), BN)
+    whole = tl.maximum(all_end - low - left * BN, 0) // BN
+    count = tl.cdiv(tl.maximum(high - low, 0), BN)
+
+    m = tl.full((BR,), float("-inf"), tl.float32)
+    total = tl.zeros((BR,), tl.float32)
+    acc = tl.zeros((BR, DP), tl.float32)
+    for block in range(left, left + whole):
+        acc, m, total = attend(
+            q, k_ptr, v_ptr, b, g, low + block * BN, acc, m, total, first, end, S, stride_kt, stride_vt,
+            inner, outer, False, SOFTCAP, D, DP, BN, PRECISION, TMA,
+        )  # fmt: skip
+    for index in range(count - whole):
+        block = tl.where(index < left, index, index + whole)
+        acc, m, total = attend(
+            q, k_ptr, v_ptr, b, g, low + block * BN, acc, m, total, first, end, S, stride_kt, stride_vt,
+            inner, outer, True, SOFTCAP, D, DP, BN, PRECISION, TMA,
+        )  # fmt: skip
+
+    blind = total == 0.0
+    acc = acc / tl.where(blind, 1.0, total)[:, None]
+    lse = tl.where(blind, float("-inf"), (m + tl.log2(tl.where(blind, 1.0, total))) * 0.6931471805599453)
+    H = K * G
+    store_rows(o_ptr + (b64 * T * H + g * G) * D, acc, r, R, H * D, G, D, DP)
+    tl.store(lse_ptr + b64 * T * H + g * G + (r // G).to(tl.int64) * H + r % G, lse, mask=r < R)

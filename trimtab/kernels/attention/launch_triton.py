@@ -1,0 +1,184 @@
+"""Launching the Triton kernels: strides, tiles, outputs. Everything here runs on interpreted kernels too."""
+
+# B batch, T queries, S keys, H query heads, K key/value heads, D head size, G = H / K
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from trimtab.facts.errors import ModelError
+from trimtab.kernels.attention.kernels_backward import key_kernel, query_kernel
+from trimtab.kernels.attention.kernels_forward import forward_kernel
+from trimtab.kernels.attention.tiles import Tiles, padded, tiles
+
+NO_WINDOW = 1 << 30
+WIDEST_HEAD = 256
+# Offsets inside a tile are 32 bits wide, its beginning 64: rows of up to 2³¹ / 256 numbers apart.
+WIDEST_STRIDE = 1 << 23
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all three kernels need besides tensors."""
+
+    window: int
+    scale: float
+    softcap: float
+    """0 for none."""
+    causal: bool
+
+
+def forward(
+    q_BTHD: torch.Tensor,
+    k_BSKD: torch.Tensor,
+    v_BSKD: torch.Tensor,
+    first_BT: torch.Tensor | None,
+    job: Job,
+    *,
+    with_tiles: Tiles | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o_BTHD, lse_BTH): the output, and log Σ exp of each row's scores, −∞ where it sees nothing."""
+    q, k, v = (_strided(x) for x in (q_BTHD, k_BSKD, v_BSKD))
+    (B, T, H, D), (S, K) = q.shape, k.shape[1:3]
+    check(q, k, v)
+    assert job.scale >= 0, "a row's maximum is taken before it is scaled"
+    o_BTHD = torch.empty((B, T, H, D), dtype=q.dtype, device=q.device)
+    lse_BTH = torch.empty((B, T, H), dtype=torch.float32, device=q.device)
+    if q.numel() == 0 or S == 0:
+        return o_BTHD.zero_(), lse_BTH.fill_(-math.inf)
+    capability = _capability(q)
+    chosen = with_tiles or tiles("forward", D, q.element_size(), capability, packed=first_BT is not None)
+    grid = (triton.cdiv(T * (H // K), chosen.rows) * B * K,)
+    k_tiles, v_tiles, tma = _read_by(k, v, 1, chosen.keys, capability)
+    forward_kernel[grid](
+        q, k_tiles, v_tiles, o_BTHD, lse_BTH, q if first_BT is None else first_BT,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        T, S, K, job.window, *_factors(job),
+        **_constants(q, H // K, first_BT, job, chosen), TMA=tma,
+    )  # fmt: skip
+    return o_BTHD, lse_BTH
+
+
+def backward(
+    do_BTHD: torch.Tensor,
+    q_BTHD: torch.Tensor,
+    k_BSKD: torch.Tensor,
+    v_BSKD: torch.Tensor,
+    o_BTHD: torch.Tensor,
+    lse_BTH: torch.Tensor,
+    first_BT: torch.Tensor | None,
+    last_BT: torch.Tensor | None,
+    job: Job,
+    *,
+    with_tiles: tuple[Tiles, Tiles] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), contiguous, the same bits each time."""
+    do, q, k, v = (_strided(x) for x in (do_BTHD, q_BTHD, k_BSKD, v_BSKD))
+    (B, T, H, D), (S, K) = q.shape, k.shape[1:3]
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if q.numel() == 0 or S == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    delta_BTH = torch.empty(lse_BTH.shape, dtype=torch.float32, device=q.device)
+    lse_BTH, o_BTHD = lse_BTH.contiguous(), o_BTHD.contiguous()
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
+    numbers = (T, S, K, job.window, *_factors(job), job.scale)
+    width, capability = q.element_size(), _capability(q)
+    by_query, by_key = with_tiles or tuple(
+        tiles(name, D, width, capability, packed=first_BT is not None) for name in ("query", "key")
+    )
+    k_tiles, v_tiles, tma = _read_by(k, v, 1, by_query.keys, capability)
+    query_kernel[(triton.cdiv(T * (H // K), by_query.rows) * B * K,)](
+        q, k_tiles, v_tiles, o_BTHD, do, lse_BTH, delta_BTH, dq, q if first_BT is None else first_BT,
+        *strides, *numbers, **_constants(q, H // K, first_BT, job, by_query), TMA=tma,
+    )  # fmt: skip
+    q_tiles, do_tiles, tma = _read_by(q, do, H // K, by_key.rows, capability)
+    key_kernel[(triton.cdiv(S, by_key.keys) * B * K,)](
+        q_tiles, k, v, do_tiles, lse_BTH, delta_BTH, dk, dv, q if last_BT is None else last_BT,
+        *strides, *numbers, **_constants(q, H // K, last_BT, job, by_key), TMA=tma,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def check(q_BTHD: torch.Tensor, k_BSKD: torch.Tensor, v_BSKD: torch.Tensor) -> None:
+    """Refuses what the kernels cannot do."""
+    if not q_BTHD.is_cuda and isinstance(forward_kernel, triton.runtime.JITFunction):
+        raise ModelError(
+            f"triton attention runs on a GPU, not on {q_BTHD.device.type}", "use sdpa_flash on a CPU"
+        )
+    if q_BTHD.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ModelError(f"triton attention has no {q_BTHD.dtype}", "use fp32, fp16 or bf16")
+    if q_BTHD.shape[-1] > WIDEST_HEAD:
+        raise ModelError(
+            f"triton attention's heads have at most {WIDEST_HEAD} numbers, these have {q_BTHD.shape[-1]}",
+            "use sdpa_efficient",
+        )
+    if q_BTHD.dtype == torch.bfloat16 and q_BTHD.is_cuda and _capability(q_BTHD) < 80:
+        raise ModelError("bf16 needs a GPU of capability 8.0", "use fp16")
+    assert q_BTHD.dtype == k_BSKD.dtype == v_BSKD.dtype, (q_BTHD.dtype, k_BSKD.dtype, v_BSKD.dtype)
+    assert k_BSKD.shape == v_BSKD.shape, (k_BSKD.shape, v_BSKD.shape)
+    assert q_BTHD.shape[1] * q_BTHD.shape[2] < 1 << 31, "rows of one key/value head are counted in 32 bits"
+
+
+def _strided(x: torch.Tensor) -> torch.Tensor:
+    """As it is where the kernels can walk it; a copy where numbers of a head are apart, or rows very far."""
+    walkable = x.stride(-1) == 1 and x.stride(1) < WIDEST_STRIDE and x.stride(2) < WIDEST_STRIDE
+    return x if walkable else x.contiguous()
+
+
+def _read_by(
+    x: torch.Tensor, y: torch.Tensor, heads: int, rows: int, capability: int
+) -> tuple[Any, Any, bool]:
+    """Two tensors as the kernels walk them: descriptors for the copy engine where it can, else pointers.
+
+    Tiles are `rows` of (token, head), `heads` to a token. Both ways compute the same bits.
+    """
+    if capability < 90 or rows % heads or not (_describable(x) and _describable(y)):
+        return x, y, False
+    block = [1, rows // heads, heads, padded(x.shape[-1])]
+    described = (TensorDescriptor(z, list(z.shape), list(z.stride()), block) for z in (x, y))
+    return *described, True
+
+
+def _describable(x: torch.Tensor) -> bool:
+    """The copy engine wants steps of 16 bytes, none of them zero."""
+    steps = [stride * x.element_size() for stride in x.stride()[:-1]]
+    return x.element_size() == 2 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in steps)
+
+
+def _capability(x: torch.Tensor) -> int:
+    if not x.is_cuda:
+        return 75  # the interpreter: the smallest tiles, so that small tests cross their edges
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return 10 * major + minor
+
+
+def _factors(job: Job) -> tuple[float, float]:
+    """(on the raw product, after tanh) so that scores come out in units of log 2."""
+    if job.softcap:
+        return job.scale / job.softcap, job.softcap * math.log2(math.e)
+    return job.scale * math.log2(math.e), 1.0
+
+
+def _constants(
+    q_BTHD: torch.Tensor, group: int, bounds: torch.Tensor | None, job: Job, chosen: Tiles
+) -> dict[str, Any]:
+    return {
+        "G": group,
+        "D": q_BTHD.shape[-1],
+        "DP": padded(q_BTHD.shape[-1]),
+        "BR": chosen.rows,
+        "BN": chosen.keys,
+        "CAUSAL": job.causal,
+        "PACKED": bounds is not None,
+        "SOFTCAP": job.softcap > 0,
+        # the tensor cores' tf32 is off by 3e-4: far outside what fp32 may be off
+        "PRECISION": "ieee",
+        "num_warps": chosen.warps,
+        "num_stages": chosen.stages,
+    }

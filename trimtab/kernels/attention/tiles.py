@@ -1,0 +1,79 @@
+"""Tile sizes of the Triton kernels: a pure function of head size, width of a number and chip. No torch.
+
+Nothing is tuned at run time: another tile adds in another order, and a result would depend on the clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KERNELS = ("forward", "query", "key")
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows (queries · heads of a group) and keys of a tile, warps of a program, stages of its pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def padded(head_dim: int) -> int:
+    """The power of two that holds a head: 80 and 96 are computed as 128.
+
+    Example:
+        >>> padded(8), padded(80), padded(256)
+        (16, 128, 256)
+    """
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def tiles(kernel: str, head_dim: int, width: int, capability: int, *, packed: bool = False) -> Tiles:
+    """What a kernel is launched with.
+
+    Args:
+        kernel: One of `KERNELS`.
+        head_dim: 1 to 256.
+        width: Bytes of a number: 2 or 4.
+        capability: 75, 80, 86, …; those between two known ones count as the lower.
+        packed: Whether rows hold several documents, so that a tile's keys are few.
+
+    Example:
+        >>> tiles("forward", 128, 2, 90)
+        Tiles(rows=64, keys=64, warps=4, stages=3)
+    """
+    table = _PLAIN if width == 4 else _BY_CHIP[max(chip for chip in _BY_CHIP if chip <= capability)]
+    if table is _HOPPER and packed:
+        table = _HOPPER_PACKED
+    size = next(size for size in (64, 128, 256) if padded(head_dim) <= size)
+    return Tiles(*table[kernel][size])
+
+
+# (rows, keys, warps, stages) by padded head size. Hopper's up to 128 were swept on an H200, the others fit as compiled:
+# shared memory of a block is 227 KiB on 9.0 and 10.0, 163 on 8.0, 99 on 8.6, 8.9 and 12.0, 64 on 7.5.
+_HOPPER = {
+    "forward": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
+    "query": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
+    "key": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2)},
+}
+_HOPPER_PACKED = _HOPPER | {"query": _HOPPER["query"] | {128: (64, 64, 4, 2)}}
+_AMPERE = {
+    "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)},
+    "query": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 1)},
+    "key": {64: (64, 128, 8, 2), 128: (64, 64, 8, 2), 256: (32, 64, 8, 1)},
+}
+_SMALL = {
+    "forward": {64: (128, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2)},
+    "query": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 8, 1)},
+    "key": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 8, 1)},
+}
+# Triton has no tensor-core products for Turing, and fp32 is exact (no tf32) on every chip: both run on the plain
+# units, where a thread holds its part of both operands in registers. Small tiles keep them from spilling.
+_PLAIN = {
+    "forward": {64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (32, 16, 8, 1)},
+    "query": {64: (32, 16, 4, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
+    "key": {64: (16, 32, 4, 1), 128: (16, 32, 8, 1), 256: (16, 8, 8, 1)},
+}
+_BY_CHIP = {75: _PLAIN, 80: _AMPERE, 86: _SMALL, 90: _HOPPER, 120: _SMALL}
