@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trimtab.facts.errors import DataError, ModelError
 from trimtab.kernels.exactness import SHARE, judge
 from trimtab.kernels.linear_cross_entropy import REDUCTIONS, linear_cross_entropy, spec
-from trimtab.kernels.linear_cross_entropy.spec import CASES, Case, make_inputs
+from trimtab.kernels.linear_cross_entropy.spec import CASES, Case, make_inputs, make_token_weights
+
+TORCH = ("reference", "chunked")
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -31,6 +33,8 @@ def run(case, dtype, impl, reduction, device="cpu"):
         impl=impl,
         reduction=reduction,
         chunk_tokens=case.chunk_tokens,
+        token_weights_N=make_token_weights(case, device),
+        **case.options(),
     )
     upstream = torch.full_like(loss, 0.7)
     if reduction == "none":
@@ -115,7 +119,7 @@ def test_any_chunking_gives_the_same(N, V, rows, ignored, reduction):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("impl", spec.IMPLS)
+@pytest.mark.parametrize("impl", TORCH)
 def test_all_ignored_is_zero_and_not_nan(impl):
     case = next(c for c in CASES if c.name == "all ignored")
     for reduction in REDUCTIONS:
@@ -241,7 +245,7 @@ def test_live_bytes_sees_a_peak():
 def test_a_tenth_of_the_memory_at_a_vocabulary_of_151936(reduction):
     case = Case("", N=512, C=16, V=151_936)
     peaks = {}
-    for impl in spec.IMPLS:
+    for impl in TORCH:
         hidden_NC, weight_VC, _, labels_N = make_inputs(case, "fp32")
         leaves = [hidden_NC.requires_grad_(), weight_VC.requires_grad_()]
         with LiveBytes() as memory:

@@ -31,7 +31,12 @@ def linear_cross_entropy(
     impl: str = "chunked",
     ignore_index: int = -100,
     reduction: str = "mean",
+    token_weights_N: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
     chunk_tokens: int | None = None,
+    memory_bytes: int | None = None,
 ) -> torch.Tensor:
     """Cross-entropy of `hidden @ weight.T + bias` against labels, in fp32.
 
@@ -40,9 +45,19 @@ def linear_cross_entropy(
         weight_VC: The head (or the tied embedding). Without `requires_grad` its gradient is not computed.
         labels_N: int64 ids in [0, V), or `ignore_index` for a token without a target.
         bias_V: Added to the logits.
-        impl: "chunked" (memory of a few chunks) or "reference" (the full logits).
+        impl: "chunked" (memory of a few chunks), "triton" (the same on a CUDA device, faster) or "reference"
+            (the full logits).
         reduction: "sum", "mean" over the tokens that have a target (0 if there are none), or "none".
-        chunk_tokens: Rows of logits held at once; by default `spec.chunk_tokens(N, V)`. For "chunked".
+        token_weights_N: Factors of the tokens' losses, not differentiated. "mean" still divides by the number
+            of tokens with a target, not by the sum of the weights.
+        label_smoothing: Share of the target that is spread evenly over the vocabulary.
+        z_loss: Coefficient of the squared log-sum-exp that is added to each token's loss.
+        softcap: Bound that logits are squeezed into by `softcap · tanh(logits / softcap)`.
+        chunk_tokens: Rows of logits held at once; by default `spec.chunk_tokens(N, V)` for "chunked" and
+            what `memory_bytes` allows for "triton".
+        memory_bytes: For "triton": what it may hold beyond inputs and gradients. By default little (a twelfth of
+            the gradients, at least 24 MiB); more is faster until all logits fit, in the inputs' dtype.
+            `memory.memory_budget` asks the device for a number, once. Same number, same bits.
 
     Returns:
         An fp32 scalar, or fp32 [N] for "none" (0 where ignored).
@@ -54,39 +69,49 @@ def linear_cross_entropy(
         >>> linear_cross_entropy(hidden, head, torch.tensor([1, -100, 7]), reduction="sum")  # 2 · log 8
         tensor(4.1589)
     """
-    from trimtab.kernels.linear_cross_entropy.labels import check_labels
+    from trimtab.kernels.linear_cross_entropy.inputs import check_inputs, gradient_dtype, under_autocast
+    from trimtab.kernels.linear_cross_entropy.objective import Objective
 
-    assert hidden_NC.ndim == 2, f"hidden is [tokens, size], not {tuple(hidden_NC.shape)}"
-    assert weight_VC.ndim == 2, f"weight is [vocabulary, size], not {tuple(weight_VC.shape)}"
-    assert hidden_NC.shape[1] == weight_VC.shape[1], f"{hidden_NC.shape} against {weight_VC.shape}"
-    assert labels_N.shape == hidden_NC.shape[:1], (
-        f"{hidden_NC.shape[0]} tokens, {tuple(labels_N.shape)} labels"
-    )
-    hidden_NC, weight_VC = _under_autocast(hidden_NC), _under_autocast(weight_VC)
-    assert hidden_NC.dtype == weight_VC.dtype, f"hidden is {hidden_NC.dtype}, weight {weight_VC.dtype}"
+    hidden_NC, weight_VC = under_autocast(hidden_NC), under_autocast(weight_VC)
+    check_inputs(hidden_NC, weight_VC, labels_N, token_weights_N, ignore_index)
     assert reduction in REDUCTIONS, f"reduction is one of {REDUCTIONS}, not {reduction!r}"
-    check_labels(labels_N, weight_VC.shape[0], ignore_index)
+    objective = Objective(label_smoothing, z_loss, softcap or 0.0)
+    by_token = reduction == "none"
+    inputs = (hidden_NC, weight_VC, bias_V, labels_N, token_weights_N, objective)
+    count = None
+    if reduction == "mean":
+        count = (labels_N != ignore_index).sum().clamp(min=1)
     if impl == "chunked":
         from trimtab.kernels.linear_cross_entropy.impl_chunked import chunked
 
-        return chunked(hidden_NC, weight_VC, bias_V, labels_N, ignore_index, reduction, chunk_tokens)
+        loss = chunked(
+            *inputs,
+            ignore_index=ignore_index,
+            by_token=by_token,
+            chunk_tokens=chunk_tokens,
+            weight_gradient_dtype=gradient_dtype(weight_VC),
+        )
+    elif impl == "triton":
+        from trimtab.kernels.linear_cross_entropy.operators import triton_loss
+
+        return triton_loss(
+            *inputs,
+            ignore_index=ignore_index,
+            by_token=by_token,
+            count=count,
+            memory_bytes=memory_bytes,
+            chunk_tokens=chunk_tokens,
+            weight_gradient_dtype=gradient_dtype(weight_VC),
+        )
     elif impl == "reference":
         from trimtab.kernels.linear_cross_entropy.impl_reference import reference
 
-        return reference(hidden_NC, weight_VC, bias_V, labels_N, ignore_index, reduction)
+        losses_N = reference(*inputs, ignore_index=ignore_index)
+        loss = losses_N if by_token else losses_N.sum()
     else:
         from trimtab.facts.errors import ModelError
 
         raise ModelError(
             f"there is no linear cross-entropy called {impl!r}", f"use one of {', '.join(IMPLS)}"
         )
-
-
-def _under_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in autocast's dtype where it is on, as for any other matrix product."""
-    import torch
-
-    device = tensor.device.type
-    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
+    return loss if count is None else loss / count

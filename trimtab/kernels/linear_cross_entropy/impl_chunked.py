@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from trimtab.kernels.linear_cross_entropy import spec
+from trimtab.kernels.linear_cross_entropy.objective import Objective
 
 
 def chunked(
@@ -25,34 +26,29 @@ def chunked(
     weight_VC: torch.Tensor,
     bias_V: torch.Tensor | None,
     labels_N: torch.Tensor,
+    weights_N: torch.Tensor | None,
+    objective: Objective,
+    *,
     ignore_index: int,
-    reduction: str,
+    by_token: bool,
     chunk_tokens: int | None,
+    weight_gradient_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """See `trimtab.kernels.linear_cross_entropy.linear_cross_entropy`."""
+    """Σ weight · loss, or each token's where `by_token`. See `linear_cross_entropy`."""
     N, V = hidden_NC.shape[0], weight_VC.shape[0]
     rows = max(min(chunk_tokens or spec.chunk_tokens(N, V), N), 1)
     kept_N = labels_N != ignore_index
     labels_N = torch.where(kept_N, labels_N, 0)
-    inputs = (hidden_NC, weight_VC, bias_V, labels_N, kept_N, rows)
+    inputs = (hidden_NC, weight_VC, bias_V, labels_N, kept_N, weights_N, objective, rows)
     needs_grad = any(x is not None and x.requires_grad for x in inputs[:3])
     if not (needs_grad and torch.is_grad_enabled()):
         losses_N = _losses(*inputs)[0]
-    elif spec.recomputes(V, reduction):
-        losses_N = _Recomputed.apply(*inputs, _gradient_dtype(weight_VC))
+    elif spec.recomputes(V, "none" if by_token else "sum"):
+        losses_N = _Recomputed.apply(*inputs, weight_gradient_dtype)
     else:
-        total = _Summed.apply(*inputs, _gradient_dtype(weight_VC))
-        return total if reduction == "sum" else total / kept_N.sum().clamp(min=1)
-    if reduction == "none":
-        return losses_N
-    return losses_N.sum() if reduction == "sum" else losses_N.sum() / kept_N.sum().clamp(min=1)
-
-
-def _gradient_dtype(weight_VC: torch.Tensor) -> torch.dtype:
-    """What weight's gradient is accumulated in: a 16-bit parameter may ask for fp32 (`Tensor.grad_dtype`)."""
-    if torch.compiler.is_compiling() or not weight_VC.is_leaf:
-        return weight_VC.dtype
-    return weight_VC.grad_dtype or weight_VC.dtype
+        total: torch.Tensor = _Summed.apply(*inputs, weight_gradient_dtype)
+        return total
+    return losses_N if by_token else losses_N.sum()
 
 
 def _parts(total: int, size: int) -> list[slice]:
@@ -71,22 +67,94 @@ class _Rows:
     """
 
     def __init__(
-        self, hidden_NC: torch.Tensor, weight_VC: torch.Tensor, bias_V: torch.Tensor | None, rows: int
+        self,
+        hidden_NC: torch.Tensor,
+        weight_VC: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        objective: Objective,
+        rows: int,
     ) -> None:
-        self.hidden_NC, self.weight_VC, self.bias_V = hidden_NC, weight_VC, bias_V
-        self.logits = hidden_NC.new_empty(rows, weight_VC.shape[0])
+        self.hidden_NC, self.weight_VC, self.bias_V, self.objective = hidden_NC, weight_VC, bias_V, objective
+        self.raw = hidden_NC.new_empty(rows, weight_VC.shape[0])
         self.logp = hidden_NC.new_empty(rows, weight_VC.shape[0], dtype=_wide(hidden_NC))
 
     def __call__(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits_nV, logp_nV) of a chunk; the next call overwrites them."""
+        """(raw_nV, logp_nV) of a chunk: logits before the softcap; the next call overwrites them."""
         h_nC = self.hidden_NC[part]
-        logits_nV, logp_nV = self.logits[: h_nC.shape[0]], self.logp[: h_nC.shape[0]]
-        if self.bias_V is None:
-            torch.mm(h_nC, self.weight_VC.t(), out=logits_nV)
+        raw_nV, logp_nV = self.raw[: h_nC.shape[0]], self.logp[: h_nC.shape[0]]
+        _logits(h_nC, self.weight_VC, self.bias_V, raw_nV)
+        if self.objective.softcap:
+            _capped(raw_nV, self.objective.softcap, out=logp_nV)
+            logp_nV.sub_(logp_nV.amax(-1, keepdim=True))
+            logp_nV.sub_(logp_nV.exp().sum(-1, keepdim=True).log_())
         else:
-            torch.addmm(self.bias_V, h_nC, self.weight_VC.t(), out=logits_nV)
-        torch.log_softmax(logits_nV, dim=-1, dtype=logp_nV.dtype, out=logp_nV)
-        return logits_nV, logp_nV
+            torch.log_softmax(raw_nV, dim=-1, dtype=logp_nV.dtype, out=logp_nV)
+        return raw_nV, logp_nV
+
+    def numbers(
+        self, raw_nV: torch.Tensor, logp_nV: torch.Tensor, labels_n: torch.Tensor
+    ) -> tuple[Any, Any, Any]:
+        """(loss_n, logp_n at the label, lse_n)."""
+        logp_n = logp_nV.gather(1, labels_n[:, None])[:, 0]
+        logit_n = raw_nV.gather(1, labels_n[:, None])[:, 0]
+        if self.objective.softcap:
+            logit_n = _capped(logit_n, self.objective.softcap, out=torch.empty_like(logp_n))
+        lse_n = logit_n - logp_n
+        loss_n = -logp_n
+        if self.objective.label_smoothing:
+            loss_n = loss_n + self.objective.label_smoothing * (logp_n - logp_nV.mean(-1))
+        if self.objective.z_loss:
+            loss_n = loss_n + self.objective.z_loss * lse_n.square()
+        return loss_n, logp_n, lse_n
+
+
+def _logits(
+    h_nC: torch.Tensor, w_vC: torch.Tensor, bias_v: torch.Tensor | None, out_nv: torch.Tensor
+) -> None:
+    if bias_v is None:
+        torch.mm(h_nC, w_vC.t(), out=out_nv)
+    else:
+        torch.addmm(bias_v, h_nC, w_vC.t(), out=out_nv)
+
+
+def _capped(raw: torch.Tensor, softcap: float, *, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(raw).div_(softcap).tanh_().mul_(softcap)
+
+
+def _at_label(objective: Objective, V: int, logp_n: torch.Tensor, lse_n: torch.Tensor) -> torch.Tensor:
+    """∂loss/∂z there. p − 1 is expm1(log p): exact where p is nearly 1."""
+    at_label_n = torch.expm1(logp_n)
+    if objective.z_loss:
+        at_label_n = at_label_n + 2 * objective.z_loss * lse_n * logp_n.exp()
+    return at_label_n + objective.label_smoothing * (1 - 1 / V)
+
+
+def _gradient_(
+    raw_nv: torch.Tensor,
+    logp_nv: torch.Tensor,
+    objective: Objective,
+    V: int,
+    lse_n: torch.Tensor,
+    column_n: torch.Tensor,
+    at_label_n: torch.Tensor,
+    scale_n: torch.Tensor | None,
+) -> torch.Tensor:
+    """scale · ∂loss/∂raw in raw's dtype, in the memory of one of both. A column of −1: the label is elsewhere."""
+    same = raw_nv.dtype == logp_nv.dtype
+    plain = scale_n is None and objective == Objective()
+    d_nv = torch.exp(logp_nv, out=raw_nv if plain and not same else logp_nv)
+    if objective.z_loss:
+        d_nv.mul_((1 + 2 * objective.z_loss * lse_n)[:, None])
+    if objective.label_smoothing:
+        d_nv.sub_(objective.label_smoothing / V)
+    here_n = torch.where(column_n >= 0, at_label_n.to(d_nv.dtype), d_nv[:, 0])
+    d_nv.scatter_(1, column_n.clamp(min=0)[:, None], here_n[:, None])
+    if objective.softcap:
+        t_nv = torch.div(raw_nv.to(d_nv.dtype), objective.softcap).tanh_()
+        d_nv.mul_(t_nv.square_().neg_().add_(1))
+    if scale_n is not None:
+        d_nv = torch.mul(d_nv, scale_n[:, None], out=d_nv if same else raw_nv)
+    return d_nv if d_nv.dtype == raw_nv.dtype else raw_nv.copy_(d_nv)
 
 
 def _losses(
@@ -95,20 +163,24 @@ def _losses(
     bias_V: torch.Tensor | None,
     labels_N: torch.Tensor,
     kept_N: torch.Tensor,
+    weights_N: torch.Tensor | None,
+    objective: Objective,
     rows: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss_N, 0 where ignored; lse_N, the log of the sum of exponentials)."""
-    walk = _Rows(hidden_NC, weight_VC, bias_V, rows)
-    picked_N2 = hidden_NC.new_empty(2, hidden_NC.shape[0], dtype=_wide(hidden_NC))
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(weight · loss, 0 where ignored; the label's log-probability; the log of the sum of exponentials)."""
+    walk = _Rows(hidden_NC, weight_VC, bias_V, objective, rows)
+    found_3N = hidden_NC.new_empty(3, hidden_NC.shape[0], dtype=_wide(hidden_NC))
     for part in _parts(hidden_NC.shape[0], rows):
-        for values_nV, place_N in zip(walk(part), picked_N2, strict=True):
-            place_N[part] = values_nV.gather(1, labels_N[part, None])[:, 0]
-    logit_N, logp_N = picked_N2
-    return torch.where(kept_N, -logp_N, 0.0), logit_N - logp_N
+        for place_N, value_n in zip(found_3N, walk.numbers(*walk(part), labels_N[part]), strict=True):
+            place_N[part] = value_n
+    losses_N, logp_N, lse_N = found_3N
+    if weights_N is not None:
+        losses_N = losses_N * weights_N
+    return torch.where(kept_N, losses_N, 0.0), logp_N, lse_N
 
 
 class _Summed(torch.autograd.Function):
-    """Σ loss_n, its gradients computed with it."""
+    """Σ weight · loss, its gradients computed with it."""
 
     @staticmethod
     def forward(
@@ -118,6 +190,8 @@ class _Summed(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         labels_N: torch.Tensor,
         kept_N: torch.Tensor,
+        weights_N: torch.Tensor | None,
+        objective: Objective,
         rows: int,
         weight_gradient_dtype: torch.dtype,
     ) -> torch.Tensor:
@@ -127,15 +201,14 @@ class _Summed(torch.autograd.Function):
         grad_weight_VC = hidden_NC.new_zeros(V, C, dtype=wide) if needs_weight else None
         grad_bias_V = hidden_NC.new_zeros(V, dtype=wide) if needs_bias else None
         losses_N = hidden_NC.new_empty(N, dtype=wide)
-        walk = _Rows(hidden_NC, weight_VC, bias_V, rows)
+        walk = _Rows(hidden_NC, weight_VC, bias_V, objective, rows)
         for part in _parts(N, rows):
-            logits_nV, logp_nV = walk(part)
-            kept_n = kept_N[part]
-            picked_n = logp_nV.gather(1, labels_N[part, None])[:, 0]
-            losses_N[part] = torch.where(kept_n, -picked_n, 0.0)
-            # ∂loss/∂logits = p − [label]; at the label that is expm1(log p), exact where p is nearly 1.
-            d_nV = torch.exp(logp_nV, out=logp_nV if logits_nV.dtype == wide else logits_nV)
-            d_nV.scatter_(1, labels_N[part, None], torch.expm1(picked_n)[:, None].to(d_nV.dtype))
+            raw_nV, logp_nV = walk(part)
+            kept_n, scale_n = kept_N[part], None if weights_N is None else weights_N[part]
+            loss_n, logp_n, lse_n = walk.numbers(raw_nV, logp_nV, labels_N[part])
+            losses_N[part] = torch.where(kept_n, loss_n if scale_n is None else loss_n * scale_n, 0.0)
+            at_label_n = _at_label(objective, V, logp_n, lse_n)
+            d_nV = _gradient_(raw_nV, logp_nV, objective, V, lse_n, labels_N[part], at_label_n, scale_n)
             if grad_hidden_NC is not None:
                 torch.mm(d_nV, weight_VC, out=grad_hidden_NC[part])
             if grad_weight_VC is not None:
@@ -164,11 +237,11 @@ class _Summed(torch.autograd.Function):
             weight_VC = torch.mul(weight_VC, upstream[0], out=scaled_VC)
         if bias_V is not None:
             bias_V = bias_V * upstream[0]
-        return hidden_NC, weight_VC, bias_V, None, None, None, None
+        return hidden_NC, weight_VC, bias_V, None, None, None, None, None, None
 
 
 class _Recomputed(torch.autograd.Function):
-    """loss_N; the backward walks over the vocabulary and computes the logits again."""
+    """weight · loss of each token; the backward walks over the vocabulary and computes the logits again."""
 
     @staticmethod
     def forward(
@@ -178,55 +251,81 @@ class _Recomputed(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         labels_N: torch.Tensor,
         kept_N: torch.Tensor,
+        weights_N: torch.Tensor | None,
+        objective: Objective,
         rows: int,
         weight_gradient_dtype: torch.dtype,
     ) -> torch.Tensor:
-        losses_N, lse_N = _losses(hidden_NC, weight_VC, bias_V, labels_N, kept_N, rows)
-        ctx.save_for_backward(hidden_NC, weight_VC, bias_V, labels_N, kept_N, losses_N, lse_N)
-        ctx.rows, ctx.weight_gradient_dtype = rows, weight_gradient_dtype
+        losses_N, logp_N, lse_N = _losses(
+            hidden_NC, weight_VC, bias_V, labels_N, kept_N, weights_N, objective, rows
+        )
+        ctx.save_for_backward(hidden_NC, weight_VC, bias_V, labels_N, kept_N, weights_N, logp_N, lse_N)
+        ctx.rows, ctx.weight_gradient_dtype, ctx.objective = rows, weight_gradient_dtype, objective
         return losses_N
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_NC, weight_VC, bias_V, labels_N, kept_N, losses_N, lse_N = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        (N, C), V, wide = hidden_NC.shape, weight_VC.shape[0], _wide(hidden_NC)
-        upstream_N = torch.where(kept_N, upstream[0], 0.0)
-        at_label_N = torch.expm1(-losses_N) * upstream_N  # (p − 1) · upstream, exact where p is nearly 1
-        grad_hidden_NC = hidden_NC.new_zeros(N, C, dtype=wide) if needs_hidden else None
-        grad_weight_VC = (
-            torch.empty_like(weight_VC, dtype=ctx.weight_gradient_dtype) if needs_weight else None
+        hidden_NC, weight_VC, bias_V, labels_N, kept_N, weights_N, logp_N, lse_N = ctx.saved_tensors
+        scale_N = torch.where(kept_N, upstream[0] if weights_N is None else upstream[0] * weights_N, 0.0)
+        shape = (hidden_NC, weight_VC, bias_V)
+        numbers = (labels_N, scale_N, logp_N, lse_N)
+        wanted = ctx.needs_input_grad[:3]
+        size = spec.block_entries(ctx.rows, hidden_NC.shape[0], weight_VC.shape[0])
+        found = block_gradients(
+            *shape, *numbers, ctx.objective, 0, weight_VC.shape[0], size, wanted, ctx.weight_gradient_dtype
         )
-        grad_bias_V = hidden_NC.new_empty(V, dtype=wide) if needs_bias else None
+        return *found, None, None, None, None, None, None
 
-        size = spec.block_entries(ctx.rows, N, V)
-        logits, exponents = hidden_NC.new_empty(N * size), hidden_NC.new_empty(N * size, dtype=wide)
-        for part in _parts(V, size):
-            w_vC = weight_VC[part]
-            logits_Nv = logits[: N * w_vC.shape[0]].view(N, w_vC.shape[0])
-            p_Nv = exponents[: logits_Nv.numel()].view(logits_Nv.shape)
-            if bias_V is None:
-                torch.mm(hidden_NC, w_vC.t(), out=logits_Nv)
-            else:
-                torch.addmm(bias_V[part], hidden_NC, w_vC.t(), out=logits_Nv)
-            torch.sub(logits_Nv, lse_N[:, None], out=p_Nv).exp_()
-            d_Nv = torch.mul(p_Nv, upstream_N[:, None], out=logits_Nv)
-            inside_N = (labels_N >= part.start) & (labels_N < part.stop)
-            column_N1 = torch.where(inside_N, labels_N - part.start, 0)[:, None]
-            here_N = torch.where(inside_N, at_label_N.to(d_Nv.dtype), d_Nv[:, 0])
-            d_Nv.scatter_(1, column_N1, here_N[:, None])
-            if grad_hidden_NC is not None:
-                if d_Nv.dtype == wide:
-                    grad_hidden_NC.addmm_(d_Nv, w_vC)
-                else:
-                    grad_hidden_NC.add_(d_Nv @ w_vC)
-            if grad_weight_VC is not None:
-                if grad_weight_VC.dtype == d_Nv.dtype:
-                    torch.mm(d_Nv.t(), hidden_NC, out=grad_weight_VC[part])
-                else:
-                    grad_weight_VC[part] = d_Nv.t() @ hidden_NC
-            if grad_bias_V is not None:
-                grad_bias_V[part] = d_Nv.sum(0, dtype=wide)
+
+def block_gradients(
+    hidden_NC: torch.Tensor,
+    weight_VC: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    labels_N: torch.Tensor,
+    scale_N: torch.Tensor,
+    logp_N: torch.Tensor,
+    lse_N: torch.Tensor,
+    objective: Objective,
+    first: int,
+    vocabulary: int,
+    size: int,
+    wanted: tuple[bool, bool, bool],
+    weight_gradient_dtype: torch.dtype,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of hidden, weight and bias for a known lse, `size` entries of the vocabulary at a time.
+
+    weight may be a shard: its first row is entry `first` of `vocabulary` entries.
+    """
+    (N, C), V, wide = hidden_NC.shape, weight_VC.shape[0], _wide(hidden_NC)
+    at_label_N = _at_label(objective, vocabulary, logp_N, lse_N)
+    grad_hidden_NC = hidden_NC.new_zeros(N, C, dtype=wide) if wanted[0] else None
+    grad_weight_VC = torch.empty_like(weight_VC, dtype=weight_gradient_dtype) if wanted[1] else None
+    grad_bias_V = hidden_NC.new_empty(V, dtype=wide) if wanted[2] else None
+    raw, exponents = hidden_NC.new_empty(N * size), hidden_NC.new_empty(N * size, dtype=wide)
+    for part in _parts(V, size):
+        w_vC = weight_VC[part]
+        raw_Nv = raw[: N * w_vC.shape[0]].view(N, w_vC.shape[0])
+        logp_Nv = exponents[: raw_Nv.numel()].view(raw_Nv.shape)
+        _logits(hidden_NC, w_vC, None if bias_V is None else bias_V[part], raw_Nv)
+        if objective.softcap:
+            _capped(raw_Nv, objective.softcap, out=logp_Nv).sub_(lse_N[:, None])
+        else:
+            torch.sub(raw_Nv, lse_N[:, None], out=logp_Nv)
+        column_N = labels_N - (first + part.start)
+        column_N = torch.where((column_N >= 0) & (column_N < w_vC.shape[0]), column_N, -1)
+        d_Nv = _gradient_(raw_Nv, logp_Nv, objective, vocabulary, lse_N, column_N, at_label_N, scale_N)
         if grad_hidden_NC is not None:
-            grad_hidden_NC = grad_hidden_NC.to(hidden_NC.dtype)
-        return grad_hidden_NC, grad_weight_VC, grad_bias_V, None, None, None, None
+            if d_Nv.dtype == wide:
+                grad_hidden_NC.addmm_(d_Nv, w_vC)
+            else:
+                grad_hidden_NC.add_(d_Nv @ w_vC)
+        if grad_weight_VC is not None:
+            if grad_weight_VC.dtype == d_Nv.dtype:
+                torch.mm(d_Nv.t(), hidden_NC, out=grad_weight_VC[part])
+            else:
+                grad_weight_VC[part] = d_Nv.t() @ hidden_NC
+        if grad_bias_V is not None:
+            grad_bias_V[part] = d_Nv.sum(0, dtype=wide)
+    if grad_hidden_NC is not None:
+        grad_hidden_NC = grad_hidden_NC.to(hidden_NC.dtype)
+    return grad_hidden_NC, grad_weight_VC, grad_bias_V

@@ -5,14 +5,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trimtab.facts.dtypes import BYTES, TORCH_NAMES
+from trimtab.kernels.linear_cross_entropy import schedule as memory_schedule
 
 if TYPE_CHECKING:
     import torch
 
-IMPLS = ("reference", "chunked")
+IMPLS = ("reference", "chunked", "triton")
 REDUCTIONS = ("sum", "mean", "none")
 
 CHUNK_BYTES = 8 * 2**20
@@ -68,6 +69,16 @@ class Case:
     chunk_tokens: int | None = None
     spread: float = 1.0
     """Standard deviation of the logits: 1 is flat, 20 has all the weight on one entry."""
+    aligned: float = 0.0
+    """Hidden states point at their label by this much: 1 lifts its logit by `spread`²."""
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    weighted: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """What the door is told beside tensors."""
+        return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "softcap": self.softcap}
 
 
 CASES = (
@@ -80,7 +91,27 @@ CASES = (
     Case("bias", N=33, C=16, V=40, ignored=0.2, bias=True, chunk_tokens=10),
     Case("all ignored", N=12, C=8, V=20, ignored=1.0, bias=True, chunk_tokens=5),
     Case("peaked", N=48, C=32, V=64, spread=20.0, chunk_tokens=16),
+    Case("pointing at the label", N=40, C=32, V=70, spread=2.5, aligned=1.0, chunk_tokens=16),
     Case("large vocabulary", N=24, C=16, V=5000, ignored=0.5, chunk_tokens=7),
+    Case("smoothed", N=30, C=16, V=45, ignored=0.2, bias=True, chunk_tokens=11, label_smoothing=0.1),
+    Case("z-loss", N=30, C=16, V=45, ignored=0.2, chunk_tokens=11, z_loss=0.01),
+    Case("capped", N=30, C=16, V=45, spread=8.0, ignored=0.2, chunk_tokens=11, softcap=10.0),
+    Case("weighted", N=30, C=16, V=45, ignored=0.2, chunk_tokens=11, weighted=True),
+    Case(
+        "all at once",
+        N=21,
+        C=9,
+        V=75,
+        ignored=0.2,
+        bias=True,
+        chunk_tokens=8,
+        spread=3.0,
+        aligned=0.5,
+        label_smoothing=0.2,
+        z_loss=0.02,
+        softcap=5.0,
+        weighted=True,
+    ),
     Case("empty", N=0, C=8, V=20),
 )
 
@@ -94,21 +125,67 @@ def make_inputs(
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int, std: float) -> torch.Tensor:
-        x = (torch.randn(shape, generator=generator) * std).bfloat16()
-        return x.to(device=device, dtype=getattr(torch, TORCH_NAMES[dtype]))
+        return (torch.randn(shape, generator=generator) * std).bfloat16().float()
 
     hidden_NC = draw(case.N, case.C, std=1.0)
     weight_VC = draw(case.V, case.C, std=case.spread / case.C**0.5)
     bias_V = draw(case.V, std=1.0) if case.bias else None
     labels_N = torch.randint(0, case.V, (case.N,), generator=generator)
+    if case.aligned:
+        hidden_NC = (hidden_NC + case.aligned * case.spread * weight_VC[labels_N]).bfloat16()
     labels_N[torch.rand(case.N, generator=generator) < case.ignored] = -100
-    return hidden_NC, weight_VC, bias_V, labels_N.to(device)
+    place: dict[str, Any] = {"device": device, "dtype": getattr(torch, TORCH_NAMES[dtype])}
+    bias_V = None if bias_V is None else bias_V.to(**place)
+    return hidden_NC.to(**place), weight_VC.to(**place), bias_V, labels_N.to(device)
 
 
-def flops(N: int, C: int, V: int, *, reduction: str = "sum", weight_grad: bool = True) -> int:
-    """Products of forward and backward: logits, both gradients, the logits again where `recomputes`."""
-    products = 2 + int(weight_grad) + int(recomputes(V, reduction))
-    return products * 2 * N * C * V
+def make_token_weights(case: Case, device: str = "cpu") -> torch.Tensor | None:
+    """fp32 factors of the tokens' losses, one of them 0 and one negative, for a `weighted` case."""
+    import torch
+
+    if not case.weighted:
+        return None
+    weights_N = torch.linspace(-0.25, 2.0, case.N)
+    weights_N[: case.N // 8] = 0.0
+    return weights_N.to(device)
+
+
+def _schedule(
+    N: int, C: int, V: int, dtype: str, reduction: str, weight_grad: bool, memory_bytes: int | None
+) -> memory_schedule.Schedule:
+    return memory_schedule.schedule(
+        N,
+        C,
+        V,
+        BYTES[dtype],
+        BYTES[dtype],
+        memory_bytes=memory_bytes,
+        by_token=reduction == "none",
+        weight_grad=weight_grad,
+    )
+
+
+def flops(
+    N: int,
+    C: int,
+    V: int,
+    *,
+    reduction: str = "sum",
+    weight_grad: bool = True,
+    impl: str = "chunked",
+    dtype: str = "bf16",
+    memory_bytes: int | None = None,
+) -> int:
+    """Products of forward and backward: logits, both gradients, the logits again where they are recomputed.
+
+    Example:
+        >>> flops(8, 2, 4, impl="reference") == 3 * 2 * 8 * 2 * 4
+        True
+    """
+    again = impl == "chunked" and recomputes(V, reduction)
+    if impl == "triton":
+        again = _schedule(N, C, V, dtype, reduction, weight_grad, memory_bytes).way == "blocks"
+    return (2 + int(weight_grad) + int(again)) * 2 * N * C * V
 
 
 def bytes_moved(N: int, C: int, V: int, dtype: str) -> int:
@@ -117,7 +194,15 @@ def bytes_moved(N: int, C: int, V: int, dtype: str) -> int:
 
 
 def saved_bytes(
-    impl: str, N: int, C: int, V: int, dtype: str, *, reduction: str = "sum", weight_grad: bool = True
+    impl: str,
+    N: int,
+    C: int,
+    V: int,
+    dtype: str,
+    *,
+    reduction: str = "sum",
+    weight_grad: bool = True,
+    memory_bytes: int | None = None,
 ) -> int:
     """Bytes kept from forward to backward beyond hidden and weight themselves.
 
@@ -126,21 +211,45 @@ def saved_bytes(
         0.06640625
         >>> saved_bytes("reference", 4096, 1024, 151_936, "bf16") / 2**20
         2374.0
+        >>> saved_bytes("triton", 4096, 1024, 151_936, "bf16", memory_bytes=1200 * 2**20) / 2**20
+        304.75
     """
     if impl == "reference":
         return 4 * N * V
+    if impl == "triton":
+        plan = _schedule(N, C, V, dtype, reduction, weight_grad, memory_bytes)
+        if plan.way == "rows":  # the gradients themselves, in their own dtypes
+            return (N + (V if weight_grad else 0)) * C * BYTES[dtype]
+        return N * (4 + 4 + 4)  # factors, log-sum-exps, distances from them
     if recomputes(V, reduction):
-        return N * (4 + 4 + 8 + 1)  # losses, log-sum-exps, labels and which of them count
+        return N * (4 + 4 + 8 + 1)  # log-probabilities, log-sum-exps, labels and which of them count
     return N * C * BYTES[dtype] + (4 * V * C if weight_grad else 0)
 
 
 def scratch_bytes(
-    impl: str, N: int, C: int, V: int, dtype: str, *, reduction: str = "sum", weight_grad: bool = True
+    impl: str,
+    N: int,
+    C: int,
+    V: int,
+    dtype: str,
+    *,
+    reduction: str = "sum",
+    weight_grad: bool = True,
+    memory_bytes: int | None = None,
 ) -> int:
     """Bytes held for a moment beyond what is saved and the gradients, at the larger of both passes."""
     width = BYTES[dtype]
     if impl == "reference":
         return N * V * (8 if dtype == "fp32" else 8 + width)
+    if impl == "triton":
+        plan = _schedule(N, C, V, dtype, reduction, weight_grad, memory_bytes)
+        forward = plan.rows * memory_schedule.row_stride(V) * width
+        if plan.way == "rows":
+            return forward
+        # The forward's logits lie where the gradients will be; hidden's is added up in fp32.
+        gradients = memory_schedule.gradient_bytes(N, C, V, width, width, weight_grad)
+        least = max(4 * N * C, (4 - width) * N * C + plan.scratch_bytes)
+        return max(forward - gradients, least)
     rows = chunk_tokens(N, V)
     buffers = rows * V * (width + 4)  # logits and log-probabilities; each becomes its own gradient
     if recomputes(V, reduction):

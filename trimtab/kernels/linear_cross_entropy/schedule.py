@@ -1,0 +1,157 @@
+"""How much is held at once: a pure function of shapes and of the bytes that were allowed. No torch at import.
+
+Nothing here looks at what is free at the moment, so the same arguments give the same bits. What is free is asked
+once, by whoever assembles a run (`memory.memory_budget`), and handed over as `memory_bytes`.
+"""
+
+# N tokens, C hidden size, V vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MiB = 2**20
+LEAST_BYTES = 24 * MiB
+LOW_SHARE = 12
+LEAST_ROWS = 384
+"""Fewer rows are slower than blocks: the third product is then all reading and writing of weight's gradient. On an
+H200 with 384 rows 8.0, 48, 61 ms against 8.2, 54, 61 for blocks, with 256 rows 8.9, 55, 66 (first three shapes of the
+README)."""
+MOST_ENTRIES = 8448
+"""Of a block: larger ones leave the cache before their products read them (8.2 ms against 8.6 without a limit, at
+4096 × 1024 × 151,936; half of it 8.5), and 8448 × 1024 numbers are two rounds of 128 × 256 tiles on 132
+multiprocessors."""
+MOST_CHUNKS = 48
+"""A 16-bit gradient is rounded once a chunk: 48 roundings are off by 0.4 % rms, within the allowed error."""
+ROW_STEP = 128
+"""Rows of a chunk are a multiple of a product's tile."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What "triton" does with its memory.
+
+    Example:
+        >>> schedule(4096, 1024, 151_936, 2, 2, memory_bytes=1250 * MiB)
+        Schedule(way='rows', rows=4096, scratch_bytes=0)
+        >>> schedule(8192, 4096, 128_256, 2, 2, memory_bytes=1900 * MiB)
+        Schedule(way='rows', rows=4096, scratch_bytes=0)
+        >>> schedule(4096, 1024, 151_936, 2, 2).way
+        'blocks'
+    """
+
+    way: str
+    """"rows": gradients with the loss, three products. "blocks": logits again in the backward, four."""
+    rows: int
+    """Rows of logits that the forward holds."""
+    scratch_bytes: int
+    """For "blocks": logits of the backward that have no place in the unwritten part of weight's gradient."""
+
+
+def row_stride(V: int) -> int:
+    """Entries from one row of logits to the next: rows begin on 32 bytes, also for an odd vocabulary.
+
+    Example:
+        >>> row_stride(151_936), row_stride(50_257)
+        (151936, 50272)
+    """
+    return -(-V // 16) * 16
+
+
+def gradient_bytes(N: int, C: int, V: int, width: int, gradient_width: int, weight_grad: bool = True) -> int:
+    """Of hidden and weight."""
+    return N * C * width + (V * C * gradient_width if weight_grad else 0)
+
+
+def default_memory_bytes(N: int, C: int, V: int, width: int, gradient_width: int) -> int:
+    """The low-memory mode: a twelfth of the gradients, at least 24 MiB and what must be held at all.
+
+    Example:
+        >>> default_memory_bytes(4096, 1024, 151_936, 2, 2) / MiB
+        25.395833015441895
+    """
+    share = gradient_bytes(N, C, V, width, gradient_width) // LOW_SHARE
+    return max(share, LEAST_BYTES, 4 * N * C)
+
+
+def schedule(
+    N: int,
+    C: int,
+    V: int,
+    width: int,
+    gradient_width: int,
+    *,
+    memory_bytes: int | None = None,
+    by_token: bool = False,
+    weight_grad: bool = True,
+) -> Schedule:
+    """Which way, and how much at once.
+
+    Args:
+        width, gradient_width: Bytes of a number of the inputs and of weight's gradient.
+        memory_bytes: What may be held beyond inputs and gradients; by default `default_memory_bytes`.
+        by_token: Whether the gradient of each token's loss is only known in the backward (reduction "none").
+        weight_grad: Whether weight's gradient is wanted.
+    """
+    if memory_bytes is None:
+        memory_bytes = default_memory_bytes(N, C, V, width, gradient_width)
+    row = row_stride(V) * width
+    if not by_token:
+        rows = _even(N, memory_bytes // row)
+        few = -(-N // rows) <= MOST_CHUNKS or gradient_width > 2
+        # The gradient of a frozen weight is not read and written by every chunk: small ones cost little.
+        if rows >= min(N, LEAST_ROWS if weight_grad else ROW_STEP) and (few or not weight_grad):
+            return Schedule("rows", rows, 0)
+    # In the forward the gradients are not there yet: their memory holds logits.
+    forward = memory_bytes + gradient_bytes(N, C, V, width, gradient_width, weight_grad)
+    scratch = max(memory_bytes - 4 * N * C + N * C * width, LEAST_BYTES // 8)
+    most = max(N, 1) * width * MOST_ENTRIES
+    return Schedule("blocks", _even(N, forward // row), min(scratch, most))
+
+
+def _even(N: int, most: int) -> int:
+    """Rows of equal chunks that are no larger than `most`: a last chunk of a few rows wastes a pass."""
+    N = max(N, 1)
+    most = max(min(most, N), 1)
+    chunks = -(-N // most)
+    rows = -(-N // chunks)
+    stepped = -(-rows // ROW_STEP) * ROW_STEP
+    return max(stepped if stepped <= most else most // ROW_STEP * ROW_STEP or most, 1)
+
+
+def blocks(
+    N: int, C: int, V: int, width: int, gradient_width: int, scratch_bytes: int, *, weight_grad: bool = True
+) -> list[tuple[int, int, bool]]:
+    """(start, stop, borrowed) of the backward's blocks of the vocabulary.
+
+    Weight's gradient is written from the first entry to the last. What is not written yet is memory that nobody
+    needs, so a block's logits lie there (`borrowed`) as long as they fit: blocks begin at V · C / (C + N) entries (in
+    one width) or `MOST_ENTRIES`, shrink with what is left, and end at the scratch's size.
+
+    Example:
+        >>> sizes = [stop - start for start, stop, _ in blocks(4096, 1024, 151_936, 2, 2, 16 * MiB)]
+        >>> sizes[:3], sizes[-1], len(sizes)
+        ([8448, 8448, 8448], 1024, 25)
+    """
+    out: list[tuple[int, int, bool]] = []
+    column = max(N, 1) * width
+    own = max(scratch_bytes // column, 1)
+    start = 0
+    while start < V:
+        left = V - start
+        tail = 0
+        if weight_grad:
+            # Less 32 entries of each row's padding.
+            tail = max(left * C * gradient_width // (column + C * gradient_width) - 32, 0)
+        size = min(_step(min(max(tail, own), MOST_ENTRIES)), left)
+        out.append((start, start + size, size <= tail))
+        start += size
+    return out
+
+
+def _step(entries: int) -> int:
+    """A multiple of a product's tile, or of 16 where it is smaller than one."""
+    for step in (128, 16):
+        if entries >= step:
+            return entries // step * step
+    return entries

@@ -1,0 +1,175 @@
+"""A vocabulary that is split over ranks: what each computes alone, what they exchange, and each one's gradients.
+
+    partials_4N = shard_partials(hidden, weight_shard, labels, first=…)         on every rank: no logits leave it
+    numbers     = combine_partials(torch.stack(all ranks' partials))            16 bytes a token a rank, gathered
+    losses_N    = numbers.losses(objective)
+    gradients   = shard_gradients(upstream_N, hidden, weight_shard, labels, numbers, …)
+
+The gradient of hidden is that of one shard: the ranks' sum is the whole. Weight's and bias's are complete. All
+ranks combine the same numbers in the same order, so their losses have the same bits.
+"""
+
+# N tokens, C hidden size, V entries of the shard, S shards
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trimtab.facts.errors import ModelError
+from trimtab.kernels.linear_cross_entropy import spec
+from trimtab.kernels.linear_cross_entropy.objective import LOWEST, Objective, combine, losses_of
+from trimtab.kernels.linear_cross_entropy.schedule import schedule
+
+IMPLS = ("chunked", "triton")
+PLAIN = Objective()
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of whole rows: the log of the sum of exponentials, its distance from the label's logit, that, and the sum."""
+
+    lse_N: torch.Tensor
+    nll_N: torch.Tensor
+    label_N: torch.Tensor
+    sum_N: torch.Tensor
+
+    def losses(self, vocabulary: int, objective: Objective = PLAIN) -> torch.Tensor:
+        """loss_N, before weights; a token that is ignored has a value too: leave it out by its upstream."""
+        return losses_of(objective, vocabulary, self.lse_N, self.nll_N, self.label_N, self.sum_N)
+
+
+def shard_partials(
+    hidden_NC: torch.Tensor,
+    weight_VC: torch.Tensor,
+    labels_N: torch.Tensor,
+    *,
+    first: int,
+    bias_V: torch.Tensor | None = None,
+    objective: Objective = PLAIN,
+    impl: str = "chunked",
+    chunk_tokens: int | None = None,
+) -> torch.Tensor:
+    """partials_4N in fp32: largest logit, Σ exp(logit − largest), the label's logit or 0, Σ logit.
+
+    Args:
+        weight_VC: Entries [first, first + V) of the vocabulary, with their `bias_V`.
+        labels_N: Ids in the whole vocabulary.
+
+    Example:
+        >>> hidden, head, labels = torch.zeros(2, 4), torch.zeros(8, 4), torch.tensor([1, 7])
+        >>> halves = [shard_partials(hidden, head[i : i + 4], labels, first=i) for i in (0, 4)]
+        >>> combine_partials(torch.stack(halves)).losses(8)  # log 8
+        tensor([2.0794, 2.0794])
+    """
+    N, V = hidden_NC.shape[0], weight_VC.shape[0]
+    rows = max(min(chunk_tokens or spec.chunk_tokens(N, V), N), 1)
+    with torch.no_grad():
+        if impl == "triton":
+            from trimtab.kernels.linear_cross_entropy import operators
+
+            operators.check_dtype(hidden_NC.dtype)
+            found: torch.Tensor = torch.ops.trimtab.linear_cross_entropy_partials(
+                hidden_NC, weight_VC, bias_V, labels_N.contiguous(), objective.softcap, first, rows
+            )
+            return found
+        elif impl == "chunked":
+            return _partials(hidden_NC, weight_VC, labels_N - first, bias_V, objective, rows)
+    raise ModelError(f"there is no sharded loss called {impl!r}", f"use one of {', '.join(IMPLS)}")
+
+
+def _partials(
+    hidden_NC: torch.Tensor,
+    weight_VC: torch.Tensor,
+    columns_N: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    objective: Objective,
+    rows: int,
+) -> torch.Tensor:
+    wide = torch.promote_types(hidden_NC.dtype, torch.float32)
+    V = weight_VC.shape[0]
+    out_4N = hidden_NC.new_empty(4, hidden_NC.shape[0], dtype=wide)
+    for start in range(0, hidden_NC.shape[0], rows):
+        part = slice(start, start + rows)
+        z_nV = torch.nn.functional.linear(hidden_NC[part], weight_VC, bias_V).to(wide)
+        if objective.softcap:
+            z_nV = z_nV.div_(objective.softcap).tanh_().mul_(objective.softcap)
+        column_n = columns_N[part]
+        label_n = z_nV.gather(1, column_n.clamp(0, V - 1)[:, None])[:, 0]
+        inside_n = (column_n >= 0) & (column_n < V)
+        largest_n = z_nV.amax(-1).clamp(min=LOWEST)
+        out_4N[2, part] = torch.where(inside_n, label_n, 0.0)
+        out_4N[3, part] = z_nV.sum(-1)
+        out_4N[0, part] = largest_n
+        out_4N[1, part] = z_nV.sub_(largest_n[:, None]).exp_().sum(-1)
+    return out_4N
+
+
+def combine_partials(partials_S4N: torch.Tensor) -> Numbers:
+    """The numbers of whole rows from all shards', stacked in the order of the ranks."""
+    return Numbers(*combine(partials_S4N.permute(1, 2, 0)))
+
+
+def shard_gradients(
+    upstream_N: torch.Tensor,
+    hidden_NC: torch.Tensor,
+    weight_VC: torch.Tensor,
+    labels_N: torch.Tensor,
+    numbers: Numbers,
+    *,
+    first: int,
+    vocabulary: int,
+    bias_V: torch.Tensor | None = None,
+    objective: Objective = PLAIN,
+    impl: str = "chunked",
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+    weight_gradient_dtype: torch.dtype | None = None,
+    memory_bytes: int | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of hidden (this shard's part of the sum), weight and bias; None where not wanted.
+
+    Args:
+        upstream_N: fp32 factors of the tokens' losses: the upstream gradient with weights and divisor in it, 0
+            where a token is ignored.
+        vocabulary: Entries of all shards together.
+        wanted: Which of the three to compute.
+        weight_gradient_dtype: By default weight's.
+    """
+    (N, C), V = hidden_NC.shape, weight_VC.shape[0]
+    kind = weight_gradient_dtype or weight_VC.dtype
+    wanted = (wanted[0], wanted[1], wanted[2] and bias_V is not None)
+    with torch.no_grad():
+        if impl == "triton":
+            from trimtab.kernels.linear_cross_entropy import operators
+
+            operators.check_dtype(hidden_NC.dtype)
+            plan = schedule(
+                N, C, V, hidden_NC.element_size(), kind.itemsize, memory_bytes=memory_bytes, by_token=True
+            )
+            found = torch.ops.trimtab.linear_cross_entropy_gradients(
+                upstream_N.to(torch.float32).contiguous(),
+                hidden_NC,
+                weight_VC,
+                bias_V,
+                labels_N.contiguous(),
+                numbers.lse_N,
+                numbers.nll_N,
+                objective.label_smoothing,
+                objective.z_loss,
+                objective.softcap,
+                first,
+                vocabulary,
+                plan.scratch_bytes,
+                *wanted,
+                kind,
+            )
+            hidden, weight, bias = (x if want else None for want, x in zip(wanted, found, strict=True))
+            return hidden, weight, bias
+        elif impl == "chunked":
+            from trimtab.kernels.linear_cross_entropy.impl_chunked import block_gradients
+
+            size = spec.block_entries(spec.chunk_tokens(N, V), N, V)
+            inputs = (hidden_NC, weight_VC, bias_V, labels_N, upstream_N, -numbers.nll_N, numbers.lse_N)
+            return block_gradients(*inputs, objective, first, vocabulary, size, wanted, kind)
+    raise ModelError(f"there is no sharded loss called {impl!r}", f"use one of {', '.join(IMPLS)}")
