@@ -54,6 +54,8 @@ def linear_table(signed: bool) -> list[float]:
 class TableCode:
     """Any 256 ascending numbers."""
 
+    peak = 1.0
+
     def __init__(self, values: list[float]) -> None:
         self.table = torch.tensor(values, dtype=torch.float64).float()
         self.zero = int(self.table.abs().argmin())
@@ -88,6 +90,7 @@ class Nearest:
 
     def __init__(self, code: Code, no_zero: bool = False) -> None:
         self.code, self.no_zero, self.zero, self.decode = code, no_zero, code.zero, code.decode
+        self.peak = code.peak
 
     def encode(self, value_N: torch.Tensor, fraction_N: torch.Tensor) -> torch.Tensor:
         """A fraction of one half is the midpoint."""

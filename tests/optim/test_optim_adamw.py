@@ -321,11 +321,14 @@ def test_mistakes_are_said() -> None:
         AdamW([{"params": [("p", p)]}], lr=1.0, state_dtype="bf16", fused=True)
 
 
-def test_the_example_in_the_documentation_runs() -> None:
+def test_the_examples_in_the_documentation_run() -> None:
     page = (Path(__file__).parents[2] / "docs" / "optimizer.md").read_text()
     names: dict[str, Any] = {}
-    exec(page.split("```python\n")[1].split("```")[0], names)
+    first, second = (part.split("```")[0] for part in page.split("```python\n")[1:3])
+    exec(first, names)
     assert names["optimizer"].scalars()["step"] == 100
+    exec(second, names)
+    assert names["steps"].optimizer.scalars()["step"] == 3
 
 
 @pytest.mark.gpu

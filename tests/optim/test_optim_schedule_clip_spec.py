@@ -182,16 +182,54 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_scratch_is_declared(name: str, dtype: str) -> None:
+@pytest.mark.parametrize("shape", [(1024, 512), (2000, 300), (3, 400_000)])
+@pytest.mark.parametrize("flagged", [False, True])
+def test_scratch_is_declared(name: str, dtype: str, shape: tuple[int, ...], flagged: bool) -> None:
+    """`flagged`: the way of a GPU, where the host does not know whether the step is to be skipped."""
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    p = torch.nn.Parameter(torch.zeros(1024, 512, dtype=torch_dtype))
+    p = torch.nn.Parameter(torch.zeros(shape, dtype=torch_dtype))
     p.grad = torch.ones_like(p)
     optimizer = build(name, [("p", p)], lr=1.0)
-    with Peak([p, p.grad, *optimizer.tensors().values()]) as seen:
-        optimizer.step()
-    declared = optim_spec.scratch_bytes(name, (1024, 512), dtype)
-    assert seen.peak <= declared + 4096
+    with Peak([p, p.grad, *optimizer.tensors().values()]) as seen, torch.no_grad():
+        if flagged:
+            optimizer.count += 1
+            optimizer._update(optimizer.param_groups[0], 1.0, 1.0, torch.tensor(False))
+        else:
+            optimizer.step()
+    declared = optim_spec.scratch_bytes(name, shape, dtype)
+    if flagged:  # as declared for a GPU, on a CPU's chunks
+        piece = min(p.numel(), 1 << 18)
+        before = {"adamw_8bit": 2, "adamw_bf16": 4, "adamw_torch": 8}.get(name, 0)
+        declared += declared and piece * (p.element_size() + before)
+    assert seen.peak <= declared + 4096 + 0.01 * declared
     assert seen.peak >= 0.7 * declared
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_gpu_declares_what_is_kept_for_a_skipped_step(name: str) -> None:
+    small, large = ((optim_spec.scratch_bytes(name, (64, 1024), "bf16", d)) for d in ("cpu", "cuda"))
+    kept = {"adamw_8bit": 4, "adamw_bf16": 6, "adamw_torch": 10, "adamw_torch_fused": 0}[name]
+    assert large - small == kept * 64 * 1024
+    assert optim_spec.scratch_bytes("adamw_8bit", (64, 1024), "bf16", "cuda", impl="triton") == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_scratch_is_what_a_gpu_allocates(name: str) -> None:
+    p = torch.nn.Parameter(torch.zeros(4096, 2048, dtype=torch.bfloat16, device="cuda"))
+    p.grad = torch.ones_like(p)
+    for impl in ("reference", "triton") if name == "adamw_8bit" else ("reference",):
+        optimizer = build(name, [("p", p)], lr=1.0, impl=impl)
+        flag = torch.zeros((), dtype=torch.bool, device="cuda")
+        optimizer.step(skip=flag)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step(skip=flag)
+        seen = torch.cuda.max_memory_allocated() - before
+        declared = optim_spec.scratch_bytes(name, tuple(p.shape), "bf16", "cuda", impl)
+        assert 0.7 * declared <= seen <= 1.01 * declared + (1 << 20)
 
 
 def test_spec_and_schedule_import_no_torch() -> None:

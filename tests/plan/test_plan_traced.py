@@ -63,6 +63,9 @@ CASES = {
     ),
     "few tokens": vary(WIDE, batch=1, tokens=16),
     "few tokens, no accumulation": vary(WIDE, batch=1, tokens=16, accumulation=1),
+    "optimizer in backward": vary(accumulation=1, in_backward=True),
+    "optimizer in backward, untied": vary({"tie_embeddings": False}, accumulation=1, in_backward=True),
+    "optimizer in backward, few tokens": vary(WIDE, batch=1, tokens=16, accumulation=1, in_backward=True),
 }
 
 
@@ -81,6 +84,8 @@ class Step:
         self.optimizer = optim.build(
             job.optimizer, named, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, seed=0
         )
+        if job.in_backward:
+            optim.InBackward(self.optimizer).begin()
 
     def forward_backward(self) -> None:
         job = self.job

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from trimtab.optim.by_name import build
     from trimtab.optim.clip import clip_factor, global_norm
     from trimtab.optim.groups import parameter_groups
+    from trimtab.optim.in_backward import InBackward
     from trimtab.optim.schedule import learning_rate
     from trimtab.optim.spec import OPTIMIZERS, SCHEDULES, state_bytes
 
 _HOME = {
     "AdamW": "adamw",
     "AdamW8bit": "adamw8bit",
+    "InBackward": "in_backward",
     "NamedOptimizer": "base",
     "build": "by_name",
     "clip_factor": "clip",
@@ -37,6 +39,7 @@ __all__ = [
     "SCHEDULES",
     "AdamW",
     "AdamW8bit",
+    "InBackward",
     "NamedOptimizer",
     "build",
     "clip_factor",

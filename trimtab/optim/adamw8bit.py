@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trimtab.kernels.adamw8bit import State8bit, adamw8bit_step, new_state
-from trimtab.kernels.adamw8bit.spec import SMALL
+from trimtab.kernels.adamw8bit.spec import IMPLS, SMALL
 from trimtab.optim.adamw import AdamWBase, gradient_of
 
 KEYS = ("exp_avg_codes", "exp_avg_scale", "root_codes", "root_scale")
@@ -18,7 +18,9 @@ class AdamW8bit(AdamWBase):
     """AdamW with 8-bit moments in blocks of 256: about 2 bytes a parameter instead of 8.
 
     Tensors of fewer than 4096 elements keep fp32 moments. The layout and the code are described in
-    `trimtab.kernels.adamw8bit`.
+    `trimtab.kernels.adamw8bit`. `impl` is "reference" (torch, any device), "triton" (CUDA: all parameters in a
+    few launches) or "triton_exact" (the same with the reference's bits, in more instructions); the states are the
+    same, so that a run may go on with another.
 
     Example:
         >>> layer = torch.nn.Linear(64, 64)
@@ -39,29 +41,102 @@ class AdamW8bit(AdamWBase):
         seed: int = 0,
         impl: str = "reference",
     ) -> None:
+        if impl not in IMPLS:
+            raise ValueError(f"AdamW8bit has no impl {impl!r}: {', '.join(IMPLS)}")
         self.impl = impl
         super().__init__(
             named_groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
             stochastic_rounding=stochastic_rounding, seed=seed,
         )  # fmt: skip
+        self._tables: list[Together] = [] if impl == "reference" else self._together()
+        self._alone: dict[str, Together] = {}
 
     def _new_state(self, name: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
         if param.numel() < SMALL:
             return {key: torch.zeros_like(param, dtype=torch.float32) for key in ("exp_avg", "exp_avg_sq")}
         return dict(zip(KEYS, new_state(param), strict=True))
 
+    def _together(self) -> list[Together]:
+        """Every parameter's place in a table, one for each device."""
+        devices: dict[torch.device, list[tuple[str, torch.Tensor, dict[str, Any]]]] = {}
+        for name, p, group in self._named():
+            if p.numel():
+                devices.setdefault(p.device, []).append((name, p, group))
+        return [Together(self, members) for members in devices.values()]
+
+    def _update_all(
+        self, lr: float | None, grad_scale: torch.Tensor | float, skip: torch.Tensor | None
+    ) -> None:
+        if not self._tables:
+            super()._update_all(lr, grad_scale, skip)
+        for together in self._tables:
+            together.step(lr, grad_scale, skip)
+
     def _update(
         self, group: dict[str, Any], lr: float, grad_scale: torch.Tensor | float, skip: torch.Tensor | None
     ) -> None:
-        hyper = self._hyper(group, lr)
+        from trimtab.kernels.adamw8bit.impl_reference import fp32_step
+
         for name, p in zip(group["param_names"], group["params"], strict=True):
             if p.grad is None or p.numel() == 0:
                 continue
-            if "exp_avg" in self.state[p]:
-                self._by_chunks(name, p, hyper, grad_scale, skip)
-                continue
-            adamw8bit_step(
-                p, gradient_of(p), State8bit(*(self.state[p][key] for key in KEYS)),
-                **hyper, step=self.count, grad_scale=grad_scale, seed=self.seed, param_index=self.index[name],
-                stochastic_rounding=self.stochastic_rounding, skip=skip, impl=self.impl,
-            )  # fmt: skip
+            hyper = self._hyper(group, lr) | {
+                "step": self.count, "grad_scale": grad_scale, "seed": self.seed,
+                "param_index": self.index[name], "stochastic_rounding": self.stochastic_rounding, "skip": skip,
+            }  # fmt: skip
+            state = self.state[p]
+            if "exp_avg" in state:
+                fp32_step(p, gradient_of(p), (state["exp_avg"], state["exp_avg_sq"]), **hyper)
+            else:
+                adamw8bit_step(p, gradient_of(p), State8bit(*(state[key] for key in KEYS)), **hyper)
+
+    def _update_one(
+        self,
+        name: str,
+        param: torch.Tensor,
+        group: dict[str, Any],
+        lr: float,
+        grad_scale: torch.Tensor | float,
+        skip: torch.Tensor | None,
+    ) -> None:
+        if self.impl == "reference":
+            super()._update_one(name, param, group, lr, grad_scale, skip)
+        elif param.numel():
+            if name not in self._alone:
+                self._alone[name] = Together(self, [(name, param, group)])
+            self._alone[name].step(lr, grad_scale, skip)
+
+
+class Together:
+    """Parameters of one device that step in the same launches."""
+
+    def __init__(self, optimizer: AdamW8bit, members: list[tuple[str, torch.Tensor, dict[str, Any]]]) -> None:
+        from trimtab.kernels.adamw8bit.table import Member, Table
+
+        self.optimizer, self.members = optimizer, members
+        states = [optimizer.state[p] for _, p, _ in members]
+        self.table = Table(
+            [
+                Member(
+                    p,
+                    (s["exp_avg"], s["exp_avg_sq"])
+                    if "exp_avg" in s
+                    else State8bit(*(s[key] for key in KEYS)),
+                    optimizer.index[name],
+                )
+                for (name, p, _), s in zip(members, states, strict=True)
+            ],
+            exact=optimizer.impl == "triton_exact",
+        )
+
+    def step(self, lr: float | None, grad_scale: torch.Tensor | float, skip: torch.Tensor | None) -> None:
+        """Update those that have a gradient."""
+        optimizer = self.optimizer
+        self.table.step(
+            [None if p.grad is None else gradient_of(p) for _, p, _ in self.members],
+            lr=[group["lr"] if lr is None else lr for _, _, group in self.members],
+            weight_decay=[group["weight_decay"] for _, _, group in self.members],
+            beta1=optimizer.betas[0], beta2=optimizer.betas[1], eps=optimizer.eps, step=optimizer.count,
+            seed=optimizer.seed, grad_scale=grad_scale, skip=skip,
+            stochastic_rounding=optimizer.stochastic_rounding,
+        )  # fmt: skip

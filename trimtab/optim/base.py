@@ -46,6 +46,18 @@ class NamedOptimizer(torch.optim.Optimizer):
         """Update one group; where `skip` is true the device must leave weights and states as they are."""
         raise NotImplementedError
 
+    def _update_one(
+        self,
+        name: str,
+        param: torch.Tensor,
+        group: dict[str, Any],
+        lr: float,
+        grad_scale: torch.Tensor | float,
+        skip: torch.Tensor | None,
+    ) -> None:
+        """Update one parameter, for `InBackward`."""
+        self._update({**group, "params": [param], "param_names": [name]}, lr, grad_scale, skip)
+
     def _named(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
         for group in self.param_groups:
             for name, p in zip(group["param_names"], group["params"], strict=True):
@@ -76,6 +88,11 @@ class NamedOptimizer(torch.optim.Optimizer):
                 return
             skip = None
         self.count += 1
+        self._update_all(lr, grad_scale, skip)
+
+    def _update_all(
+        self, lr: float | None, grad_scale: torch.Tensor | float, skip: torch.Tensor | None
+    ) -> None:
         for group in self.param_groups:
             self._update(group, group["lr"] if lr is None else lr, grad_scale, skip)
 

@@ -24,8 +24,11 @@ def build(
     weight_decay: float = 0.0,
     decay_all: bool = False,
     seed: int = 0,
+    impl: str = "reference",
 ) -> NamedOptimizer:
     """The optimizer `name` over the trained parameters, in Hugging Face's groups.
+
+    `impl` is the 8-bit optimizer's: "reference", "triton" or "triton_exact"; the others are torch's code.
 
     Example:
         >>> optimizer = build("adamw_8bit", torch.nn.Linear(64, 64).named_parameters(), lr=1e-3)
@@ -40,5 +43,5 @@ def build(
     if name == "adamw_bf16":
         return AdamW(groups, lr=lr, betas=betas, eps=eps, seed=seed, state_dtype="bf16")
     if name == "adamw_8bit":
-        return AdamW8bit(groups, lr=lr, betas=betas, eps=eps, seed=seed)
+        return AdamW8bit(groups, lr=lr, betas=betas, eps=eps, seed=seed, impl=impl)
     raise RecipeError(f"there is no optimizer {name!r}", f"choose one of {', '.join(OPTIMIZERS)}")

@@ -34,11 +34,27 @@ def state_bytes(name: str, shape: tuple[int, ...], weight_dtype: str) -> int:
     raise ValueError(f"no optimizer {name!r}: {', '.join(OPTIMIZERS)}")
 
 
-def scratch_bytes(name: str, shape: tuple[int, ...], weight_dtype: str, device: str = "cpu") -> int:
-    """Most bytes held for a moment while one parameter is updated, besides weight, gradient and states."""
+BY_CHUNKS = {"adamw_torch": 36, "adamw_bf16": 44}
+"""Bytes an element of a chunk that torch's operations hold while bf16 weights or moments are updated."""
+
+
+def scratch_bytes(
+    name: str, shape: tuple[int, ...], weight_dtype: str, device: str = "cpu", impl: str = "reference"
+) -> int:
+    """Most bytes held for a moment while one parameter is updated, besides weight, gradient and states.
+
+    On a GPU a piece's old weights and states are among them, since the host does not know whether the step is
+    to be skipped. `impl` is the 8-bit optimizer's.
+
+    Example:
+        >>> scratch_bytes("adamw_bf16", (1024, 1024), "bf16"), scratch_bytes("adamw_torch", (1024, 1024), "fp32")
+        (11534336, 0)
+    """
     count = math.prod(shape)
     if name == "adamw_torch_fused" or (name == "adamw_torch" and weight_dtype == "fp32"):
         return 0
-    if name == "adamw_8bit" and count >= adamw8bit.SMALL:
-        return adamw8bit.scratch_bytes(shape, device)
-    return 11 * 4 * min(count, adamw8bit.CHUNK[device])
+    if name == "adamw_8bit" and (count >= adamw8bit.SMALL or impl != "reference"):
+        return adamw8bit.scratch_bytes(shape, device, BYTES[weight_dtype], impl)
+    piece = min(count, adamw8bit.CHUNK[device])
+    kept = 0 if device == "cpu" else piece * BYTES[weight_dtype] + state_bytes(name, (piece,), weight_dtype)
+    return BY_CHUNKS.get(name, 44) * piece + kept

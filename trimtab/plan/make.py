@@ -122,7 +122,10 @@ def make_plan(
         data=plan_data.describe(recipe, data, num_devices),
         time=estimate,
         disk=disk,
-        choices={**choices, "optimizer": {"name": recipe.optim, "reason": "named in the recipe"}},
+        choices={
+            **choices,
+            "optimizer": choices.get("optimizer") or {"name": recipe.optim, "reason": "named in the recipe"},
+        },
         notes=tuple(_notes(recipe, job)),
     )
 
@@ -140,6 +143,8 @@ def job_of(
         weights_dtype=choices["weights_dtype"],
         gradient_dtype=choices["gradient_dtype"],
         optimizer=recipe.optim,
+        optimizer_impl=choices.get("optimizer", {}).get("impl", "reference"),
+        in_backward=recipe.optim_in_backward,
         attention=choices["attention"]["impl"],
         device=device.kind,
         bf16=device.bf16,

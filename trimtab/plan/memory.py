@@ -72,6 +72,9 @@ class Job:
     """Whether the device computes bf16 in hardware."""
     packed: bool = True
     recompute: bool = False
+    optimizer_impl: str = "reference"
+    in_backward: bool = False
+    """Whether backward itself updates each weight and frees its gradient."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,8 @@ def weight_bytes(job: Job) -> int:
 
 
 def gradient_bytes(job: Job) -> int:
-    """Bytes of all gradients."""
-    return nbytes(job.gradient_dtype, job.shape.num_parameters)
+    """Bytes of all gradients that a backward pass leaves."""
+    return 0 if job.in_backward else nbytes(job.gradient_dtype, job.shape.num_parameters)
 
 
 def state_bytes(job: Job) -> int:
@@ -160,25 +163,31 @@ def _moments(job: Job, gradients: int) -> Iterator[tuple[str, int]]:
     # from the hidden states that were kept for it.
     yield "the loss, in backward", earlier + kept + loss + head + stream + (stream + chunk if again else 0)
     # From here on the head's gradient is there too. A tied one waits beside the others for the embedding's.
-    held = head if shape.tie_embeddings else (0 if earlier else head)
+    held = head if shape.tie_embeddings else (0 if earlier or job.in_backward else head)
+    update = _update_scratch(job) if job.in_backward else 0
     yield (
         "backward through the last layer",
-        earlier + kept + held + saved.working + stream + _block_scratch(job),
+        earlier + kept + held + saved.working + stream + max(_block_scratch(job), update),
     )
-    matrices = gradients - head * (1 if shape.tie_embeddings else 2)
+    matrices = 0 if job.in_backward else gradients - head * (1 if shape.tie_embeddings else 2)
     per_layer = matrices // max(shape.num_layers, 1)
     first = kept - saved.blocks + saved.blocks // shape.num_layers
     yield (
         "backward through the first layer",
-        (earlier or (matrices - per_layer)) + held + first + saved.working + stream + _block_scratch(job),
+        (earlier or (matrices - per_layer))
+        + held
+        + first
+        + saved.working
+        + stream
+        + max(_block_scratch(job), update),
     )
     # The embedding's gradient is dense, made in the weights' format, and added to what is there.
     dense = _made_gradient(job, shape.vocab_size * shape.hidden_size)
     yield (
         "the embedding, at the end of backward",
-        (earlier or matrices) + held + dense + stream + kept - saved.blocks,
+        (earlier or matrices) + held + max(dense, update) + stream + kept - saved.blocks,
     )
-    yield "the optimizer step", gradients + _update_scratch(job)
+    yield "the optimizer step", 0 if job.in_backward else gradients + _update_scratch(job)
 
 
 def _stream(job: Job) -> str:
@@ -213,6 +222,8 @@ def _block_scratch(job: Job) -> int:
 
 def _update_scratch(job: Job) -> int:
     return max(
-        optim_spec.scratch_bytes(job.optimizer, dims, job.weights_dtype, device=job.device)
+        optim_spec.scratch_bytes(
+            job.optimizer, dims, job.weights_dtype, device=job.device, impl=job.optimizer_impl
+        )
         for _, dims in job.shape.parameters()
     )

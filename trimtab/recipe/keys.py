@@ -16,9 +16,10 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from trimtab.recipe.rules import problems
 
 Attention = Literal[
-    "auto", "reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "varlen", "flex"
+    "auto", "reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "varlen", "flex", "triton"
 ]
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_bf16", "adamw_8bit"]
+OptimizerCode = Literal["auto", "reference", "triton", "triton_exact"]
 Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup", "warmup_stable_decay"]
 Documents = Literal["file", "blank-lines", "lines"]
 MathField = Literal["math", "arithmetic", "algebra", "calculus"]
@@ -82,7 +83,8 @@ class Source(Shorthand):
 
     source: Annotated[str, Field(min_length=1, examples=["./notes", "data/*.jsonl", "org/dataset"])]
     """A file (text, Markdown, JSON lines, Parquet, CSV), a folder, a glob, a hub dataset id, or what ships
-    with trimtab: `starter:math`, `starter:math-heldout`, `starter:general`, `starter:replay`."""
+    with trimtab: `starter:math`, `starter:math-heldout`, `starter:general`, `starter:replay`. A relative path
+    counts from the folder in which trimtab is called, not from the recipe's."""
     split: Annotated[str, Field(min_length=1, examples=["train"])] = "train"
     """Split of a hub dataset."""
     config: Annotated[str | None, Field(examples=["wikitext-2-raw-v1"])] = None
@@ -203,6 +205,14 @@ class Recipe(Section):
     """The optimizer. Bytes of state for each weight: `adamw_torch` 8, `adamw_bf16` 4, `adamw_8bit` about 2;
     these round bf16 weights stochastically. `adamw_torch_fused` is torch's own kernel: states as wide as the
     weights (8 bytes with fp32, 4 with bf16), bf16 weights rounded to nearest, so small updates are lost."""
+    optim_implementation: Annotated[OptimizerCode, Field(examples=["auto"])] = "auto"
+    """Which code steps `adamw_8bit`: `reference` is torch's operations on any device, `triton` one kernel for all
+    weights on a CUDA GPU, `triton_exact` the same with the reference's bits, slower. `auto` chooses once, says
+    which, and keeps the choice with the run. The states are the same for all."""
+    optim_in_backward: Annotated[bool, Field(examples=[False])] = False
+    """Update each weight inside the backward pass, as soon as its gradient is complete, and free the gradient.
+    Then gradients take almost no memory; they can neither be clipped by their common norm nor added up over
+    several passes, so this needs `max_grad_norm: 0` and `gradient_accumulation_steps: 1`."""
     weight_decay: Annotated[float, Field(ge=0, examples=[0.01])] = 0.01
     """Decoupled decay: each step shrinks the weights by `learning_rate × weight_decay`."""
     decay_all: Annotated[bool, Field(examples=[False])] = False

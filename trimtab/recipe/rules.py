@@ -14,7 +14,13 @@ FLAT_SCHEDULES = ("constant", "constant_with_warmup")
 
 def problems(recipe: Recipe) -> list[str]:
     """One sentence, `cause; remedy`, for each pair of keys that contradict each other; empty if none do."""
-    return [*_length(recipe), *_schedule(recipe), *_precision(recipe), *_measuring(recipe)]
+    return [
+        *_length(recipe),
+        *_schedule(recipe),
+        *_precision(recipe),
+        *_optimizer(recipe),
+        *_measuring(recipe),
+    ]
 
 
 def _length(recipe: Recipe) -> Iterator[str]:
@@ -66,6 +72,32 @@ def _precision(recipe: Recipe) -> Iterator[str]:
         yield (
             "gradient_dtype: bf16 needs weights in bf16, and here they are kept in fp32; "
             "set gradient_dtype: fp32, or weights_dtype: bf16 with dtype: bf16"
+        )
+
+
+def _optimizer(recipe: Recipe) -> Iterator[str]:
+    if recipe.optim_implementation != "auto" and recipe.optim != "adamw_8bit":
+        yield (
+            f"optim_implementation: {recipe.optim_implementation} is of adamw_8bit, and optim is {recipe.optim}; "
+            "leave it out, or set optim: adamw_8bit"
+        )
+    if not recipe.optim_in_backward:
+        return
+    if recipe.max_grad_norm > 0:
+        yield (
+            f"optim_in_backward: true uses each gradient before the others are known, and max_grad_norm: "
+            f"{recipe.max_grad_norm:g} needs all of them; set max_grad_norm: 0, or optim_in_backward: false"
+        )
+    if recipe.gradient_accumulation_steps > 1:
+        yield (
+            "optim_in_backward: true uses a gradient after one pass, and gradient_accumulation_steps: "
+            f"{recipe.gradient_accumulation_steps} adds up several; set gradient_accumulation_steps: 1 with a larger "
+            "per_device_train_batch_size, or optim_in_backward: false"
+        )
+    if recipe.dtype == "fp16":
+        yield (
+            "optim_in_backward: true cannot leave out a step whose scaled gradients overflow, as dtype: fp16 has to; "
+            "set dtype: bf16, or optim_in_backward: false"
         )
 
 

@@ -8,6 +8,7 @@ and the bad step can be run again with every layer watched.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def explain(job: Job, microbatches: Sequence[Any], num_targets: int) -> str:
 
 def _explain_here(job: Job, microbatches: Sequence[Any], num_targets: int) -> str | None:
     for index, batch in enumerate(microbatches):
-        with _Watch(job.model) as watch:
+        paused = nullcontext() if job.in_backward is None else job.in_backward.paused()
+        with _Watch(job.model) as watch, paused:
             loss = accumulate(job, [batch], num_targets, 1.0)
         bad_gradients = [n for n, p in job.parameters.items() if _has_bad(p.grad)]
         for parameter in job.parameters.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +33,14 @@ class Optimizer(Protocol):
     def tensors(self) -> dict[str, torch.Tensor]: ...
     def scalars(self) -> dict[str, Any]: ...
     def restore_scalars(self, scalars: dict[str, Any]) -> None: ...
+
+
+class InBackward(Protocol):
+    """An optimizer's step inside the backward pass."""
+
+    def begin(self, *, lr: float, skip: torch.Tensor) -> None: ...
+    def norm(self) -> torch.Tensor: ...
+    def paused(self) -> AbstractContextManager[None]: ...
 
 
 class Store(Protocol):
@@ -139,6 +148,8 @@ class Job:
     best_of: str | None = None
     loss_scale: float | None = None
     """The first loss scale for fp16; None trains without one."""
+    in_backward: InBackward | None = None
+    """Where it is given, backward itself updates the weights and leaves no gradients."""
     observers: Sequence[Observer] = field(default_factory=list)
     after_step: Callable[[int], None] | None = None
     """Called with the finished step; the kill demonstration and tests hook in here."""

@@ -7,7 +7,7 @@ the loop (a signal, a bad step, data that vanished), the state before it is save
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
 
@@ -100,7 +100,14 @@ class _Loop:
         lr = job.learning_rate(state.step)
         measured = self.steps_here == MEASURED_STEP
         with StepMeter(job) if measured else nullcontext() as meter:
-            loss = forward_backward(job, microbatches, num_targets, self.scaler.scale if self.scaler else 1.0)
+            self.updating = job.in_backward is not None
+            loss = forward_backward(
+                job,
+                microbatches,
+                num_targets,
+                self.scaler.scale if self.scaler else 1.0,
+                self.before_backward(lr),
+            )
             if meter is not None:
                 meter.backward_done()
             self.updating = True
@@ -125,9 +132,20 @@ class _Loop:
         if meter is not None:  # writes, and so may fail: not before the step is counted
             self.memory_record("peak", meter.buckets)
 
+    def before_backward(self, lr: float) -> Callable[[torch.Tensor], None] | None:
+        """What an optimizer in backward has to know first: the rate, and whether the loss is finite."""
+        steps = self.job.in_backward
+        if steps is None:
+            return None
+        return lambda loss: steps.begin(lr=lr, skip=self.guard.observe(self.state.step, loss, loss))
+
     def update(self, loss: torch.Tensor, lr: float) -> torch.Tensor:
         """Clip and step; returns the gradient's norm before clipping."""
         job = self.job
+        if job.in_backward is not None:  # the weights have moved; a norm that is not finite ends the run
+            norm = job.in_backward.norm()
+            self.guard.observe(self.state.step, loss, norm)
+            return norm
         norm = job.global_norm(job.parameters.values())
         inverse = 1.0
         if self.scaler is not None:
@@ -190,6 +208,8 @@ class _Loop:
         if state.step > 0:
             self.publish(set(), wait=True)
             saved = f"the state before it is saved as step {state.step}"
+            if job.in_backward is not None:
+                saved += ", with what a backward pass had updated before it met the first such gradient"
         self.saved_step = state.step
         where = explain(job, job.loader.next_step(), max(1, entry["num_targets"]))
         self.emit(

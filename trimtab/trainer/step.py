@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,23 +10,37 @@ import torch
 from trimtab.trainer.job import Job
 
 
-def forward_backward(job: Job, microbatches: Sequence[Any], num_targets: int, scale: float) -> torch.Tensor:
+def forward_backward(
+    job: Job,
+    microbatches: Sequence[Any],
+    num_targets: int,
+    scale: float,
+    before_backward: Callable[[torch.Tensor], None] | None = None,
+) -> torch.Tensor:
     """Plain accumulation: the mean loss over `num_targets` tokens of all microbatches and processes.
 
     Each microbatch's summed loss is divided by the step's whole token count before its backward, so the
     gradient does not depend on how tokens are spread over microbatches or processes. A pipeline schedule has
-    the same signature. `scale` is fp16's loss scale, 1 otherwise.
+    the same signature. `scale` is fp16's loss scale, 1 otherwise. `before_backward` is told each loss.
     """
-    total = accumulate(job, microbatches, num_targets, scale)
+    total = accumulate(job, microbatches, num_targets, scale, before_backward)
     job.mesh.sum_gradients(job.parameters.values())
     return job.mesh.sum_(total) / num_targets
 
 
-def accumulate(job: Job, microbatches: Sequence[Any], num_targets: int, scale: float) -> torch.Tensor:
+def accumulate(
+    job: Job,
+    microbatches: Sequence[Any],
+    num_targets: int,
+    scale: float,
+    before_backward: Callable[[torch.Tensor], None] | None = None,
+) -> torch.Tensor:
     """This process's part of `forward_backward`: the sum of its token losses; no other process is waited for."""
     total = torch.zeros((), dtype=torch.float32, device=job.device)
     for batch in microbatches:
         loss_sum = job.loss(batch)
+        if before_backward is not None:
+            before_backward(loss_sum.detach())
         (loss_sum * (scale / num_targets)).backward()
         total += loss_sum.detach()
     return total

@@ -1,12 +1,13 @@
 """The code of the moments: fourth powers, rounded stochastically.
 
-    first moment    m  = s₁ · sign(k) (|k| / 127)⁴          k = code − 127 in −127 … 127
-    second moment   √v = s₂ · ((k + 16) / 271)⁴             k = code in 0 … 255
+    first moment    m  = s₁ · sign(k) (|k| / p₁)⁴          k = code − 127 in −127 … 127,    p₁ = 127 − 1/64
+    second moment   √v = s₂ · ((k + 16) / p₂)⁴             k = code in 0 … 255,             p₂ = 271 − 1/64
 
-s is the largest magnitude of the block. Neighbouring entries differ by 3 % (m) and 1.5 % (√v) at the block's
-largest value and by only twice as much at a tenth of it. √v has no zero: its smallest entry is 1.2e-5 of the
-block's largest, so a denominator never vanishes under a first moment that did not. Why this code, and why
-rounding to nearest fails: README.md.
+s is the largest magnitude of the block; it lies a little below the topmost level, so that no rounding ever goes
+beyond that. Neighbouring entries differ by 3 % (m) and 1.5 % (√v) at the block's largest value and by only
+twice as much at a tenth of it. √v has no zero: its smallest entry is 1.2e-5 of the block's largest, so a
+denominator never vanishes under a first moment that did not. Why this code, and why rounding to nearest fails:
+README.md, which also derives the threshold that `encode` compares with.
 """
 
 # N elements in any shape
@@ -18,31 +19,39 @@ from typing import Protocol
 
 import torch
 
+from trimtab.kernels.adamw8bit.spec import FIRST_LEVEL, GRID, TOP1, TOP2, peak
+
 
 class Code(Protocol):
-    """256 numbers that a block's values, divided by their largest magnitude, are stored as."""
+    """256 numbers that a block's values, scaled so that the largest is `peak`, are stored as."""
 
     @property
     def zero(self) -> int:
         """The code nearest to 0."""
 
+    @property
+    def peak(self) -> float:
+        """What the largest magnitude of a block is scaled to."""
+
     def decode(self, codes_N: torch.Tensor) -> torch.Tensor:
         """uint8 codes → fp32, same shape."""
 
     def encode(self, value_N: torch.Tensor, fraction_N: torch.Tensor) -> torch.Tensor:
-        """fp32 in [−1, 1] → codes as whole numbers, same shape; `fraction_N` in (0, 1) decides."""
+        """fp32 of magnitude up to `peak` → codes as whole numbers; `fraction_N` in (0, 1) decides."""
 
 
 @dataclass(frozen=True)
 class QuarticCode:
-    """Entries (level / top)⁴ for levels first … top, with a sign of their own or none.
+    """Entries (2 · level)⁴ for levels first … top, with a sign of their own or none.
+
+    Twice the level, since then the threshold between two levels has whole coefficients.
 
     Example:
         >>> code = QuarticCode(signed=True, first=0, top=127)
-        >>> code.encode(torch.tensor([-1.0, 0.0, 1.0]), torch.full((3,), 0.5)).tolist()
-        [0.0, 127.0, 254.0]
-        >>> code.decode(torch.tensor([0, 127, 254], dtype=torch.uint8)).tolist()
-        [-1.0, 0.0, 1.0]
+        >>> code.decode(torch.tensor([0, 126, 127, 129], dtype=torch.uint8)).tolist()
+        [-4162314240.0, -16.0, 0.0, 256.0]
+        >>> code.encode(torch.tensor([-16.0, 0.0, 256.0]), torch.full((3,), 0.5)).tolist()
+        [126.0, 127.0, 129.0]
     """
 
     signed: bool
@@ -54,28 +63,36 @@ class QuarticCode:
         """The code of 0, or of the smallest entry."""
         return self.top if self.signed else 0
 
-    def _entry(self, level_N: torch.Tensor) -> torch.Tensor:
-        # a division, not a product with 1/top: the top level has to be exactly 1
-        return level_N.div(self.top).square_().square_()
+    @property
+    def peak(self) -> float:
+        """(2 · (top − 1/64))⁴"""
+        return peak(self.top)
 
     def decode(self, codes_N: torch.Tensor) -> torch.Tensor:
-        """uint8 → fp32 in [−1, 1]."""
-        if not self.signed:
-            return self._entry(codes_N.float().add_(self.first))
-        level_N = codes_N.float().sub_(self.top)
-        return self._entry(level_N).copysign_(level_N)
+        """uint8 → fp32, at most (2 · top)⁴."""
+        twice_N = codes_N.float().add_(-self.top if self.signed else self.first).mul_(2)
+        square_N = twice_N * twice_N.abs()
+        return square_N.abs().mul_(square_N)
 
     def encode(self, value_N: torch.Tensor, fraction_N: torch.Tensor) -> torch.Tensor:
-        """fp32 in [−1, 1] → whole numbers in fp32, unbiased: E[decode(encode(x))] = x.
+        """fp32 → whole numbers in fp32, unbiased: E[decode(encode(x))] = x.
 
-        The level below x, then one up with probability (x − below)/(above − below). Rounding x's fourth root
-        instead would be simpler and biased by the curvature, step after step.
+        The level L below x, then one up where x is at least L⁴ + fraction · ((L + 1)⁴ − L⁴), everything times
+        16: with j = 2L + 1 and T = j² + 1 that threshold is T · (T + 4 + (8 · fraction − 4) · j) − 4. Rounding
+        x's fourth root instead would be simpler and biased by the curvature, step after step.
         """
-        size_N = value_N.abs() if self.signed else value_N
-        level_N = size_N.sqrt().sqrt_().mul_(self.top).floor_().clamp_(self.first, self.top - 1)
-        below_N = self._entry(level_N)
-        gap_N = self._entry(level_N + 1).sub_(below_N)
-        level_N.add_((size_N - below_N).div_(gap_N).sub_(fraction_N).ceil_().clamp_(0, 1))
+        size_N = value_N.abs() if self.signed else value_N.clamp_min((2.0 * self.first) ** 4)
+        # the root to a multiple of 1/128 (what lies that close to a level may count as the level), cut to an
+        # even number by its bits
+        odd_N = size_N.sqrt().sqrt_().add_(GRID)
+        odd_N.view(torch.int32).bitwise_and_(-256)
+        odd_N.sub_(GRID - 1)
+        t_N = odd_N.square().add_(1)
+        threshold_N = fraction_N.mul(8).sub_(4).mul_(odd_N).add_(4).add_(t_N).mul_(t_N)
+        above_N = size_N.sub_(threshold_N) if self.signed else size_N - threshold_N
+        if self.signed:
+            above_N.add_(4)  # of the others 4 is at most 4e-6: left out
+        level_N = odd_N.sub_(1).mul_(0.5).add_(above_N >= 0)
         return level_N.copysign_(value_N).add_(self.top) if self.signed else level_N.sub_(self.first)
 
 
@@ -90,7 +107,7 @@ class Format:
 
 
 SHIPPED = Format(
-    first=QuarticCode(signed=True, first=0, top=127),
-    second=QuarticCode(signed=False, first=16, top=271),
+    first=QuarticCode(signed=True, first=0, top=TOP1),
+    second=QuarticCode(signed=False, first=FIRST_LEVEL, top=TOP2),
     root=True,
 )

@@ -5,12 +5,28 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
-IMPLS = ("reference",)
+IMPLS = ("reference", "triton", "triton_exact")
 
 BLOCK = 256
 """Values that share a scale."""
+
+TOP1, TOP2, FIRST_LEVEL = 127, 271, 16
+"""Highest levels of the two codes (code.py), and the lowest of √v's."""
+
+GRID = 65536.0
+"""Added to a number below 65536 and taken away again, it leaves a multiple of 1/128."""
+
+TINY = 2.0**-90
+"""A block whose largest moment is smaller counts as zero: the scale's reciprocal would not be finite."""
+
+GROUP = 8
+"""Neighbours in a row whose random words follow from one hash."""
+
+MULTIPLIER = 0x915F77F5
+"""The k-th word of a group is hash · MULTIPLIERᵏ mod 2³²: a generator with a good spectrum up to eight dimensions
+(Steele and Vigna, "Computationally easy, spectrally good multipliers", 2021)."""
 
 SMALL = 4096
 """Tensors of fewer elements keep fp32 moments: norms and biases, where 8 bits would save nothing."""
@@ -49,6 +65,16 @@ def grid(shape: tuple[int, ...]) -> tuple[int, int, int]:
     return math.prod(shape[:-1]), columns, -(-columns // BLOCK)
 
 
+def peak(top: int) -> float:
+    """What a block's largest magnitude is scaled to before it is encoded: 1/64 of a level below the top.
+
+    Example:
+        >>> round(peak(127) ** 0.25, 6)
+        253.96875
+    """
+    return (2 * (top - 1 / 64)) ** 4
+
+
 def state_bytes(shape: tuple[int, ...]) -> int:
     """Bytes of the two compressed moments: two an element, and two fp32 scales a block.
 
@@ -60,12 +86,23 @@ def state_bytes(shape: tuple[int, ...]) -> int:
     return 2 * math.prod(shape) + 8 * rows * blocks
 
 
-def scratch_bytes(shape: tuple[int, ...], device: str = "cpu") -> int:
-    """Most bytes the torch version holds besides its arguments: thirteen fp32 buffers of a chunk."""
+def scratch_bytes(
+    shape: tuple[int, ...], device: str = "cpu", weight_bytes: int = 2, impl: str = "reference"
+) -> int:
+    """Most bytes held besides the arguments. In torch 57 an element of a chunk, padded to whole blocks, and on a
+    GPU what the chunk held before, in case the step turns out to be skipped. In Triton nothing.
+
+    Example:
+        >>> scratch_bytes((1024, 1024)), scratch_bytes((1024, 1024), impl="triton")
+        (14942208, 0)
+    """
+    if impl != "reference":
+        return 0
     rows, columns, blocks = grid(shape)
     chunk = CHUNK[device]
     height = min(rows, max(1, chunk // max(columns, 1)))
-    return 13 * 4 * height * min(blocks * BLOCK, chunk)
+    kept = 0 if device == "cpu" else height * min(columns, chunk) * (weight_bytes + 2)
+    return 57 * height * min(blocks * BLOCK, chunk) + kept
 
 
 def bytes_moved(shape: tuple[int, ...], weight_bytes: int, grad_bytes: int) -> int:
@@ -76,6 +113,26 @@ def bytes_moved(shape: tuple[int, ...], weight_bytes: int, grad_bytes: int) -> i
 def flops(shape: tuple[int, ...]) -> int:
     """About 70 an element: decompress 8, moments 7, update 7, compress 32, random bits and rounding 16."""
     return 70 * math.prod(shape)
+
+
+SMALL_TILE = 1024
+"""Elements of a program that updates tensors with fp32 moments."""
+
+
+class Configuration(NamedTuple):
+    """Of the Triton kernel."""
+
+    blocks: int
+    """Worked on at once by a program."""
+    times: int
+    """How often, one after another."""
+    warps: int
+    stages: int = 1
+
+
+def configuration(capability: int) -> Configuration:
+    """What is launched on a chip: a pure function, so that results do not depend on a measurement."""
+    return Configuration(blocks=4, times=8, warps=4)
 
 
 def make_inputs(

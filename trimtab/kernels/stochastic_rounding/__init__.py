@@ -74,3 +74,35 @@ def random_bits(
     return impl_reference.random_bits(
         count, seed=seed, step=step, param_index=param_index, stream=stream, offset=offset, device=device
     )
+
+
+def words_at(
+    index_N: torch.Tensor, *, seed: int, step: int, param_index: int, stream: int = 0
+) -> torch.Tensor:
+    """`random_bits` of the elements whose int64 indices are given, in any order: int32, same shape.
+
+    Example:
+        >>> import torch
+        >>> a = random_bits(8, seed=0, step=1, param_index=2)
+        >>> bool((words_at(torch.tensor([5, 2]), seed=0, step=1, param_index=2) == a[[5, 2]]).all())
+        True
+    """
+    from trimtab.kernels.stochastic_rounding import impl_reference
+
+    return impl_reference.words_at(index_N, seed=seed, step=step, param_index=param_index, stream=stream)
+
+
+def round_with_(out_N: torch.Tensor, value_N: torch.Tensor, words_N: torch.Tensor) -> torch.Tensor:
+    """`stochastic_round_` with random words of one's own: the low half of each int32 decides.
+
+    `words_N` (same shape) is overwritten.
+
+    Example:
+        >>> import torch
+        >>> w = torch.empty(2, dtype=torch.bfloat16)
+        >>> round_with_(w, torch.tensor([1.001, 1.001]), torch.tensor([0, 0xFFFF], dtype=torch.int32)).tolist()
+        [1.0, 1.0078125]
+    """
+    from trimtab.kernels.stochastic_rounding import impl_reference
+
+    return impl_reference.round_with_(out_N, value_N, words_N)

@@ -27,13 +27,13 @@ def _xorshift_(h_N: torch.Tensor, shift: int, scratch_N: torch.Tensor) -> None:
     h_N.bitwise_xor_(scratch_N.bitwise_and_((1 << (32 - shift)) - 1))
 
 
-def _hash_(h_N: torch.Tensor, key0: int, key1: int, scratch_N: torch.Tensor) -> torch.Tensor:
+def _hash_(h_N: torch.Tensor, key0: int, key1: int | torch.Tensor, scratch_N: torch.Tensor) -> torch.Tensor:
     """Low words of element indices → hashed words, in place. `spec.word` is the definition."""
     h_N.bitwise_xor_(_signed(key0))
     _xorshift_(h_N, SHIFTS[0], scratch_N)
     h_N.mul_(_signed(MULTIPLIERS[0]))
     _xorshift_(h_N, SHIFTS[1], scratch_N)
-    h_N.add_(_signed(key1))
+    h_N.add_(_signed(key1) if isinstance(key1, int) else key1)
     h_N.mul_(_signed(MULTIPLIERS[1]))
     _xorshift_(h_N, SHIFTS[2], scratch_N)
     h_N.mul_(_signed(MULTIPLIERS[2]))
@@ -90,6 +90,23 @@ def random_bits(
     out_N = torch.empty(count, dtype=torch.int32, device=device)
     for where, words in _hashed_chunks(count, offset, *keys(seed, step, param_index, stream), out_N.device):
         out_N[where] = words
+    return out_N
+
+
+def words_at(
+    index_N: torch.Tensor, *, seed: int, step: int, param_index: int, stream: int = 0
+) -> torch.Tensor:
+    """Hashed words as int32, of int64 indices in any order and shape."""
+    key0, key1 = keys(seed, step, param_index, stream)
+    words_N, scratch_N = index_N.to(torch.int32), torch.empty_like(index_N, dtype=torch.int32)
+    high_N = (index_N >> 32).to(torch.int32).mul_(_signed(GOLDEN)).add_(_signed(key1))
+    return _hash_(words_N, key0, high_N, scratch_N)
+
+
+def round_with_(out_N: torch.Tensor, value_N: torch.Tensor, words_N: torch.Tensor) -> torch.Tensor:
+    """`value_N` into bf16 `out_N`, the low halves of int32 `words_N` deciding; `words_N` is overwritten."""
+    rounded_N = _round_bits(value_N.contiguous().view(torch.int32), words_N.bitwise_and_(0xFFFF))
+    out_N.view(torch.int16).copy_(rounded_N)
     return out_N
 
 

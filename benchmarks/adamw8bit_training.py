@@ -1,0 +1,188 @@
+"""Training with 8-bit moments beside fp32 ones: the starter model, the demo's recipe, several seeds.
+
+    python benchmarks/adamw8bit_training.py --commit $(git rev-parse --short HEAD)
+
+For each seed the recipe of `trimtab demo` is trained twice, with `adamw_torch` (fp32 moments) and `adamw_8bit`,
+everything else equal: the same seed draws the same windows. Compared are training loss, held-out calculus
+(what is learnt) and held-out general text (what is forgotten). A run that was cut short goes on where it
+ended: each finished training is kept at once in benchmarks/results/adamw8bit-training.json. At the end the
+curves are drawn into docs/adamw8bit-training.svg. On one core about a minute a training, six in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "adamw8bit-training.json"
+PICTURE = ROOT / "docs" / "adamw8bit-training.svg"
+OPTIMIZERS = {"adamw_torch": "#1f6feb", "adamw_8bit": "#d9480f"}
+LABELS = {"adamw_torch": "fp32 moments", "adamw_8bit": "8-bit moments"}
+
+
+class Silent:
+    """Shows nothing."""
+
+    total_steps = 0
+
+    def plan(self, plan: Any) -> None:
+        """Nothing."""
+
+    def message(self, text: str) -> None:
+        """Nothing."""
+
+    def working(self, what: str, done: int, total: int | None, unit: str = "") -> None:
+        """Nothing."""
+
+    def record(self, record: Any) -> None:
+        """Nothing."""
+
+
+def train(optimizer: str, seed: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One training: loss of every step, and of the held-out sets at each measurement."""
+    from trimtab import launch
+    from trimtab.recipe import load
+    from trimtab.starter import recipe_file
+
+    changes = {
+        "num_train_epochs": "null",
+        "max_steps": options.steps,
+        "optim": optimizer,
+        "seed": seed,
+        "eval_steps": max(1, options.steps // 3),
+        "save_steps": "null",
+        "probe": "false",
+        "answers": 0,
+        "prompts": "[]",
+        "device": options.device,
+        "data.cache_dir": folder / "cache",
+        "data.num_proc": 1,
+        "output_dir": folder / f"{optimizer}-{seed}",
+    }
+    if optimizer == "adamw_8bit":
+        changes["optim_implementation"] = options.implementation
+    recipe = load(recipe_file("demo"), [f"{key}={value}" for key, value in changes.items()])
+    finished = launch.train(recipe, Silent())
+    lines = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
+    row: dict[str, Any] = {"optimizer": optimizer, "seed": seed}
+    row["train"] = [round(r["loss"], 5) for r in lines if r["kind"] == "train"]
+    for name in ("domain", "general"):
+        row[name] = [
+            [r["step"], round(r["loss"], 5)] for r in lines if r["kind"] == "eval" and r["name"] == name
+        ]
+    return row
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last held-out losses, their difference seed by seed, and how far seeds lie apart."""
+    found: dict[str, Any] = {}
+    for name in ("domain", "general"):
+        last = {(r["optimizer"], r["seed"]): r[name][-1][1] for r in rows}
+        seeds = sorted({seed for _, seed in last})
+        gaps = [last["adamw_8bit", s] - last["adamw_torch", s] for s in seeds]
+        fp32 = [last["adamw_torch", s] for s in seeds]
+        found[name] = {
+            "fp32": statistics.fmean(fp32),
+            "8bit": statistics.fmean(last["adamw_8bit", s] for s in seeds),
+            "gap_mean": statistics.fmean(gaps),
+            "gap_worst": max(gaps, key=abs),
+            "spread_between_seeds": statistics.stdev(fp32) if len(fp32) > 1 else None,
+        }
+    return found
+
+
+def picture(rows: list[dict[str, Any]]) -> str:
+    """SVG: training loss over steps on the left, the gap seed by seed on the right."""
+    left = {k: [_smooth(r["train"]) for r in rows if r["optimizer"] == k] for k in OPTIMIZERS}
+    pairs = zip(left["adamw_torch"], left["adamw_8bit"], strict=True)
+    gaps = [[[s, b - a] for (s, a), (_, b) in zip(x, y, strict=True)] for x, y in pairs]
+    lines = [(OPTIMIZERS[k], curve) for k in OPTIMIZERS for curve in left[k]]
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 300" font-family="sans-serif" font-size="12">',
+        '<rect width="860" height="300" fill="white"/>',
+        *_chart(50, "training loss, mean of 20 steps, each line a seed", lines),
+        *_chart(480, "8-bit minus fp32, same seed", [(OPTIMIZERS["adamw_8bit"], gap) for gap in gaps]),
+    ]
+    for i, (key, colour) in enumerate(OPTIMIZERS.items()):
+        parts.append(f'<text x="260" y="{60 + 18 * i}" fill="{colour}">{LABELS[key]}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _smooth(losses: list[float], window: int = 20) -> list[list[float]]:
+    return [[i + window, statistics.fmean(losses[i : i + window])] for i in range(0, len(losses), window)]
+
+
+def _chart(x: int, title: str, lines: list[tuple[str, list[list[float]]]]) -> list[str]:
+    width, height, top = 340, 210, 40
+    values = [v for _, line in lines for _, v in line]
+    low, high, last = min(*values, 0.0), max(values), max(s for _, line in lines for s, _ in line)
+    reach = (high - low) or 1.0
+
+    def at(step: float, value: float) -> str:
+        return f"{x + width * step / last:.1f},{top + height * (high - value) / reach:.1f}"
+
+    parts = [f'<text x="{x}" y="24" font-weight="bold">{title}</text>']
+    for i in range(5):
+        value = low + reach * i / 4
+        y = top + height * (high - value) / reach
+        parts.append(f'<line x1="{x}" x2="{x + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{x - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
+    for colour, line in lines:
+        points = " ".join(at(s, v) for s, v in line)
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6" opacity="0.75"/>'
+        )
+    parts.append(f'<text x="{x + width}" y="{top + height + 20}" text-anchor="end">step {last:.0f}</text>')
+    return parts
+
+
+def main() -> None:
+    """Train what is missing, compare, print, keep, draw."""
+    import torch
+
+    from trimtab.launch import detect
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--commit", default="unknown", help="commit to record beside the numbers")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--implementation", default="auto", help="optim_implementation of adamw_8bit")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    place = {
+        "device": detect(options.device).name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    settings = {"steps": options.steps, "recipe": "demo.yaml", "implementation": options.implementation}
+    report: dict[str, Any] = {"version": 1, "commit": options.commit, "place": place, "settings": settings}
+    rows: list[dict[str, Any]] = []
+    if options.out.exists():
+        before = json.loads(options.out.read_text())
+        rows = before["rows"] if (before["settings"], before["place"]) == (settings, place) else []
+    with tempfile.TemporaryDirectory() as name:
+        for seed in range(1, options.seeds + 1):
+            for optimizer in OPTIMIZERS:
+                if any((r["optimizer"], r["seed"]) == (optimizer, seed) for r in rows):
+                    continue
+                rows.append(train(optimizer, seed, options, Path(name)))
+                options.out.write_text(json.dumps({**report, "rows": rows}) + "\n")
+                print(optimizer, seed, rows[-1]["domain"][-1], rows[-1]["general"][-1], flush=True)
+    report |= {"summary": summary(rows), "rows": rows}
+    options.out.write_text(json.dumps(report) + "\n")
+    print(json.dumps(report["summary"], indent=1))
+    if options.out == RESULT:
+        PICTURE.write_text(picture(rows))
+
+
+if __name__ == "__main__":
+    main()

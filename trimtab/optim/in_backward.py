@@ -1,0 +1,106 @@
+"""The optimizer's step inside the backward pass: each gradient is used and freed as soon as it is complete.
+
+Then the gradients of a step are never all there at once, which saves as many bytes as the weights take (twice
+that with fp32 gradients of bf16 weights). What needs all of them is excluded: clipping by the global norm, and
+adding up the gradients of several passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trimtab.facts.errors import TrainingError
+from trimtab.optim.base import NamedOptimizer
+from trimtab.optim.clip import global_norm
+
+
+class InBackward:
+    """Lets `optimizer` update every parameter during `backward()`; `begin` comes before each backward.
+
+    The weights that a layer's backward still needs are the old ones: a parameter's gradient is complete, and
+    the weight moves, only after the last use of both.
+
+    Example:
+        >>> layer = torch.nn.Linear(4, 4)
+        >>> steps = InBackward(AdamW([{"params": list(layer.named_parameters())}], lr=0.1))  # doctest: +SKIP
+        >>> steps.begin(lr=0.1)  # doctest: +SKIP
+        >>> layer(torch.ones(1, 4)).sum().backward()  # doctest: +SKIP
+        >>> layer.weight.grad is None  # doctest: +SKIP
+        True
+    """
+
+    def __init__(self, optimizer: NamedOptimizer) -> None:
+        self.optimizer = optimizer
+        self.now: dict[str, Any] | None = None
+        self.norms: dict[str, torch.Tensor] = {}
+        self.active = True
+        self.hooks = [
+            p.register_post_accumulate_grad_hook(self._hook(name, group))
+            for name, p, group in optimizer._named()
+        ]
+
+    def begin(
+        self,
+        *,
+        lr: float | None = None,
+        grad_scale: torch.Tensor | float = 1.0,
+        skip: torch.Tensor | None = None,
+    ) -> None:
+        """Count a step; the backward that follows is it. Arguments as in `optimizer.step`."""
+        self.optimizer.count += 1
+        self.norms = {}
+        self.now = {"lr": lr, "grad_scale": grad_scale, "skip": skip}
+
+    def norm(self) -> torch.Tensor:
+        """√Σ g² over the gradients of the last step, a 0-dim fp32 tensor on their device."""
+        if not self.norms:
+            return torch.zeros(())
+        return torch.linalg.vector_norm(torch.stack(list(self.norms.values())))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, gradients are left alone."""
+        self.active = False
+        try:
+            yield
+        finally:
+            self.active = True
+
+    def _hook(self, name: str, group: dict[str, Any]) -> Any:
+        def update(param: torch.Tensor) -> None:
+            if not self.active:
+                return
+            if self.now is None or name in self.norms:
+                raise TrainingError(
+                    f"{name} received a second gradient in one step",
+                    "call begin() before every backward(); gradient accumulation and an optimizer in backward "
+                    "exclude each other",
+                )
+            self._update(name, param, group, self.now)
+            param.grad = None
+
+        return update
+
+    @torch.no_grad()
+    def _update(self, name: str, param: torch.Tensor, group: dict[str, Any], now: dict[str, Any]) -> None:
+        """A weight whose gradient is not finite stays as it is: others may have moved already."""
+        norm = global_norm([param]).to(param.device)
+        self.norms[name] = norm
+        skip: torch.Tensor | None = ~norm.isfinite()
+        skip = skip if now["skip"] is None else now["skip"] | ~norm.isfinite()
+        if param.device.type == "cpu":
+            if bool(skip):
+                return
+            skip = None
+        lr = group["lr"] if now["lr"] is None else now["lr"]
+        self.optimizer._update_one(name, param, group, lr, now["grad_scale"], skip)
+
+    def close(self) -> None:
+        """The optimizer steps by `step()` again."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
