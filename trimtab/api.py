@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class Model:
         temperature: float = 0.0,
         top_p: float = 1.0,
         top_k: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         seed: int = 0,
         stream: Callable[[str], None] | None = None,
     ) -> Completion:
@@ -58,7 +59,7 @@ class Model:
             temperature: 0 always takes the likeliest token.
             top_p: draw from the likeliest tokens of this mass.
             top_k: draw from the so many likeliest tokens; 0 for all.
-            stop: texts before which it ends.
+            stop: a text, or several, before which it ends.
             seed: the same seed draws the same text.
             stream: called with each piece of text as it comes.
         """
@@ -77,7 +78,7 @@ class Model:
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
-            stop=list(stop),
+            stop=[stop] if isinstance(stop, str) else list(stop),
             seed=seed,
             stream=stream,
         )
@@ -85,19 +86,22 @@ class Model:
     def save(self, folder: str | Path, *, dtype: str = "bf16", overwrite: bool = False) -> Path:
         """Writes a folder that transformers loads, checks it, and returns the receipt's path."""
         from trimtab.export import export_hf
+        from trimtab.export.receipt import receipt_path
         from trimtab.model import read_generation_config, read_token_ids
         from trimtab.run import RunFolder
 
         if dtype not in DTYPES:
             raise RecipeError(f"dtype {dtype!r} is not known", f"use one of {', '.join(DTYPES)}")
         opened, folder = self.opened, Path(folder)
+        if opened.folder.resolve().is_relative_to(folder.resolve()):
+            raise RecipeError(
+                f"{folder} is where the model itself comes from, and would be replaced", "name another folder"
+            )
         run = RunFolder(Path(opened.name))
-        name = f"export-hf-{folder.name}.json"
-        receipt = (
-            run.receipts / name
-            if RunFolder.is_run(run.path)
-            else folder.with_name(f"{folder.name}.receipt.json")
-        )
+        receipts = run.receipts if RunFolder.is_run(run.path) else None
+        receipt = receipt_path(folder, receipts)
+        if receipts is not None and receipt.parent != receipts:
+            _tell(f"{receipts} cannot be written: the receipt goes to {receipt}")
         export_hf(
             opened.decoder,
             opened.tokenizer,
@@ -126,7 +130,7 @@ class RunResult:
 
         return read_run(self.folder)
 
-    def model(self, checkpoint: str = "latest") -> Model:
+    def model(self, checkpoint: str | int = "latest") -> Model:
         """The trained model: the `latest` checkpoint, the `best`, or a step."""
         return load(str(self.folder), checkpoint=checkpoint)
 
@@ -135,7 +139,7 @@ def load(
     name: str | Path,
     *,
     revision: str | None = None,
-    checkpoint: str = "latest",
+    checkpoint: str | int = "latest",
     dtype: str = "auto",
     device: str = "auto",
 ) -> Model:
@@ -168,6 +172,7 @@ def load(
         device=torch.device(facts.kind),
         capability=facts.capability,
         dtype=dtype,
+        on_event=_tell,
     )
     return Model(opened)
 
@@ -217,6 +222,13 @@ def plan_run(recipe: str | Path | dict[str, Any], **overrides: Any) -> dict[str,
     from trimtab import launch
 
     return launch.prepare(_recipe(recipe, overrides)).plan.to_dict()
+
+
+def _tell(message: str) -> None:
+    """A line for the person, on standard error: what a program reads from standard output stays as it was."""
+    from trimtab.report.plain import plain
+
+    print(plain(message), file=sys.stderr)
 
 
 def _result(finished: Finished) -> RunResult:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from cli_world import Call, World
 
+from trimtab.checkpoint import RunLock
 from trimtab.cli.demo import _replace_older
 from trimtab.cli.main import VERBS
 from trimtab.facts import errors
+from trimtab.facts.errors import CheckpointError
 from trimtab.recipe import load, to_dict
-from trimtab.run.folder import OURS
+from trimtab.run.folder import OURS, RunFolder
 from trimtab.starter import recipe_file
 
 
@@ -183,7 +189,9 @@ def test_export_writes_a_receipt_into_the_run_folder_and_never_over(
     run, target = shutil.copytree(world.run, tmp_path / "run"), tmp_path / "my-model"
     said = cli("export", "hf", run, target, "--dtype", "fp32")
     assert said.code == 0, said.err
-    receipt = json.loads((run / "receipts" / "export-hf-my-model.json").read_text())
+    (path,) = (run / "receipts").iterdir()
+    assert path.name.startswith("export-hf-my-model-")
+    receipt = json.loads(path.read_text())
     assert receipt["source"]["step"] == 6
     assert len(receipt["checks"]) >= 3
     prompt = ("the cat", "--max-new-tokens", 8)
@@ -245,12 +253,62 @@ def test_demo_of_a_few_steps(tmp_path: Path, cli: Call, monkeypatch: pytest.Monk
     assert said.code == 0, said.err
     assert "trimtab train own-text data.train=" in said.out.splitlines()[-1]
     assert len([r for r in records(tmp_path / "demo") if r["kind"] == "train"]) == 4
+    with RunFolder(tmp_path / "demo").lock(), pytest.raises(CheckpointError, match="in use"):
+        _replace_older(tmp_path / "demo")  # while the first is running
+    (tmp_path / "demo" / "mynotes").mkdir()
+    with pytest.raises(CheckpointError, match="mynotes"):
+        _replace_older(tmp_path / "demo")
+    (tmp_path / "demo" / "mynotes").rmdir()
     _replace_older(tmp_path / "demo")  # what a second demo begins with
-    assert not (tmp_path / "demo").exists()
+    assert [path.name for path in (tmp_path / "demo").iterdir()] == [RunLock.NAME]
+
+
+@pytest.mark.slow
+def test_demo_killed_and_resumed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trimtab", "demo", "--kill", "--steps", "8", "--folder", "d"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ended with signal 9" in done.stdout
+    # of step 2 where the kill came before the one of step 4 was on disk
+    assert re.search(r"resumed from its last checkpoint, step [24]\b", done.stdout)
+    assert "all 8 losses are equal bit by bit" in done.stdout
+
+
+def test_plan_mentions_a_text_that_is_not_there(world: World, cli: Call) -> None:
+    assert cli("plan", world.recipe).err == ""
+    said = cli("plan", world.recipe, "data.train=./nothere")
+    assert (said.code, said.err.count("note: ./nothere does not exist here")) == (0, 1)
+
+
+def test_eval_refuses_windows_beyond_the_model(world: World, cli: Call) -> None:
+    said = cli("eval", world.run, world.folder / "domain.jsonl", "--no-probe", "--max-seq-length", 4096)
+    said.refused(2, "beyond the model's 128 positions")
+
+
+def test_ctrl_c_is_said(cli: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trimtab.recipe.schema", interrupted, raising=False)
+    cli("schema").refused(130, "stopped")
+
+
+def test_a_reader_that_has_enough() -> None:
+    """Several schemas in a row are more than a pipe holds, so that writing meets its closed end."""
+    script = "import sys; from trimtab.cli.main import main; "
+    script += "codes = [main(['schema']) for _ in range(9)]; sys.stderr.write(str(141 in codes))"
+    piped = subprocess.run(
+        ["bash", "-c", '"$0" -c "$1" | head -1', sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (piped.stdout, piped.stderr) == ("{\n", "True")
 
 
 def test_demo_replaces_only_a_demo(world: World, tmp_path: Path, cli: Call) -> None:
-    cli("demo", "--steps", 4, "--folder", world.run).refused(5, "not an older demo")
+    cli("demo", "--steps", 4, "--folder", world.run).refused(5, "no demo made")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     cli("demo", "--steps", 4, "--folder", tmp_path / "mine").refused(5, "letter.txt")

@@ -236,7 +236,7 @@ def test_no_space_is_said_before_and_while_writing(source: Path, tokenizer, monk
 
 def test_a_cache_folder_that_cannot_be_made_is_an_error(source: Path, tokenizer) -> None:
     (source.parent / "cache").write_text("a file is in the way")
-    with pytest.raises(ResourceError, match=r"cannot be made .*; set cache_dir to another folder"):
+    with pytest.raises(ResourceError, match=r"cannot be made .*; give another folder: data\.cache_dir"):
         opened(source, tokenizer)
 
 

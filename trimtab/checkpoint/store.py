@@ -167,6 +167,11 @@ class Store:
         self.wait()
         return self._ranks.leader(lambda: self._search(None, verify, step))
 
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints whose manifest and file sizes are right, in order; bytes are not read."""
+        self.wait()
+        return self._ranks.leader(lambda: sorted(entry.step for _, entry in places.by_age(self.folder)))
+
     def load(
         self, found: Found, tensors: dict[str, torch.Tensor], *, partial: bool = False
     ) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,7 +31,10 @@ def evaluate(
         bool, typer.Option(help="Score grammar, transitivity and arithmetic by likelihood.")
     ] = True,
     answers: Annotated[int, typer.Option(min=0, help="Let the model answer so many held-out problems.")] = 0,
-    max_seq_length: Annotated[int, typer.Option(min=8, help="Tokens in a window.")] = 512,
+    max_seq_length: Annotated[
+        int | None,
+        typer.Option(min=8, help="Tokens in a window; by default 512, or what the model has room for."),
+    ] = None,
     windows: Annotated[int, typer.Option(min=1, help="At most so many windows of each text.")] = 64,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows at once.")] = 8,
     checkpoint: Annotated[
@@ -41,14 +45,18 @@ def evaluate(
         str, typer.Option(help="fp32, bf16, fp16, or auto for what this device does well.")
     ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where the tokens of the texts are kept; ~/.cache/trimtab/tokens if not given."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON lines.")] = False,
 ) -> None:
     """Measure a model: loss and perplexity on text, the probe of grammar and reasoning, exact answers.
 
+    Loss is in nats a token, averaged over all predicted tokens of packed, isolated documents.
+
         trimtab eval runs/demo starter:general ./my-notes --answers 60
         trimtab eval HuggingFaceTB/SmolLM2-135M data/*.txt --json
-
-    Loss is in nats a token, averaged over all predicted tokens of packed, isolated documents.
     """
     from trimtab.launch.device import need_torch
 
@@ -71,6 +79,7 @@ def evaluate(
             max_seq_length=max_seq_length,
             max_windows=windows,
             batch_size=batch_size,
+            cache_dir=cache_dir,
         )
     if as_json:
         for record in records:

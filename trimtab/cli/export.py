@@ -40,6 +40,9 @@ def hf(
 
     The files are read back by an independent reader; names, shapes, checksums and logits are compared with the
     model in memory; the receipt that says so goes into the run folder's `receipts/`, or beside the new folder.
+
+    bf16, the default, is what most tools run; weights that were trained in fp32 are rounded to it, which is said.
+    `--dtype fp32` keeps them as they are.
     """
     from trimtab.launch.device import need_torch
 
@@ -47,8 +50,19 @@ def hf(
     from trimtab.api import load
     from trimtab.report.plain import plain
 
-    receipt = load(model, revision=revision, checkpoint=checkpoint, device="cpu", dtype="fp32").save(
-        folder, dtype=dtype, overwrite=overwrite
-    )
-    print(plain(f"written: {folder}"))
+    loaded = load(model, revision=revision, checkpoint=checkpoint, device="cpu", dtype="fp32")
+    receipt = loaded.save(folder, dtype=dtype, overwrite=overwrite)
+    print(plain(f"written: {folder} in {dtype}{_rounding(loaded.opened.formats, dtype)}"))
     print(plain(f"receipt: {receipt}"))
+
+
+def _rounding(stored: tuple[str, ...], dtype: str) -> str:
+    """What is lost between the formats the weights had and the one they were written in, and how to keep it."""
+    # fp32 holds every bf16 and fp16 number, and what GGUF's quantizations stand for is computed in it.
+    kept = {dtype} if dtype != "fp32" else {*stored} - {"fp64"}
+    if {*stored} <= kept:
+        return ""
+    if "fp64" in stored:
+        return ", rounded from fp64"
+    whole = stored[0] if stored in (("bf16",), ("fp16",)) else "fp32"
+    return f", rounded from {', '.join(sorted(stored))}; --dtype {whole} keeps every digit"

@@ -50,11 +50,11 @@ def generate(
 ) -> int:
     """Write text with a model, streaming it as it comes.
 
+    Control characters in what a model writes are shown, never sent to the terminal.
+
         trimtab generate runs/demo "The derivative of x^2 is"
         trimtab generate HuggingFaceTB/SmolLM2-135M-Instruct --chat "What is a trim tab?"
         echo "Once upon a time" | trimtab generate starter --temperature 0.8 --top-p 0.95 --seed 7
-
-    Control characters in what a model writes are shown, never sent to the terminal.
     """
     from trimtab.launch.device import need_torch
 

@@ -32,6 +32,8 @@ VERSION = 1
 RECORD = np.dtype([("end", "<i8"), ("row", "<i8"), ("hash", "<u8"), ("file", "<i4"), ("unused", "<i4")])
 FILES = ("tokens.bin", "documents.bin")
 
+_ELSEWHERE = "give another folder: data.cache_dir of a recipe, --cache-dir of `trimtab eval`"
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -122,7 +124,7 @@ class TokenCache:
         except OSError as error:
             raise ResourceError(
                 f"the token cache {folder} cannot be made ({error.strerror})",
-                "set cache_dir to another folder",
+                _ELSEWHERE,
             ) from error
 
     @property
@@ -169,7 +171,7 @@ class TokenCache:
             raise ResourceError(
                 f"the token cache needs about {format_bytes(need_bytes)} in {self.folder}"
                 f" and {format_bytes(free)} are free",
-                "free some space or set cache_dir to another disk",
+                f"free some space, or {_ELSEWHERE}",
             )
         writer = None
         try:
@@ -185,7 +187,7 @@ class TokenCache:
                 raise
             raise ResourceError(
                 f"the token cache {self.folder} cannot be written ({error.strerror})",
-                "free some space or set cache_dir to another folder",
+                f"free some space, or {_ELSEWHERE}",
             ) from error
         finally:
             if writer is not None:
@@ -199,7 +201,7 @@ class TokenCache:
         except OSError as error:
             raise ResourceError(
                 f"the token cache {self.folder} cannot be written ({error.strerror})",
-                "set cache_dir to another folder",
+                _ELSEWHERE,
             ) from error
         with file:
             try:

@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 RECEIPT_VERSION = 1
+
+
+def receipt_path(folder: Path, receipts: Path | None) -> Path:
+    """Where the receipt of an export to `folder` goes, asked before the export.
+
+    Into `receipts`, under a name that belongs to this target alone; beside the target where there is no such folder
+    or nothing can be written there (the caller says so: it sees by the parent which of them it is).
+    """
+    if receipts is None or not _can_write(receipts):
+        return folder.with_name(f"{folder.name}.receipt.json")
+    digest = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:8]
+    return receipts / f"export-hf-{folder.name}-{digest}.json"
+
+
+def _can_write(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

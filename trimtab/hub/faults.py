@@ -39,14 +39,16 @@ def explain(error: Exception, repo_id: str, revision: str | None) -> TrimtabErro
         return _explain_status(error, error.response.status_code, repo_id)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResourceError(
-            f"no space left while downloading {repo_id}", "free some, or give another cache_dir"
+            f"no space left while downloading {repo_id}", "free some, or set HF_HUB_CACHE to another disk"
         )
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-        return ResourceError(f"the hub's cache cannot be written ({error})", "give a cache_dir that can be")
+        return ResourceError(
+            f"the hub's cache cannot be written ({error})", "set HF_HUB_CACHE to a folder that can be"
+        )
     reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
     return HubError(
         f"the hub could not be reached for {repo_id} ({reason[0][:160]})",
-        "check the network, name a local folder, or set offline if it was downloaded before",
+        "check the network, name a local folder, or work offline with HF_HUB_OFFLINE=1 if it was downloaded before",
     )
 
 

@@ -71,7 +71,7 @@ class Repository:
         if absent and self.access.offline:
             raise HubError(
                 f"{self.repo_id} was not downloaded completely ({absent[0]} is missing)",
-                "run it once without offline",
+                "run it once without offline (HF_HUB_OFFLINE)",
             )
         if absent:
             self._check_space(absent)
@@ -114,7 +114,7 @@ class Repository:
         if needed + _SPARE_BYTES > free:
             raise ResourceError(
                 f"{self.repo_id} needs {format_bytes(needed)}, {place} has {format_bytes(free)} left",
-                "free some, or give another cache_dir",
+                "free some, or set HF_HUB_CACHE to another disk",
             )
 
 
@@ -206,7 +206,7 @@ def _from_cache(kind: Literal["model", "dataset"], repo_id: str, revision: str, 
     if not COMMIT.fullmatch(commit) or not folder.is_dir():
         raise HubError(
             f"{repo_id} ({revision}) was never downloaded and offline is set",
-            "run it once without offline, or name a local folder",
+            "run it once without offline (HF_HUB_OFFLINE), or name a local folder",
         )
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     sizes: dict[str, int | None] = {

@@ -1,6 +1,7 @@
 """The decoder and its parts, one file of key maps a family, reading and writing weights.
 
     shape = read_shape("my-model")
+    check_weights(shape, "my-model")
     decoder = build(shape, dtype="fp32", device="cpu", attention="sdpa_math")
     load_weights(decoder, "my-model")
 
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
     from trimtab.model.recompute import recompute_blocks
     from trimtab.model.save import save_folder
     from trimtab.model.source import read_generation_config, read_shape, read_token_ids
-    from trimtab.model.weights import Provenance, load_weights
+    from trimtab.model.weights import Provenance, check_weights, load_weights
 
 _PLACES = {
     "Decoder": "decoder",
     "Provenance": "weights",
     "build": "building",
+    "check_weights": "weights",
     "init_weights": "building",
     "load_weights": "weights",
     "read_generation_config": "source",
@@ -37,6 +39,7 @@ __all__ = [
     "Decoder",
     "Provenance",
     "build",
+    "check_weights",
     "init_weights",
     "load_weights",
     "read_generation_config",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -191,10 +192,14 @@ def _stored(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _write_shard(tensors: dict[str, torch.Tensor], path: Path, header: Mapping[str, str]) -> None:
+    # The library's file is for its owner alone; this one gets the rights that any new file gets here.
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
     try:
         save_file(tensors, path, metadata=dict(header))
     except SafetensorError as err:
         raise ResourceError(f"{path.name} could not be written ({err})", "check the disk's space") from err
+    path.chmod(mode)
     _sync(path)
 
 

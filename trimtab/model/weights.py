@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from trimtab.facts.errors import ModelError
+from trimtab.facts.shapes import ModelShape, check
 from trimtab.model.decoder import Decoder
 from trimtab.model.source import source_kind
 
@@ -51,6 +52,26 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def check_weights(shape: ModelShape, path: str | Path) -> None:
+    """Compare a shape with the tensors that its files declare, from their headers alone.
+
+    Call it before `build`: a config with a slipped digit asks for terabytes, and no allocator says which digit.
+
+    Raises:
+        ModelError: a tensor is missing, superfluous, of another size or in a format that cannot be read.
+    """
+    path = Path(path)
+    check(shape)
+    if source_kind(path) == "gguf":
+        from trimtab.model.weights_gguf import survey_gguf
+
+        survey_gguf(shape, path)
+    else:
+        from trimtab.model.weights_safetensors import survey_folder
+
+        survey_folder(shape, path)
+
+
 def load_weights(decoder: Decoder, path: str | Path, *, progress: Progress | None = None) -> Provenance:
     """Fill a decoder's parameters from a Hugging Face folder (safetensors) or a GGUF file.
 
@@ -76,12 +97,24 @@ def load_weights(decoder: Decoder, path: str | Path, *, progress: Progress | Non
     return load_folder(decoder, path, progress)
 
 
-def check_names(wanted: Iterable[str], found: Iterable[str], where: str) -> None:
-    """ModelError that names the first missing and the first unexpected tensors."""
-    wanted, found = list(wanted), list(found)
-    wanted_set, found_set = set(wanted), set(found)
-    missing = [name for name in wanted if name not in found_set]
-    extra = [name for name in found if name not in wanted_set]
+def check_layers(shape: ModelShape, num_tensors: int, key: str, where: str) -> None:
+    """ModelError for more layers than there are tensors; every later check goes through all layers."""
+    if shape.num_layers > num_tensors:
+        raise ModelError(
+            f"{where} holds {num_tensors} tensors, too few for a model whose {key} is {shape.num_layers}",
+            "the weights and the config belong to different models",
+        )
+
+
+def check_names(wanted: Iterable[str], found: Mapping[str, str], where: str) -> None:
+    """ModelError that names the first missing and the first unexpected tensors.
+
+    `found` maps a tensor's name as `wanted` has it to the name that stands in the file.
+    """
+    wanted = list(wanted)
+    wanted_set = set(wanted)
+    missing = [name for name in wanted if name not in found]
+    extra = [stored for name, stored in found.items() if name not in wanted_set]
     if missing:
         raise ModelError(
             f"{where} lacks {len(missing)} of {len(wanted)} tensors: {_few(missing)}",
@@ -94,11 +127,14 @@ def check_names(wanted: Iterable[str], found: Iterable[str], where: str) -> None
         )
 
 
-def check_dims(name: str, found: tuple[int, ...], wanted: tuple[int, ...], where: str) -> None:
-    """ModelError for a tensor of another shape than the model's."""
+def check_dims(
+    name: str, found: tuple[int, ...], wanted: tuple[int, ...], where: str, shape: ModelShape
+) -> None:
+    """ModelError for a tensor of another size than the model's, with the config's values behind that size."""
     if found != wanted:
         raise ModelError(
-            f"{where}: {name} is {list(found)} where the model has {list(wanted)}",
+            f"{where}: {name} is {list(found)} where the model has {list(wanted)}"
+            + _origin(found, wanted, shape),
             "the weights and the config belong to different models",
         )
 
@@ -115,6 +151,21 @@ def fill(parameter: torch.Tensor, tensor: torch.Tensor, name: str, where: str) -
                 f"{where}: {name} " + (f"overflows in {dtype}" if at_source else "holds NaN or infinity"),
                 "load it in bf16 or fp32" if at_source else "the weights are damaged; get them again",
             )
+
+
+def _origin(found: tuple[int, ...], wanted: tuple[int, ...], shape: ModelShape) -> str:
+    """Which values of the config a size that differs may come from."""
+    values = {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "head_dim": shape.head_dim,
+        "query heads × head_dim": shape.num_heads * shape.head_dim,
+        "key/value heads × head_dim": shape.num_kv_heads * shape.head_dim,
+    }
+    differing = [dim for index, dim in enumerate(wanted) if found[index : index + 1] != (dim,)]
+    named = [f"{key} is {value}" for key, value in values.items() if value in differing]
+    return f" ({', '.join(named)})" if named else ""
 
 
 def _few(names: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +15,27 @@ from trimtab.facts.gguf_header import GGUFHeader, GGUFTensor, read_gguf_header
 from trimtab.facts.shapes import ModelShape
 from trimtab.model.decoder import Decoder
 from trimtab.model.families import family
-from trimtab.model.weights import Progress, Provenance, check_dims, check_names, fill
+from trimtab.model.weights import Progress, Provenance, check_dims, check_layers, check_names, fill
 
 _DAMAGED = "the file is damaged or incomplete; download it again"
 
 
+@dataclass(frozen=True)
+class _Survey:
+    header: GGUFHeader
+    wanted: dict[str, str]
+    """The file's names to ours."""
+    layouts: dict[str, tuple[Any, int]]
+    """The file's names to (gguf's quantization type, bytes stored)."""
+    ignored: list[str]
+
+
 def load_gguf(decoder: Decoder, path: Path, progress: Progress | None) -> Provenance:
     """Fill a decoder from a GGUF file; see `load_weights`."""
-    header = read_gguf_header(path)
+    found = survey_gguf(decoder.shape, path)
+    header, wanted, layouts = found.header, found.wanted, found.layouts
     maps = family(decoder.shape.family)
     parameters = dict(decoder.named_parameters())
-    wanted = {maps.gguf_name(name): name for name in parameters}
-    ignored = [
-        name
-        for name in header.tensors
-        if maps.ignores_gguf(name) or (decoder.shape.tie_embeddings and name == "output.weight")
-    ]
-    check_names(wanted, (name for name in header.tensors if name not in ignored), str(path))
-    layouts = {}
-    for stored, name in wanted.items():
-        entry = header.tensors[stored]
-        check_dims(name, entry.dims, tuple(parameters[name].shape), str(path))
-        layouts[stored] = _layout(header, entry)
     data = np.memmap(path, dtype=np.uint8, mode="r")
     for done, (stored, name) in enumerate(wanted.items(), 1):
         kind, num_bytes = layouts[stored]
@@ -51,8 +51,34 @@ def load_gguf(decoder: Decoder, path: Path, progress: Progress | None) -> Proven
         files={path.name: header.file_size},
         formats=dict(Counter(kind.name for kind, _ in layouts.values())),
         num_tensors=len(wanted),
-        ignored=ignored,
+        ignored=found.ignored,
     )
+
+
+def survey_gguf(shape: ModelShape, path: Path) -> _Survey:
+    """The header's tensors, checked to be the shape's, to lie inside the file and not to share its bytes."""
+    header = read_gguf_header(path)
+    maps = family(shape.family)
+    check_layers(shape, len(header.tensors), "block_count", str(path))
+    dims = dict(shape.parameters())
+    wanted = {maps.gguf_name(name): name for name in dims}
+    ignored = [
+        name
+        for name in header.tensors
+        if maps.ignores_gguf(name) or (shape.tie_embeddings and name == "output.weight")
+    ]
+    check_names(wanted, {name: name for name in header.tensors if name not in ignored}, str(path))
+    layouts = {}
+    for stored, name in wanted.items():
+        entry = header.tensors[stored]
+        check_dims(name, entry.dims, dims[name], str(path), shape)
+        layouts[stored] = _layout(header, entry)
+    declared = sum(num_bytes for _, num_bytes in layouts.values())
+    if declared > header.file_size:
+        raise ModelError(
+            f"{path} declares tensors of {declared} bytes and has {header.file_size}: some overlap", _DAMAGED
+        )
+    return _Survey(header, wanted, layouts, ignored)
 
 
 def _layout(header: GGUFHeader, entry: GGUFTensor) -> tuple[Any, int]:

@@ -10,11 +10,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from trimtab.facts.errors import ModelError
+from trimtab.facts.shapes import ModelShape
 from trimtab.facts.shapes_hf import read_json
 from trimtab.model.decoder import Decoder
 from trimtab.model.families import family
 from trimtab.model.source import PICKLE_SUFFIXES, pickle_refused
-from trimtab.model.weights import Progress, Provenance, check_dims, check_names, fill
+from trimtab.model.weights import Progress, Provenance, check_dims, check_layers, check_names, fill
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -23,6 +24,8 @@ _FLOATS = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 @dataclass(frozen=True)
 class _Stored:
+    """A tensor as a header declares it."""
+
     file: str
     name: str
     dims: tuple[int, ...]
@@ -33,15 +36,7 @@ def load_folder(decoder: Decoder, folder: Path, progress: Progress | None) -> Pr
     """Fill a decoder from a folder; see `load_weights`."""
     files = weight_files(folder)
     parameters = dict(decoder.named_parameters())
-    stored, ignored = _survey(decoder, folder, files)
-    check_names(parameters, stored, str(folder))
-    for name, entry in stored.items():
-        where = str(folder / entry.file)
-        check_dims(name, entry.dims, tuple(parameters[name].shape), where)
-        if entry.format not in _FLOATS:
-            raise ModelError(
-                f"{where}: {name} is stored as {entry.format}", f"supported are {', '.join(_FLOATS)} weights"
-            )
+    stored, ignored = survey_folder(decoder.shape, folder)
     done = 0
     for file in files:
         with _open(folder / file) as opened:
@@ -95,16 +90,33 @@ def _indexed_files(folder: Path) -> list[str]:
     return names
 
 
-def _survey(decoder: Decoder, folder: Path, files: list[str]) -> tuple[dict[str, _Stored], list[str]]:
+def survey_folder(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], list[str]]:
+    """What `_declared` finds, checked to be the shape's tensors in sizes and formats; reads headers only."""
+    stored, ignored = _declared(shape, folder)
+    check_layers(shape, len(stored), "num_hidden_layers", str(folder))
+    wanted = dict(shape.parameters())
+    check_names(wanted, {name: entry.name for name, entry in stored.items()}, str(folder))
+    for name, dims in wanted.items():
+        entry = stored[name]
+        where = str(folder / entry.file)
+        check_dims(name, entry.dims, dims, where, shape)
+        if entry.format not in _FLOATS:
+            raise ModelError(
+                f"{where}: {name} is stored as {entry.format}", f"supported are {', '.join(_FLOATS)} weights"
+            )
+    return stored, ignored
+
+
+def _declared(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], list[str]]:
     """Every stored tensor by our name, and the stored names that the decoder has no need of."""
-    maps = family(decoder.shape.family)
+    maps = family(shape.family)
     stored: dict[str, _Stored] = {}
     ignored: list[str] = []
-    for file in files:
+    for file in weight_files(folder):
         with _open(folder / file) as opened:
             for key in opened.keys():  # noqa: SIM118  (safe_open is no dict)
                 name = maps.hf_name(key)
-                if maps.ignores_hf(key) or (decoder.shape.tie_embeddings and name == "lm_head.weight"):
+                if maps.ignores_hf(key) or (shape.tie_embeddings and name == "lm_head.weight"):
                     ignored.append(key)
                     continue
                 if name in stored:
@@ -118,6 +130,16 @@ def _survey(decoder: Decoder, folder: Path, files: list[str]) -> tuple[dict[str,
 
 def _open(path: Path) -> Any:
     """safetensors' reader; it checks the header's offsets against the file's size."""
+    try:
+        # safetensors says of every file that it cannot open that it is not there.
+        path.open("rb").close()
+    except OSError as err:
+        raise ModelError(
+            f"{path} cannot be read ({err.strerror})",
+            "check its rights and those of its folder"
+            if isinstance(err, PermissionError)
+            else "check the disk",
+        ) from err
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as err:

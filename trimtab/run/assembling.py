@@ -16,7 +16,7 @@ from trimtab.data import Batch
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout
-from trimtab.model import Decoder, build, init_weights, load_weights, recompute_blocks
+from trimtab.model import Decoder, build, check_weights, init_weights, load_weights, recompute_blocks
 from trimtab.parallel import Mesh
 from trimtab.recipe import Recipe
 from trimtab.run.choices import Choices
@@ -124,6 +124,8 @@ def _model(
     recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *, read_weights: bool
 ) -> Decoder:
     """Shape, recompute, weights, then the format of its gradients. No step changes a parameter's name."""
+    if read_weights and recipe.model.init != "random":
+        check_weights(shape, weights)
     decoder = build(
         shape, dtype=choices.weights_dtype, device=choices.device, attention=choices.attention["impl"]
     )
@@ -265,4 +267,8 @@ def _restore(run: Run, store: Store, found: Found | None, on_event: Callable[[st
     job.optimizer.restore_scalars(scalars["optimizer"])
     job.loader.restore(scalars["loader"])
     job.log.cut_back(found.step)
+    if job.mesh.is_main and run.folder.metrics.stat().st_size == 0:
+        on_event(
+            f"{run.folder.metrics} is missing or empty: of the steps up to {found.step} nothing will be in the report"
+        )
     on_event(f"continuing from step {found.step}")

@@ -135,10 +135,16 @@ def open_corpora(
 
 
 def open_for_eval(
-    name: str, tokenizer: Tokenizer, watcher: Watcher, max_seq_length: int, max_windows: int, batch_size: int
+    name: str,
+    tokenizer: Tokenizer,
+    watcher: Watcher,
+    max_seq_length: int,
+    max_windows: int,
+    batch_size: int,
+    cache_dir: Path | None = None,
 ) -> list[Batch]:
     """Batches of one named source, outside of any recipe."""
-    corpus = _Opening(None, tokenizer, watcher).cached(Source(source=name))
+    corpus = _Opening(None, tokenizer, watcher, cache_dir=cache_dir).cached(Source(source=name))
     return list(
         data.eval_batches(
             corpus, batch_size=batch_size, max_seq_length=max_seq_length, max_windows=max_windows
@@ -162,13 +168,14 @@ class _Opening:
         tokenizer: Tokenizer,
         watcher: Watcher,
         kept: dict[str, Any] | None = None,
+        cache_dir: Path | None = None,
     ) -> None:
         self.tokenizer, self.watcher = tokenizer, watcher
         self.streaming = section is not None and section.streaming
         self.num_proc = section.num_proc if section else None
         self.kept_commits = kept["commits"] if kept else {}
         self.commits: dict[str, str | None] = {}
-        folder = section.cache_dir if section else None
+        folder = section.cache_dir if section else cache_dir
         self.cache_dir = Path(folder).expanduser() if folder else default_cache_dir()
 
     def cached(self, source: Source) -> Any:

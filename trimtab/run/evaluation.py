@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,6 +128,7 @@ def evaluate_model(
     max_seq_length: int | None,
     max_windows: int,
     batch_size: int,
+    cache_dir: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Measures a model outside of training; the same records as in a run's log."""
     positions = opened.decoder.shape.max_positions
@@ -137,7 +139,7 @@ def evaluate_model(
             f"give at most {positions}",
         )
     sets = {
-        text: open_for_eval(text, opened.tokenizer, watcher, length, max_windows, batch_size)
+        text: open_for_eval(text, opened.tokenizer, watcher, length, max_windows, batch_size, cache_dir)
         for text in texts
     }
     evaluation = Evaluation(
