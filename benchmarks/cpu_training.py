@@ -7,7 +7,7 @@ kind is a process of its own; they take turns of a few steps while the others wa
 machine does meets all of them, and the ratio is taken within a turn. `plain` windows are cut from one stream of
 tokens and see no document borders, as the Trainer trains them; `packed` are trimtab's own windows with isolated
 documents. The losses of Trainer and `plain` must agree, otherwise nothing is written.
-Results: benchmarks/results/cpu-training.json
+Results: benchmarks/results/cpu-training-THREADS.json
 """
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ def main() -> None:
         "measured_turns": options.turns - 1,
         "results": results,
     }
-    out = Path(__file__).with_name("results") / "cpu-training.json"
+    out = Path(__file__).with_name("results") / f"cpu-training-{options.threads}.json"
     out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
 
 
