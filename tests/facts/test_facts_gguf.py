@@ -109,7 +109,7 @@ def test_damaged_headers(content: bytes, message: str, tmp_path: Path) -> None:
         read_gguf_header(write(tmp_path, content))
 
 
-@settings(max_examples=300, deadline=1000)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_no_change_of_bytes_escapes(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     content = bytearray(WHOLE)
