@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from tests.kernels.triton_tools import interpreted
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.kernels.exactness import SHARE, Verdict, judge
 
@@ -31,6 +33,13 @@ def poisoned() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+@contextmanager
+def interpreter(*modules: ModuleType) -> Iterator[None]:
+    """Inside, the kernels of these modules run in Triton's interpreter, on memory that was poisoned."""
+    with interpreted(*modules), poisoned():
+        yield
 
 
 def upstream(out: torch.Tensor, kind: str, seed: int) -> torch.Tensor:

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels import parity
 from tests.kernels.parity import poisoned
 from tests.kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
 from trimtab.facts.errors import ModelError, ResourceError
@@ -30,10 +30,7 @@ WAYS = ("rows", "blocks", "none")
 NAMES = ("loss", "hidden", "weight", "bias")
 
 
-@contextmanager
-def interpreter() -> Iterator[None]:
-    with interpreted(kernels_triton), poisoned():
-        yield
+interpreter = partial(parity.interpreter, kernels_triton)
 
 
 def options(case: Case, way: str) -> dict[str, object]:

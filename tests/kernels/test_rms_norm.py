@@ -4,15 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.parity import UPSTREAM, poisoned, run, verdicts
+from tests.kernels import parity
+from tests.kernels.parity import UPSTREAM, run, verdicts
 from tests.kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
 from trimtab.facts.errors import ModelError, ResourceError
 from trimtab.kernels.rms_norm import add_rms_norm, rms_norm, spec
@@ -37,10 +38,7 @@ def inputs(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
     return {name: x.requires_grad_() for name, x in spec.make_inputs(case, "fp32", device).items()}
 
 
-@contextmanager
-def interpreter() -> Iterator[None]:
-    with interpreted(impl_triton, partial_sums), poisoned():
-        yield
+interpreter = partial(parity.interpreter, impl_triton, partial_sums)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

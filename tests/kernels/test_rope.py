@@ -4,15 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.parity import UPSTREAM, poisoned, run, verdicts
+from tests.kernels import parity
+from tests.kernels.parity import UPSTREAM, run, verdicts
 from tests.kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
 from trimtab.facts.errors import ModelError, ResourceError
 from trimtab.kernels.rope import rope, spec
@@ -36,10 +37,7 @@ def floor(case: Case) -> float:
     return 1.0 if case.D < 8 else 0.0
 
 
-@contextmanager
-def interpreter() -> Iterator[None]:
-    with interpreted(impl_triton), poisoned():
-        yield
+interpreter = partial(parity.interpreter, impl_triton)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.parity import UPSTREAM, poisoned, run, verdicts
+from tests.kernels import parity
+from tests.kernels.parity import UPSTREAM, run, verdicts
 from tests.kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
 from trimtab.facts.errors import ModelError, ResourceError
 from trimtab.kernels.weighted_sum import spec, weighted_sum
@@ -33,10 +34,7 @@ def inputs(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
     return {"x": x.requires_grad_(), "w": w.requires_grad_()}
 
 
-@contextmanager
-def interpreter() -> Iterator[None]:
-    with interpreted(impl_triton), poisoned():
-        yield
+interpreter = partial(parity.interpreter, impl_triton)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
