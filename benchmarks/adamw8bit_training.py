@@ -26,28 +26,13 @@ OPTIMIZERS = {"adamw_torch": "#1f6feb", "adamw_8bit": "#d9480f"}
 LABELS = {"adamw_torch": "fp32 moments", "adamw_8bit": "8-bit moments"}
 
 
-class Silent:
-    """Shows nothing."""
-
-    total_steps = 0
-
-    def plan(self, plan: Any) -> None:
-        """Nothing."""
-
-    def message(self, text: str) -> None:
-        """Nothing."""
-
-    def working(self, what: str, done: int, total: int | None, unit: str = "") -> None:
-        """Nothing."""
-
-    def record(self, record: Any) -> None:
-        """Nothing."""
-
-
 def train(optimizer: str, seed: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One training: loss of every step, and of the held-out sets at each measurement."""
+    from rich.console import Console
+
     from trimtab import launch
     from trimtab.recipe import load
+    from trimtab.report import LiveView
     from trimtab.starter import recipe_file
 
     changes = {
@@ -68,7 +53,8 @@ def train(optimizer: str, seed: int, options: argparse.Namespace, folder: Path) 
     if optimizer == "adamw_8bit":
         changes["optim_implementation"] = options.implementation
     recipe = load(recipe_file("demo"), [f"{key}={value}" for key, value in changes.items()])
-    finished = launch.train(recipe, Silent())
+    with LiveView(console=Console(quiet=True)) as view:
+        finished = launch.train(recipe, view)
     lines = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
     row: dict[str, Any] = {"optimizer": optimizer, "seed": seed}
     row["train"] = [round(r["loss"], 5) for r in lines if r["kind"] == "train"]

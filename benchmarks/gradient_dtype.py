@@ -20,28 +20,13 @@ from typing import Any
 FORMATS = ("fp32", "bf16")
 
 
-class Silent:
-    """Shows nothing."""
-
-    total_steps = 0
-
-    def plan(self, plan: Any) -> None:
-        """Nothing."""
-
-    def message(self, text: str) -> None:
-        """Nothing."""
-
-    def working(self, what: str, done: int, total: int | None, unit: str = "") -> None:
-        """Nothing."""
-
-    def record(self, record: Any) -> None:
-        """Nothing."""
-
-
 def train(gradients: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
     """One run; held-out loss before and after."""
+    from rich.console import Console
+
     from trimtab import launch
     from trimtab.recipe import build
+    from trimtab.report import LiveView
 
     recipe = build(
         {
@@ -69,7 +54,8 @@ def train(gradients: str, seed: int, steps: int, folder: Path) -> dict[str, floa
             "output_dir": str(folder / f"{gradients}-{seed}"),
         }
     )
-    finished = launch.train(recipe, Silent())
+    with LiveView(console=Console(quiet=True)) as view:
+        finished = launch.train(recipe, view)
     lines = map(json.loads, (finished.folder / "metrics.jsonl").read_text().splitlines())
     losses = [record["loss"] for record in lines if record["kind"] == "eval"]
     return {"before": losses[0], "after": losses[-1]}
