@@ -218,14 +218,13 @@ def trackers(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) -> list[
 
 def _set_up_torch(choices: Choices) -> None:
     torch.set_num_threads(choices.threads)
-    if choices.device != "cuda":
-        return
-    if choices.deterministic:
+    if choices.device == "cuda" and choices.deterministic:
         # cuBLAS repeats its sums only with workspaces of a fixed size, and reads them when it first runs.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # A debugging aid that costs a pass over every new tensor.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(choices.deterministic)
+        # Never switched off here: it may be the wish of whoever called us.
+        torch.use_deterministic_algorithms(True)
 
 
 def _loss(

@@ -135,7 +135,7 @@ def evaluate_model(
     length = min(EVAL_TOKENS, positions) if max_seq_length is None else max_seq_length
     if length > positions:
         raise RecipeError(
-            f"--max-seq-length {length} is beyond the model's {positions} positions",
+            f"max_seq_length {length} is beyond the model's {positions} positions",
             f"give at most {positions}",
         )
     sets = {
