@@ -82,6 +82,7 @@ def _cuda() -> DeviceFacts:
         capability=capability,
         bf16=capability >= BF16_CAPABILITY,
         cores=host_cores(),
+        host_free_bytes=host_memory()[1],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from trimtab.run.places import absolute, model_folder
 
 VERSION = 1
 """Of choices.json; readers of old versions stay."""
+MEMORY_KEYS = ("memory_limit", "recompute", "gradient_checkpointing")
+"""A resume that changes one of these chooses anew what layers keep."""
 
 
 class View(Protocol):
@@ -78,7 +81,8 @@ def resume(
     with folder.lock():
         kept = _kept(folder)
         recipe = load(folder.recipe, overrides)
-        check_resume(build(kept["recipe"]), recipe)
+        before = build(kept["recipe"])
+        check_resume(before, recipe)
         need_trackers(recipe.report_to)
         if kept["threads"] > (os.cpu_count() or 1):
             view.message(
@@ -89,7 +93,8 @@ def resume(
             view.message(
                 "deterministic is off: on a GPU losses may differ in the last bits from an unstopped run"
             )
-        frozen = Frozen(Choices.from_dict(kept), folder.model, kept["model_commit"])
+        changed = any(getattr(before, key) != getattr(recipe, key) for key in MEMORY_KEYS)
+        frozen = Frozen(Choices.from_dict(kept), folder.model, kept["model_commit"], changed)
         return _go(prepare(recipe, frozen), folder, view, kept=kept, after_step=after_step)
 
 
@@ -98,7 +103,8 @@ def _kept(folder: RunFolder) -> dict[str, Any]:
     kept = read_json(folder.choices)
     if kept.get("version", 0) > VERSION:
         raise CheckpointError(f"{folder.path} is of a newer trimtab", "continue it with that version")
-    fields = ("model_commit", "tokenizer_commit", "data", "recipe", *Choices.__dataclass_fields__)
+    given = [f.name for f in dataclasses.fields(Choices) if f.default_factory is dataclasses.MISSING]
+    fields = ("model_commit", "tokenizer_commit", "data", "recipe", *given)
     missing = [name for name in fields if name not in kept]
     if missing:
         raise CheckpointError(

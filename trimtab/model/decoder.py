@@ -6,6 +6,8 @@ V vocabulary, F rotary frequencies.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -15,6 +17,11 @@ from trimtab.kernels.attention import Layout
 from trimtab.kernels.linear_cross_entropy import linear_cross_entropy
 from trimtab.model.parts import Block, Cache, RMSNorm
 from trimtab.model.rope import Rotary
+
+
+def nothing_around(layer: int, x_BTC: torch.Tensor) -> AbstractContextManager[None]:
+    """What stands around a layer's call unless something is put there."""
+    return nullcontext()
 
 
 class Trunk(nn.Module):
@@ -56,6 +63,9 @@ class Decoder(nn.Module):
         self.shape = shape
         self.attention = attention
         self.loss_impl = loss_impl
+        self.around = nothing_around
+        """Entered around each layer's call with its number and input, outside of what is compiled; a way to keep a
+        layer's input elsewhere (`trimtab.adapt.recompute`)."""
         self.rotary = Rotary(shape)
         self.model = Trunk(shape, attention, pointwise)
         self.lm_head = (
@@ -90,8 +100,9 @@ class Decoder(nn.Module):
         layout = Layout.causal() if layout is None else layout
         x_BTC = self.model.embed_tokens(input_ids_BT)
         cos_BTF, sin_BTF = self.rotary.cos_sin(positions_BT, x_BTC.dtype)
-        for block in self.model.layers:
-            x_BTC = block(x_BTC, cos_BTF, sin_BTF, layout, cache)
+        for layer, block in enumerate(self.model.layers):
+            with self.around(layer, x_BTC):
+                x_BTC = block(x_BTC, cos_BTF, sin_BTF, layout, cache)
         return self.model.norm(x_BTC)
 
     def logits(self, hidden_BTC: torch.Tensor) -> torch.Tensor:

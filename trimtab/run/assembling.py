@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from trimtab import optim
+from trimtab.adapt import recompute
 from trimtab.checkpoint import Found, Store
 from trimtab.data import Batch
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout
-from trimtab.model import Decoder, build, check_weights, init_weights, load_weights, recompute_blocks
+from trimtab.model import Decoder, build, check_weights, init_weights, load_weights
 from trimtab.parallel import Mesh
 from trimtab.recipe import Recipe
 from trimtab.run.choices import Choices
@@ -129,8 +130,7 @@ def _model(
     decoder = build(
         shape, dtype=choices.weights_dtype, device=choices.device, attention=choices.attention["impl"]
     )
-    if recipe.gradient_checkpointing:
-        recompute_blocks(decoder)
+    recompute.apply(decoder, choices.memory["recompute"], mlp_tiles=choices.memory["mlp_tiles"])
     if read_weights and recipe.model.init == "random":
         init_weights(decoder, recipe.seed)
     elif read_weights:
@@ -225,6 +225,10 @@ def _set_up_torch(choices: Choices) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         # Never switched off here: it may be the wish of whoever called us.
         torch.use_deterministic_algorithms(True)
+    cap = choices.memory["allocator_bytes"]
+    if choices.device == "cuda" and cap is not None:
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(max(cap / total, 0.0), 1.0))
 
 
 def _loss(

@@ -35,6 +35,8 @@ class Choices:
     deterministic: bool
     optimizer: dict[str, Any] = field(default_factory=dict)
     """name, impl and reason; empty in the folders of runs made before there was a choice."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What layers keep, tiles, the limit and the reason (`trimtab.plan.limits.settle`); the plan fills it in."""
 
     def to_dict(self) -> dict[str, Any]:
         """For choices.json."""
