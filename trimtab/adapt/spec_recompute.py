@@ -161,7 +161,7 @@ def again(
     """
     C, width = shape.hidden_size, shape.intermediate_size
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attend = 2.0 * C * (q + 2 * kv) + 2.0 * q * C
+    project, out = 2.0 * C * (q + 2 * kv), 2.0 * q * C
     feed = 2.0 * 2 * C * width
     bytes_ = BYTES[dtype]
     # A norm, rotary positions and an addition read and write their numbers once each; a gate reads two, writes one.
@@ -170,10 +170,12 @@ def again(
     if policy != "none":
         moved = float(moved_first + moved_second)
     if policy in ("selective", "block", "offload"):
-        products = attend + feed
+        products = project + out + feed
     if policy in ("block", "offload"):
         attention = model_spec.attention_flops(shape, layer, tokens, backward=False)
     if mlp_tiles > 1:
-        products = (attend if products else 0.0) + feed + 2.0 * C * width
+        # The stream between the halves is kept, unless only the layer's input is.
+        attend = {"selective": project, "block": project + out, "offload": project + out}.get(policy, 0.0)
+        products = attend + feed + 2.0 * C * width
         moved = float((moved_first if moved else 0) + moved_second)
     return Again(products, attention, moved)

@@ -78,7 +78,7 @@ def choose(job: Job, device: DeviceFacts, limit: int, *, tiles: int | None = Non
         >>> job = Job(shape, batch=4, tokens=2048, accumulation=1, dtype="bf16", weights_dtype="bf16",
         ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="varlen", device="cuda")
         >>> gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
-        >>> for gigabytes in (8, 3):
+        >>> for gigabytes in (8, 2):
         ...     setting, fits = choose(job, gpu, gigabytes * 10**9)
         ...     print(fits, spec_recompute.counted(setting.policies))
         True {'none': 8}
