@@ -46,8 +46,8 @@ inputs, is compared with truth in higher precision, and is then timed in turns w
 allowed error gets no time. Ours are bold.
 
 "ms" is the median of the device's own time, inputs read from memory and not from the cache; an empty kernel takes 0.003
-in this harness. "peer / this" is the time of the fastest exact peer divided by this one: above 1 it is faster than all of
-them. "of floor" is the share of the least time that the device's measured ceilings allow for the bytes and FLOPs of the
+in this harness. "peer / this" is the time of the fastest exact peer divided by this one: above 1 it is faster than all.
+"of floor" is the share of the least time that the device's measured ceilings allow for the bytes and FLOPs of the
 operation. "MiB" is what a run holds above its inputs, results included.
 
 """
