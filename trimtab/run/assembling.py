@@ -133,6 +133,7 @@ def _model(
         attention=choices.attention["impl"],
         loss_impl=choices.loss.get("impl", "chunked"),
         loss_memory=choices.loss.get("memory_bytes"),
+        pointwise=choices.pointwise.get("impl", "reference"),
     )
     if recipe.gradient_checkpointing:
         recompute_blocks(decoder)
