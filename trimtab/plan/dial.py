@@ -82,7 +82,7 @@ def choose(job: Job, device: DeviceFacts, limit: int, *, tiles: int | None = Non
         ...     setting, fits = choose(job, gpu, gigabytes * 10**9)
         ...     print(fits, spec_recompute.counted(setting.policies))
         True {'none': 8}
-        True {'selective': 2, 'pointwise': 4, 'none': 2}
+        True {'selective': 1, 'pointwise': 6, 'none': 1}
     """
     within = int(limit * (1 - SLACK))
     host = None if device.host_free_bytes is None else int(device.host_free_bytes * HOST_SHARE)

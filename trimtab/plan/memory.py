@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trimtab.adapt import spec_recompute
 from trimtab.data import spec as data_spec
@@ -79,6 +80,9 @@ class Job:
     """Parts of the tokens that feed-forward halves are computed in."""
     pointwise: str = "reference"
     optimizer_impl: str = "reference"
+    loss_impl: str = "chunked"
+    loss_memory: int | None = None
+    """Bytes that the loss "triton" may hold beyond inputs and gradients."""
     in_backward: bool = False
     """Whether backward itself updates each weight and frees its gradient."""
 
@@ -259,19 +263,27 @@ def moments_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[s
     # A loader hands over the whole step's batches on the host; the microbatch at work is on the device.
     kept = saved.outside + data_spec.batch_bytes(job.batch, job.tokens)
     dims = (N, shape.hidden_size, shape.vocab_size)
-    loss = loss_spec.saved_bytes("chunked", *dims, job.dtype)
-    chunk = loss_spec.scratch_bytes("chunked", *dims, job.dtype)
-    if job.dtype != job.weights_dtype:  # autocast copies hidden states and head for the loss
+    autocast = job.dtype != job.weights_dtype
+    options: dict[str, Any] = {
+        "memory_bytes": job.loss_memory,
+        "gradient_dtype": job.dtype if autocast else job.gradient_dtype,
+    }
+    loss = loss_spec.saved_bytes(job.loss_impl, *dims, job.dtype, **options)
+    chunk = loss_spec.scratch_bytes(job.loss_impl, *dims, job.dtype, **options)
+    if autocast:  # it copies hidden states and head for the loss
         chunk += (N + shape.vocab_size) * shape.hidden_size * BYTES[job.dtype]
-    again = loss_spec.recomputes(shape.vocab_size, "sum")
+    ready = loss_spec.with_loss(job.loss_impl, *dims, job.dtype, **options)
     head = nbytes(job.gradient_dtype, shape.vocab_size * shape.hidden_size)
     stream = layers.stream
 
     whole = earlier + kept + saved.final + loss
     yield "the loss, at the end of forward", whole + stream + chunk
-    # A small vocabulary's gradients are computed with the loss and wait; a large one's logits come once more,
-    # from the hidden states that were kept for it.
-    yield "the loss, in backward", whole + head + stream + (stream + chunk if again else 0)
+    # Gradients that were computed with the loss wait, "triton"'s in the format they stay in; else the logits come
+    # once more, from the hidden states that were kept for it.
+    made = head + stream
+    if ready and job.loss_impl == "triton" and not autocast:
+        made = 0
+    yield "the loss, in backward", whole + made + (0 if ready else stream + chunk)
     # From here on the head's gradient is there too. A tied one waits beside the others for the embedding's.
     held = head if shape.tie_embeddings else (0 if earlier or job.in_backward else head)
     yield "backward through the layers", earlier + kept + held + stream

@@ -128,7 +128,13 @@ def _model(
     if read_weights and recipe.model.init != "random":
         check_weights(shape, weights)
     decoder = build(
-        shape, dtype=choices.weights_dtype, device=choices.device, attention=choices.attention["impl"]
+        shape,
+        dtype=choices.weights_dtype,
+        device=choices.device,
+        attention=choices.attention["impl"],
+        loss_impl=choices.loss.get("impl", "chunked"),
+        loss_memory=choices.loss.get("memory_bytes"),
+        pointwise=choices.pointwise.get("impl", "reference"),
     )
     recompute.apply(decoder, choices.memory["recompute"], mlp_tiles=choices.memory["mlp_tiles"])
     if read_weights and recipe.model.init == "random":

@@ -11,6 +11,7 @@ from trimtab.facts.errors import ModelError, RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.adamw8bit.choice import choose as choose_adamw8bit
 from trimtab.kernels.attention.choice import choose
+from trimtab.kernels.linear_cross_entropy.choice import choose as choose_loss
 from trimtab.recipe import Recipe
 
 
@@ -35,6 +36,10 @@ class Choices:
     deterministic: bool
     optimizer: dict[str, Any] = field(default_factory=dict)
     """name, impl and reason; empty in the folders of runs made before there was a choice."""
+    loss: dict[str, Any] = field(default_factory=dict)
+    """impl, memory_bytes and reason; empty likewise."""
+    pointwise: dict[str, Any] = field(default_factory=dict)
+    """impl and reason, of norms, rotary positions and gates; empty likewise."""
     memory: dict[str, Any] = field(default_factory=dict)
     """What layers keep, tiles, the limit and the reason (`trimtab.plan.limits.settle`); the plan fills it in."""
 
@@ -76,6 +81,14 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         requested=recipe.model.attn_implementation,
         deterministic=recipe.deterministic,
         tokens=recipe.max_seq_length,
+        triton=device.triton,
+    )
+    loss = choose_loss(
+        triton=device.runs_triton,
+        memory_bytes=device.memory_bytes,
+        dtype=dtype,
+        tokens=recipe.per_device_train_batch_size * recipe.max_seq_length,
+        vocabulary=shape.vocab_size,
     )
     return Choices(
         device=device.kind,
@@ -87,14 +100,26 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         threads=threads,
         deterministic=recipe.deterministic,
         optimizer=_optimizer(recipe, device),
+        loss=loss._asdict(),
+        pointwise=_pointwise(device, autocast=dtype != weights),
     )
 
 
 def _optimizer(recipe: Recipe, device: DeviceFacts) -> dict[str, Any]:
     if recipe.optim != "adamw_8bit":
         return {"name": recipe.optim, "impl": "torch", "reason": "named in the recipe"}
-    choice = choose_adamw8bit(device=device.kind, requested=recipe.optim_implementation)
+    choice = choose_adamw8bit(
+        device=device.kind, triton=device.runs_triton, requested=recipe.optim_implementation
+    )
     return {"name": recipe.optim, "impl": choice.impl, "reason": choice.reason}
+
+
+def _pointwise(device: DeviceFacts, *, autocast: bool) -> dict[str, Any]:
+    if not device.runs_triton:
+        return {"impl": "reference", "reason": "torch's own operations, on any device"}
+    if autocast:  # the stream is fp32 and what is added to it 16 bits: the kernels take one format
+        return {"impl": "reference", "reason": "torch's own operations, which autocast knows"}
+    return {"impl": "triton", "reason": "norms, rotary positions and gates in one kernel each"}
 
 
 def _shortest_window(shape: ModelShape, length: int) -> int | None:
