@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -98,7 +99,9 @@ def _kept(folder: RunFolder) -> dict[str, Any]:
     kept = read_json(folder.choices)
     if kept.get("version", 0) > VERSION:
         raise CheckpointError(f"{folder.path} is of a newer trimtab", "continue it with that version")
-    fields = ("model_commit", "tokenizer_commit", "data", "recipe", *Choices.__dataclass_fields__)
+    # Fields with a default came later: a folder from before them is still continued.
+    decided = [f.name for f in dataclasses.fields(Choices) if f.default_factory is dataclasses.MISSING]
+    fields = ("model_commit", "tokenizer_commit", "data", "recipe", *decided)
     missing = [name for name in fields if name not in kept]
     if missing:
         raise CheckpointError(

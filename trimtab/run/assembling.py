@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trimtab import optim
+from trimtab.adapt.compiling import Regions, compile_regions
 from trimtab.checkpoint import Found, Store
 from trimtab.data import Batch
 from trimtab.facts.errors import CheckpointError, RecipeError
@@ -113,6 +114,7 @@ def assemble(
         best_of=next(iter(evaluation.sets), None),
         loss_scale=FIRST_LOSS_SCALE if choices.dtype == "fp16" else None,
         observers=observers,
+        compiled=Regions(decoder) if decoder.regions is not None else None,
     )
     run = Run(job, TrainState(), None, folder)
     if resume:
@@ -123,7 +125,7 @@ def assemble(
 def _model(
     recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *, read_weights: bool
 ) -> Decoder:
-    """Shape, recompute, weights, then the format of its gradients. No step changes a parameter's name."""
+    """Shape, recompute, compile, weights, then the format of its gradients. No step changes a parameter's name."""
     if read_weights and recipe.model.init != "random":
         check_weights(shape, weights)
     decoder = build(
@@ -131,6 +133,8 @@ def _model(
     )
     if recipe.gradient_checkpointing:
         recompute_blocks(decoder)
+    if choices.compile.get("on"):
+        compile_regions(decoder, dynamic=choices.compile["dynamic"])
     if read_weights and recipe.model.init == "random":
         init_weights(decoder, recipe.seed)
     elif read_weights:

@@ -6,12 +6,16 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from trimtab.facts.compilers import compile_obstacle
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ModelError, RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.adamw8bit.choice import choose as choose_adamw8bit
 from trimtab.kernels.attention.choice import choose
 from trimtab.recipe import Recipe
+
+WORTH_COMPILING = 50_000_000
+"""Parameters from which `torch_compile: auto` compiles: smaller models are mostly trained for a minute or two."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Choices:
     deterministic: bool
     optimizer: dict[str, Any] = field(default_factory=dict)
     """name, impl and reason; empty in the folders of runs made before there was a choice."""
+    compile: dict[str, Any] = field(default_factory=dict)
+    """on, dynamic (one program for all lengths) and reason; empty in the folders of runs made before it was there."""
 
     def to_dict(self) -> dict[str, Any]:
         """For choices.json."""
@@ -85,6 +91,7 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         threads=threads,
         deterministic=recipe.deterministic,
         optimizer=_optimizer(recipe, device),
+        compile=_compile(recipe, shape, device, choice.impl),
     )
 
 
@@ -93,6 +100,27 @@ def _optimizer(recipe: Recipe, device: DeviceFacts) -> dict[str, Any]:
         return {"name": recipe.optim, "impl": "torch", "reason": "named in the recipe"}
     choice = choose_adamw8bit(device=device.kind, requested=recipe.optim_implementation)
     return {"name": recipe.optim, "impl": choice.impl, "reason": choice.reason}
+
+
+def _compile(recipe: Recipe, shape: ModelShape, device: DeviceFacts, attention: str) -> dict[str, Any]:
+    """Whether blocks are compiled, and whether for one length or for all."""
+    obstacle = compile_obstacle(device.kind, device.capability)
+    if recipe.torch_compile is True and obstacle is not None:
+        raise ResourceError(f"torch_compile: true cannot work here: {obstacle}", "set torch_compile: auto")
+    # Packed windows have one length; varlen's offsets are as many as a batch has documents.
+    dynamic = not recipe.packing or attention == "varlen"
+    if recipe.torch_compile != "auto":
+        return {"on": recipe.torch_compile, "dynamic": dynamic, "reason": "named in the recipe"}
+    if device.kind != "cuda":
+        return {"on": False, "dynamic": dynamic, "reason": "compiling gains little on a CPU"}
+    if obstacle is None and shape.num_parameters < WORTH_COMPILING:
+        return {
+            "on": False,
+            "dynamic": dynamic,
+            "reason": "so small a model is trained before it is compiled",
+        }
+    reason = "steps are faster on a GPU" if obstacle is None else obstacle
+    return {"on": obstacle is None, "dynamic": dynamic, "reason": reason}
 
 
 def _shortest_window(shape: ModelShape, length: int) -> int | None:
