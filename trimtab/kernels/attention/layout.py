@@ -224,8 +224,7 @@ class Layout:
     def _blocks(self, T: int, S: int, window: int | None, device: torch.device) -> BlockMask:
         from trimtab.kernels.attention.impl_flex import block_mask
 
-        documents_BT = None if self.documents_BT is None else self.documents_BT.to(device)
-        return block_mask(documents_BT, T, S, window, device)
+        return block_mask(self._bounds(device).first_BT, T, S, window, device)
 
 
 class Ready(Layout):
