@@ -15,7 +15,7 @@ from trimtab.facts.shapes_hf import read_json
 from trimtab.model.decoder import Decoder
 from trimtab.model.families import family
 from trimtab.model.source import PICKLE_SUFFIXES, pickle_refused
-from trimtab.model.weights import Progress, Provenance, check_dims, check_layers, check_names, fill
+from trimtab.model.weights import Places, Progress, Provenance, check_dims, check_layers, check_names
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -35,16 +35,16 @@ class _Stored:
 def load_folder(decoder: Decoder, folder: Path, progress: Progress | None) -> Provenance:
     """Fill a decoder from a folder; see `load_weights`."""
     files = weight_files(folder)
-    parameters = dict(decoder.named_parameters())
+    places = Places(decoder)
     stored, ignored = survey_folder(decoder.shape, folder)
     done = 0
     for file in files:
         with _open(folder / file) as opened:
             for name in (name for name, entry in stored.items() if entry.file == file):
-                fill(parameters[name], opened.get_tensor(stored[name].name), name, str(folder / file))
+                places.put(name, opened.get_tensor(stored[name].name), str(folder / file))
                 done += 1
                 if progress is not None:
-                    progress(done, len(parameters), name)
+                    progress(done, len(stored), name)
     return Provenance(
         path=folder,
         kind="hf",
