@@ -140,6 +140,7 @@ def load(
     *,
     revision: str | None = None,
     checkpoint: str | int = "latest",
+    adapter: str | Path | None = None,
     dtype: str = "auto",
     device: str = "auto",
 ) -> Model:
@@ -149,6 +150,7 @@ def load(
         name: a hub id, a folder, a GGUF file, a run folder, or `starter` for the one that ships with trimtab.
         revision: branch, tag or commit of a hub id.
         checkpoint: of a run folder: `latest`, `best` or a step number.
+        adapter: a folder with a LoRA adapter, of peft's or of `trimtab export peft`, to put on the model.
         dtype: `fp32`, `bf16`, `fp16`, or `auto` for what the device computes well.
         device: `auto`, `cpu` or `cuda`.
     """
@@ -169,6 +171,7 @@ def load(
         str(name),
         revision=revision,
         checkpoint=checkpoint,
+        adapter=adapter,
         device=torch.device(facts.kind),
         capability=facts.capability,
         dtype=dtype,

@@ -306,10 +306,11 @@ def _linears(decoder: Decoder, skip: tuple[str, ...]) -> list[tuple[str, nn.Line
 
 
 def quantized_layers(decoder: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
-    """The quantized layers by name, in order."""
+    """The quantized layers by name, in order; one that adapters stand on (`adapt.lora`) too."""
     for name, module in decoder.named_modules():
-        if isinstance(module, QuantizedLinear):
-            yield name, module
+        layer = module.__dict__.get("base", module)
+        if isinstance(layer, QuantizedLinear):
+            yield name, layer
 
 
 def describe(decoder: nn.Module) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trimtab.recipe.keys import Recipe
+    from trimtab.recipe.keys import Lora, Recipe
 
 FLAT_SCHEDULES = ("constant", "constant_with_warmup")
 """Schedules whose learning rate at a step does not depend on how many steps there will be."""
@@ -20,6 +20,7 @@ def problems(recipe: Recipe) -> list[str]:
         *_precision(recipe),
         *_optimizer(recipe),
         *_measuring(recipe),
+        *_lora(recipe),
     ]
 
 
@@ -109,3 +110,22 @@ def _measuring(recipe: Recipe) -> Iterator[str]:
             f"eval_steps: {recipe.eval_steps} is given and there is nothing to measure; "
             "name a set under data.eval, set data.eval_share, or leave eval_steps out"
         )
+
+
+def _lora(recipe: Recipe) -> Iterator[str]:
+    lora = recipe.lora
+    if lora is None:
+        return
+    given = [key for key in type(lora).model_fields if key != "adapter" and _changed(lora, key)]
+    if lora.adapter is not None and given:
+        yield (
+            f"lora.adapter: {lora.adapter} brings its own {given[0]}; leave {', '.join(f'lora.{key}' for key in given)} "
+            "out, or train a fresh adapter without lora.adapter"
+        )
+    if any(alpha <= 0 for alpha in lora.alpha_pattern.values()):
+        yield "lora.alpha_pattern holds a strength that is not above 0; give positive ones"
+
+
+def _changed(lora: Lora, key: str) -> bool:
+    """Whether a key differs from its default: a resolved recipe writes defaults out."""
+    return bool(getattr(lora, key) != type(lora).model_fields[key].default)

@@ -6,6 +6,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from trimtab.adapt.peft_config import check_adapter, read_adapter_folder
+from trimtab.adapt.spec import LoraSettings, resolve
+from trimtab.adapt.targets import select_modules
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ModelError, RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
@@ -35,10 +38,19 @@ class Choices:
     deterministic: bool
     optimizer: dict[str, Any] = field(default_factory=dict)
     """name, impl and reason; empty in the folders of runs made before there was a choice."""
+    lora: dict[str, Any] | None = None
+    """The adapters' settings (`adapt.LoraSettings`), those of the adapter a run started from included; None where
+    every weight is trained."""
 
     def to_dict(self) -> dict[str, Any]:
         """For choices.json."""
         return dataclasses.asdict(self)
+
+    @staticmethod
+    def needed() -> list[str]:
+        """Keys without which a choices.json is not whole; later ones are missing in the folders of older runs."""
+        fields = dataclasses.fields(Choices)
+        return [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Choices:
@@ -63,6 +75,7 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
             f"gradient_dtype: bf16 needs weights in bf16, and {device.name} trains in {dtype} on fp32 weights",
             "set gradient_dtype: fp32, or dtype: bf16 if this device should compute in bf16 all the same",
         )
+    settings = _lora(recipe, shape)
     choice = choose(
         device=device.kind,
         capability=device.capability,
@@ -81,11 +94,27 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         weights_dtype=weights,
         gradient_dtype=gradients,
         attention={"impl": choice.impl, "reason": choice.reason, "rejected": choice.rejected},
-        precision=_sentence(dtype, weights, gradients),
+        precision=_sentence(dtype, weights, gradients, settings),
         threads=threads,
         deterministic=recipe.deterministic,
         optimizer=_optimizer(recipe, device),
+        lora=None if settings is None else settings.to_dict(),
     )
+
+
+def _lora(recipe: Recipe, shape: ModelShape) -> LoraSettings | None:
+    """What a recipe says of adapters, or what the adapter that it starts from says, checked against the model."""
+    lora = recipe.lora
+    if lora is None:
+        return None
+    if lora.adapter is not None:
+        found = read_adapter_folder(lora.adapter)
+        check_adapter(shape, found)
+        return found.settings
+    settings = LoraSettings.from_dict(lora.model_dump(exclude={"adapter"}))
+    resolve(shape, settings)
+    select_modules(shape, settings.modules_to_save)
+    return settings
 
 
 def _optimizer(recipe: Recipe, device: DeviceFacts) -> dict[str, Any]:
@@ -111,9 +140,14 @@ def _compute_dtype(recipe: Recipe, device: DeviceFacts) -> str:
     return recipe.dtype
 
 
-def _sentence(dtype: str, weights: str, gradients: str) -> str:
-    if dtype == weights == "fp32":
+def _sentence(dtype: str, weights: str, gradients: str, lora: LoraSettings | None) -> str:
+    if dtype == weights == "fp32" and (lora is None or lora.dtype == "fp32"):
         return "everything in fp32"
+    if lora is not None:
+        return (
+            f"matrix products in {dtype}, frozen weights in {weights}, adapters and their gradients in {lora.dtype}; "
+            "norms, softmax and loss in fp32"
+        )
     rounding = ", updates rounded stochastically" if weights == "bf16" else ""
     scaling = ", loss scaled" if dtype == "fp16" else ""
     return (
