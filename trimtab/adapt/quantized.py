@@ -45,7 +45,8 @@ class QuantizedLinear(nn.Module):
         kind: "nf4" or "int8".
         block: NF4: values that share a scale.
         double: NF4: scales in 8 bits.
-        dtype: of the weight before it is quantized, and of the bias.
+        dtype: of the weight before it is quantized, and of the bias unless that has its own.
+        bias_dtype: of the bias.
         impl: "reference" or "triton": `spec_quantized.choose`.
         device: of the (uninitialized) tensors.
 
@@ -68,6 +69,7 @@ class QuantizedLinear(nn.Module):
         double: bool = True,
         impl: str = "reference",
         device: torch.device | str = "cpu",
+        bias_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if kind not in spec_quantized.KINDS:
@@ -85,9 +87,8 @@ class QuantizedLinear(nn.Module):
         )
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = nn.Parameter(
-                torch.empty(out_features, dtype=dtype, device=device), requires_grad=False
-            )
+            values = torch.empty(out_features, dtype=bias_dtype or dtype, device=device)
+            self.bias = nn.Parameter(values, requires_grad=False)
 
     def _lay_out(self, packing: Packing, device: torch.device | str) -> None:
         """Registers uninitialized buffers for a packing."""
@@ -244,6 +245,7 @@ def quantize_layout(
     block: int = spec_quantized.BLOCK,
     double: bool = True,
     skip: tuple[str, ...] = spec_quantized.NEVER,
+    dtype: torch.dtype | None = None,
     impl: str = "auto",
     device: torch.device | str | None = None,
 ) -> Decoder:
@@ -258,6 +260,8 @@ def quantize_layout(
         block: NF4: values that share a scale.
         double: NF4: scales in 8 bits, 4.13 bits a value instead of 4.5.
         skip: layers to leave as they are, by path or by their last word (`"down_proj"`). The head always is.
+        dtype: what weights are rounded to before they are quantized; by default the decoder's format. A model that
+            is used in another format than it was trained in keeps its codes by this.
         impl: "auto" chooses by device, once; it is kept in each layer (`layer.impl`).
         device: where the weights will lie; by default where the decoder is.
 
@@ -279,7 +283,8 @@ def quantize_layout(
             linear.out_features,
             bias=linear.bias is not None,
             kind=kind,
-            dtype=linear.weight.dtype,
+            dtype=dtype or linear.weight.dtype,
+            bias_dtype=linear.weight.dtype,
             block=block,
             double=double,
             impl=chosen,

@@ -6,14 +6,20 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape, check
+from trimtab.kernels import int8, nf4
+from trimtab.kernels.int8 import Int8Tensor
+from trimtab.kernels.nf4 import NF4Weight
 from trimtab.model.decoder import Decoder
 from trimtab.model.source import source_kind
+
+if TYPE_CHECKING:
+    from trimtab.model.weights_packed import StoredPacking
 
 Progress = Callable[[int, int, str], None]
 """Called as progress(tensors done, tensors in all, name) after each tensor."""
@@ -27,6 +33,9 @@ class Taker(Protocol):
 
     def take(self, weight: torch.Tensor) -> None:
         """Keeps a weight in 16 or 32 bits, on any device; ModelError if it cannot."""
+
+    def take_packed(self, weight: NF4Weight | Int8Tensor) -> None:
+        """Keeps a weight that is quantized already, bit for bit; ModelError if this layer is laid out otherwise."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,18 @@ def check_weights(shape: ModelShape, path: str | Path) -> None:
         from trimtab.model.weights_safetensors import survey_folder
 
         survey_folder(shape, path)
+
+
+def stored_packing(path: str | Path) -> StoredPacking | None:
+    """How a model's files are quantized by bitsandbytes (kind, block, double), or None; reads a few bytes.
+
+    Lay the decoder out alike (`adapt.quantize_layout`) and `load_weights` keeps the bytes as they are.
+    """
+    if source_kind(path) == "gguf":
+        return None
+    from trimtab.model import weights_safetensors
+
+    return weights_safetensors.stored_packing(Path(path))
 
 
 def load_weights(decoder: Decoder, path: str | Path, *, progress: Progress | None = None) -> Provenance:
@@ -173,6 +194,18 @@ class Places:
             return
         try:
             self._takers[name].take(tensor)
+        except ModelError as err:
+            raise ModelError(f"{where}: {name}: {err.cause}", err.remedy) from err
+
+    def put_packed(self, name: str, weight: NF4Weight | Int8Tensor, where: str) -> None:
+        """The same for a weight that was quantized before it was saved: a layer that is quantized alike keeps it as
+        it is, a plain parameter gets the numbers that it stands for."""
+        if name in self._parameters:
+            dequantize = nf4.dequantize if isinstance(weight, NF4Weight) else int8.dequantize
+            self.put(name, dequantize(weight, dtype=torch.float32), where)  # type: ignore[arg-type]
+            return
+        try:
+            self._takers[name].take_packed(weight)
         except ModelError as err:
             raise ModelError(f"{where}: {name}: {err.cause}", err.remedy) from err
 
