@@ -139,7 +139,12 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
     if read_weights and recipe.model.init != "random":
         check_weights(shape, weights)
     decoder = build(
-        shape, dtype=choices.weights_dtype, device="meta", attention=choices.attention["impl"]
+        shape,
+        dtype=choices.weights_dtype,
+        device="meta",
+        attention=choices.attention["impl"],
+        loss_impl=choices.loss.get("impl", "chunked"),
+        loss_memory=choices.loss.get("memory_bytes"),
     )
     lay_out(
         decoder,
