@@ -137,9 +137,7 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
     read_weights = fresh or settings is not None
     if read_weights and recipe.model.init != "random":
         check_weights(shape, weights)
-    decoder = build(
-        shape, dtype=choices.weights_dtype, device="meta", attention=choices.attention["impl"]
-    )
+    decoder = build(shape, dtype=choices.weights_dtype, device="meta", attention=choices.attention["impl"])
     if settings is not None:
         add_adapters(decoder, settings)
     if recipe.gradient_checkpointing:
@@ -197,7 +195,9 @@ def _rates(recipe: Recipe, parameters: dict[str, torch.nn.Parameter]) -> dict[st
     if own is None:
         return {}
     return {
-        name: own / recipe.learning_rate for name in parameters if name.startswith((f"{EMBEDDING}.", f"{HEAD}."))
+        name: own / recipe.learning_rate
+        for name in parameters
+        if name.startswith((f"{EMBEDDING}.", f"{HEAD}."))
     }
 
 
