@@ -121,6 +121,14 @@ def use_adapters(decoder: nn.Module, names: str | Sequence[str]) -> None:
     _use_whole(decoder, wanted)
 
 
+def remove_adapter(decoder: nn.Module, adapter: str) -> None:
+    """Take an adapter off a model, and out of use."""
+    use_adapters(decoder, [name for name in active_adapters(decoder) if name != adapter])
+    for layer in adapted_layers(decoder):
+        layer.remove(adapter)
+    decoder.__dict__.get("whole_modules", {}).pop(adapter, None)
+
+
 def keep_whole(decoder: Decoder, adapter: str, tensors: Mapping[str, torch.Tensor]) -> None:
     """Modules that an adapter replaces as a whole (`modules_to_save`); the model's own are kept to switch back."""
     parameters = dict(decoder.named_parameters())
@@ -141,7 +149,8 @@ def _use_whole(decoder: nn.Module, wanted: tuple[str, ...]) -> None:
         having = [adapter for adapter in wanted if name in kept.get(adapter, {})]
         if len(having) > 1:
             raise RecipeError(
-                f"adapters {' and '.join(having)} both replace {name.removesuffix('.weight')}", "use one at a time"
+                f"adapters {' and '.join(having)} both replace {name.removesuffix('.weight')}",
+                "use one at a time",
             )
         parameters[name].data = kept[having[0]][name] if having else own
 
@@ -178,5 +187,6 @@ def check_finite(decoder: nn.Module, adapter: str = DEFAULT) -> None:
         for name, parameter in layer.own_parameters(adapter).items():
             if not bool(torch.isfinite(parameter).all()):
                 raise ModelError(
-                    f"adapter {adapter}: {layer.path}.{name} holds NaN or infinity", "use an earlier checkpoint"
+                    f"adapter {adapter}: {layer.path}.{name} holds NaN or infinity",
+                    "use an earlier checkpoint",
                 )

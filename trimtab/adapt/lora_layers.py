@@ -8,7 +8,7 @@ changes; its own are `lora_A.<adapter>.weight` and `lora_B.<adapter>.weight` bel
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -54,6 +54,15 @@ class Adapted(nn.Module):
             child._apply(fn, recurse)
         return self
 
+    def remove(self, adapter: str) -> None:
+        """Forget an adapter; nothing happens if there is none of this name."""
+        for holder in self.children():
+            assert isinstance(holder, nn.ModuleDict | nn.ParameterDict)
+            if adapter in holder:
+                del holder[adapter]
+        self.settings.pop(adapter, None)
+        self.scaling.pop(adapter, None)
+
     def own_parameters(self, adapter: str) -> dict[str, nn.Parameter]:
         """An adapter's tensors by their names in this module."""
         ending = (f".{adapter}", f".{adapter}.weight")
@@ -89,15 +98,27 @@ class LoRALinear(Adapted):
             self.lora_magnitude_vector[adapter] = _Factor((self.out_features,), **made)
         self.settings[adapter], self.scaling[adapter] = settings, scaling
 
+    def factors(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(A [R, I], B [O, R]) of one adapter."""
+        return cast(torch.Tensor, self.lora_A[adapter].weight), cast(
+            torch.Tensor, self.lora_B[adapter].weight
+        )
+
+    def magnitude(self, adapter: str) -> torch.Tensor:
+        """DoRA's length of each row, [O]."""
+        return cast(torch.Tensor, self.lora_magnitude_vector[adapter].weight)
+
     @torch.no_grad()
     def reset(self, adapter: str, seed: int) -> None:
         """A uniform as peft draws it, B zero, so that the layer is what it was; DoRA's lengths those of W's rows."""
-        a_RI, b_OR = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        a_RI, b_OR = self.factors(adapter)
         bound = a_RI.shape[1] ** -0.5
-        _draw(a_RI, seed, f"{self.path}.lora_A.{adapter}", lambda t, g: t.uniform_(-bound, bound, generator=g))
+        _draw(
+            a_RI, seed, f"{self.path}.lora_A.{adapter}", lambda t, g: t.uniform_(-bound, bound, generator=g)
+        )
         b_OR.zero_()
         if adapter in self.lora_magnitude_vector:
-            self.lora_magnitude_vector[adapter].weight.copy_(self.row_lengths(adapter))
+            self.magnitude(adapter).copy_(self.row_lengths(adapter))
 
     def dense_weight(self) -> torch.Tensor:
         """W [O, I] as the layer multiplies with it."""
@@ -112,7 +133,7 @@ class LoRALinear(Adapted):
         """
         weight_OI, s = self.dense_weight(), self.scaling[adapter]
         wide = torch.promote_types(weight_OI.dtype, torch.float32)
-        a_RI, b_OR = self.lora_A[adapter].weight.to(wide), self.lora_B[adapter].weight.to(wide)
+        a_RI, b_OR = (factor.to(wide) for factor in self.factors(adapter))
         squares_O = torch.linalg.vector_norm(weight_OI, dim=1, dtype=wide).square()
         cross_OR = (weight_OI @ a_RI.to(weight_OI.dtype).t()).to(wide)
         own_OR = b_OR @ (a_RI @ a_RI.t())
@@ -120,7 +141,7 @@ class LoRALinear(Adapted):
 
     def delta(self, adapter: str) -> torch.Tensor:
         """s·B·A [O, I] in the adapter's format or wider: what merging adds to W (DoRA scales the sum as well)."""
-        a_RI, b_OR = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        a_RI, b_OR = self.factors(adapter)
         wide = torch.promote_types(a_RI.dtype, torch.float32)
         return self.scaling[adapter] * (b_OR.to(wide) @ a_RI.to(wide))
 
@@ -129,11 +150,11 @@ class LoRALinear(Adapted):
         matrix. Holds a second W."""
         weight_OI = self.dense_weight()
         for adapter in self.active:
-            a_RI, b_OR = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+            a_RI, b_OR = self.factors(adapter)
             delta_OI = self.scaling[adapter] * (b_OR.to(weight_OI.dtype) @ a_RI.to(weight_OI.dtype))
             weight_OI = weight_OI + delta_OI
             if adapter in self.lora_magnitude_vector:
-                lengths_O = self.lora_magnitude_vector[adapter].weight / self.row_lengths(adapter)
+                lengths_O = self.magnitude(adapter) / self.row_lengths(adapter)
                 weight_OI = weight_OI * lengths_O.to(weight_OI.dtype)[:, None]
         return weight_OI
 
@@ -148,7 +169,7 @@ class LoRALinear(Adapted):
         first, *others = self.active
         p = self._drop(first)
         if isinstance(base, nn.Linear) and not p:
-            a_RI, b_OR = self.lora_A[first].weight, self.lora_B[first].weight
+            a_RI, b_OR = self.factors(first)
             y = lora_linear(x, base.weight, base.bias, a_RI, b_OR, self.scaling[first])
         else:
             y = self._add(base(x), x, first)
@@ -160,10 +181,8 @@ class LoRALinear(Adapted):
         return self.settings[adapter].lora_dropout if self.training else 0.0
 
     def _add(self, y: torch.Tensor, x: torch.Tensor, adapter: str) -> torch.Tensor:
-        a_RI, b_OR = self.lora_A[adapter].weight, self.lora_B[adapter].weight
-        return add_lora(
-            y, x, a_RI, b_OR, self.scaling[adapter], p=self._drop(adapter), key_2=self.mask_key_2
-        )
+        a_RI, b_OR = self.factors(adapter)
+        return add_lora(y, x, a_RI, b_OR, self.scaling[adapter], p=self._drop(adapter), key_2=self.mask_key_2)
 
     def _dora(self, x: torch.Tensor, adapter: str) -> torch.Tensor:
         """(m / ‖W + s·B·A‖) ⊙ (W·x + s·B·(A·x)) + b; the length is a constant to the backward pass, as in DoRA's
@@ -171,12 +190,12 @@ class LoRALinear(Adapted):
         base = self.__dict__["base"]
         bias_O = base.bias
         if isinstance(base, nn.Linear) and not self._drop(adapter):
-            a_RI, b_OR = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+            a_RI, b_OR = self.factors(adapter)
             y = lora_linear(x, base.weight, None, a_RI, b_OR, self.scaling[adapter])
         else:
             y = base(x) if bias_O is None else base(x) - bias_O.to(x.dtype)
             y = self._add(y, x, adapter)
-        lengths_O = self.lora_magnitude_vector[adapter].weight / self.row_lengths(adapter)
+        lengths_O = self.magnitude(adapter) / self.row_lengths(adapter)
         y = y * lengths_O.to(y.dtype)
         return y if bias_O is None else y + bias_O.to(y.dtype)
 

@@ -134,7 +134,7 @@ def lora_linear(
         >>> lora_linear(x, weight, None, a, b, 0.5)
         tensor([[4., 4., 4.]])
     """
-    y: torch.Tensor = _Linear.apply(x, weight_OI, bias_O, a_RI, b_OR, scaling)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Linear.apply(x, weight_OI, bias_O, a_RI, b_OR, scaling)
     return y
 
 
@@ -156,7 +156,7 @@ def add_lora(
     """
     if p:
         assert key_2 is not None, "dropout needs a key"
-        out: torch.Tensor = _AddedDropped.apply(y, x, a_RI, b_OR, key_2, scaling, p)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _AddedDropped.apply(y, x, a_RI, b_OR, key_2, scaling, p)
         return out
-    out = _Added.apply(y, x, a_RI, b_OR, scaling)  # type: ignore[no-untyped-call]
+    out = _Added.apply(y, x, a_RI, b_OR, scaling)
     return out

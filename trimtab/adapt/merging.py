@@ -33,7 +33,7 @@ def merged_weight(layer: LoRALinear | LoRAEmbedding) -> torch.Tensor:
     for adapter in layer.active:
         weight = weight + layer.delta(adapter).to(weight.device, wide)
         if isinstance(layer, LoRALinear) and adapter in layer.lora_magnitude_vector:
-            lengths = layer.lora_magnitude_vector[adapter].weight.to(wide)
+            lengths = layer.magnitude(adapter).to(wide)
             weight = weight * (lengths / torch.linalg.vector_norm(weight, dim=1))[:, None]
     return weight
 
@@ -60,7 +60,9 @@ def merge_adapters(decoder: Decoder, *, dtype: str, whole_changed: int = 0) -> M
         if not bool(torch.isfinite(stored).all()):
             raise ModelError(
                 f"the merged {layer.path} "
-                + (f"overflows in {dtype}" if bool(torch.isfinite(merged).all()) else "holds NaN or infinity"),
+                + (
+                    f"overflows in {dtype}" if bool(torch.isfinite(merged).all()) else "holds NaN or infinity"
+                ),
                 "nothing was written; use an earlier checkpoint, or --dtype fp32",
             )
         changed += int((stored != base.to(torch_dtype(dtype))).sum())

@@ -95,7 +95,9 @@ def check_adapter(shape: ModelShape, found: AdapterFolder) -> None:
         raise other_base(found, f"it has weights for {missing[0]}, and this model has no such module")
     known = dict(shape.parameters())
     tied = shape.tie_embeddings
-    strange = [name for name in found.whole if name not in known and not (tied and name == f"{targets.HEAD}.weight")]
+    strange = [
+        name for name in found.whole if name not in known and not (tied and name == f"{targets.HEAD}.weight")
+    ]
     if strange:
         raise other_base(found, f"it replaces {strange[0]}, and this model has no such tensor")
     try:
@@ -142,7 +144,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: r is {config.get('r')}", "a rank is at least 1")
     for key, harmless in _REFUSED.items():
         if key in config and config[key] not in harmless:
-            raise ModelError(f"{path}: {key} is {config[key]!r}, which is not supported", "merge it with peft first")
+            raise ModelError(
+                f"{path}: {key} is {config[key]!r}, which is not supported", "merge it with peft first"
+            )
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_MOVES_BASE):
         raise ModelError(
@@ -158,7 +162,8 @@ def _read_header(folder: Path) -> tuple[list[str], dict[str, str], dict[str, str
     if not path.is_file():
         pickled = (folder / "adapter_model.bin").is_file()
         raise ModelError(
-            f"{folder} has no {WEIGHTS}" + (", only a pickle, and reading one can run hidden code" if pickled else ""),
+            f"{folder} has no {WEIGHTS}"
+            + (", only a pickle, and reading one can run hidden code" if pickled else ""),
             "save the adapter with safe_serialization=True" if pickled else "complete the download",
         )
     try:
@@ -167,7 +172,9 @@ def _read_header(folder: Path) -> tuple[list[str], dict[str, str], dict[str, str
             dtypes = {key.removeprefix(PREFIX): file.get_slice(key).get_dtype() for key in keys}
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is not a whole safetensors file ({error})", "get the adapter again") from error
+        raise ModelError(
+            f"{path} is not a whole safetensors file ({error})", "get the adapter again"
+        ) from error
     return list(dtypes), dtypes, metadata
 
 

@@ -53,6 +53,22 @@ def own_tensors(decoder: Decoder, adapter: str = DEFAULT) -> dict[str, torch.nn.
     }
 
 
+def stored_tensors(decoder: Decoder, adapter: str = DEFAULT) -> dict[str, torch.Tensor]:
+    """Everything that an adapter's file holds, by the names there: its own tensors, and modules trained whole.
+
+    A tied head is stored beside the embedding, so that any version of peft replaces both.
+    """
+    settings = settings_of(decoder, adapter)
+    tensors = {file_name(name, adapter): p.detach() for name, p in own_tensors(decoder, adapter).items()}
+    parameters = dict(decoder.named_parameters())
+    whole = targets.select_modules(decoder.shape, settings.modules_to_save)
+    for name in whole:
+        tensors[PREFIX + name] = parameters[name].detach()
+    if decoder.shape.tie_embeddings and EMBEDDING_KEY in whole:
+        tensors[PREFIX + HEAD_KEY] = parameters[EMBEDDING_KEY].detach()
+    return tensors
+
+
 def save_adapter(
     decoder: Decoder,
     folder: str | Path,
@@ -74,22 +90,25 @@ def save_adapter(
     """
     folder = Path(folder)
     settings = settings_of(decoder, adapter)
-    tensors = {file_name(name, adapter): p.detach() for name, p in own_tensors(decoder, adapter).items()}
-    parameters = dict(decoder.named_parameters())
-    whole = targets.select_modules(decoder.shape, settings.modules_to_save)
-    for name in whole:
-        tensors[PREFIX + name] = parameters[name].detach()
-    tied_head = decoder.shape.tie_embeddings and EMBEDDING_KEY in whole
-    if tied_head:
-        tensors[PREFIX + HEAD_KEY] = parameters[EMBEDDING_KEY].detach()
-    stored = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    stored = {
+        name: tensor.to("cpu", copy=True).contiguous()
+        for name, tensor in stored_tensors(decoder, adapter).items()
+    }
     for name, tensor in stored.items():
         if not bool(torch.isfinite(tensor).all()):
-            raise ModelError(f"{name} holds NaN or infinity", "the training went wrong; save an earlier checkpoint")
+            raise ModelError(
+                f"{name} holds NaN or infinity", "the training went wrong; save an earlier checkpoint"
+            )
     metadata = {"format": "pt"}
     if base is not None:
         metadata[BASE_KEY] = json.dumps(base, sort_keys=True)
-    config = config_of(decoder.shape, settings, base_name=base_name, revision=revision, tied_head=tied_head)
+    config = config_of(
+        decoder.shape,
+        settings,
+        base_name=base_name,
+        revision=revision,
+        tied_head=PREFIX + HEAD_KEY in stored and decoder.shape.tie_embeddings,
+    )
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(stored, folder / WEIGHTS, metadata=metadata)
     return [folder / CONFIG, folder / WEIGHTS]
@@ -129,7 +148,9 @@ def fill_adapter(
     stored = {key.removeprefix(PREFIX): t for key, t in load_file(found.folder / WEIGHTS).items()}
     for key, tensor in stored.items():
         if not bool(torch.isfinite(tensor).all()):
-            raise ModelError(f"{found.folder / WEIGHTS}: {key} holds NaN or infinity", "the adapter is damaged")
+            raise ModelError(
+                f"{found.folder / WEIGHTS}: {key} holds NaN or infinity", "the adapter is damaged"
+            )
     own = own_tensors(decoder, adapter)
     keys = {file_name(name, adapter).removeprefix(PREFIX): name for name in own}
     for key, name in keys.items():
@@ -139,8 +160,12 @@ def fill_adapter(
         own[name].copy_(stored[key])
     strange = [key for key in stored if key not in keys and plain_name(key) not in found.whole]
     if strange:
-        raise ModelError(f"{found.folder / WEIGHTS} holds {strange[0]}, which belongs to no adapter", "get it again")
-    whole = _whole_tensors(decoder, found, {plain_name(key): stored[key] for key in stored if key not in keys})
+        raise ModelError(
+            f"{found.folder / WEIGHTS} holds {strange[0]}, which belongs to no adapter", "get it again"
+        )
+    whole = _whole_tensors(
+        decoder, found, {plain_name(key): stored[key] for key in stored if key not in keys}
+    )
     if whole and switchable:
         keep_whole(decoder, adapter, whole)
     elif whole:
@@ -156,7 +181,9 @@ def _whole_tensors(
     head = stored.get(HEAD_KEY)
     if decoder.shape.tie_embeddings and head is not None:
         if not torch.equal(head, stored.get(EMBEDDING_KEY, torch.empty(0))):
-            raise other_base(found, "it trains the head apart from the embedding, and this model's are one matrix")
+            raise other_base(
+                found, "it trains the head apart from the embedding, and this model's are one matrix"
+            )
         stored = {name: tensor for name, tensor in stored.items() if name != HEAD_KEY}
     for name, tensor in stored.items():
         if name not in parameters:

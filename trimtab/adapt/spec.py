@@ -56,9 +56,10 @@ class LoraSettings:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> LoraSettings:
         """The inverse of `to_dict`."""
-        return LoraSettings(
-            **{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-        )
+        plain: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
+        }
+        return LoraSettings(**plain)
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ def _check_rank(r: int, matrix: Matrix) -> None:
 def _check_kinds(found: list[Target], settings: LoraSettings) -> None:
     if settings.use_dora and any(target.matrix.is_embedding for target in found):
         raise RecipeError(
-            "lora.use_dora is on and embed_tokens is among the targets", "DoRA is for linear layers; leave it out"
+            "lora.use_dora is on and embed_tokens is among the targets",
+            "DoRA is for linear layers; leave it out",
         )
     if settings.lora_dropout and any(target.name == targets.HEAD for target in found):
         raise RecipeError(
@@ -170,9 +172,7 @@ def trained(
 
 def parameter_bytes(shape: ModelShape, settings: LoraSettings) -> int:
     """Bytes of an adapter's own tensors."""
-    return nbytes(
-        settings.dtype, sum(math.prod(dims) for _, dims in adapter_parameters(shape, settings))
-    )
+    return nbytes(settings.dtype, sum(math.prod(dims) for _, dims in adapter_parameters(shape, settings)))
 
 
 def flops_per_token(shape: ModelShape, settings: LoraSettings) -> float:

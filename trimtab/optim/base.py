@@ -15,6 +15,7 @@ import torch
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.randomness import derive
 
+
 def rate_of(group: dict[str, Any], lr: float | None) -> float:
     """A group's learning rate at a step whose rate is `lr`: its own where None, times its `lr_scale`."""
     rate: float = group["lr"] if lr is None else lr

@@ -29,7 +29,8 @@ def build(
 ) -> NamedOptimizer:
     """The optimizer `name` over the trained parameters, in Hugging Face's groups.
 
-    `lr_scales` names parameters whose learning rate is the step's times a factor. `impl` is the 8-bit optimizer's: "reference", "triton" or "triton_exact"; the others are torch's code.
+    `impl` is the 8-bit optimizer's: "reference", "triton" or "triton_exact"; the others are torch's code. `lr_scales`
+    names parameters whose learning rate is the step's times a factor.
 
     Example:
         >>> optimizer = build("adamw_8bit", torch.nn.Linear(64, 64).named_parameters(), lr=1e-3)

@@ -117,9 +117,10 @@ def _lora(recipe: Recipe) -> Iterator[str]:
         return
     given = [key for key in type(lora).model_fields if key != "adapter" and _changed(lora, key)]
     if lora.adapter is not None and given:
+        keys = ", ".join(f"lora.{key}" for key in given)
         yield (
-            f"lora.adapter: {lora.adapter} brings its own {given[0]}; leave {', '.join(f'lora.{key}' for key in given)} "
-            "out, or train a fresh adapter without lora.adapter"
+            f"lora.adapter: {lora.adapter} brings its own {given[0]}; leave {keys} out, or train a fresh adapter "
+            "without lora.adapter"
         )
     if any(alpha <= 0 for alpha in lora.alpha_pattern.values()):
         yield "lora.alpha_pattern holds a strength that is not above 0; give positive ones"

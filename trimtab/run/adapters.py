@@ -59,7 +59,9 @@ def check_base(base: Mapping[str, Any], place: Path, what: str) -> None:
             raise CheckpointError(f"{what} is for another base than {place}: {name} has another size", remedy)
     for name, file in digests(paths.values()).items():
         if file.sha256 != wanted[name]["sha256"]:
-            raise CheckpointError(f"{what} is for another base than {place}: {name} has other content", remedy)
+            raise CheckpointError(
+                f"{what} is for another base than {place}: {name} has other content", remedy
+            )
 
 
 def check_adapter_base(base: Mapping[str, Any] | None, place: Path, folder: Path) -> None:

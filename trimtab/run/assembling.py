@@ -209,7 +209,9 @@ def _rates(recipe: Recipe, parameters: dict[str, torch.nn.Parameter]) -> dict[st
     if own is None:
         return {}
     return {
-        name: own / recipe.learning_rate for name in parameters if name.startswith((f"{EMBEDDING}.", f"{HEAD}."))
+        name: own / recipe.learning_rate
+        for name in parameters
+        if name.startswith((f"{EMBEDDING}.", f"{HEAD}."))
     }
 
 

@@ -12,7 +12,7 @@ import torch
 from trimtab import text
 from trimtab.adapt import active_adapters, add_adapters, load_adapter, trained_parameters
 from trimtab.adapt.peft_config import read_adapter_folder
-from trimtab.adapt.spec import LoraSettings, trained
+from trimtab.adapt.spec import DEFAULT, LoraSettings, trained
 from trimtab.checkpoint import Found, Store, read_manifest
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import CheckpointError, RecipeError
@@ -54,6 +54,8 @@ class OpenedModel:
     """Number formats that the weights are stored in: fp32, bf16, …, or GGUF's own names (Q4_1)."""
     base: dict[str, Any] | None = None
     """Of a run with adapters: source, revision and checksums of the weights below them."""
+    whole_changed: int = 0
+    """Numbers of modules trained as a whole (`modules_to_save`) that differ from the base's."""
 
 
 def load_tokenizer(folder: Path, shape: ModelShape) -> Tokenizer:
@@ -129,7 +131,11 @@ def open_model(
         formats = tuple(GGUF_FLOATS.get(name, name) for name in stored)
         opened = OpenedModel(decoder, tokenizer, name, folder, None, formats)
     if adapter is not None:
-        _put_adapter(opened, Path(adapter), on_event)
+        if active_adapters(opened.decoder):
+            raise RecipeError(
+                f"{name} is a run with an adapter of its own", "give its base model and the adapter"
+            )
+        put_adapter(opened, Path(adapter), on_event)
     return opened
 
 
@@ -159,8 +165,9 @@ def _open_run(
             check_base(base, place, "the run")
         decoder = new_decoder(settings, kept.get("quantization"), place)
         _load_base(decoder, base, place)
-    formats = _load_checkpoint(decoder, run, found, on_event)
-    return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base)
+    formats, changed = _load_checkpoint(decoder, run, found, on_event)
+    whole = changed if settings is not None else 0
+    return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, whole)
 
 
 def _load_base(decoder: Decoder, base: dict[str, Any], place: Path | None) -> None:
@@ -172,13 +179,14 @@ def _load_base(decoder: Decoder, base: dict[str, Any], place: Path | None) -> No
     load_weights(decoder, place)
 
 
-def _put_adapter(opened: OpenedModel, folder: Path, on_event: Callable[[str], None]) -> None:
-    """An adapter from peft's files on an opened model."""
-    if active_adapters(opened.decoder):
-        raise RecipeError(f"{opened.name} is a run with an adapter of its own", "give its base model and the adapter")
+def put_adapter(
+    opened: OpenedModel, folder: Path, on_event: Callable[[str], None], *, name: str = DEFAULT
+) -> None:
+    """An adapter from peft's files on an opened model, in use."""
     found = read_adapter_folder(folder)
-    check_adapter_base(found.base, opened.folder, folder)
-    load_adapter(opened.decoder, folder)
+    if opened.base is None:
+        check_adapter_base(found.base, opened.folder, folder)
+    load_adapter(opened.decoder, folder, adapter=name)
     opened.decoder.eval()
     if found.base is None and found.base_name and found.base_name != opened.name:
         on_event(f"the adapter says it was made for {found.base_name}; its sizes fit {opened.name}")
@@ -225,8 +233,9 @@ def _check_stored(wanted: dict[str, tuple[int, ...]], num_layers: int, found: Fo
 
 def _load_checkpoint(
     decoder: Decoder, run: RunFolder, found: Found, on_event: Callable[[str], None]
-) -> tuple[str, ...]:
-    """Fills a decoder; returns the number formats that the checkpoint holds it in."""
+) -> tuple[tuple[str, ...], int]:
+    """Fills a decoder; the number formats that the checkpoint holds it in, and how many of the model's own numbers
+    it changed."""
     stored = read_manifest(found.path).tensors
     # The checkpoint's own format is read, then converted: a run in bf16 may be used in fp32.
     parameters = trained_parameters(decoder)
@@ -237,10 +246,13 @@ def _load_checkpoint(
     with Store(run.checkpoints, on_event=on_event) as store:
         store.load(found, {f"parameters.{name}": tensor for name, tensor in tensors.items()}, partial=True)
     with torch.no_grad():
+        changed = 0
         for name, parameter in parameters.items():
+            if ".lora_" not in name:
+                changed += int((parameter != tensors[name].to(parameter.device, parameter.dtype)).sum())
             parameter.copy_(tensors[name])
     ours = {theirs: name for name, theirs in TORCH_NAMES.items()}
-    return tuple(sorted({ours[stored[f"parameters.{name}"].dtype] for name in tensors}))
+    return tuple(sorted({ours[stored[f"parameters.{name}"].dtype] for name in tensors})), changed
 
 
 def save_skeleton(weights: Path, shape: ModelShape, tokenizer: Tokenizer, folder: Path, dtype: str) -> None:
