@@ -113,7 +113,9 @@ def open_model(
     tokenizer = load_tokenizer(folder, shape)
 
     def new_decoder(
-        settings: LoraSettings | None = None, quantization: dict[str, Any] | None = None, place: Path | None = None
+        settings: LoraSettings | None = None,
+        quantization: dict[str, Any] | None = None,
+        place: Path | None = None,
     ) -> Decoder:
         decoder = build(shape, dtype=dtype, device="meta", attention=choice.impl)
         lay_out(decoder, requantized(quantization, device.type), place, device)
