@@ -36,6 +36,7 @@ class Decoder(nn.Module):
         shape: every number that decides the model.
         attention: the implementation in `trimtab.kernels.attention`, chosen once, by the caller.
         loss_impl: the implementation in `trimtab.kernels.linear_cross_entropy`.
+        loss_memory: bytes that the loss "triton" may hold beyond inputs and gradients; little by default.
         pointwise: the implementation of norms, rotary positions and gates (`rms_norm`, `rope` and `gated_mlp`
             in `trimtab.kernels`): "reference" or "triton".
 
@@ -52,12 +53,13 @@ class Decoder(nn.Module):
         *,
         attention: str,
         loss_impl: str = "chunked",
+        loss_memory: int | None = None,
         pointwise: str = "reference",
     ) -> None:
         super().__init__()
         self.shape = shape
         self.attention = attention
-        self.loss_impl = loss_impl
+        self.loss_impl, self.loss_memory = loss_impl, loss_memory
         self.rotary = Rotary(shape)
         self.regions: list[Callable[..., torch.Tensor]] | None = None
         """The blocks as `trimtab.adapt.compile_regions` compiled them, for training alone."""
@@ -139,4 +141,5 @@ class Decoder(nn.Module):
             labels_BT.flatten(),
             impl=self.loss_impl,
             reduction=reduction,
+            memory_bytes=self.loss_memory,
         )

@@ -81,14 +81,14 @@ class _Watch:
 
     def __enter__(self) -> _Watch:
         for name, module in self._model.named_modules():
-            if not list(module.children()):
-                self._handles.append(module.register_forward_hook(self._hook(name)))
+            # Innermost first: a module's hook runs before that of the module around it.
+            self._handles.append(module.register_forward_hook(self._hook(name)))
         return self
 
     def _hook(self, name: str) -> Any:
         def check(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             if self.first is None and isinstance(output, torch.Tensor) and _has_bad(output):
-                self.first = name
+                self.first = name or "the model"
 
         return check
 

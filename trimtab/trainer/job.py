@@ -135,6 +135,7 @@ class Job:
 
     model: torch.nn.Module
     parameters: dict[str, torch.nn.Parameter]
+    """Those that are trained, by name; the model may have others."""
     loss: Callable[[Any], torch.Tensor]
     """A microbatch to the sum of its token losses, fp32, on the device."""
     optimizer: Optimizer
