@@ -12,8 +12,18 @@ import pytest
 import torch
 from torch import _dynamo as dynamo
 
-from trimtab.adapt import compilations, compile_regions
-from trimtab.adapt.compiling import Regions, use_cache_folder
+from trimtab.adapt import (
+    LoraSettings,
+    QuantizedLinear,
+    Regions,
+    add_adapters,
+    compilations,
+    compile_regions,
+    init_adapters,
+    quantize_layout,
+)
+from trimtab.adapt.compiling import use_cache_folder
+from trimtab.adapt.lora import set_masks
 from trimtab.facts.shapes import ModelShape
 from trimtab.generate.cache import KVCache
 from trimtab.kernels.attention import Layout
@@ -27,11 +37,12 @@ LENGTHS = (32, 40, 33, 7, 24, 56, 9, 100, 64, 2)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiled code and settings are the process's; each test begins without."""
     monkeypatch.setitem(os.environ, "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
-    limit, duck = dynamo.config.recompile_limit, torch.fx.experimental._config.use_duck_shape
+    duck = torch.fx.experimental._config.use_duck_shape
     dynamo.reset()
     dynamo.utils.counters.clear()
-    yield
-    dynamo.config.recompile_limit, torch.fx.experimental._config.use_duck_shape = limit, duck
+    with dynamo.config.patch(recompile_limit=dynamo.config.recompile_limit, specialize_float=False):
+        yield
+    torch.fx.experimental._config.use_duck_shape = duck
     dynamo.reset()
 
 
@@ -104,6 +115,38 @@ def test_frozen_embeddings_make_no_program_of_the_first_block() -> None:
     ids_BT, layout = batch(16)
     for got, want in zip(trained(compiled, ids_BT, layout), trained(plain, ids_BT, layout), strict=True):
         torch.testing.assert_close(got, want)
+    assert compilations()[0] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nf4", None])
+@pytest.mark.parametrize("settings", [{"lora_dropout": 0.25}, {"use_dora": True}], ids=str)
+def test_adapters_and_quantized_weights_are_one_program(kind: str | None, settings: dict[str, Any]) -> None:
+    shape = replace(PLAIN, hidden_size=64)
+    decoder = made(shape)
+    if kind is not None:
+        weights = {name: p.detach().clone() for name, p in decoder.named_parameters()}
+        quantize_layout(decoder, kind).to_empty(device="cpu")
+        with torch.no_grad():
+            for name, module in decoder.named_modules():
+                if isinstance(module, QuantizedLinear):
+                    module.take(weights[f"{name}.weight"])
+            for name, parameter in decoder.named_parameters():
+                parameter.copy_(weights[name])
+    add_adapters(decoder, LoraSettings(r=4, **settings))
+    init_adapters(decoder, seed=0)
+    for name, parameter in decoder.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    set_masks(decoder, torch.device("cpu"))
+    recompute_blocks(decoder)
+    compile_regions(decoder, backend="aot_eager")
+    for length in (16, 24):
+        ids_BT, layout = batch(length)
+        with Regions(decoder).paused():
+            want = trained(decoder, ids_BT, layout)
+        for got, one in zip(trained(decoder, ids_BT, layout), want, strict=True):
+            torch.testing.assert_close(got, one)
     assert compilations()[0] == 1
 
 

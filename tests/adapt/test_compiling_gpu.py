@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from torch import _dynamo as dynamo
 
-from trimtab.adapt import compilations, compile_regions
+from trimtab.adapt import (
+    LoRALinear,
+    LoraSettings,
+    Regions,
+    add_adapters,
+    compilations,
+    compile_regions,
+    init_adapters,
+    quantize_layout,
+)
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout
 from trimtab.model import Decoder, build, init_weights, recompute_blocks
@@ -95,3 +105,40 @@ def test_fp16_under_autocast() -> None:
         gradients = [p.grad for p in decoder.parameters() if p.grad is not None]
         assert all(bool(torch.isfinite(g).all()) for g in gradients)
     assert abs(losses[0] - losses[1]) < 2e-3
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_qlora_is_one_program_over_many_lengths(recompute: bool) -> None:
+    weights = {name: p.detach().clone() for name, p in made("triton").named_parameters()}
+    decoder = build(SHAPE, dtype="bf16", device="meta", attention="triton", pointwise="triton")
+    quantize_layout(decoder, "nf4", impl="triton")
+    add_adapters(decoder, LoraSettings(r=16))
+    decoder.to_empty(device="cuda")
+    with torch.no_grad():
+        for name, module in decoder.named_modules():
+            if isinstance(module, LoRALinear):
+                module.take(weights[f"{name}.weight"])
+        for name, parameter in decoder.named_parameters():
+            if name in weights:
+                parameter.copy_(weights[name])
+    init_adapters(decoder, seed=0)
+    for name, parameter in decoder.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    recompute_blocks(decoder, recompute)
+    compile_regions(decoder)
+    for length in LENGTHS[:6]:
+        ids_BT, layout = batch(length, packed=True)
+        found = []
+        for context in (Regions(decoder).paused(), contextlib.nullcontext()):
+            decoder.zero_grad()
+            with context:
+                loss = decoder.loss(ids_BT, ids_BT.roll(-1, 1), None, layout, reduction="mean")
+                loss.backward()
+            gradient = decoder.get_parameter("model.layers.0.self_attn.q_proj.lora_B.default.weight").grad
+            assert gradient is not None
+            found.append((float(loss.detach()), gradient.float()))
+        (want, want_gradient), (got, got_gradient) = found
+        assert abs(got - want) < 5e-3, (length, got, want)
+        assert (got_gradient - want_gradient).norm() < 0.05 * want_gradient.norm()
+    assert compilations()[0] == 1

@@ -40,6 +40,8 @@ def compile_regions(decoder: Decoder, *, dynamic: bool = True, backend: str = "i
     if dynamic:
         # A batch as long as the model is wide would else be taken for a length that is always so, and compiled alone.
         torch.fx.experimental._config.use_duck_shape = False
+    # Epsilons and the scales of adapters are constants; left open, torch 2.13 mislays them between nested graphs.
+    dynamo.config.specialize_float = True
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MOST_PROGRAMS)
     # A plain list: a module in it is not registered again, and no name changes.
     decoder.regions = [
