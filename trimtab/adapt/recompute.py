@@ -93,6 +93,7 @@ def compiled(
     Example:
         >>> compiled(block, torch.compile)(x_BTC, cos_BTF, sin_BTF, layout)  # doctest: +SKIP
     """
+    assert isinstance(block, Block)
     if not isinstance(block.recompute, _InTiles):
         return compiler(block)
     # The loop over tiles stays outside: a graph would hold every tile's copy of the same operations.

@@ -69,6 +69,9 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     kept = section(choices, "memory")
     if kept.get("sentence"):
         rows.append(("recompute", f"{kept['sentence']}: {kept['reason']}"))
+    compiled = section(choices, "compile")
+    if compiled:
+        rows.append(("compile", f"{'on' if compiled['on'] else 'off'}: {compiled['reason']}"))
     return rows + _needs(plan)
 
 
