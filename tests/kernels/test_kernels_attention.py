@@ -286,7 +286,7 @@ GPU_CASES = (
     Case("gpu decode", B=2, T=1, S=200, H=4, K=2, D=64),
     Case("gpu decode several", B=2, T=9, S=200, H=4, K=2, D=64),
     Case("gpu decode several, window", B=2, T=9, S=200, H=4, K=2, D=64, window=20),
-    Case("gpu queries before any key", B=2, T=140, S=64, H=2, K=2, D=64),
+    Case("gpu queries before any key", B=2, T=340, S=200, H=2, K=2, D=64),
     Case("gpu soft cap", B=2, T=150, S=150, H=4, K=2, D=64, scale=0.5, softcap=5.0),
 )
 

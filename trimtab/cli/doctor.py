@@ -104,6 +104,7 @@ def _attention_table() -> Table:
         packed=True,
         window=None,
         training=True,
+        triton=device.triton,
     )
     table = Table(
         title=f"attention for packed training, heads of 128, {dtype}", title_justify="left", box=None

@@ -24,6 +24,7 @@ def build(
     device: str | torch.device,
     attention: str,
     loss_impl: str = "chunked",
+    loss_memory: int | None = None,
     pointwise: str = "reference",
 ) -> Decoder:
     """A decoder with uninitialized parameters; follow with `load_weights` or `init_weights`.
@@ -34,6 +35,7 @@ def build(
         device: "meta" for a model without memory, to be placed later.
         attention: the implementation, by name.
         loss_impl: the loss's implementation, by name.
+        loss_memory: bytes that the loss "triton" may hold beyond inputs and gradients.
         pointwise: that of norms, rotary positions and gates: "reference" or "triton".
 
     Example:
@@ -46,7 +48,9 @@ def build(
     check(shape)
     # Modules fill their parameters when they are made; on the meta device that costs neither time nor memory.
     with torch.device("meta"):
-        decoder = Decoder(shape, attention=attention, loss_impl=loss_impl, pointwise=pointwise)
+        decoder = Decoder(
+            shape, attention=attention, loss_impl=loss_impl, loss_memory=loss_memory, pointwise=pointwise
+        )
     decoder = decoder.to(torch_dtype(dtype))
     names = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
     assert names == list(shape.parameters()), "the decoder and its shape disagree on the parameters"

@@ -34,6 +34,7 @@ class Decoder(nn.Module):
         shape: every number that decides the model.
         attention: the implementation in `trimtab.kernels.attention`, chosen once, by the caller.
         loss_impl: the implementation in `trimtab.kernels.linear_cross_entropy`.
+        loss_memory: bytes that the loss "triton" may hold beyond inputs and gradients; little by default.
         pointwise: the implementation of norms, rotary positions and gates (`rms_norm`, `rope` and `gated_mlp`
             in `trimtab.kernels`): "reference" or "triton".
 
@@ -50,12 +51,13 @@ class Decoder(nn.Module):
         *,
         attention: str,
         loss_impl: str = "chunked",
+        loss_memory: int | None = None,
         pointwise: str = "reference",
     ) -> None:
         super().__init__()
         self.shape = shape
         self.attention = attention
-        self.loss_impl = loss_impl
+        self.loss_impl, self.loss_memory = loss_impl, loss_memory
         self.rotary = Rotary(shape)
         self.model = Trunk(shape, attention, pointwise)
         self.lm_head = (
@@ -123,4 +125,5 @@ class Decoder(nn.Module):
             labels_BT.flatten(),
             impl=self.loss_impl,
             reduction=reduction,
+            memory_bytes=self.loss_memory,
         )

@@ -139,7 +139,14 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
     read_weights = fresh or settings is not None
     if read_weights and recipe.model.init != "random":
         check_weights(shape, weights)
-    decoder = build(shape, dtype=choices.weights_dtype, device="meta", attention=choices.attention["impl"])
+    decoder = build(
+        shape,
+        dtype=choices.weights_dtype,
+        device="meta",
+        attention=choices.attention["impl"],
+        loss_impl=choices.loss.get("impl", "chunked"),
+        loss_memory=choices.loss.get("memory_bytes"),
+    )
     if settings is not None:
         add_adapters(decoder, settings)
     if recipe.gradient_checkpointing:

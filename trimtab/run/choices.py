@@ -14,6 +14,7 @@ from trimtab.facts.errors import ModelError, RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.adamw8bit.choice import choose as choose_adamw8bit
 from trimtab.kernels.attention.choice import choose
+from trimtab.kernels.linear_cross_entropy.choice import choose as choose_loss
 from trimtab.recipe import Recipe
 
 
@@ -38,6 +39,8 @@ class Choices:
     deterministic: bool
     optimizer: dict[str, Any] = field(default_factory=dict)
     """name, impl and reason; empty in the folders of runs made before there was a choice."""
+    loss: dict[str, Any] = field(default_factory=dict)
+    """impl, memory_bytes and reason; empty likewise."""
     lora: dict[str, Any] | None = None
     """The adapters' settings (`adapt.LoraSettings`), those of the adapter a run started from included; None where
     every weight is trained."""
@@ -87,6 +90,14 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         requested=recipe.model.attn_implementation,
         deterministic=recipe.deterministic,
         tokens=recipe.max_seq_length,
+        triton=device.triton,
+    )
+    loss = choose_loss(
+        triton=device.runs_triton,
+        memory_bytes=device.memory_bytes,
+        dtype=dtype,
+        tokens=recipe.per_device_train_batch_size * recipe.max_seq_length,
+        vocabulary=shape.vocab_size,
     )
     return Choices(
         device=device.kind,
@@ -98,6 +109,7 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         threads=threads,
         deterministic=recipe.deterministic,
         optimizer=_optimizer(recipe, device),
+        loss=loss._asdict(),
         lora=None if settings is None else settings.to_dict(),
     )
 
@@ -118,7 +130,9 @@ def _lora(recipe: Recipe, shape: ModelShape) -> LoraSettings | None:
 def _optimizer(recipe: Recipe, device: DeviceFacts) -> dict[str, Any]:
     if recipe.optim != "adamw_8bit":
         return {"name": recipe.optim, "impl": "torch", "reason": "named in the recipe"}
-    choice = choose_adamw8bit(device=device.kind, requested=recipe.optim_implementation)
+    choice = choose_adamw8bit(
+        device=device.kind, triton=device.runs_triton, requested=recipe.optim_implementation
+    )
     return {"name": recipe.optim, "impl": choice.impl, "reason": choice.reason}
 
 
