@@ -25,17 +25,20 @@ if TYPE_CHECKING:
     )
     from trimtab.adapt.merging import merge_adapters
     from trimtab.adapt.peft_files import load_adapter, save_adapter
+    from trimtab.adapt.quantized import QuantizedLinear, quantize_layout
     from trimtab.adapt.spec import LoraSettings
 
 _PLACES = {
     "LoRALinear": "lora",
     "LoraSettings": "spec",
+    "QuantizedLinear": "quantized",
     "active_adapters": "lora",
     "adapter_names": "lora",
     "add_adapters": "lora",
     "init_adapters": "lora",
     "load_adapter": "peft_files",
     "merge_adapters": "merging",
+    "quantize_layout": "quantized",
     "save_adapter": "peft_files",
     "trained_parameters": "lora",
     "use_adapters": "lora",
@@ -44,12 +47,14 @@ _PLACES = {
 __all__ = [
     "LoRALinear",
     "LoraSettings",
+    "QuantizedLinear",
     "active_adapters",
     "adapter_names",
     "add_adapters",
     "init_adapters",
     "load_adapter",
     "merge_adapters",
+    "quantize_layout",
     "save_adapter",
     "trained_parameters",
     "use_adapters",

@@ -279,7 +279,12 @@ class Recipe(Section):
     """Keep only the input of each layer and compute the rest again in the backward pass: less activation
     memory, about a third more arithmetic."""
     load_in_4bit: Annotated[bool, Field(examples=[False])] = False
-    """Keep frozen weights in 4 bits. Not available in this version: only `false` is accepted."""
+    """Keep the blocks' weights frozen in 4 bits (NF4, as bitsandbytes has it) and train adapters on them: QLoRA. Needs
+    `lora`. Weights are quantized while they are read; files that bitsandbytes quantized are taken as they are."""
+    load_in_8bit: Annotated[bool, Field(examples=[False])] = False
+    """The same in 8 bits, with one scale for each row: twice the memory of 4 bits, closer to the original."""
+    bnb_4bit_use_double_quant: Annotated[bool, Field(examples=[True])] = True
+    """With `load_in_4bit`: keep the scales in 8 bits too, 4.13 bits for each weight instead of 4.5."""
     deterministic: Annotated[bool, Field(examples=[False])] = False
     """On a GPU: only algorithms that give the same bits each time, so that a resumed run equals an
     uninterrupted one bit by bit. On a CPU it always does."""

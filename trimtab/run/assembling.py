@@ -30,6 +30,7 @@ from trimtab.run.corpora import Corpora
 from trimtab.run.evaluation import ANSWERS_SEED, Evaluation
 from trimtab.run.folder import RunFolder
 from trimtab.run.precision import autocast_of, set_gradient_format
+from trimtab.run.quantizing import lay_out
 from trimtab.starter import FIELDS, math_problems, probe_items
 from trimtab.text import Tokenizer
 from trimtab.trainer import Cadence, Job, MetricsLog, NoLog, Outcome, TrainState, train
@@ -130,7 +131,7 @@ def assemble(
 
 
 def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *, fresh: bool) -> Decoder:
-    """On the meta device shape, adapters, recompute; then weights and the format of gradients.
+    """On the meta device shape, quantized layout, adapters, recompute; then weights and the format of gradients.
 
     No step changes a parameter's name. A checkpoint (not `fresh`) brings what is trained; frozen weights are always
     read from where they come from.
@@ -146,6 +147,12 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
         attention=choices.attention["impl"],
         loss_impl=choices.loss.get("impl", "chunked"),
         loss_memory=choices.loss.get("memory_bytes"),
+    )
+    lay_out(
+        decoder,
+        choices.quantization,
+        None if recipe.model.init == "random" else weights,
+        choices.device,
     )
     if settings is not None:
         add_adapters(decoder, settings)

@@ -32,6 +32,7 @@ from trimtab.model import (
 from trimtab.run.adapters import check_adapter_base, check_base, settings_of
 from trimtab.run.folder import RunFolder, read_json, write_json
 from trimtab.run.places import STARTER, model_folder
+from trimtab.run.quantizing import lay_out, requantized
 from trimtab.text import Tokenizer
 
 GGUF_FLOATS = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
@@ -111,8 +112,13 @@ def open_model(
     )
     tokenizer = load_tokenizer(folder, shape)
 
-    def new_decoder(settings: LoraSettings | None = None) -> Decoder:
+    def new_decoder(
+        settings: LoraSettings | None = None,
+        quantization: dict[str, Any] | None = None,
+        place: Path | None = None,
+    ) -> Decoder:
         decoder = build(shape, dtype=dtype, device="meta", attention=choice.impl)
+        lay_out(decoder, requantized(quantization, device.type), place, device)
         if settings is not None:
             add_adapters(decoder, settings)
         return decoder.to_empty(device=device).eval()
@@ -155,20 +161,22 @@ def _open_run(
         assert base is not None, f"{found.path} trains adapters and names no base"
         wanted = {name: dims for name, dims, _ in trained(shape, settings, "fp32")}
         _check_stored(wanted, 0, found)
-        decoder = new_decoder(settings)
-        _load_base(decoder, base, kept)
+        place = None
+        if base.get("init") != "random":
+            place, _ = model_folder(base["source"], revision=kept.get("model_commit"))
+            check_base(base, place, "the run")
+        decoder = new_decoder(settings, kept.get("quantization"), place)
+        _load_base(decoder, base, place)
     formats, changed = _load_checkpoint(decoder, run, found, on_event)
     whole = changed if settings is not None else 0
     return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, whole)
 
 
-def _load_base(decoder: Decoder, base: dict[str, Any], kept: dict[str, Any]) -> None:
+def _load_base(decoder: Decoder, base: dict[str, Any], place: Path | None) -> None:
     """The frozen weights below a run's adapters, byte for byte those that it was trained on."""
-    if base.get("init") == "random":
+    if place is None:
         init_weights(decoder, base["seed"])
         return
-    place, _ = model_folder(base["source"], revision=kept.get("model_commit"))
-    check_base(base, place, "the run")
     check_weights(decoder.shape, place)
     load_weights(decoder, place)
 
