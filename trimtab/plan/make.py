@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import ModelShape
 from trimtab.plan import data as plan_data
@@ -41,6 +42,7 @@ class Plan:
                 "name": self.recipe.model.name,
                 "family": self.shape.family,
                 "parameters": self.shape.num_parameters,
+                "trained": self.job.trained.count,
             },
             "memory": {
                 "before": self.memory.before.to_dict(),
@@ -104,9 +106,9 @@ def make_plan(
         recompute=recipe.gradient_checkpointing,
         num_devices=num_devices,
     )
-    num_tensors = sum(1 for _ in shape.parameters())
+    num_tensors = len(job.trained.parameters)
     disk = plan_disk.estimate(
-        memory.peak.weights,
+        job.trained.trained_bytes,
         memory.peak.optimizer,
         3 * num_tensors,  # a weight and two moments; 8-bit scales are small
         recipe.save_total_limit,
@@ -152,6 +154,8 @@ def job_of(
         bf16=device.bf16,
         packed=recipe.packing,
         recompute=recipe.gradient_checkpointing,
+        lora=None if choices.get("lora") is None else LoraSettings.from_dict(choices["lora"]),
+        quantization=choices.get("quantization"),
     )
 
 

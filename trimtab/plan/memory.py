@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from trimtab.adapt.spec import LoraSettings
+from trimtab.adapt.targets import EMBEDDING
 from trimtab.data import spec as data_spec
 from trimtab.facts.dtypes import BYTES, nbytes
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import spec as attention_spec
 from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.model import spec as model_spec
-from trimtab.optim import spec as optim_spec
+from trimtab.plan.trained import Trained, trained
 
 OUTSIDE = {"cuda": 720_000_000, "cpu": 400_000_000}
 """Bytes of a process besides its tensors. On a GPU the CUDA context and loaded kernels: 0.72 GB measured on
@@ -79,6 +82,15 @@ class Job:
     """Bytes that the loss "triton" may hold beyond inputs and gradients."""
     in_backward: bool = False
     """Whether backward itself updates each weight and frees its gradient."""
+    lora: LoraSettings | None = None
+    """The adapters' settings, where adapters are trained and all else is frozen."""
+    quantization: dict[str, Any] | None = None
+    """How frozen weights are packed: kind, block, double, impl."""
+
+    @cached_property
+    def trained(self) -> Trained:
+        """Which weights are trained, and the bytes that follow from it."""
+        return trained(self.shape, self.weights_dtype, self.gradient_dtype, self.lora, self.quantization)
 
 
 @dataclass(frozen=True)
@@ -120,20 +132,18 @@ def predict(job: Job) -> Memory:
 
 
 def weight_bytes(job: Job) -> int:
-    """Bytes of all parameters."""
-    return model_spec.parameter_bytes(job.shape, job.weights_dtype)
+    """Bytes of all weights, trained and frozen."""
+    return job.trained.weight_bytes
 
 
 def gradient_bytes(job: Job) -> int:
     """Bytes of all gradients that a backward pass leaves."""
-    return 0 if job.in_backward else nbytes(job.gradient_dtype, job.shape.num_parameters)
+    return 0 if job.in_backward else job.trained.gradient_bytes
 
 
 def state_bytes(job: Job) -> int:
     """Bytes of all optimizer states."""
-    return sum(
-        optim_spec.state_bytes(job.optimizer, dims, job.weights_dtype) for _, dims in job.shape.parameters()
-    )
+    return job.trained.state_bytes(job.optimizer)
 
 
 def _moments(job: Job, gradients: int) -> Iterator[tuple[str, int]]:
@@ -158,13 +168,14 @@ def _moments(job: Job, gradients: int) -> Iterator[tuple[str, int]]:
     options: dict[str, Any] = {
         "memory_bytes": job.loss_memory,
         "gradient_dtype": job.dtype if autocast else job.gradient_dtype,
+        "weight_grad": job.trained.head > 0,
     }
     loss = loss_spec.saved_bytes(job.loss_impl, *dims, job.dtype, **options)
     chunk = loss_spec.scratch_bytes(job.loss_impl, *dims, job.dtype, **options)
     if autocast:  # it copies hidden states and head for the loss
         chunk += (N + shape.vocab_size) * shape.hidden_size * BYTES[job.dtype]
     ready = loss_spec.with_loss(job.loss_impl, *dims, job.dtype, **options)
-    head = nbytes(job.gradient_dtype, shape.vocab_size * shape.hidden_size)
+    head, embedding = job.trained.head, job.trained.named(EMBEDDING)
     stream = N * shape.hidden_size * BYTES[_stream(job)]
 
     yield "the loss, at the end of forward", earlier + kept + stream + loss + chunk
@@ -181,7 +192,7 @@ def _moments(job: Job, gradients: int) -> Iterator[tuple[str, int]]:
         "backward through the last layer",
         earlier + kept + held + saved.working + stream + max(_block_scratch(job), update),
     )
-    matrices = 0 if job.in_backward else gradients - head * (1 if shape.tie_embeddings else 2)
+    matrices = 0 if job.in_backward else gradients - (0 if shape.tie_embeddings else head) - embedding
     per_layer = matrices // max(shape.num_layers, 1)
     first = kept - saved.blocks + saved.blocks // shape.num_layers
     yield (
@@ -194,7 +205,7 @@ def _moments(job: Job, gradients: int) -> Iterator[tuple[str, int]]:
         + max(_block_scratch(job), update),
     )
     # The embedding's gradient is dense, made in the weights' format, and added to what is there.
-    dense = _made_gradient(job, shape.vocab_size * shape.hidden_size)
+    dense = _made_gradient(job, shape.vocab_size * shape.hidden_size) if embedding else 0
     yield (
         "the embedding, at the end of backward",
         (earlier or matrices) + held + max(dense, update) + stream + kept - saved.blocks,
@@ -233,9 +244,4 @@ def _block_scratch(job: Job) -> int:
 
 
 def _update_scratch(job: Job) -> int:
-    return max(
-        optim_spec.scratch_bytes(
-            job.optimizer, dims, job.weights_dtype, device=job.device, impl=job.optimizer_impl
-        )
-        for _, dims in job.shape.parameters()
-    )
+    return job.trained.update_scratch(job.optimizer, device=job.device, impl=job.optimizer_impl)
