@@ -16,12 +16,21 @@ from trimtab.adapt.lora import set_masks
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.peft_files import fill_adapter
 from trimtab.adapt.targets import EMBEDDING, HEAD
+from trimtab.adapt.tokens import fill_grown
 from trimtab.checkpoint import Found, Store
 from trimtab.data import Batch
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout
-from trimtab.model import Decoder, build, check_weights, init_weights, load_weights, recompute_blocks
+from trimtab.model import (
+    Decoder,
+    build,
+    check_weights,
+    init_weights,
+    load_weights,
+    read_shape,
+    recompute_blocks,
+)
 from trimtab.parallel import Mesh
 from trimtab.recipe import Recipe
 from trimtab.run.adapters import settings_of
@@ -138,8 +147,10 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
     """
     settings = settings_of(choices)
     read_weights = fresh or settings is not None
+    stored = shape
     if read_weights and recipe.model.init != "random":
-        check_weights(shape, weights)
+        stored = read_shape(weights)  # of fewer tokens, where some were added
+        check_weights(stored, weights)
     decoder = build(
         shape,
         dtype=choices.weights_dtype,
@@ -162,7 +173,7 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
     if read_weights and recipe.model.init == "random":
         init_weights(decoder, recipe.seed)
     elif read_weights:
-        load_weights(decoder, weights)
+        fill_grown(decoder, stored, lambda: load_weights(decoder, weights))
     if settings is not None and fresh:
         _fill_adapters(recipe, decoder)
     set_gradient_format(decoder, choices)
