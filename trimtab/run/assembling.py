@@ -158,6 +158,7 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
         attention=choices.attention["impl"],
         loss_impl=choices.loss.get("impl", "chunked"),
         loss_memory=choices.loss.get("memory_bytes"),
+        pointwise=choices.pointwise.get("impl", "reference"),
     )
     lay_out(
         decoder,

@@ -42,6 +42,8 @@ class Choices:
     """name, impl and reason; empty in the folders of runs made before there was a choice."""
     loss: dict[str, Any] = field(default_factory=dict)
     """impl, memory_bytes and reason; empty likewise."""
+    pointwise: dict[str, Any] = field(default_factory=dict)
+    """impl and reason, of norms, rotary positions and gates; empty likewise."""
     lora: dict[str, Any] | None = None
     """The adapters' settings (`adapt.LoraSettings`), those of the adapter a run started from included; None where
     every weight is trained."""
@@ -114,6 +116,7 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         deterministic=recipe.deterministic,
         optimizer=_optimizer(recipe, device),
         loss=loss._asdict(),
+        pointwise=_pointwise(device, autocast=dtype != weights),
         lora=None if settings is None else settings.to_dict(),
         quantization=quantization,
     )
@@ -155,6 +158,14 @@ def _optimizer(recipe: Recipe, device: DeviceFacts) -> dict[str, Any]:
         device=device.kind, triton=device.runs_triton, requested=recipe.optim_implementation
     )
     return {"name": recipe.optim, "impl": choice.impl, "reason": choice.reason}
+
+
+def _pointwise(device: DeviceFacts, *, autocast: bool) -> dict[str, Any]:
+    if not device.runs_triton:
+        return {"impl": "reference", "reason": "torch's own operations, on any device"}
+    if autocast:  # the stream is fp32 and what is added to it 16 bits: the kernels take one format
+        return {"impl": "reference", "reason": "torch's own operations, which autocast knows"}
+    return {"impl": "triton", "reason": "norms, rotary positions and gates in one kernel each"}
 
 
 def _shortest_window(shape: ModelShape, length: int) -> int | None:
