@@ -82,7 +82,7 @@ def apply(decoder: Decoder, policies: Sequence[str], *, mlp_tiles: int = 1) -> D
 
 
 def compiled(
-    block: Block, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]
+    block: torch.nn.Module, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
     """What to call instead of a block whose graphs `compiler` makes: all of it, or both halves if one is in tiles.
 

@@ -75,6 +75,10 @@ class Model(Shorthand):
     attn_implementation: Annotated[Attention, Field(examples=["auto"])] = "auto"
     """The attention that runs. `auto` chooses once, says which and why, and keeps the choice with the run; a
     named one that cannot serve the job is an error and is never replaced."""
+    added_tokens: Annotated[list[str], Field(examples=[["<|tool|>", "<|answer|>"]])] = []
+    """Tokens that the tokenizer gets besides its own. The embedding grows where it has no rows to spare; new rows
+    start as the mean of the others. With `lora` they are trained by naming `embed_tokens`, and `lm_head` where the
+    model has one of its own, in `lora.modules_to_save`."""
     init: Annotated[Literal["pretrained", "random"], Field(examples=["pretrained"])] = "pretrained"
     """`random` takes only the shape and the tokenizer from the model, and starts from fresh weights."""
 

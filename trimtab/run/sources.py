@@ -13,6 +13,7 @@ from trimtab import text
 from trimtab.adapt import active_adapters, add_adapters, load_adapter, trained_parameters
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.spec import DEFAULT, LoraSettings, trained
+from trimtab.adapt.tokens import fill_grown
 from trimtab.checkpoint import Found, Store, read_manifest
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import CheckpointError, RecipeError
@@ -177,8 +178,9 @@ def _load_base(decoder: Decoder, base: dict[str, Any], place: Path | None) -> No
     if place is None:
         init_weights(decoder, base["seed"])
         return
-    check_weights(decoder.shape, place)
-    load_weights(decoder, place)
+    stored = read_shape(place)
+    check_weights(stored, place)
+    fill_grown(decoder, stored, lambda: load_weights(decoder, place))
 
 
 def put_adapter(
