@@ -120,10 +120,13 @@ class LoRALinear(Adapted):
         if adapter in self.lora_magnitude_vector:
             self.magnitude(adapter).copy_(self.row_lengths(adapter))
 
-    def dense_weight(self) -> torch.Tensor:
-        """W [O, I] as the layer multiplies with it."""
+    def dense_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """W [O, I] in its own format, or as the layer multiplies with it in `dtype`."""
         base = self.__dict__["base"]
-        return base.weight if isinstance(base, nn.Linear) else base.dequantized()
+        if isinstance(base, nn.Linear):
+            return base.weight if dtype is None else base.weight.to(dtype)
+        weight_OI: torch.Tensor = base.dequantized(dtype)
+        return weight_OI
 
     @torch.no_grad()
     def row_lengths(self, adapter: str) -> torch.Tensor:
@@ -223,9 +226,9 @@ class LoRAEmbedding(Adapted):
         b_CR = self.lora_embedding_B[adapter]
         _draw(b_CR, seed, f"{self.path}.lora_embedding_B.{adapter}", lambda t, g: t.normal_(generator=g))
 
-    def dense_weight(self) -> torch.Tensor:
-        """The table [V, C]."""
-        return self.weight
+    def dense_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The table [V, C] in its own format, or in `dtype`."""
+        return self.weight if dtype is None else self.weight.to(dtype)
 
     def delta(self, adapter: str) -> torch.Tensor:
         """s·(B·A)ᵀ [V, C]."""

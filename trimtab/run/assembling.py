@@ -12,6 +12,7 @@ import torch
 
 from trimtab import optim
 from trimtab.adapt import add_adapters, init_adapters, trained_parameters
+from trimtab.adapt.lora import set_masks
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.peft_files import fill_adapter
 from trimtab.adapt.targets import EMBEDDING, HEAD
@@ -121,6 +122,7 @@ def assemble(
         best_of=next(iter(evaluation.sets), None),
         loss_scale=FIRST_LOSS_SCALE if choices.dtype == "fp16" else None,
         observers=observers,
+        before_microbatch=_masks(recipe, decoder, device, mesh),
     )
     run = Run(job, TrainState(), None, folder)
     if resume:
@@ -174,6 +176,16 @@ def _fill_adapters(recipe: Recipe, decoder: Decoder) -> None:
         init_adapters(decoder, recipe.seed)
         return
     fill_adapter(decoder, read_adapter_folder(recipe.lora.adapter), switchable=False)
+
+
+def _masks(
+    recipe: Recipe, decoder: Decoder, device: torch.device, mesh: Mesh
+) -> Callable[[int, int], None] | None:
+    """Writes the keys of the adapters' dropout masks before each microbatch; None where nothing is dropped."""
+    masks = set_masks(decoder, device)
+    if masks is None:
+        return None
+    return lambda step, microbatch: masks.set(recipe.seed, step, microbatch, mesh.rank)
 
 
 def _in_backward(recipe: Recipe, choices: Choices, optimizer: Any, mesh: Mesh) -> Any:
