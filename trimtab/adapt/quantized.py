@@ -136,7 +136,14 @@ class QuantizedLinear(nn.Module):
     @torch.no_grad()
     def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """W [N, K] as the products see it, in `dtype` (that of the original unless given); a fresh tensor."""
-        return quantized_ops.dequantize(self.packing, self.packed, dtype or self.dtype, None)
+        dtype = dtype or self.dtype
+        if self.kind == "nf4":
+            return nf4.dequantize(nf4_weight(self), dtype=dtype, impl=self.impl)
+        codes, scales = self.packed[:2]
+        assert codes is not None
+        assert scales is not None
+        tensor = Int8Tensor(codes, scales, codes.new_empty(0), self.in_features, self.dtype)
+        return int8.dequantize(tensor, dtype=dtype, impl=self.impl)
 
     @torch.no_grad()
     def take(self, weight_NK: torch.Tensor) -> None:
