@@ -8,6 +8,7 @@ from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.randomness import derive
 from trimtab.facts.shapes import ModelShape, check
 from trimtab.model.decoder import Decoder
+from trimtab.model.weights import Places
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -64,14 +65,14 @@ def init_weights(decoder: Decoder, seed: int) -> Decoder:
     Each tensor is a function of (seed, its name) alone and drawn on the CPU in fp32, so device, dtype and
     sharding do not change the model.
     """
-    std = decoder.shape.initializer_range
-    for name, parameter in decoder.named_parameters():
+    std, places = decoder.shape.initializer_range, Places(decoder)
+    for name, dims in decoder.shape.parameters():
         if name.endswith("norm.weight"):
-            parameter.fill_(1.0)
+            drawn = torch.ones(dims)
         elif name.endswith(".bias"):
-            parameter.zero_()
+            drawn = torch.zeros(dims)
         else:
             generator = torch.Generator().manual_seed(derive(seed, "init", name))
-            drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
-            parameter.copy_(drawn)
+            drawn = torch.empty(dims, dtype=torch.float32).normal_(0.0, std, generator=generator)
+        places.put(name, drawn, "random weights")
     return decoder

@@ -6,6 +6,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from trimtab.adapt import spec_quantized
+from trimtab.adapt.peft_config import fitted, read_adapter_folder
+from trimtab.adapt.spec import LoraSettings, resolve
+from trimtab.adapt.targets import select_modules
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ModelError, RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
@@ -40,10 +44,22 @@ class Choices:
     """impl, memory_bytes and reason; empty likewise."""
     pointwise: dict[str, Any] = field(default_factory=dict)
     """impl and reason, of norms, rotary positions and gates; empty likewise."""
+    lora: dict[str, Any] | None = None
+    """The adapters' settings (`adapt.LoraSettings`), those of the adapter a run started from included; None where
+    every weight is trained."""
+    quantization: dict[str, Any] | None = None
+    """Of frozen weights in few bits: kind, block, double, the dtype they are rounded to before, impl and reason; None
+    where they stay as they are."""
 
     def to_dict(self) -> dict[str, Any]:
         """For choices.json."""
         return dataclasses.asdict(self)
+
+    @staticmethod
+    def needed() -> list[str]:
+        """Keys without which a choices.json is not whole; later ones are missing in the folders of older runs."""
+        fields = dataclasses.fields(Choices)
+        return [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Choices:
@@ -68,6 +84,7 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
             f"gradient_dtype: bf16 needs weights in bf16, and {device.name} trains in {dtype} on fp32 weights",
             "set gradient_dtype: fp32, or dtype: bf16 if this device should compute in bf16 all the same",
         )
+    settings, quantization = _lora(recipe, shape), _quantization(recipe, device, weights)
     choice = choose(
         device=device.kind,
         capability=device.capability,
@@ -94,13 +111,44 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         weights_dtype=weights,
         gradient_dtype=gradients,
         attention={"impl": choice.impl, "reason": choice.reason, "rejected": choice.rejected},
-        precision=_sentence(dtype, weights, gradients),
+        precision=_sentence(dtype, weights, gradients, settings, quantization),
         threads=threads,
         deterministic=recipe.deterministic,
         optimizer=_optimizer(recipe, device),
         loss=loss._asdict(),
         pointwise=_pointwise(device, autocast=dtype != weights),
+        lora=None if settings is None else settings.to_dict(),
+        quantization=quantization,
     )
+
+
+def _lora(recipe: Recipe, shape: ModelShape) -> LoraSettings | None:
+    """What a recipe says of adapters, or what the adapter that it starts from says, checked against the model."""
+    lora = recipe.lora
+    if lora is None:
+        return None
+    if lora.adapter is not None:
+        return fitted(shape, read_adapter_folder(lora.adapter)).settings
+    settings = LoraSettings.from_dict(lora.model_dump(exclude={"adapter"}))
+    resolve(shape, settings)
+    select_modules(shape, settings.modules_to_save)
+    return settings
+
+
+def _quantization(recipe: Recipe, device: DeviceFacts, weights: str) -> dict[str, Any] | None:
+    """What frozen weights are kept in, the format they are rounded to before, and which code reads them; or None."""
+    if not (recipe.load_in_4bit or recipe.load_in_8bit):
+        return None
+    chosen = spec_quantized.choose(device=device.kind)
+    nf4 = recipe.load_in_4bit
+    return {
+        "kind": "nf4" if nf4 else "int8",
+        "block": spec_quantized.BLOCK if nf4 else 0,
+        "double": nf4 and recipe.bnb_4bit_use_double_quant,
+        "dtype": weights,
+        "impl": chosen.impl,
+        "reason": chosen.reason,
+    }
 
 
 def _optimizer(recipe: Recipe, device: DeviceFacts) -> dict[str, Any]:
@@ -136,9 +184,23 @@ def _compute_dtype(recipe: Recipe, device: DeviceFacts) -> str:
     return recipe.dtype
 
 
-def _sentence(dtype: str, weights: str, gradients: str) -> str:
-    if dtype == weights == "fp32":
+def _sentence(
+    dtype: str, weights: str, gradients: str, lora: LoraSettings | None, quantization: dict[str, Any] | None
+) -> str:
+    if quantization is not None and lora is not None:
+        scales = ", its scales in 8 bits" if quantization["double"] else ""
+        return (
+            f"matrix products in {dtype}, frozen weights of the blocks in {quantization['kind']}{scales} (read by "
+            f"{quantization['impl']}), the others in {weights}, adapters and their gradients in {lora.dtype}; "
+            "norms, softmax and loss in fp32"
+        )
+    if dtype == weights == "fp32" and (lora is None or lora.dtype == "fp32"):
         return "everything in fp32"
+    if lora is not None:
+        return (
+            f"matrix products in {dtype}, frozen weights in {weights}, adapters and their gradients in {lora.dtype}; "
+            "norms, softmax and loss in fp32"
+        )
     rounding = ", updates rounded stochastically" if weights == "bf16" else ""
     scaling = ", loss scaled" if dtype == "fp16" else ""
     return (

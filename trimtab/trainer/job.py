@@ -128,6 +128,7 @@ class Job:
 
     model: torch.nn.Module
     parameters: dict[str, torch.nn.Parameter]
+    """Those that are trained, by name; the model may have others."""
     loss: Callable[[Any], torch.Tensor]
     """A microbatch to the sum of its token losses, fp32, on the device."""
     optimizer: Optimizer
@@ -151,6 +152,8 @@ class Job:
     in_backward: InBackward | None = None
     """Where it is given, backward itself updates the weights and leaves no gradients."""
     observers: Sequence[Observer] = field(default_factory=list)
+    before_microbatch: Callable[[int, int], None] | None = None
+    """Called with the step (from 0) and the microbatch's number in it: what is random in a model follows from them."""
     after_step: Callable[[int], None] | None = None
     """Called with the finished step; the kill demonstration and tests hook in here."""
 
