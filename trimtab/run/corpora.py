@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from trimtab import data, hub, starter
 from trimtab.data import Batch, Progress, SourceSpec
-from trimtab.data.corpus import default_cache_dir
+from trimtab.data.corpus import LEFT_OUT, default_cache_dir
 from trimtab.data.sources import classify
 from trimtab.facts.errors import DataError
 from trimtab.hub.resolved import looks_local
@@ -74,6 +74,13 @@ class Corpora:
         steps = total_steps(self.recipe, self.facts, mesh.size)
         assert steps is not None, "a streamed recipe without max_steps does not validate"
         return steps
+
+    def notes(self) -> list[str]:
+        """What was cut or left out because of the windows' length."""
+        if self.recipe.data.streaming:
+            return []
+        found: list[str] = self.loader(Mesh.single()).notes()
+        return found
 
     def eval_batches(self) -> dict[str, Sequence[Batch]]:
         """Batches of each evaluated set; the domain first."""
@@ -159,6 +166,28 @@ def _without(corpus: Any, evaluation: dict[str, list[Any]]) -> Any:
     return corpus
 
 
+def _notes(corpus: Any) -> Iterator[str]:
+    """What a person should know of a corpus that was just opened."""
+    summary = corpus.summary
+    for why, words in LEFT_OUT.items():
+        count = getattr(summary, why)
+        if count:
+            one = count == 1
+            yield f"{count} {'document is' if one else 'documents are'} {words} and {'was' if one else 'were'} left out"
+    form = corpus.form
+    if form is None:
+        return
+    if summary.unanswered:
+        yield (
+            f"the last messages of {summary.unanswered} conversations, which no answer follows, were left out"
+        )
+    if summary.tokens:
+        yield (
+            f"{summary.documents:,} examples ({form.name}), {summary.trained / summary.tokens:.0%} of "
+            f"{summary.tokens:,} tokens trained on"
+        )
+
+
 class _Opening:
     """One pass over a recipe's sources; remembers the commits it met."""
 
@@ -173,6 +202,7 @@ class _Opening:
         self.tokenizer, self.watcher = tokenizer, watcher
         self.streaming = section is not None and section.streaming
         self.num_proc = section.num_proc if section else None
+        self.variables = section.chat_template_kwargs if section else {}
         self.kept_commits = kept["commits"] if kept else {}
         self.commits: dict[str, str | None] = {}
         folder = section.cache_dir if section else cache_dir
@@ -195,10 +225,8 @@ class _Opening:
             progress=self._progress,
             streaming=streaming,
         )
-        summary = corpus.summary
-        for count, what in ((summary.empty, "empty"), (summary.short, "shorter than two tokens")):
-            if count:
-                self.watcher.message(f"{source.source}: {count} documents are {what} and were left out")
+        for note in _notes(corpus):
+            self.watcher.message(f"{source.source}: {note}")
         return corpus
 
     def _progress(self, progress: Progress) -> None:
@@ -232,6 +260,10 @@ class _Opening:
             documents=source.documents,
             first=source.first,
             weight=source.weight,
+            format=source.format,
+            columns=source.columns,
+            train_on=source.train_on,
+            variables=self.variables,
         )
 
     def _starter_file(self, name: str, first: int | None) -> Path:

@@ -133,8 +133,12 @@ class ChatProcess:
             for one in self._ask(request)["examples"]
         ]
 
+    def kill(self) -> None:
+        """Ends the process, from any thread; whoever waits for an answer gets an error."""
+        self._process.kill()
+
     def close(self) -> None:
-        """Ends the process; idempotent."""
+        """Ends the process and closes the pipes to it; idempotent."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._complaints):

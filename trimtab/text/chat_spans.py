@@ -11,7 +11,6 @@ Imports nothing of ours.
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,7 +111,7 @@ def _by_stand_in(
     end = len(full) - len(after)
     if not full.endswith(after) or end < 0:
         raise NotFound(f"what comes after message {i + 1} depends on what it says")
-    shared = len(os.path.commonprefix([full[:end], before]))
+    shared = _common(full[:end], before)
     start = _header_end(render, full, messages, i, shared, failures)
     if start is None:
         if shared < len(before):
@@ -159,7 +158,16 @@ def _closing(after: str, closing: str, specials: Sequence[str]) -> int:
     """How much of what follows an answer ends it: its special token, or what the template writes at the very end."""
     if _leading_special(closing, specials):
         return _leading_special(after, specials)
-    return len(os.path.commonprefix([after, closing]))
+    return _common(after, closing)
+
+
+def _common(a: str, b: str) -> int:
+    """Length of what two texts begin with alike."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:  # bisected, since comparing slices is a thousand times faster than characters
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
 
 
 def _leading_special(text: str, specials: Sequence[str]) -> int:

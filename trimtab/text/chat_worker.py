@@ -133,8 +133,10 @@ class Renderer:
         self.max_chars: int = setup["limits"]["output_chars"]
         self._template: Any = None
 
-    def render(self, messages: list[Any], variables: dict[str, Any]) -> tuple[str, list[list[int]] | None]:
-        """(text, [start, end] of what `generation` tags hold; None where the template has no such tag)."""
+    def render(
+        self, messages: list[Any], variables: dict[str, Any]
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """(text, (start, end) of what `generation` tags hold; None where the template has no such tag)."""
         import jinja2
 
         if self._template is None:
@@ -177,18 +179,18 @@ class Renderer:
         return {"text": text, "spans": spans}
 
 
-def unmark(text: str) -> tuple[str, list[list[int]]]:
+def unmark(text: str) -> tuple[str, list[tuple[int, int]]]:
     """The text without marks, and where they stood.
 
     Example:
         >>> unmark(f"a{OPEN}bc{CLOSE}d")
-        ('abcd', [[1, 3]])
+        ('abcd', [(1, 3)])
     """
     plain, spans, size = [], [], 0
     for i, part in enumerate(text.split(OPEN)):
         inside, closed, rest = part.partition(CLOSE) if i else ("", "", part)
         if closed:
-            spans.append([size, size + len(inside)])
+            spans.append((size, size + len(inside)))
         plain += [inside, rest.replace(CLOSE, "")]
         size += len(plain[-2]) + len(plain[-1])
     return "".join(plain), spans
@@ -215,7 +217,8 @@ def complaint(error: Exception) -> dict[str, Any]:
     import jinja2
 
     if isinstance(error, jinja2.TemplateSyntaxError):
-        return {"error": f"{error.message} (line {error.lineno})", "remedy": "correct the chat template"}
+        said = f"{error.message} (line {error.lineno})"
+        return {"error": said, "remedy": "correct the chat template", "index": None}
     if isinstance(error, jinja2.TemplateError):  # raise_exception, undefined names, the sandbox
         return {
             "error": str(error),
@@ -231,28 +234,27 @@ def answer(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
     """{"texts": […]}, {"examples": […]}, or {"error": …, "remedy": …, "index": which example}."""
     from trimtab.text.chat_spans import NotFound
 
-    index = None
+    done: list[Any] = []
     try:
         if "conversations" in request:
             return {"texts": renderer.texts(request)}
-        done = []
-        for index, example in enumerate(request["examples"]):
-            done.append(renderer.example(example, request))
+        for example in request["examples"]:
+            done.append(renderer.example(example, request))  # noqa: PERF401  how many are done tells which one fails
         return {"examples": done}
     except MemoryError:
         return {
             "error": "it needs more memory than it may have",
             "remedy": "use another template",
-            "index": index,
+            "index": len(done),
         }
     except failures() as error:
-        return {**complaint(error), "index": index}
+        return {"index": len(done), **complaint(error)}
     except NotFound as error:
         return {
             "error": f"where an answer stands in what it writes cannot be told: {error}",
             "remedy": "set train_on: last or train_on: all, or put {% generation %} … {% endgeneration %} around "
             "the answers in the template",
-            "index": index,
+            "index": len(done),
         }
 
 
