@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trimtab.data.batch import Batch, collate
     from trimtab.data.corpus import Corpus, Summary
     from trimtab.data.evaluation import EvalBatches, eval_batches
+    from trimtab.data.highlight import highlighted
     from trimtab.data.loader import Loader
     from trimtab.data.packing import pack_documents
     from trimtab.data.progress import Progress
@@ -35,6 +36,7 @@ _MODULES = {
     "TokenizerSpec": "tokenizing",
     "collate": "batch",
     "eval_batches": "evaluation",
+    "highlighted": "highlight",
     "keep_texts": "sources",
     "make_loader": "assembly",
     "open_corpus": "assembly",
@@ -54,6 +56,7 @@ __all__ = [
     "TokenizerSpec",
     "collate",
     "eval_batches",
+    "highlighted",
     "keep_texts",
     "make_loader",
     "open_corpus",

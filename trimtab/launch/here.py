@@ -131,6 +131,9 @@ def _go(
     view.plan(plan.to_dict())
     for note in (*plan.notes, *opened.notes()):
         view.message(note)
+    example = opened.example(tokenizer)
+    if example is not None:
+        view.record(example)
     run = assembling.assemble(
         recipe,
         choices,

@@ -66,8 +66,13 @@ class Corpora:
         """What the planner wants to know."""
         if self.recipe.data.streaming:
             return DataFacts(None, None, None)
-        loader = self.loader(Mesh.single())
+        loader = self._alone
         return DataFacts(loader.num_windows, loader.num_tokens, loader.fill)
+
+    @cached_property
+    def _alone(self) -> Any:
+        """The loader of a process that is alone, to be asked and not to be drawn from."""
+        return self.loader(Mesh.single())
 
     def total_steps(self, mesh: Mesh) -> int:
         """Updates of the whole run."""
@@ -77,10 +82,14 @@ class Corpora:
 
     def notes(self) -> list[str]:
         """What was cut or left out because of the windows' length."""
-        if self.recipe.data.streaming:
-            return []
-        found: list[str] = self.loader(Mesh.single()).notes()
-        return found
+        return [] if self.recipe.data.streaming else list(self._alone.notes())
+
+    def example(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
+        """The first example that is trained on, as a record for a view; None where only texts are."""
+        for corpus, _ in self.train:
+            if corpus.form is not None:
+                return data.highlighted(corpus, tokenizer, max_seq_length=self.recipe.max_seq_length)
+        return None
 
     def eval_batches(self) -> dict[str, Sequence[Batch]]:
         """Batches of each evaluated set; the domain first."""

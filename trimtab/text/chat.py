@@ -7,7 +7,6 @@ address space and output; the parent also watches the clock. One child renders a
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -156,7 +155,7 @@ class ChatProcess:
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            json.dumps(request)
+            payload = chat_worker.frame(request)
         except (TypeError, ValueError) as error:
             raise ModelError(
                 f"a conversation holds what is no plain data ({error})", "use text, numbers, lists"
@@ -173,9 +172,10 @@ class ChatProcess:
         timer.start()
         try:
             if self._setup is not None:
-                chat_worker.write_frame(self._process.stdin, self._setup)
+                self._process.stdin.write(chat_worker.frame(self._setup))
                 self._setup = None
-            chat_worker.write_frame(self._process.stdin, request)
+            self._process.stdin.write(payload)
+            self._process.stdin.flush()
             answer: dict[str, Any] | None = chat_worker.read_frame(self._process.stdout)
         except (BrokenPipeError, ValueError):
             answer = None

@@ -266,11 +266,10 @@ def read_frame(stream: IO[bytes]) -> Any:
     return json.loads(stream.read(int.from_bytes(head, "little")))
 
 
-def write_frame(stream: IO[bytes], value: Any) -> None:
-    """Sends one JSON value."""
+def frame(value: Any) -> bytes:
+    """One JSON value as it is sent."""
     data = json.dumps(value).encode()
-    stream.write(len(data).to_bytes(8, "little") + data)
-    stream.flush()
+    return len(data).to_bytes(8, "little") + data
 
 
 def main() -> None:
@@ -286,7 +285,8 @@ def main() -> None:
     renderer = Renderer(setup)
     while (request := read_frame(stdin)) is not None:
         limit_seconds(setup["limits"]["seconds"])
-        write_frame(stdout, answer(renderer, request))
+        stdout.write(frame(answer(renderer, request)))
+        stdout.flush()
 
 
 if __name__ == "__main__":
