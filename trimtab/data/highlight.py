@@ -31,7 +31,7 @@ def highlighted(
 
     Example:
         >>> highlighted(open_corpus("chats.jsonl", tokenizer), tokenizer)["runs"]      # doctest: +SKIP
-        [('<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n', False), ('Hello!<|im_end|>', True), ('\\n', False)]
+        [('<|user|>Hi<|assistant|>', False), ('Hello!<|end|>', True)]
     """
     piece, cut = _piece(corpus, max_seq_length, number)
     flags = [i > 0 and (piece.trained is None or bool(piece.trained[i])) for i in range(len(piece.ids))]
@@ -50,7 +50,8 @@ def runs_of(tokenizer: Tokenizer, ids: list[int], flags: list[bool]) -> Runs:
     """The text of ids in stretches of equal flags, special tokens spelled out; a character of several tokens belongs
     to its last one.
     """
-    stream, runs = Detokenizer(tokenizer, skip_special=False), []
+    stream = Detokenizer(tokenizer, skip_special=False)
+    runs: Runs = []
     for token_id, flag in zip(ids, flags, strict=True):
         _add(runs, stream.push(token_id), flag)
     _add(runs, stream.finish(), flags[-1] if flags else False)

@@ -81,7 +81,7 @@ class Reading:
         self.skipped: Counter[str] = Counter()
         """How many documents were left out, by why; `cut` counts examples longer than a window."""
 
-    def __iter__(self) -> Iterator[tuple[Cursor, Piece]]:
+    def __iter__(self) -> Generator[tuple[Cursor, Piece]]:
         """(where this piece begins, piece), the same as `packing.pack_documents` cuts them."""
         corpus, start, taken = self.corpus, self.start, self.start.taken
         document: _Document | None = None

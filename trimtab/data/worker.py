@@ -99,7 +99,7 @@ def mask_of(offsets: Sequence[tuple[int, int]], spans: Spans) -> np.ndarray:
         bounds_T2 = np.array(offsets, np.int64)
         begin_T, end_T = bounds_T2[:, 0], np.maximum(bounds_T2[:, 1], bounds_T2[:, 0] + 1)
         for start, end in spans:
-            trained_T |= (begin_T < end) & (end_T > start)
+            trained_T |= (begin_T < end) & (end_T > start) & (start < end)
     return trained_T
 
 

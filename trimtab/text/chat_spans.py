@@ -137,7 +137,7 @@ def _header_end(
 ) -> int | None:
     """Where the prompt for this answer ends: what stands between it and the answer's own text is the model's to write.
 
-    None where the template has no such prompt, or another message stands between.
+    None where the template has no such prompt after the message before.
     """
     try:
         with_prompt, without = render(messages[:i], True), render(messages[:i], False)
@@ -146,12 +146,23 @@ def _header_end(
     prompt = with_prompt[len(without) :]
     if not prompt or not with_prompt.startswith(without):
         return None
-    at = full.rfind(prompt, 0, shared)
-    between = full[at + len(prompt) : shared]
-    others = [str(m.get("content") or "").strip() for j, m in enumerate(messages) if j != i]
-    if at < 0 or any(other and other in between for other in others):
-        return None
-    return at + len(prompt)
+    at = full.rfind(prompt, _end_before(render, full, messages, i, failures), shared)
+    return None if at < 0 else at + len(prompt)
+
+
+def _end_before(
+    render: Render, full: str, messages: list[Message], i: int, failures: tuple[type[Exception], ...]
+) -> int:
+    """Where what the message before says ends in `full`; nowhere (the end) where that cannot be told."""
+    if i == 0:
+        return 0
+    other = {**messages[i - 1], "content": _STAND_INS[0]}
+    try:
+        parts = render([*messages[: i - 1], other, *messages[i:]], False).split(_STAND_INS[0])
+    except failures:
+        return len(full)
+    found = len(parts) == 2 and full.endswith(parts[1])
+    return len(full) - len(parts[1]) if found else len(full)
 
 
 def _closing(after: str, closing: str, specials: Sequence[str]) -> int:
