@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trimtab.data.loader import Loader
     from trimtab.data.packing import pack_documents
     from trimtab.data.progress import Progress
-    from trimtab.data.sources import SourceSpec, keep_texts
+    from trimtab.data.sources import SourceSpec, keep_rows, keep_texts
     from trimtab.data.stream_corpus import StreamCorpus
     from trimtab.data.stream_loader import StreamLoader
     from trimtab.data.tokenizing import TokenizerSpec
@@ -37,6 +37,7 @@ _MODULES = {
     "collate": "batch",
     "eval_batches": "evaluation",
     "highlighted": "highlight",
+    "keep_rows": "sources",
     "keep_texts": "sources",
     "make_loader": "assembly",
     "open_corpus": "assembly",
@@ -57,6 +58,7 @@ __all__ = [
     "collate",
     "eval_batches",
     "highlighted",
+    "keep_rows",
     "keep_texts",
     "make_loader",
     "open_corpus",

@@ -109,10 +109,15 @@ def keep_texts(name: str, texts: Iterable[str], folder: Path) -> SourceSpec:
         >>> keep_texts("math", ["1 + 1 = 2"], Path("run/data")).files        # doctest: +SKIP
         (PosixPath('run/data/math.jsonl'),)
     """
+    return keep_rows(name, ({"text": text} for text in texts), folder)
+
+
+def keep_rows(name: str, rows: Iterable[Mapping[str, Any]], folder: Path) -> SourceSpec:
+    """`keep_texts` for rows of any columns, such as {"messages": …}."""
     folder.mkdir(parents=True, exist_ok=True)
     path, part = folder / f"{name}.jsonl", folder / f".{name}.{os.getpid()}.part"
     with open(part, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+        file.writelines(json.dumps(row) + "\n" for row in rows)
     os.replace(part, path)
     return SourceSpec(name, files=(path,))
 

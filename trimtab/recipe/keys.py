@@ -88,8 +88,8 @@ class Source(Shorthand):
 
     source: Annotated[str, Field(min_length=1, examples=["./notes", "data/*.jsonl", "org/dataset"])]
     """A file (text, Markdown, JSON lines, Parquet, CSV), a folder, a glob, a hub dataset id, or what ships
-    with trimtab: `starter:math`, `starter:math-heldout`, `starter:general`, `starter:replay`. A relative path
-    counts from the folder in which trimtab is called, not from the recipe's."""
+    with trimtab: `starter:math`, `starter:math-heldout`, `starter:chat` (conversations), `starter:general`,
+    `starter:replay`. A relative path counts from the folder in which trimtab is called, not from the recipe's."""
     split: Annotated[str, Field(min_length=1, examples=["train"])] = "train"
     """Split of a hub dataset."""
     config: Annotated[str | None, Field(examples=["wikitext-2-raw-v1"])] = None

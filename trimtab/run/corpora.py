@@ -21,6 +21,8 @@ from trimtab.recipe.keys import Data, Source
 from trimtab.text import Tokenizer
 
 STARTER_PREFIX = "starter:"
+CHAT = "chat"
+"""The source of conversations: questions of mathematics and worked answers."""
 GENERATED_DOCUMENTS = {"train": 20_000, "heldout": 400}
 """How many documents a generated source has, unless `first` says otherwise."""
 STARTER_SEED = 1
@@ -279,16 +281,19 @@ class _Opening:
         if name in ("general", "replay"):
             return starter.data_file(name)
         field = name.removesuffix("-heldout")
-        if field not in starter.FIELDS:
-            fields = [name + ending for name in starter.FIELDS for ending in ("", "-heldout")]
+        if field != CHAT and field not in starter.FIELDS:
+            fields = [name + ending for name in (*starter.FIELDS, CHAT) for ending in ("", "-heldout")]
             known = ", ".join(STARTER_PREFIX + n for n in ("general", "replay", *fields))
             raise DataError(f"{STARTER_PREFIX}{name} does not exist", f"use one of {known}")
         split = "train" if field == name else "heldout"
         count = first or GENERATED_DOCUMENTS[split]
+        kept = f"{name}-{STARTER_SEED}-{count}"
+        if field == CHAT:
+            chats = starter.math_chats(STARTER_SEED, count, split)
+            rows = ({"messages": messages} for messages in chats)
+            return data.keep_rows(kept, rows, self.cache_dir / "generated").files[0]
         documents = starter.math_documents(STARTER_SEED, count, split, topics=starter.FIELDS[field])
-        return data.keep_texts(
-            f"{name}-{STARTER_SEED}-{count}", documents, self.cache_dir / "generated"
-        ).files[0]
+        return data.keep_texts(kept, documents, self.cache_dir / "generated").files[0]
 
 
 def _is_hub_id(name: str) -> bool:
