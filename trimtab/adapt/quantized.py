@@ -136,14 +136,10 @@ class QuantizedLinear(nn.Module):
     @torch.no_grad()
     def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """W [N, K] as the products see it, in `dtype` (that of the original unless given); a fresh tensor."""
-        dtype = dtype or self.dtype
-        if self.kind == "nf4":
-            return nf4.dequantize(nf4_weight(self), dtype=dtype, impl=self.impl)
-        codes, scales = self.packed[:2]
-        assert codes is not None
-        assert scales is not None
-        tensor = Int8Tensor(codes, scales, codes.new_empty(0), self.in_features, self.dtype)
-        return int8.dequantize(tensor, dtype=dtype, impl=self.impl)
+        weight_NK: torch.Tensor = torch.ops.trimtab.packed_weight(
+            *self.packed, self.text, dtype or self.dtype
+        )
+        return weight_NK
 
     @torch.no_grad()
     def take(self, weight_NK: torch.Tensor) -> None:

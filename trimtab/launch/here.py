@@ -129,10 +129,13 @@ def _go(
         # What it has saved stands there already: room for the next one is enough.
         check_disk(Disk(plan.disk.checkpoint_bytes, plan.disk.checkpoint_bytes), free, str(folder.path))
     view.plan(plan.to_dict())
-    for note in plan.notes:
+    for note in (*plan.notes, *opened.notes()):
         view.message(note)
     weights = _weights(prepared, folder)
     base = _base(prepared, weights, kept)
+    example = opened.example(tokenizer)
+    if example is not None:
+        view.record(example)
     run = assembling.assemble(
         recipe,
         choices,
@@ -172,7 +175,7 @@ def _begin(prepared: Prepared, folder: RunFolder) -> str | None:
     place, commit = prepared.model, prepared.commit
     if recipe.model.tokenizer is not None:
         place, commit = model_folder(recipe.model.tokenizer, weights=False)
-    tokenizer = sources.load_tokenizer(place, prepared.shape)
+    tokenizer = sources.load_tokenizer(place, prepared.shape, recipe.model.chat_template)
     sources.save_skeleton(
         prepared.model, prepared.shape, tokenizer, folder.model, prepared.choices.weights_dtype
     )
