@@ -43,8 +43,8 @@ ATTENTION_OPERATORS = (
 """By name, so that one that this torch does not have is no mistake. Attention that is made of plain products
 ("reference", "sdpa_math") is computed again whole."""
 
-PRODUCT_OPERATORS = ("aten::mm", "aten::addmm")
-"""A linear layer's; its input is the second argument of the latter."""
+PRODUCT_OPERATORS = ("aten::mm", "aten::addmm", "trimtab::packed_linear", "trimtab::lora_group")
+"""Of linear layers, plain, packed and adapted; the input comes first, but for `addmm`."""
 
 Way = Callable[[Block, torch.Tensor, torch.Tensor, torch.Tensor, Layout], torch.Tensor]
 
