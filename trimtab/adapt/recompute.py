@@ -224,7 +224,7 @@ class _InTiles:
     ) -> torch.Tensor:
         inputs = (block, x_BTC, cos_BTF, sin_BTF, layout)
         if not torch.is_grad_enabled():
-            return tiled(block.feed, _attend_plain(*inputs), (), self.tiles)
+            return tiled(block.feed, _attend_plain(*inputs), (), self.tiles, _mask_keys(block))
         return _checkpoint(self._layers, *inputs) if self.whole else self._layers(*inputs)
 
     def _layers(
@@ -237,7 +237,14 @@ class _InTiles:
     ) -> torch.Tensor:
         learned = [*block.post_attention_layernorm.parameters(), *block.mlp.parameters()]
         x_BTC = self.attend(block, x_BTC, cos_BTF, sin_BTF, layout)
-        return tiled(functools.partial(self.feed, block), x_BTC, learned, self.tiles)
+        feed = functools.partial(self.feed, block)
+        return tiled(feed, x_BTC, learned, self.tiles, _mask_keys(block))
+
+
+def _mask_keys(block: Block) -> list[torch.Tensor]:
+    """Of the adapters' dropout in the feed-forward half."""
+    keys = (getattr(module, "mask_key_2", None) for module in block.mlp.modules())
+    return [key for key in keys if key is not None]
 
 
 class _Offloading:

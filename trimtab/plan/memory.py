@@ -332,7 +332,7 @@ def _beyond(job: Job, policy: str, update: int) -> int:
     H, K, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
     back = layer_bytes(job, policy).working
     tiled = job.mlp_tiles > 1
-    rows = -(-N // job.mlp_tiles)
+    rows = spec_recompute.tile_rows(N, job.mlp_tiles) if tiled else N
     between = N * C * BYTES[_stream(job)]
     feed_forward = rows * I * width + max(rows * I * width, _made_gradient(job, C * I))
     kernel = 0
