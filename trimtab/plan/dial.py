@@ -30,9 +30,9 @@ from trimtab.plan.memory import (
     weight_bytes,
 )
 
-SLACK, LEAST_SLACK = 0.03, 64 * 2**20
-"""What a search leaves free: a share of the memory that comes and goes, to which predictions are held and of which an
-allocator loses some to gaps. What stands, weights and optimizer states, is known to the byte."""
+SLACK, GAPS = 0.03, {"cuda": 48 * 2**20, "cpu": 0}
+"""What a search leaves free: the share of the memory that comes and goes to which predictions are held, and what a
+GPU's allocator loses between its blocks. What stands, weights and optimizer states, is known to the byte."""
 SHORTEST_TILE = 512
 """Tokens of the smallest tile: shorter products leave a GPU idle."""
 HOST_SHARE = 0.8
@@ -125,7 +125,7 @@ def choose(
 def within_limit(job: Job, limit: int) -> int:
     """What a search fills of a limit: all but some slack."""
     standing = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
-    return limit - max(int((limit - standing) * SLACK), LEAST_SLACK)
+    return limit - int(max(limit - standing, 0) * SLACK) - GAPS[job.device]
 
 
 def least(job: Job, device: DeviceFacts, *, tiles: int | None = None) -> int:

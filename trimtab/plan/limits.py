@@ -92,7 +92,7 @@ def settle(
         "limit_basis": words,
         "allocator_bytes": limit - OUTSIDE[job.device] if recipe.memory_limit is not None else None,
         "host_bytes": setting.host,
-        "reason": _reason(job, setting, named is not None, fits, words),
+        "reason": _reason(job, setting, named is not None, fits, limit, words),
     }
     return {**chosen, "sentence": sentence(chosen, job.shape.num_layers)}
 
@@ -112,9 +112,11 @@ def _with_tiles(
     return dial.setting_of(job.changed(mlp_tiles=fewest), device, segments), False
 
 
-def _reason(job: Job, setting: dial.Setting, named: bool, fits: bool, words: str) -> str:
+def _reason(job: Job, setting: dial.Setting, named: bool, fits: bool, limit: int, words: str) -> str:
     if named:
         return "named in the recipe" if fits else f"named in the recipe; does not fit {words}"
+    if not fits and setting.needed <= limit:
+        return f"the least that there is; it leaves almost nothing of {words}"
     if not fits:
         return f"the least that there is, and still more than {words}"
     plain = predict(job.changed(policies=(), mlp_tiles=setting.mlp_tiles)).needed
