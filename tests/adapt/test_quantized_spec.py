@@ -33,17 +33,17 @@ def test_workspace_and_scratch_are_what_products_allocate(
     options = {"double": double, "block": block}
     held = spec_quantized.workspace_bytes(SHAPE, dtype)
     scratch = spec_quantized.scratch_bytes(SHAPE, kind, impl="reference", **options)
+    kind_of = getattr(torch, TORCH_NAMES[dtype])
     inputs = {
-        name: (torch.randn(ROWS, layer.in_features), torch.randn(ROWS, layer.out_features))
+        name: [torch.randn(ROWS, size, dtype=kind_of) for size in (layer.in_features, layer.out_features)]
         for name, layer in quantized_layers(decoder)
     }
-    kind_of = getattr(torch, TORCH_NAMES[dtype])
     # An operator's inside is hidden from whoever watches operators; so its parts are called by name.
     for function, given in ((quantized_ops.product, 0), (quantized_ops.product_of_gradient, 1)):
         workspace.release()
         with LiveBytes() as live:
             for name, layer in quantized_layers(decoder):
-                function(inputs[name][given].to(kind_of), layer.packed, layer.packing)
+                function(inputs[name][given], layer.packed, layer.packing)
         assert live.now == workspace.held_bytes("cpu") == held, "nothing else stays"
         assert live.peak == pytest.approx(held + scratch, rel=0.03)
 

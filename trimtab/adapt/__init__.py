@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trimtab.adapt.compiling import Regions, compilations, compile_regions
     from trimtab.adapt.lora import (
         LoRALinear,
         active_adapters,
@@ -32,9 +33,12 @@ _PLACES = {
     "LoRALinear": "lora",
     "LoraSettings": "spec",
     "QuantizedLinear": "quantized",
+    "Regions": "compiling",
     "active_adapters": "lora",
     "adapter_names": "lora",
     "add_adapters": "lora",
+    "compilations": "compiling",
+    "compile_regions": "compiling",
     "init_adapters": "lora",
     "load_adapter": "peft_files",
     "merge_adapters": "merging",
@@ -48,9 +52,12 @@ __all__ = [
     "LoRALinear",
     "LoraSettings",
     "QuantizedLinear",
+    "Regions",
     "active_adapters",
     "adapter_names",
     "add_adapters",
+    "compilations",
+    "compile_regions",
     "init_adapters",
     "load_adapter",
     "merge_adapters",

@@ -136,7 +136,10 @@ class QuantizedLinear(nn.Module):
     @torch.no_grad()
     def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """W [N, K] as the products see it, in `dtype` (that of the original unless given); a fresh tensor."""
-        return quantized_ops.dequantize(self.packing, self.packed, dtype or self.dtype, None)
+        weight_NK: torch.Tensor = torch.ops.trimtab.packed_weight(
+            *self.packed, self.text, dtype or self.dtype
+        )
+        return weight_NK
 
     @torch.no_grad()
     def take(self, weight_NK: torch.Tensor) -> None:

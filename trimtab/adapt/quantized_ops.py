@@ -138,6 +138,13 @@ _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define(f"packed_linear(Tensor x, {_PACKED}) -> Tensor", tags=_tags)
 _library.define(f"packed_linear_gradient(Tensor grad, {_PACKED}) -> Tensor", tags=_tags)
 
+_library.define(f"packed_weight({_PACKED}, ScalarType dtype) -> Tensor", tags=_tags)
+
+
+def _weight(*state: Any) -> torch.Tensor:
+    *packed, text, dtype = state
+    return dequantize(Packing.read(text), tuple(packed), dtype, None)
+
 
 def _linear(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     *packed, text = rest
@@ -149,8 +156,15 @@ def _linear_gradient(grad: torch.Tensor, *rest: Any) -> torch.Tensor:
     return product_of_gradient(grad, tuple(packed), Packing.read(text))
 
 
+_library.impl("packed_weight", _weight, "CompositeExplicitAutograd")
 _library.impl("packed_linear", _linear, "CompositeExplicitAutograd")
 _library.impl("packed_linear_gradient", _linear_gradient, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("trimtab::packed_weight")
+def _(codes: torch.Tensor, *state: Any) -> torch.Tensor:
+    *_packed, text, dtype = state
+    return codes.new_empty(Packing.read(text).shape, dtype=dtype)
 
 
 @torch.library.register_fake("trimtab::packed_linear")

@@ -130,10 +130,13 @@ def _go(
         # What it has saved stands there already: room for the next one is enough.
         check_disk(Disk(plan.disk.checkpoint_bytes, plan.disk.checkpoint_bytes), free, str(folder.path))
     view.plan(plan.to_dict())
-    for note in plan.notes:
+    for note in (*plan.notes, *opened.notes()):
         view.message(note)
     weights = _weights(prepared, folder)
     base = _base(prepared, weights, kept)
+    example = opened.example(tokenizer)
+    if example is not None:
+        view.record(example)
     run = assembling.assemble(
         recipe,
         choices,

@@ -6,6 +6,8 @@ V vocabulary, F rotary frequencies.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -59,6 +61,8 @@ class Decoder(nn.Module):
         self.attention = attention
         self.loss_impl, self.loss_memory = loss_impl, loss_memory
         self.rotary = Rotary(shape)
+        self.regions: list[Callable[..., torch.Tensor]] | None = None
+        """The blocks as `trimtab.adapt.compile_regions` compiled them, for training alone."""
         self.model = Trunk(shape, attention, pointwise)
         self.lm_head = (
             None if shape.tie_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
@@ -96,9 +100,25 @@ class Decoder(nn.Module):
         layout = Layout.causal() if layout is None else layout
         x_BTC = self.model.embed_tokens(input_ids_BT)
         cos_BTF, sin_BTF = self.rotary.cos_sin(positions_BT, x_BTC.dtype)
-        for block in self.model.layers:
-            x_BTC = block(x_BTC, cos_BTF, sin_BTF, layout, cache)
+        blocks: Iterable[Callable[..., torch.Tensor]] = self.model.layers
+        if self.regions is not None and cache is None and torch.is_grad_enabled():
+            blocks = self.regions
+            if not x_BTC.requires_grad:
+                # Frozen embeddings would make the first block another program than the rest, to be compiled as well.
+                x_BTC.requires_grad_()
+        layouts = self._ready(layout, x_BTC) if cache is None else {}
+        for i, block in enumerate(blocks):
+            x_BTC = block(x_BTC, cos_BTF, sin_BTF, layouts.get(self.shape.window(i), layout), cache)
         return self.model.norm(x_BTC)
+
+    def _ready(self, layout: Layout, x_BTC: torch.Tensor) -> dict[int | None, Layout]:
+        """The layout in the form that attention reads, for each window that layers have."""
+        B, T, _ = x_BTC.shape
+        kind, dtype = x_BTC.device.type, x_BTC.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        windows = {self.shape.window(i) for i in range(self.shape.num_layers)}
+        return {w: layout.ready(self.attention, x_BTC.device, T, w, B=B, dtype=dtype) for w in windows}
 
     def logits(self, hidden_BTC: torch.Tensor) -> torch.Tensor:
         """logits_BTV in fp32 (fp64 for an fp64 model) of hidden states from `forward`."""

@@ -134,7 +134,7 @@ def _type(field: FieldInfo) -> str:
 
 def _schema_type(node: dict[str, Any], limits: str) -> str:
     if "enum" in node:
-        return " \\| ".join(f"`{choice}`" for choice in node["enum"])
+        return " \\| ".join(f"`{str(c).lower() if isinstance(c, bool) else c}`" for c in node["enum"])
     if "anyOf" in node:
         return " or ".join(dict.fromkeys(_schema_type(option, limits) for option in node["anyOf"]))
     if "$ref" in node:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trimtab import optim
-from trimtab.adapt import add_adapters, init_adapters, trained_parameters
+from trimtab.adapt import Regions, add_adapters, compile_regions, init_adapters, trained_parameters
 from trimtab.adapt.lora import set_masks
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.peft_files import fill_adapter
@@ -132,6 +132,7 @@ def assemble(
         loss_scale=FIRST_LOSS_SCALE if choices.dtype == "fp16" else None,
         observers=observers,
         before_microbatch=_masks(recipe, decoder, device, mesh),
+        compiled=Regions(decoder) if decoder.regions is not None else None,
     )
     run = Run(job, TrainState(), None, folder)
     if resume:
@@ -140,7 +141,7 @@ def assemble(
 
 
 def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *, fresh: bool) -> Decoder:
-    """On the meta device shape, quantized layout, adapters, recompute; then weights and the format of gradients.
+    """On the meta device shape, quantized layout, adapters, recompute, compile; then weights and gradients' format.
 
     No step changes a parameter's name. A checkpoint (not `fresh`) brings what is trained; frozen weights are always
     read from where they come from.
@@ -170,6 +171,8 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
         add_adapters(decoder, settings)
     if recipe.gradient_checkpointing:
         recompute_blocks(decoder)
+    if choices.compile.get("on"):
+        compile_regions(decoder, dynamic=choices.compile["dynamic"])
     decoder.to_empty(device=choices.device)
     if read_weights and recipe.model.init == "random":
         init_weights(decoder, recipe.seed)

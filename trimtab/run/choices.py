@@ -10,6 +10,7 @@ from trimtab.adapt import spec_quantized
 from trimtab.adapt.peft_config import fitted, read_adapter_folder
 from trimtab.adapt.spec import LoraSettings, resolve
 from trimtab.adapt.targets import select_modules
+from trimtab.facts.compilers import compile_obstacle
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ModelError, RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
@@ -17,6 +18,9 @@ from trimtab.kernels.adamw8bit.choice import choose as choose_adamw8bit
 from trimtab.kernels.attention.choice import choose
 from trimtab.kernels.linear_cross_entropy.choice import choose as choose_loss
 from trimtab.recipe import Recipe
+
+WORTH_COMPILING = 50_000_000
+"""Parameters from which `torch_compile: auto` compiles: smaller models are mostly trained for a minute or two."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Choices:
     deterministic: bool
     optimizer: dict[str, Any] = field(default_factory=dict)
     """name, impl and reason; empty in the folders of runs made before there was a choice."""
+    compile: dict[str, Any] = field(default_factory=dict)
+    """on, dynamic (one program for all lengths) and reason; empty in the folders of runs made before it was there."""
     loss: dict[str, Any] = field(default_factory=dict)
     """impl, memory_bytes and reason; empty likewise."""
     pointwise: dict[str, Any] = field(default_factory=dict)
@@ -115,6 +121,7 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         threads=threads,
         deterministic=recipe.deterministic,
         optimizer=_optimizer(recipe, device),
+        compile=_compile(recipe, shape, device, choice.impl),
         loss=loss._asdict(),
         pointwise=_pointwise(device, autocast=dtype != weights),
         lora=None if settings is None else settings.to_dict(),
@@ -158,6 +165,27 @@ def _optimizer(recipe: Recipe, device: DeviceFacts) -> dict[str, Any]:
         device=device.kind, triton=device.runs_triton, requested=recipe.optim_implementation
     )
     return {"name": recipe.optim, "impl": choice.impl, "reason": choice.reason}
+
+
+def _compile(recipe: Recipe, shape: ModelShape, device: DeviceFacts, attention: str) -> dict[str, Any]:
+    """Whether blocks are compiled, and whether for one length or for all."""
+    obstacle = compile_obstacle(device.kind, device.capability)
+    if recipe.torch_compile is True and obstacle is not None:
+        raise ResourceError(f"torch_compile: true cannot work here: {obstacle}", "set torch_compile: auto")
+    # Packed windows have one length; varlen's offsets are as many as a batch has documents.
+    dynamic = not recipe.packing or attention == "varlen"
+    if recipe.torch_compile != "auto":
+        return {"on": recipe.torch_compile, "dynamic": dynamic, "reason": "named in the recipe"}
+    if device.kind != "cuda":
+        return {"on": False, "dynamic": dynamic, "reason": "compiling gains little on a CPU"}
+    if obstacle is None and shape.num_parameters < WORTH_COMPILING:
+        return {
+            "on": False,
+            "dynamic": dynamic,
+            "reason": "so small a model is trained before it is compiled",
+        }
+    reason = "steps are faster on a GPU" if obstacle is None else obstacle
+    return {"on": obstacle is None, "dynamic": dynamic, "reason": reason}
 
 
 def _pointwise(device: DeviceFacts, *, autocast: bool) -> dict[str, Any]:

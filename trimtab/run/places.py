@@ -32,13 +32,16 @@ def model_folder(name: str, *, revision: str | None = None, weights: bool = True
 
 
 def tokenizer_of(recipe: Recipe, model: Path, commit: str | None) -> tuple[Tokenizer, str | None]:
-    """(tokenizer, commit of the place it comes from) that a recipe asks for, its added tokens included."""
+    """(tokenizer, commit of the place it comes from) that a recipe asks for: added tokens, another chat template."""
     place = model
     if recipe.model.tokenizer is not None:
         place, commit = model_folder(recipe.model.tokenizer, weights=False)
     tokenizer = text.load(place)
     if recipe.model.added_tokens:
         tokenizer = with_tokens(tokenizer, recipe.model.added_tokens)
+    if recipe.model.chat_template is not None:
+        template = text.read_template(recipe.model.chat_template)
+        tokenizer = dataclasses.replace(tokenizer, chat_template=template)
     return tokenizer, commit
 
 
@@ -58,7 +61,7 @@ def absolute(recipe: Recipe) -> Recipe:
     """
     plain = to_dict(recipe)
     model, section = plain["model"], plain["data"]
-    for key in ("name", "tokenizer"):
+    for key in ("name", "tokenizer", "chat_template"):
         model[key] = _absolute(model.get(key))
     section["cache_dir"] = _absolute(section.get("cache_dir"), whatever=True)
     for source in _sources(section):
@@ -86,6 +89,10 @@ def _sources(section: dict[str, Any]) -> list[dict[str, Any]]:
 def _absolute(name: Any, *, whatever: bool = False) -> Any:
     if name is None:
         return None
+    if (
+        len(name) > 1000
+    ):  # a template itself, not its file: no path is that long, and some systems refuse to look
+        return name
     path = Path(name).expanduser()
     local = whatever or path.exists() or (glob.has_magic(name) and bool(glob.glob(str(path), recursive=True)))
     return str(Path.cwd() / path) if local else name

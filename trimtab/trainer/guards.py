@@ -47,7 +47,8 @@ def explain(job: Job, microbatches: Sequence[Any], num_targets: int, step: int =
 def _explain_here(job: Job, microbatches: Sequence[Any], num_targets: int, step: int) -> str | None:
     for index, batch in enumerate(microbatches):
         paused = nullcontext() if job.in_backward is None else job.in_backward.paused()
-        with _Watch(job.model) as watch, paused:
+        plain = nullcontext() if job.compiled is None else job.compiled.paused()
+        with _Watch(job.model) as watch, paused, plain:
             loss = accumulate(job, [batch], num_targets, 1.0, step=step, first=index)
         bad_gradients = [n for n, p in job.parameters.items() if _has_bad(p.grad)]
         for parameter in job.parameters.values():

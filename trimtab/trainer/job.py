@@ -80,6 +80,13 @@ class Mesh(Protocol):
     def first_text(self, text: str | None) -> str | None: ...
 
 
+class Compiled(Protocol):
+    """A model of which parts are compiled."""
+
+    def so_far(self) -> tuple[int, float]: ...
+    def paused(self) -> AbstractContextManager[None]: ...
+
+
 class Observer(Protocol):
     """Whoever watches: the terminal, TensorBoard, a test."""
 
@@ -151,6 +158,8 @@ class Job:
     """The first loss scale for fp16; None trains without one."""
     in_backward: InBackward | None = None
     """Where it is given, backward itself updates the weights and leaves no gradients."""
+    compiled: Compiled | None = None
+    """Where the model is compiled: (programs, seconds it took) in this process, and how to run without."""
     observers: Sequence[Observer] = field(default_factory=list)
     before_microbatch: Callable[[int, int], None] | None = None
     """Called with the step (from 0) and the microbatch's number in it: what is random in a model follows from them."""
