@@ -173,11 +173,11 @@ class LoRALinear(Adapted):
             return self._dora(x, self.active[0])
         first, *others = self.active
         p = self._drop(first)
-        if isinstance(base, nn.Linear) and not p:
+        if (part := self.part()) is not None:
+            y = self._biased(lora_group(x, [part])[0])
+        elif isinstance(base, nn.Linear) and not p:
             a_RI, b_OR = self.factors(first)
             y = lora_linear(x, base.weight, base.bias, a_RI, b_OR, self.scaling[first])
-        elif (part := self.part()) is not None:
-            y = self._biased(lora_group(x, [part])[0])
         else:
             y = self._add(base(x), x, first)
         for adapter in others:
