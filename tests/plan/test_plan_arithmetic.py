@@ -98,7 +98,12 @@ def test_plan_json_has_the_agreed_keys() -> None:
     made = plan(data=DataFacts(windows=5000, tokens=5_017_600, fill=0.98)).to_dict()
     assert json.loads(json.dumps(made)) == made
     assert list(made) == ["version", "model", "memory", "data", "time", "disk", "choices", "notes"]
-    assert made["model"] == {"name": "q", "family": "qwen3", "parameters": 596_049_920}
+    assert made["model"] == {
+        "name": "q",
+        "family": "qwen3",
+        "parameters": 596_049_920,
+        "trained": 596_049_920,
+    }
     buckets = ["weights", "gradients", "optimizer", "activations", "other", "total"]
     assert list(made["memory"]["before"]) == list(made["memory"]["peak"]) == buckets
     assert made["data"] == {
@@ -182,7 +187,7 @@ def test_a_remedy_that_is_named_is_enough() -> None:
     assert by_name["optim: adamw_8bit"].needed == plan(gradients="fp32").memory.needed
     assert by_name["gradient_dtype: bf16"].needed == plan("optim=adamw_torch").memory.needed
     recomputed = plan("optim=adamw_torch", "gradient_checkpointing=true", gradients="fp32")
-    assert by_name["gradient_checkpointing: true"].needed == recomputed.memory.needed
+    assert by_name["recompute: block"].needed == recomputed.memory.needed
 
 
 def test_messages_of_a_run_that_does_not_fit() -> None:
