@@ -95,7 +95,6 @@ def layer_bytes(
     device: str = "cpu",
     pointwise: str = "reference",
     mlp_tiles: int = 1,
-    frozen: model_spec.Frozen | None = None,
 ) -> LayerBytes:
     """Bytes of one layer, for one microbatch; arguments as in `trimtab.model.spec.saved_bytes`.
 
@@ -112,7 +111,6 @@ def layer_bytes(
         weights_dtype=weights_dtype,
         device=device,
         pointwise=pointwise,
-        frozen=frozen,
     )
     H, K, D, N = shape.num_heads, shape.num_kv_heads, shape.head_dim, batch * tokens
     tile = 0
@@ -120,15 +118,7 @@ def layer_bytes(
     if mlp_tiles > 1:
         rows = tile_rows(N, mlp_tiles)
         part = model_spec.block_bytes(
-            shape,
-            1,
-            rows,
-            dtype,
-            attention,
-            weights_dtype=weights_dtype,
-            device=device,
-            pointwise=pointwise,
-            frozen=frozen,
+            shape, 1, rows, dtype, attention, weights_dtype=weights_dtype, device=device, pointwise=pointwise
         )
         tile = part.feed_forward
         plain = block.attention_half + block.stream  # and the stream between the halves
@@ -139,8 +129,6 @@ def layer_bytes(
         attended = N * H * D * BYTES[dtype] + N * H * 4
     if policy == "pointwise":
         products = N * (H + 2 * K) * D * BYTES[dtype] + N * shape.hidden_size * BYTES[dtype]
-        if frozen is not None:  # what adapters made of their inputs
-            products += N * (frozen.attention_half + frozen.feed_forward) * BYTES[dtype]
         kept = block.stream + attended + products
         kept += block.stream if mlp_tiles > 1 else 2 * N * shape.intermediate_size * BYTES[dtype]
     elif policy == "selective":

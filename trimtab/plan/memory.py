@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from trimtab.adapt import spec as adapt_spec
-from trimtab.adapt import spec_quantized, spec_recompute
+from trimtab.adapt import spec_recompute
 from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.targets import EMBEDDING
 from trimtab.data import spec as data_spec
@@ -99,11 +98,6 @@ class Job:
         """Which weights are trained, and the bytes that follow from it."""
         return trained(self.shape, self.weights_dtype, self.gradient_dtype, self.lora, self.quantization)
 
-    @cached_property
-    def frozen(self) -> model_spec.Frozen | None:
-        """What adapters keep of a frozen block, or None where all of it is trained."""
-        return None if self.lora is None else adapt_spec.frozen(self.shape, self.lora)
-
     @property
     def layers(self) -> tuple[str, ...]:
         """The policy of each layer."""
@@ -147,7 +141,7 @@ def predict(job: Job) -> Memory:
         peak=Buckets(weights, gradients, states, activations, other),
         moment=moment,
         moments={**moments, "the optimizer step": update},
-        outside=OUTSIDE[job.device] + _workspace(job),
+        outside=OUTSIDE[job.device],
         host=sum(layer_bytes(job, policy).host for policy in job.layers),
     )
 
@@ -180,7 +174,6 @@ def layer_bytes(job: Job, policy: str) -> spec_recompute.LayerBytes:
         device=job.device,
         pointwise=job.pointwise,
         mlp_tiles=job.mlp_tiles,
-        frozen=job.frozen,
     )
 
 
@@ -276,7 +269,6 @@ def moments_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[s
         packed=job.packed,
         device=job.device,
         pointwise=job.pointwise,
-        frozen=job.frozen,
     )
     # A loader hands over the whole step's batches on the host; the microbatch at work is on the device.
     kept = saved.outside + data_spec.batch_bytes(job.batch, job.tokens)
@@ -322,30 +314,6 @@ def _stream(job: Job) -> str:
     return job.weights_dtype if job.weights_dtype != job.dtype else job.dtype
 
 
-def _workspace(job: Job) -> int:
-    """The one dequantized weight that stays from the first product on, whichever layers use it."""
-    return 0 if job.quantization is None else spec_quantized.workspace_bytes(job.shape, job.dtype)
-
-
-def _layer_gradient(job: Job, count: int) -> int:
-    """What a linear layer's backward makes beside its input's gradient: that of a weight of so many numbers.
-
-    A frozen one makes thin gradients, and where it is packed it is unpacked on the way.
-    """
-    if job.lora is None:
-        return _made_gradient(job, count)
-    if job.quantization is None:
-        return 0
-    packed = job.quantization
-    return spec_quantized.scratch_bytes(
-        job.shape,
-        packed["kind"],
-        impl=packed["impl"],
-        block=packed["block"] or spec_quantized.BLOCK,
-        double=packed["double"],
-    )
-
-
 def _made_gradient(job: Job, count: int) -> int:
     """A weight's gradient as backward makes it: in the weight's format, then cast if kept in another."""
     made = nbytes(job.weights_dtype, count)
@@ -366,7 +334,7 @@ def _beyond(job: Job, policy: str, update: int) -> int:
     tiled = job.mlp_tiles > 1
     rows = spec_recompute.tile_rows(N, job.mlp_tiles) if tiled else N
     between = N * C * BYTES[_stream(job)]
-    feed_forward = rows * I * width + max(rows * I * width, _layer_gradient(job, C * I))
+    feed_forward = rows * I * width + max(rows * I * width, _made_gradient(job, C * I))
     kernel = 0
     if (
         job.device == "cuda" or job.attention not in attention_spec.TILED
@@ -374,7 +342,7 @@ def _beyond(job: Job, policy: str, update: int) -> int:
         kernel = attention_spec.scratch_bytes(
             job.attention, job.batch, job.tokens, job.tokens, H, K, D, job.dtype
         )
-    attention = (2 * N * H * D + 2 * N * K * D) * width + kernel + _layer_gradient(job, C * H * D)
+    attention = (2 * N * H * D + 2 * N * K * D) * width + kernel + _made_gradient(job, C * H * D)
     attention = max(attention - (between if tiled else (4 * N * I + N * C) * width), _turning(job), update)
     if tiled:
         feed_forward = _tiles_scratch(job, rows)
@@ -404,9 +372,6 @@ def _tiles_scratch(job: Job, rows: int) -> int:
     """
     shape, width = job.shape, BYTES[job.dtype]
     stream, weight = shape.hidden_size * BYTES[_stream(job)], shape.hidden_size * shape.intermediate_size
-    if job.lora is not None:
-        tile = layer_bytes(job, "none").tile + rows * stream + 2 * rows * shape.intermediate_size * width
-        return job.batch * job.tokens * stream + tile + _layer_gradient(job, weight)
     made = nbytes(job.weights_dtype, weight)
     tile = layer_bytes(job, "none").tile + rows * stream + 2 * rows * shape.intermediate_size * width + made
     return job.batch * job.tokens * stream + nbytes("fp32", 3 * weight) + max(tile, 3 * made)
