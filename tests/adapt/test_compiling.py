@@ -22,15 +22,20 @@ from trimtab.adapt import (
     init_adapters,
     quantize_layout,
 )
+from trimtab.adapt import recompute as recompute_policies
 from trimtab.adapt.compiling import use_cache_folder
 from trimtab.adapt.lora import set_masks
 from trimtab.facts.shapes import ModelShape
 from trimtab.generate.cache import KVCache
 from trimtab.kernels.attention import Layout
-from trimtab.model import Decoder, build, init_weights, recompute_blocks
+from trimtab.model import Decoder, build, init_weights
 
 PLAIN = ModelShape("qwen3", 64, 32, 64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True)
 LENGTHS = (32, 40, 33, 7, 24, 56, 9, 100, 64, 2)
+
+
+def recomputed(decoder: Decoder, on: bool = True) -> Decoder:
+    return recompute_policies.apply(decoder, ["block" if on else "none"] * len(decoder.model.layers))
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +89,7 @@ def test_one_program_for_all_layers_and_lengths(attention: str, packed: bool) ->
 
 def test_recomputed_blocks_are_programs_of_their_own() -> None:
     plain, compiled = made(), made()
-    recompute_blocks(compiled)
+    recomputed(compiled)
     compiled.model.layers[0].recompute = False
     compile_regions(compiled, backend="aot_eager")
     for length in (16, 24):
@@ -139,7 +144,7 @@ def test_adapters_and_quantized_weights_are_one_program(kind: str | None, settin
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     set_masks(decoder, torch.device("cpu"))
-    recompute_blocks(decoder)
+    recomputed(decoder)
     compile_regions(decoder, backend="aot_eager")
     for length in (16, 24):
         ids_BT, layout = batch(length)
@@ -228,7 +233,7 @@ def test_triton_kernels_live_in_the_graph() -> None:
 def test_generated_code_has_the_plain_decoders_numbers(recompute: bool, tmp_path: Path) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
     plain, compiled = made(), made()
-    recompute_blocks(compiled, recompute)
+    recomputed(compiled, recompute)
     compile_regions(compiled)
     for length in (32, 40):
         ids_BT, layout = batch(length)

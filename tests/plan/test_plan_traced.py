@@ -10,10 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from trimtab import optim  # noqa: E402
+from trimtab.adapt import recompute  # noqa: E402
 from trimtab.facts.dtypes import TORCH_NAMES, nbytes  # noqa: E402
 from trimtab.facts.shapes import ModelShape  # noqa: E402
 from trimtab.kernels.attention import Layout  # noqa: E402
-from trimtab.model import build, init_weights, recompute_blocks  # noqa: E402
+from trimtab.model import build, init_weights  # noqa: E402
 from trimtab.plan.memory import Job, predict  # noqa: E402
 from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
 
@@ -40,27 +41,36 @@ def vary(shape: dict | None = None, **changes: object) -> Job:
 
 SHORT = {"batch": 1, "tokens": 32}
 WIDE = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 1024}
+FEW = {"vocab_size": 64}  # so that the peak is in a layer
+BF16 = {"dtype": "bf16", "weights_dtype": "bf16", "gradient_dtype": "bf16", "optimizer": "adamw_8bit"}
 CASES = {
     "plain": BASE,
     "no accumulation": vary(accumulation=1),
     "untied": vary({"tie_embeddings": False}),
     "untied, no accumulation": vary({"tie_embeddings": False}, accumulation=1),
     "attention matrices": vary(attention="reference", batch=1, tokens=512),
-    "recomputed": vary(recompute=True),
-    "bf16": vary(dtype="bf16", weights_dtype="bf16", gradient_dtype="bf16", optimizer="adamw_8bit"),
+    "recomputed": vary(policies=("block",) * 4),
+    "pointwise": vary(FEW, policies=("pointwise",) * 4),
+    "selective": vary(FEW, policies=("selective",) * 4),
+    "selective, no accumulation": vary(FEW, policies=("selective",) * 4, accumulation=1),
+    "a mix": vary(FEW, policies=("offload", "block", "selective", "none")),
+    "a mix, the dear first": vary(FEW, policies=("none", "pointwise", "block", "selective")),
+    "recomputed, in tiles": vary(FEW, policies=("block",) * 4, mlp_tiles=4, tokens=512),
+    "recomputed, in tiles, few tokens": vary(FEW, policies=("block",) * 4, mlp_tiles=4),
+    "selective, in tiles": vary(FEW, policies=("selective",) * 4, mlp_tiles=3),
+    "kept, in tiles": vary(FEW, mlp_tiles=8, tokens=512),
+    "in tiles, bf16": vary(FEW, mlp_tiles=4, tokens=512, policies=("block",) * 4, **BF16),
+    "bf16": vary(**BF16),
     "bf16, fp32 gradients": vary(dtype="bf16", weights_dtype="bf16", optimizer="adamw_bf16"),
     "autocast": vary(dtype="bf16"),
     "small vocabulary": vary({"vocab_size": 64}),
-    "small vocabulary, recomputed": vary({"vocab_size": 64, "num_layers": 8}, recompute=True),
+    "small vocabulary, recomputed": vary({"vocab_size": 64, "num_layers": 8}, policies=("block",) * 8),
     "large vocabulary, untied": vary({"vocab_size": 32_768, "tie_embeddings": False}, **SHORT),
     "large vocabulary": vary({"vocab_size": 32_768}, **SHORT),
     "logits twice": vary({"vocab_size": 40_000, "tie_embeddings": False}),
     "logits twice, bf16": vary(
         {"vocab_size": 40_000, "tie_embeddings": False},
-        dtype="bf16",
-        weights_dtype="bf16",
-        gradient_dtype="bf16",
-        optimizer="adamw_8bit",
+        **BF16,
     ),
     "few tokens": vary(WIDE, batch=1, tokens=16),
     "few tokens, no accumulation": vary(WIDE, batch=1, tokens=16, accumulation=1),
@@ -82,9 +92,10 @@ class Step:
             attention=job.attention,
             loss_impl=job.loss_impl,
             loss_memory=job.loss_memory,
+            pointwise=job.pointwise,
         )
         init_weights(self.decoder, 0)
-        recompute_blocks(self.decoder, job.recompute)
+        recompute.apply(self.decoder, job.layers, mlp_tiles=job.mlp_tiles)
         for p in self.decoder.parameters():
             if job.gradient_dtype != job.weights_dtype:
                 p.grad_dtype = getattr(torch, TORCH_NAMES[job.gradient_dtype])
@@ -109,7 +120,7 @@ class Step:
             positions_BT = torch.arange(job.tokens, device=job.device).expand(job.batch, -1).contiguous()
             documents_BT = (positions_BT >= job.tokens // 2).int()
             with torch.autocast(job.device, torch.bfloat16, enabled=job.dtype != job.weights_dtype):
-                layout = Layout.packed(documents_BT)
+                layout = Layout.packed(documents_BT) if job.packed else Layout.causal()
                 loss = self.decoder.loss(ids_BT, ids_BT.clone(), positions_BT, layout)
             loss.backward()
             del loss
@@ -146,18 +157,18 @@ def test_the_comparison_can_fail() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("policy", ["none", "pointwise", "selective", "block", "offload"])
 @pytest.mark.parametrize("gradients", ["bf16", "fp32"])
 @pytest.mark.parametrize("loss", ["chunked", "triton, fast", "triton, low memory"])
-def test_predicted_peak_on_a_gpu(recompute: bool, gradients: str, loss: str) -> None:
+def test_predicted_peak_on_a_gpu(policy: str, gradients: str, loss: str) -> None:
     shape = ModelShape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
                        tie_embeddings=True, qk_norm=True)  # fmt: skip
     formats = {"dtype": "bf16", "weights_dtype": "bf16", "gradient_dtype": gradients, "bf16": True}
     ours = loss != "chunked"
     kernels = {"attention": "triton" if ours else "varlen", "loss_impl": loss.split(",")[0]}
-    kernels |= {"optimizer_impl": "triton" if ours else "reference"}
+    kernels |= dict.fromkeys(("optimizer_impl", "pointwise"), "triton" if ours else "reference")
     job = Job(shape, batch=4, tokens=1024, accumulation=2, optimizer="adamw_8bit", device="cuda",
-              recompute=recompute, loss_memory=1300 * 2**20 if loss == "triton, fast" else None,
+              policies=(policy,) * 28, loss_memory=1300 * 2**20 if loss == "triton, fast" else None,
               **formats, **kernels)  # fmt: skip
     gc.collect()  # what earlier tests hold in cycles would count as standing
     step, memory = Step(job), predict(job)
@@ -174,7 +185,7 @@ def test_predicted_peak_on_a_gpu(recompute: bool, gradients: str, loss: str) -> 
     update = torch.cuda.max_memory_allocated() - standing
     predicted = max(v for k, v in memory.moments.items() if k != "the optimizer step")
     print(
-        f"\nrecompute {recompute}, {gradients}, {loss}: standing {standing:,}, step {measured:,}, update {update:,}; "
+        f"\n{policy}, {gradients}, {loss}: standing {standing:,}, step {measured:,}, update {update:,}; "
         f"predicted {predicted:,} {memory.moments}"
     )
     assert standing == pytest.approx(memory.before.total, rel=0.05)

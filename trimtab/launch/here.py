@@ -25,6 +25,8 @@ from trimtab.run.places import absolute, model_folder
 
 VERSION = 1
 """Of choices.json; readers of old versions stay."""
+MEMORY_KEYS = ("memory_limit", "recompute", "gradient_checkpointing")
+"""A resume that changes one of these chooses anew what layers keep."""
 
 
 class View(Protocol):
@@ -78,7 +80,8 @@ def resume(
     with folder.lock():
         kept = _kept(folder)
         recipe = load(folder.recipe, overrides)
-        check_resume(build(kept["recipe"]), recipe)
+        before = build(kept["recipe"])
+        check_resume(before, recipe)
         need_trackers(recipe.report_to)
         if kept["threads"] > (os.cpu_count() or 1):
             view.message(
@@ -89,7 +92,8 @@ def resume(
             view.message(
                 "deterministic is off: on a GPU losses may differ in the last bits from an unstopped run"
             )
-        frozen = Frozen(Choices.from_dict(kept), folder.model, kept["model_commit"])
+        changed = any(getattr(before, key) != getattr(recipe, key) for key in MEMORY_KEYS)
+        frozen = Frozen(Choices.from_dict(kept), folder.model, kept["model_commit"], changed)
         return _go(prepare(recipe, frozen), folder, view, kept=kept, after_step=after_step)
 
 

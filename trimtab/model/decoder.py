@@ -7,6 +7,7 @@ V vocabulary, F rotary frequencies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -17,6 +18,11 @@ from trimtab.kernels.attention import Layout
 from trimtab.kernels.linear_cross_entropy import linear_cross_entropy
 from trimtab.model.parts import Block, Cache, RMSNorm
 from trimtab.model.rope import Rotary
+
+
+def nothing_around(layer: int, x_BTC: torch.Tensor) -> AbstractContextManager[None]:
+    """What stands around a layer's call unless something is put there."""
+    return nullcontext()
 
 
 class Trunk(nn.Module):
@@ -60,6 +66,9 @@ class Decoder(nn.Module):
         self.shape = shape
         self.attention = attention
         self.loss_impl, self.loss_memory = loss_impl, loss_memory
+        self.around = nothing_around
+        """Entered around each layer's call with its number and input, outside of what is compiled; a way to keep a
+        layer's input elsewhere (`trimtab.adapt.recompute`)."""
         self.rotary = Rotary(shape)
         self.regions: list[Callable[..., torch.Tensor]] | None = None
         """The blocks as `trimtab.adapt.compile_regions` compiled them, for training alone."""
@@ -104,7 +113,8 @@ class Decoder(nn.Module):
                 x_BTC.requires_grad_()
         layouts = self._ready(layout, x_BTC) if cache is None else {}
         for i, block in enumerate(blocks):
-            x_BTC = block(x_BTC, cos_BTF, sin_BTF, layouts.get(self.shape.window(i), layout), cache)
+            with self.around(i, x_BTC):
+                x_BTC = block(x_BTC, cos_BTF, sin_BTF, layouts.get(self.shape.window(i), layout), cache)
         return self.model.norm(x_BTC)
 
     def _ready(self, layout: Layout, x_BTC: torch.Tensor) -> dict[int | None, Layout]:

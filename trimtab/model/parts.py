@@ -6,11 +6,11 @@ size, H query heads, K key/value heads, D head size, I intermediate size, F = D 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout, attention
@@ -118,13 +118,16 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer: norm, attention, norm, feed-forward, each added to the stream.
 
-    With `recompute` set (`model.recompute_blocks`) only the block's input is kept for the backward pass, and
-    the rest is computed again. It happens inside `forward`, so that compiling and sharding go around it.
+    `recompute` is another way to run the same layers (`trimtab.adapt.recompute` sets it): one that keeps less for the
+    backward pass. It is called inside `forward`, so that compiling and sharding go around it.
     """
 
     def __init__(self, shape: ModelShape, layer: int, impl: str, pointwise: str = "reference") -> None:
         super().__init__()
-        self.recompute = False
+        self.recompute: (
+            Callable[[Block, torch.Tensor, torch.Tensor, torch.Tensor, Layout], torch.Tensor] | None
+        )
+        self.recompute = None
         self.pointwise = pointwise
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, pointwise)
         self.self_attn = Attention(shape, layer, impl, pointwise)
@@ -139,23 +142,22 @@ class Block(nn.Module):
         layout: Layout,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        if not (self.recompute and torch.is_grad_enabled()):
-            return self._layers(x_BTC, cos_BTF, sin_BTF, layout, cache)
-        assert cache is None, "a cache would be filled twice by recomputation"
-        # Nothing random happens in a block, so no generator state is kept.
-        out: torch.Tensor = checkpoint(
-            self._layers, x_BTC, cos_BTF, sin_BTF, layout, None, use_reentrant=False, preserve_rng_state=False
-        )
-        return out
+        if self.recompute is None or cache is not None:
+            assert self.recompute is None or not torch.is_grad_enabled(), (
+                "recomputing would fill a cache twice"
+            )
+            return self.layers(x_BTC, cos_BTF, sin_BTF, layout, cache)
+        return self.recompute(self, x_BTC, cos_BTF, sin_BTF, layout)
 
-    def _layers(
+    def layers(
         self,
         x_BTC: torch.Tensor,
         cos_BTF: torch.Tensor,
         sin_BTF: torch.Tensor,
         layout: Layout,
-        cache: Cache | None,
+        cache: Cache | None = None,
     ) -> torch.Tensor:
+        """The block itself, all of it kept for the backward pass."""
         attended_BTC = self.self_attn(self.input_layernorm(x_BTC), cos_BTF, sin_BTF, layout, cache)
         norm = self.post_attention_layernorm
         if self.pointwise == "reference":
@@ -163,3 +165,13 @@ class Block(nn.Module):
             return x_BTC + self.mlp(norm(x_BTC))
         normed_BTC, x_BTC = add_rms_norm(attended_BTC, x_BTC, norm.weight, norm.eps, impl=self.pointwise)
         return x_BTC + self.mlp(normed_BTC)
+
+    def attend(
+        self, x_BTC: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, layout: Layout
+    ) -> torch.Tensor:
+        """The first half alone: the stream with attention added."""
+        return x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos_BTF, sin_BTF, layout, None)
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        """The second half alone, for any tokens […, C]: the stream with the feed-forward added."""
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,7 +1,8 @@
 """What a decoder costs, from its shape alone: weights, bytes kept for backward, arithmetic. No torch.
 
-Every line of `_block` is a tensor that autograd keeps; a test holds the sums to what it really keeps. Legend:
-N = B · T tokens, C hidden size, I intermediate size, H query heads, K key/value heads, D head size.
+Every line of `block_bytes` is a tensor that autograd keeps; a test holds the sums to what it really keeps. What is
+kept of a layer that is computed again is `trimtab.adapt.spec_recompute`'s. Legend: N = B · T tokens, C hidden size,
+I intermediate size, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -20,28 +21,39 @@ class Saved:
     Example:
         >>> from trimtab.facts.shapes import ModelShape
         >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
-        >>> plain = saved_bytes(tiny, batch=1, tokens=8, dtype="fp32", attention="sdpa_flash")
-        >>> thin = saved_bytes(tiny, batch=1, tokens=8, dtype="fp32", attention="sdpa_flash", recompute=True)
-        >>> thin.peak < plain.peak
+        >>> saved = saved_bytes(tiny, batch=1, tokens=8, dtype="fp32", attention="sdpa_flash")
+        >>> saved.kept == saved.blocks + saved.final + saved.outside
         True
     """
 
     blocks: int
-    """All blocks together."""
+    """All blocks together, nothing computed again."""
+    final: int
+    """The final norm, the first to be free again."""
     outside: int
-    """Token ids, cosines and sines, the final norm, the attention mask."""
-    working: int
-    """Of the one block that is being recomputed, beyond what was kept of it; 0 without recomputation."""
+    """Token ids, cosines and sines, the attention mask."""
 
     @property
     def kept(self) -> int:
         """Between the forward and the backward pass."""
-        return self.blocks + self.outside
+        return self.blocks + self.final + self.outside
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """What one plain block keeps for its backward pass."""
+
+    stream: int
+    """Its input alone; every stream between halves and blocks is as large."""
+    attention_half: int
+    """The input, and all that the first half keeps."""
+    feed_forward: int
+    """All that the second half keeps, the stream that it begins with included."""
 
     @property
-    def peak(self) -> int:
-        """The most held at once while going backward."""
-        return self.kept + self.working
+    def total(self) -> int:
+        """Of both halves."""
+        return self.attention_half + self.feed_forward
 
 
 def parameter_bytes(shape: ModelShape, dtype: str) -> int:
@@ -57,9 +69,9 @@ def saved_bytes(
     dtype: str,
     attention: str,
     weights_dtype: str | None = None,
-    recompute: bool = False,
     packed: bool = True,
     device: str = "cpu",
+    pointwise: str = "reference",
 ) -> Saved:
     """Bytes kept for the backward pass of one microbatch.
 
@@ -70,27 +82,41 @@ def saved_bytes(
         dtype: the format computed in.
         attention: the implementation, by name.
         weights_dtype: where it differs from `dtype`: fp32 weights under torch.autocast.
-        recompute: whether blocks keep only their input (`recompute_blocks`).
         packed: whether rows hold several documents; some implementations then need a mask.
         device: "cpu", or "cuda", where torch's fused norm keeps less.
+        pointwise: the implementation of norms, rotary positions and gates.
     """
     N, F = batch * tokens, shape.head_dim // 2
+    stream = stream_dtype(dtype, weights_dtype)
+    final = _norm(N, shape.hidden_size, 1, stream, device, pointwise)
+    outside = N * 8 + 2 * N * F * 4 + _masks(shape, batch, tokens, dtype, attention, packed)
+    # All blocks are alike; their windows differ, and no implementation keeps less for a window.
+    block = block_bytes(
+        shape,
+        batch,
+        tokens,
+        dtype,
+        attention,
+        weights_dtype=weights_dtype,
+        device=device,
+        pointwise=pointwise,
+    )
+    copies = cast_bytes(shape, dtype, weights_dtype)
+    return Saved((block.total + copies) * shape.num_layers, final, outside)
+
+
+def stream_dtype(dtype: str, weights_dtype: str | None) -> str:
+    """Format of the residual stream: that of the weights under autocast."""
     autocast = weights_dtype is not None and weights_dtype != dtype
     assert not autocast or weights_dtype == "fp32", "autocast computes in fewer bits than fp32 weights"
-    stream = "fp32" if autocast else dtype
-    ids_and_angles = N * 8 + 2 * N * F * 4
-    outside = ids_and_angles + _norm(N, shape.hidden_size, 1, stream, device)
-    # All blocks are alike; their windows differ, and no implementation keeps less for a window.
-    block = _block(shape, batch, tokens, dtype, stream, attention, device)
-    blocks = block * shape.num_layers
-    if autocast:
-        # Autocast keeps one 16-bit copy of every linear's weight and bias until the backward pass is over.
-        blocks += nbytes(dtype, _linear_numbers(shape, biases=True) * shape.num_layers)
-    inputs = nbytes(stream, N * shape.hidden_size)
-    outside += _masks(shape, batch, tokens, dtype, attention, packed)
-    if not recompute:
-        return Saved(blocks, outside, 0)
-    return Saved(inputs * shape.num_layers, outside, max(block - inputs, 0))
+    return "fp32" if autocast else dtype
+
+
+def cast_bytes(shape: ModelShape, dtype: str, weights_dtype: str | None) -> int:
+    """Autocast keeps one 16-bit copy of each weight and bias of a block's linears until backward is over."""
+    if stream_dtype(dtype, weights_dtype) == dtype:
+        return 0
+    return nbytes(dtype, _linear_numbers(shape, biases=True))
 
 
 def _masks(shape: ModelShape, batch: int, tokens: int, dtype: str, attention: str, packed: bool) -> int:
@@ -104,34 +130,49 @@ def _masks(shape: ModelShape, batch: int, tokens: int, dtype: str, attention: st
     )
 
 
-def _norm(N: int, width: int, rows: int, dtype: str, device: str) -> int:
+def _norm(N: int, width: int, rows: int, dtype: str, device: str, pointwise: str) -> int:
     """What an RMS norm of N · rows vectors keeps besides its output: a fused one its input and 1/rms.
 
     On the CPU torch composes it of parts: the input and its normalized form, both in fp32, and 1/rms.
     """
     vectors, wide = N * rows, max(BYTES[dtype], 4)
-    if device == "cuda":
+    if device == "cuda" or pointwise == "triton":
         return vectors * (width * BYTES[dtype] + 4)
     return vectors * (2 * width * wide + wide)
 
 
-def _block(shape: ModelShape, B: int, T: int, dtype: str, stream: str, attention: str, device: str) -> int:
-    """Bytes one block keeps: `stream` is the residual stream's format, `dtype` the matrix products'."""
+def block_bytes(
+    shape: ModelShape,
+    B: int,
+    T: int,
+    dtype: str,
+    attention: str,
+    *,
+    weights_dtype: str | None = None,
+    device: str = "cpu",
+    pointwise: str = "reference",
+) -> BlockBytes:
+    """Bytes that one block keeps; arguments as in `saved_bytes`."""
     N, C, I = B * T, shape.hidden_size, shape.intermediate_size  # noqa: E741
     H, K, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
     width = BYTES[dtype]
+    stream = stream_dtype(dtype, weights_dtype)
     autocast = stream != dtype
-    total = 2 * _norm(N, C, 1, stream, device)
-    # The norms' outputs, inputs of q, k, v and of gate, up; autocast casts them anew for each.
-    total += N * C * width * ((3 + 2) if autocast else 2)
-    if shape.qk_norm:
-        total += _norm(N, D, H, "fp32" if autocast else dtype, device)
-        total += _norm(N, D, K, "fp32" if autocast else dtype, device)
-    total += attention_spec.saved_bytes(attention, B, T, T, H, K, D, dtype)
+    # A norm, and its output, the input of q, k, v or of gate, up; autocast casts it anew for each.
+    norm = _norm(N, C, 1, stream, device, pointwise)
+    first = norm + N * C * width * (3 if autocast else 1)
+    if shape.qk_norm and pointwise == "triton":
+        first += N * (H + K) * D * width  # as they were before norm and turn, which are one
+    elif shape.qk_norm:
+        first += _norm(N, D, H + K, "fp32" if autocast else dtype, device, pointwise)
+    first += attention_spec.saved_bytes(attention, B, T, T, H, K, D, dtype)
     if attention not in attention_spec.TILED:
-        total += N * H * D * width  # the output projection's input; tiled ones keep it themselves
-    # gate, silu(gate), up and their product
-    return total + 4 * N * I * width
+        first += N * H * D * width  # the output projection's input; tiled ones keep it themselves
+    # gate, up and their product; composed of parts also silu(gate)
+    second = (
+        norm + N * C * width * (2 if autocast else 1) + (3 if pointwise == "triton" else 4) * N * I * width
+    )
+    return BlockBytes(N * C * BYTES[stream], first, second)
 
 
 def _linear_numbers(shape: ModelShape, *, biases: bool) -> int:
@@ -144,16 +185,13 @@ def _linear_numbers(shape: ModelShape, *, biases: bool) -> int:
     return total
 
 
-def flops_per_token(
-    shape: ModelShape, tokens: int, *, training: bool = True, recompute: bool = False
-) -> float:
-    """Multiplications and additions a token, head and attention included.
+def flops_per_token(shape: ModelShape, tokens: int, *, training: bool = True) -> float:
+    """Multiplications and additions a token, head and attention included, nothing computed again.
 
     Args:
         shape: the model.
         tokens: length of a document; packed rows attend within documents, so give those.
         training: forward and backward (three times the matrix products), or forward alone.
-        recompute: whether the blocks' forward pass runs twice.
 
     Example:
         >>> from trimtab.facts.shapes import ModelShape
@@ -163,14 +201,21 @@ def flops_per_token(
     """
     matrices = 2.0 * _linear_numbers(shape, biases=False) * shape.num_layers
     head = 2.0 * shape.vocab_size * shape.hidden_size
-    attention = [_attention_flops(shape, layer, tokens, backward=False) for layer in range(shape.num_layers)]
-    forward = matrices + sum(attention)
+    attention = sum(
+        attention_flops(shape, layer, tokens, backward=False) for layer in range(shape.num_layers)
+    )
     if not training:
-        return forward + head
-    backward = [_attention_flops(shape, layer, tokens, backward=True) for layer in range(shape.num_layers)]
-    return 3 * (matrices + head) + sum(attention) + sum(backward) + (forward if recompute else 0)
+        return matrices + attention + head
+    backward = sum(attention_flops(shape, layer, tokens, backward=True) for layer in range(shape.num_layers))
+    return 3 * (matrices + head) + attention + backward
 
 
-def _attention_flops(shape: ModelShape, layer: int, tokens: int, *, backward: bool) -> float:
+def product_flops(shape: ModelShape) -> float:
+    """Of one block's matrix products, a token, forward."""
+    return 2.0 * _linear_numbers(shape, biases=False)
+
+
+def attention_flops(shape: ModelShape, layer: int, tokens: int, *, backward: bool) -> float:
+    """Of one layer's attention, a token of a causal document of so many."""
     pairs = attention_spec.visible_pairs(tokens, tokens, shape.window(layer))
     return attention_spec.flops(pairs, shape.num_heads, shape.head_dim, backward=backward) / tokens

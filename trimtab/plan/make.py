@@ -9,6 +9,7 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import ModelShape
 from trimtab.plan import data as plan_data
 from trimtab.plan import disk as plan_disk
+from trimtab.plan import limits as plan_limits
 from trimtab.plan import memory as plan_memory
 from trimtab.plan import time as plan_time
 from trimtab.plan.data import DataFacts
@@ -32,6 +33,8 @@ class Plan:
     disk: plan_disk.Disk
     choices: dict[str, Any]
     notes: tuple[str, ...]
+    limit: int
+    """Bytes that the run may take on its device."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON; every number in bytes, tokens, FLOPs or seconds."""
@@ -49,6 +52,8 @@ class Plan:
                 "outside": self.memory.outside,
                 "needed": self.memory.needed,
                 "available": self.device.available_bytes,
+                "limit": self.limit,
+                "host": self.memory.host,
             },
             "data": self.data,
             "time": self.time.to_dict(),
@@ -75,7 +80,8 @@ def make_plan(
         device: the device it will run on.
         data: what is known of the packed data; None before it was looked at.
         choices: what every `auto` of the recipe came to: "dtype", "weights_dtype", "gradient_dtype" by
-            name and "attention" as `{"impl", "reason", "rejected"}`. They are kept in the plan as they are.
+            name and "attention" as `{"impl", "reason", "rejected"}`. They are kept in the plan as they are;
+            "memory" is settled here where it is not given.
         num_devices: devices that share the batch.
 
     Example:
@@ -90,6 +96,9 @@ def make_plan(
         558336
     """
     job = job_of(recipe, shape, device, choices)
+    if "memory" not in choices:
+        choices = {**choices, "memory": plan_limits.settle(recipe, job, device)}
+        job = job_of(recipe, shape, device, choices)
     memory = plan_memory.predict(job)
     steps = plan_data.total_steps(recipe, data, num_devices)
     processed = None
@@ -101,7 +110,8 @@ def make_plan(
         dtype=job.dtype,
         tokens=recipe.max_seq_length,
         processed=processed,
-        recompute=recipe.gradient_checkpointing,
+        layers=job.layers,
+        mlp_tiles=job.mlp_tiles,
         num_devices=num_devices,
     )
     num_tensors = sum(1 for _ in shape.parameters())
@@ -127,6 +137,7 @@ def make_plan(
             "optimizer": choices.get("optimizer") or {"name": recipe.optim, "reason": "named in the recipe"},
         },
         notes=tuple(_notes(recipe, job)),
+        limit=plan_limits.limit_of(recipe, device)[0],
     )
 
 
@@ -151,7 +162,9 @@ def job_of(
         device=device.kind,
         bf16=device.bf16,
         packed=recipe.packing,
-        recompute=recipe.gradient_checkpointing,
+        policies=tuple(choices.get("memory", {}).get("recompute", ())),
+        mlp_tiles=choices.get("memory", {}).get("mlp_tiles", 1),
+        pointwise=choices.get("pointwise", {}).get("impl", "reference"),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from trimtab.facts.units import parse_bytes, parse_share
+
 if TYPE_CHECKING:
     from trimtab.recipe.keys import Lora, Recipe
 
@@ -19,6 +21,7 @@ def problems(recipe: Recipe) -> list[str]:
         *_schedule(recipe),
         *_precision(recipe),
         *_optimizer(recipe),
+        *_memory(recipe),
         *_measuring(recipe),
         *_lora(recipe),
         *_quantized(recipe),
@@ -98,6 +101,17 @@ def _optimizer(recipe: Recipe) -> Iterator[str]:
         yield (
             "optim_in_backward: true cannot leave out a step whose scaled gradients overflow, as dtype: fp16 has to; "
             "set dtype: bf16, or optim_in_backward: false"
+        )
+
+
+def _memory(recipe: Recipe) -> Iterator[str]:
+    limit = recipe.memory_limit
+    if limit is not None and parse_bytes(limit) is None and parse_share(limit) is None:
+        yield f"memory_limit: {limit} is neither a size nor a share; write it like 24GiB, 24GB or 80%"
+    if recipe.gradient_checkpointing is not None and recipe.recompute != "auto":
+        yield (
+            f"gradient_checkpointing: {str(recipe.gradient_checkpointing).lower()} and recompute are both given; "
+            "keep recompute"
         )
 
 

@@ -66,6 +66,9 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("precision", str(choices["precision"])))
     if optimizer:
         rows.append(("optimizer", _optimizer(optimizer)))
+    kept = section(choices, "memory")
+    if kept.get("sentence"):
+        rows.append(("recompute", f"{kept['sentence']}: {kept['reason']}"))
     compiled = section(choices, "compile")
     if compiled:
         rows.append(("compile", f"{'on' if compiled['on'] else 'off'}: {compiled['reason']}"))
@@ -87,6 +90,8 @@ def _needs(plan: dict[str, Any]) -> list[tuple[str, str]]:
         beside = f", {format_bytes(memory['outside'])} of it beside tensors" if memory.get("outside") else ""
         free = f"; {format_bytes(memory['available'])} are free" if memory.get("available") else ""
         rows.append(("memory", f"{format_bytes(memory['needed'])} on the {device}{beside}{free}"))
+    if memory.get("host"):
+        rows.append(("host", f"{format_bytes(memory['host'])} of pinned memory for inputs of layers"))
     if disk.get("checkpoint_bytes"):
         one, all_ = format_bytes(disk["checkpoint_bytes"]), format_bytes(disk["total_bytes"])
         rows.append(("disk", f"{one} a checkpoint, {all_} in all"))

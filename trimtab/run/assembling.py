@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trimtab import optim
-from trimtab.adapt import Regions, add_adapters, compile_regions, init_adapters, trained_parameters
+from trimtab.adapt import Regions, add_adapters, compile_regions, init_adapters, recompute, trained_parameters
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.peft_files import fill_adapter
 from trimtab.adapt.targets import EMBEDDING, HEAD
@@ -20,7 +20,7 @@ from trimtab.data import Batch
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout
-from trimtab.model import Decoder, build, check_weights, init_weights, load_weights, recompute_blocks
+from trimtab.model import Decoder, build, check_weights, init_weights, load_weights
 from trimtab.parallel import Mesh
 from trimtab.recipe import Recipe
 from trimtab.run.adapters import settings_of
@@ -156,8 +156,7 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
     )
     if settings is not None:
         add_adapters(decoder, settings)
-    if recipe.gradient_checkpointing:
-        recompute_blocks(decoder)
+    recompute.apply(decoder, choices.memory["recompute"], mlp_tiles=choices.memory["mlp_tiles"])
     if choices.compile.get("on"):
         compile_regions(decoder, dynamic=choices.compile["dynamic"])
     decoder.to_empty(device=choices.device)
@@ -279,6 +278,10 @@ def _set_up_torch(choices: Choices) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         # Never switched off here: it may be the wish of whoever called us.
         torch.use_deterministic_algorithms(True)
+    cap = choices.memory["allocator_bytes"]
+    if choices.device == "cuda" and cap is not None:
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(max(cap / total, 0.0), 1.0))
 
 
 def _loss(

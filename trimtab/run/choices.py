@@ -50,6 +50,8 @@ class Choices:
     """impl, memory_bytes and reason; empty likewise."""
     pointwise: dict[str, Any] = field(default_factory=dict)
     """impl and reason, of norms, rotary positions and gates; empty likewise."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What layers keep, tiles, the limit and the reason (`trimtab.plan.limits.settle`); the plan fills it in."""
     lora: dict[str, Any] | None = None
     """The adapters' settings (`adapt.LoraSettings`), those of the adapter a run started from included; None where
     every weight is trained."""
