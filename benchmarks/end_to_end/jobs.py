@@ -11,7 +11,12 @@ LEARNING_RATE = {"full": 1e-5, "qlora": 1e-4}
 DOCUMENT_TOKENS = 400
 """The average document of packed windows; lengths are exponential."""
 
-_COMMON = {"hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16", "initializer_range": 0.02}
+_COMMON = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+    "initializer_range": 0.02,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         "architectures": ["Qwen3ForCausalLM"],

@@ -18,7 +18,11 @@ from benchmarks.end_to_end.jobs import LEARNING_RATE, LORA, TARGETS, Job
 from benchmarks.end_to_end.world import Tokens
 
 Step = Callable[[], torch.Tensor]
-PACKAGES = {"hf": ("transformers", "peft", "bitsandbytes"), "liger": ("liger_kernel",), "unsloth": ("unsloth",)}
+PACKAGES = {
+    "hf": ("transformers", "peft", "bitsandbytes"),
+    "liger": ("liger_kernel",),
+    "unsloth": ("unsloth",),
+}
 
 
 def missing(contestant: str) -> str | None:

@@ -55,7 +55,8 @@ def _write_weights(folder: Path, config: dict[str, Any], device: str, dtype: tor
             tensor.fill_(1.0)
         else:
             tensor.normal_(0.0, shape.initializer_range, generator=generator)
-        shard[name] = tensor.cpu()
+        # Rounded for everyone: what is quantized in fp32 by one and in bf16 by another would differ in its codes.
+        shard[name] = tensor.bfloat16().to(dtype).cpu()
         if sum(t.nbytes for t in shard.values()) > SHARD_BYTES:
             flush()
     if shard:
