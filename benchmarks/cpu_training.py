@@ -117,11 +117,11 @@ class PlainWindows:
         """One microbatch."""
         import numpy as np
 
-        from trimtab.data.batch import collate
+        from trimtab.data.batch import Piece, collate
 
         rows = self.rows[self.at * self.batch : (self.at + 1) * self.batch]
         self.at += 1
-        return [collate([[(np.array(ids), "stream")] for ids in rows], SEQUENCE)]
+        return [collate([[Piece(np.array(ids), "stream")] for ids in rows], SEQUENCE)]
 
     def position(self) -> dict[str, Any]:
         """The next step."""

@@ -146,7 +146,7 @@ from trimtab.data.tokenizing import TokenizerSpec
 
 source, folder, spec, pause = sys.argv[1:]
 append = cache.Writer.append_tokens
-def slowly(self, ids):
+def slowly(self, ids, trained=None):
     append(self, ids)
     time.sleep(float(pause))
 cache.Writer.append_tokens = slowly
@@ -221,7 +221,7 @@ def test_no_space_is_said_before_and_while_writing(source: Path, tokenizer, monk
         ):
             opened(source, tokenizer)
 
-    def fails(self, ids) -> None:
+    def fails(self, ids, trained=None) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:

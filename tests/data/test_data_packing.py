@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.data.batch import collate
+from trimtab.data.batch import Piece, collate
 from trimtab.data.order import shuffled
 from trimtab.data.packing import cut_documents, pack_chunk, pack_documents, piece_lengths
 from trimtab.facts.errors import DataError
@@ -111,14 +111,14 @@ def test_labels_stay_inside_pieces_and_positions_restart(windows: list[list[int]
     for lengths in windows:
         pieces = []
         for n in lengths:
-            pieces.append((np.arange(next_id, next_id + n, dtype=np.uint16), f"f:{next_id}"))
+            pieces.append(Piece(np.arange(next_id, next_id + n, dtype=np.uint16), f"f:{next_id}"))
             next_id += n
         made.append(pieces)
     batch = collate(made, T)
     targets = 0
     for b, pieces in enumerate(made):
         at = 0
-        for number, (ids, _) in enumerate(pieces):
+        for number, (ids, _, _) in enumerate(pieces):
             n = len(ids)
             assert batch.input_ids_BT[b, at : at + n].tolist() == ids.tolist()
             assert batch.labels_BT[b, at : at + n].tolist() == [*ids[1:].tolist(), -100]
@@ -129,7 +129,7 @@ def test_labels_stay_inside_pieces_and_positions_restart(windows: list[list[int]
         assert (batch.documents_BT[b, at:] == -1).all()
         assert batch.positions_BT[b, at:].tolist() == list(range(T - at))
     assert batch.num_targets == targets == int((batch.labels_BT != -100).sum())
-    assert batch.origins == [[origin for _, origin in pieces] for pieces in made]
+    assert batch.origins == [[piece.origin for piece in pieces] for pieces in made]
 
 
 @given(st.integers(0, 300), st.integers(0, 2**63 - 1))
@@ -152,7 +152,7 @@ GOLDEN_ORDER = [2, 7, 3, 8, 6, 1, 5, 4, 0, 9]
 
 def test_a_window_of_1024_takes_far_less_than_a_millisecond() -> None:
     ids = np.arange(1024, dtype=np.uint16)
-    windows = [[(ids[i * 100 : i * 100 + 100], "f:1") for i in range(10)]] * 64
+    windows = [[Piece(ids[i * 100 : i * 100 + 100], "f:1") for i in range(10)]] * 64
     best = min(_timed(lambda: collate(windows, 1024)) for _ in range(5))
     assert best / 64 < 0.5e-3
 

@@ -225,9 +225,9 @@ def test_costs_are_said_without_torch() -> None:
 
 
 def make_batch() -> Batch:
-    from trimtab.data.batch import collate
+    from trimtab.data.batch import Piece, collate
 
-    return collate([[(np.arange(5), "a:1")], [(np.arange(7), "a:2")]], T)
+    return collate([[Piece(np.arange(5), "a:1")], [Piece(np.arange(7), "a:2")]], T)
 
 
 def _tensors(batch: Batch) -> list[torch.Tensor]:

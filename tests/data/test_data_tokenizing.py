@@ -74,12 +74,12 @@ def test_a_tokenizer_that_travels_badly_is_refused(tokenizer) -> None:
 def test_a_process_that_dies_is_reported_and_none_is_left(tokenizer) -> None:
     pool = WorkerPool(TokenizerSpec.of(tokenizer), 2)
     try:
-        assert pool.submit([(b"some text", False)]).result(30)[1].sum() > 0
+        assert pool.submit([Segment(0, 1, "some text", True, True)]).result(30)[1].sum() > 0
         for one in pool._workers:
             one.process.kill()
             one.process.wait()
         with pytest.raises(ResourceError, match=r"a tokenizing process ended early \(signal 9\)"):
-            pool.submit([(b"some text", False)]).result(30)
+            pool.submit([Segment(0, 1, "some text", True, True)]).result(30)
     finally:
         pool.close()
     assert all(one.process.poll() is not None for one in pool._workers)
@@ -90,7 +90,7 @@ def test_a_worker_says_why_it_ended(tokenizer) -> None:
     pool = WorkerPool(spec, 1)
     try:
         with pytest.raises(ResourceError, match=r"ended early .*(expected|key|Error)"):
-            pool.submit([(b"text", False)]).result(30)
+            pool.submit([Segment(0, 1, "text", True, True)]).result(30)
     finally:
         pool.close()
 

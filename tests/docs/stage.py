@@ -44,7 +44,10 @@ def build(folder: Path) -> None:
     yaml = YAML()
     for path in (ROOT / "recipes").glob("*.yaml"):
         recipe = yaml.load(path.read_text(encoding="utf-8"))
+        named = recipe["model"]
         recipe.update(SMALLER)
+        if isinstance(named, dict):  # its chat template stays
+            recipe["model"] = {**named, "name": SMALLER["model"]}
         recipe["data"]["eval_windows"] = 2
         recipe["data"]["num_proc"] = 1
         yaml.dump(recipe, folder / "recipes" / path.name)

@@ -98,7 +98,12 @@ def test_plan_json_has_the_agreed_keys() -> None:
     made = plan(data=DataFacts(windows=5000, tokens=5_017_600, fill=0.98)).to_dict()
     assert json.loads(json.dumps(made)) == made
     assert list(made) == ["version", "model", "memory", "data", "time", "disk", "choices", "notes"]
-    assert made["model"] == {"name": "q", "family": "qwen3", "parameters": 596_049_920}
+    assert made["model"] == {
+        "name": "q",
+        "family": "qwen3",
+        "parameters": 596_049_920,
+        "trained": 596_049_920,
+    }
     buckets = ["weights", "gradients", "optimizer", "activations", "other", "total"]
     assert list(made["memory"]["before"]) == list(made["memory"]["peak"]) == buckets
     assert made["data"] == {

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from trimtab.adapt.fused_lora import Part, lora_group
 from trimtab.adapt.lora_products import add_lora, lora_linear
+from trimtab.adapt.quantized import QuantizedLinear
 from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.randomness import derive
 from trimtab.model.building import torch_dtype
@@ -120,10 +122,13 @@ class LoRALinear(Adapted):
         if adapter in self.lora_magnitude_vector:
             self.magnitude(adapter).copy_(self.row_lengths(adapter))
 
-    def dense_weight(self) -> torch.Tensor:
-        """W [O, I] as the layer multiplies with it."""
+    def dense_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """W [O, I] in its own format, or as the layer multiplies with it in `dtype`."""
         base = self.__dict__["base"]
-        return base.weight if isinstance(base, nn.Linear) else base.dequantized()
+        if isinstance(base, nn.Linear):
+            return base.weight if dtype is None else base.weight.to(dtype)
+        weight_OI: torch.Tensor = base.dequantized(dtype)
+        return weight_OI
 
     @torch.no_grad()
     def row_lengths(self, adapter: str) -> torch.Tensor:
@@ -168,7 +173,9 @@ class LoRALinear(Adapted):
             return self._dora(x, self.active[0])
         first, *others = self.active
         p = self._drop(first)
-        if isinstance(base, nn.Linear) and not p:
+        if (part := self.part()) is not None:
+            y = self._biased(lora_group(x, [part])[0])
+        elif isinstance(base, nn.Linear) and not p:
             a_RI, b_OR = self.factors(first)
             y = lora_linear(x, base.weight, base.bias, a_RI, b_OR, self.scaling[first])
         else:
@@ -176,6 +183,35 @@ class LoRALinear(Adapted):
         for adapter in others:
             y = self._add(y, x, adapter)
         return y
+
+    def part(self) -> Part | None:
+        """This layer and its adapter as a part of a group; None where it goes alone: no adapter or several, dropout,
+        DoRA."""
+        if (
+            len(self.active) != 1
+            or self.active[0] in self.lora_magnitude_vector
+            or self._drop(self.active[0])
+        ):
+            return None
+        base, scaling = self.__dict__["base"], self.scaling[self.active[0]]
+        if isinstance(base, QuantizedLinear):
+            return Part(base.packed, base.text, *self.factors(self.active[0]), scaling)
+        return Part.plain(base.weight, *self.factors(self.active[0]), scaling)
+
+    def together(self, x: torch.Tensor, layers: tuple[nn.Module, ...]) -> list[torch.Tensor]:
+        """What each of these layers, of which this is the first, makes of x: in one operator where all of them can
+        be parts of it."""
+        parts = [layer.part() if isinstance(layer, LoRALinear) else None for layer in layers]
+        if any(part is None for part in parts):
+            return [layer(x) for layer in layers]
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        outputs = lora_group(x, [part for part in parts if part is not None])
+        return [layer._biased(y) for layer, y in zip(layers, outputs, strict=True)]  # type: ignore[operator]
+
+    def _biased(self, y: torch.Tensor) -> torch.Tensor:
+        bias_O = self.__dict__["base"].bias
+        return y if bias_O is None else y + bias_O.to(y.dtype)
 
     def _drop(self, adapter: str) -> float:
         return self.settings[adapter].lora_dropout if self.training else 0.0
@@ -223,9 +259,9 @@ class LoRAEmbedding(Adapted):
         b_CR = self.lora_embedding_B[adapter]
         _draw(b_CR, seed, f"{self.path}.lora_embedding_B.{adapter}", lambda t, g: t.normal_(generator=g))
 
-    def dense_weight(self) -> torch.Tensor:
-        """The table [V, C]."""
-        return self.weight
+    def dense_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The table [V, C] in its own format, or in `dtype`."""
+        return self.weight if dtype is None else self.weight.to(dtype)
 
     def delta(self, adapter: str) -> torch.Tensor:
         """s·(B·A)ᵀ [V, C]."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from trimtab.adapt.lora import LoRAEmbedding, LoRALinear, active_adapters, adapted_layers
+from trimtab.adapt.quantized import QuantizedLinear
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.model.building import torch_dtype
 from trimtab.model.decoder import Decoder
@@ -27,9 +28,9 @@ class Merged:
 @torch.no_grad()
 def merged_weight(layer: LoRALinear | LoRAEmbedding) -> torch.Tensor:
     """A layer's weight with its active adapters in it, computed in fp32 or wider."""
-    weight = layer.dense_weight()
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    weight = weight.to(wide)
+    kept = layer._parameters.get("weight")
+    wide = torch.promote_types(torch.float32 if kept is None else kept.dtype, torch.float32)
+    weight = layer.dense_weight(wide)
     for adapter in layer.active:
         weight = weight + layer.delta(adapter).to(weight.device, wide)
         if isinstance(layer, LoRALinear) and adapter in layer.lora_magnitude_vector:
@@ -55,7 +56,8 @@ def merge_adapters(decoder: Decoder, *, dtype: str, whole_changed: int = 0) -> M
     layers = list(adapted_layers(decoder))
     changed, numbers = whole_changed, 0
     for layer in layers:
-        merged, base = merged_weight(layer), layer.dense_weight()
+        merged = merged_weight(layer)
+        base = layer.dense_weight(merged.dtype)
         stored = merged.to(torch_dtype(dtype))
         if not bool(torch.isfinite(stored).all()):
             raise ModelError(
@@ -75,6 +77,11 @@ def merge_adapters(decoder: Decoder, *, dtype: str, whole_changed: int = 0) -> M
         )
     for layer in layers:
         _replace(decoder, layer.path, merged_weight(layer), layer.__dict__["base"])
+    quantized = [
+        (name, module) for name, module in decoder.named_modules() if isinstance(module, QuantizedLinear)
+    ]
+    for name, module in quantized:
+        _replace(decoder, name, module.dequantized(torch.float32), module)
     return Merged(len(layers), changed, numbers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def read_adapter_folder(folder: str | Path) -> AdapterFolder:
     )
     if not modules:
         raise ModelError(f"{folder / WEIGHTS} holds no LoRA weights", "give the folder of a LoRA adapter")
-    whole = tuple(plain_name(name) for name in names if ".lora_" not in name)
+    whole = tuple(plain_name(name) for name in names if ".lora_" not in name and not is_base_copy(name))
     formats = {dtypes[name] for name in names if ".lora_" in name}
     settings = LoraSettings(
         r=config["r"],
@@ -87,23 +88,28 @@ def read_adapter_folder(folder: str | Path) -> AdapterFolder:
     return AdapterFolder(folder, settings, whole, config.get("base_model_name_or_path"), base)
 
 
-def check_adapter(shape: ModelShape, found: AdapterFolder) -> None:
-    """ModelError if an adapter's modules are not those of a model of this shape."""
+def fitted(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
+    """An adapter as a model of this shape takes it; ModelError if its modules are not the model's.
+
+    A head that is stored beside the embedding it is tied to is left out.
+    """
+    if shape.tie_embeddings and f"{targets.EMBEDDING}.weight" in found.whole:
+        kept = tuple(name for name in found.settings.modules_to_save if name != targets.HEAD)
+        settings = dataclasses.replace(found.settings, modules_to_save=kept)
+        found = dataclasses.replace(found, settings=settings)
     there = targets.matrices(shape)
     missing = [name for name in found.settings.target_modules if name not in there]
     if missing:
         raise other_base(found, f"it has weights for {missing[0]}, and this model has no such module")
-    known = dict(shape.parameters())
-    tied = shape.tie_embeddings
-    strange = [
-        name for name in found.whole if name not in known and not (tied and name == f"{targets.HEAD}.weight")
-    ]
+    known = targets.modules(shape)
+    strange = [name for name in found.settings.modules_to_save if name not in known]
     if strange:
-        raise other_base(found, f"it replaces {strange[0]}, and this model has no such tensor")
+        raise other_base(found, f"it replaces {strange[0]}, and this model has no such module")
     try:
         resolve(shape, found.settings)
     except RecipeError as error:
         raise other_base(found, error.cause) from error
+    return found
 
 
 def other_base(found: AdapterFolder, cause: str) -> ModelError:
@@ -115,8 +121,13 @@ def other_base(found: AdapterFolder, cause: str) -> ModelError:
 
 
 def plain_name(key: str) -> str:
-    """Our name of a whole module's tensor: peft's words for its wrappers taken out."""
+    """Our name of a tensor of the model's own: peft's words for its wrappers taken out."""
     return key.replace(".modules_to_save", "").replace(".base_layer", "")
+
+
+def is_base_copy(key: str) -> bool:
+    """Whether a tensor is the base's own, which peft writes along where embeddings or head are adapted."""
+    return ".base_layer." in key
 
 
 def _used(patterns: Mapping[str, Any] | None, modules: tuple[str, ...]) -> dict[str, Any]:
@@ -185,9 +196,7 @@ def config_of(
 
     `tied_head`: the head is stored beside the embedding it is tied to, so that any version of peft replaces both.
     """
-    saved = [name.rpartition(".")[2] for name in settings.modules_to_save]
-    if tied_head:
-        saved.append(targets.HEAD)
+    saved = _written_modules(shape, settings) + ([targets.HEAD] if tied_head else [])
     alpha = settings.lora_alpha
     return {
         "peft_type": "LORA",
@@ -215,3 +224,11 @@ def _written_targets(shape: ModelShape, settings: LoraSettings) -> list[str]:
     names = [target.name for target in resolve(shape, settings)]
     short = targets.short_names(names)
     return short if [m.name for m in targets.select(shape, short)] == names else names
+
+
+def _written_modules(shape: ModelShape, settings: LoraSettings) -> list[str]:
+    """Short names where peft, which compares the ends of names letter by letter, takes them as we do."""
+    meant = {name.rpartition(".")[0] for name in targets.select_modules(shape, settings.modules_to_save)}
+    short = targets.short_names(sorted(meant))
+    taken = {name for name in targets.modules(shape) if name.endswith(tuple(short))}
+    return short if taken == meant else sorted(meant)

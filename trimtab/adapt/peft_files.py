@@ -18,8 +18,9 @@ from trimtab.adapt.peft_config import (
     PREFIX,
     WEIGHTS,
     AdapterFolder,
-    check_adapter,
     config_of,
+    fitted,
+    is_base_copy,
     other_base,
     plain_name,
     read_adapter_folder,
@@ -128,8 +129,7 @@ def load_adapter(decoder: Decoder, folder: str | Path, *, adapter: str = DEFAULT
     Raises:
         ModelError: the files are missing, damaged, not LoRA, of another base, or hold NaN or infinity.
     """
-    found = read_adapter_folder(folder)
-    check_adapter(decoder.shape, found)
+    found = fitted(decoder.shape, read_adapter_folder(folder))
     add_adapters(decoder, found.settings, adapter=adapter)
     fill_adapter(decoder, found, adapter=adapter)
     use_adapters(decoder, adapter)
@@ -158,20 +158,25 @@ def fill_adapter(
             raise ModelError(f"{found.folder / WEIGHTS} lacks {key}", "get the adapter again")
         _check_dims(found, key, stored[key], own[name])
         own[name].copy_(stored[key])
-    strange = [key for key in stored if key not in keys and plain_name(key) not in found.whole]
-    if strange:
-        raise ModelError(
-            f"{found.folder / WEIGHTS} holds {strange[0]}, which belongs to no adapter", "get it again"
-        )
-    whole = _whole_tensors(
-        decoder, found, {plain_name(key): stored[key] for key in stored if key not in keys}
-    )
+    rest = {plain_name(key): stored[key] for key in stored if key not in keys and not is_base_copy(key)}
+    _check_base_copies(decoder, found, {plain_name(key): stored[key] for key in stored if is_base_copy(key)})
+    whole = _whole_tensors(decoder, found, rest)
     if whole and switchable:
         keep_whole(decoder, adapter, whole)
     elif whole:
         parameters = dict(decoder.named_parameters())
         for name, tensor in whole.items():
             parameters[name].copy_(tensor)
+
+
+def _check_base_copies(decoder: Decoder, found: AdapterFolder, stored: dict[str, torch.Tensor]) -> None:
+    parameters = dict(decoder.named_parameters())
+    for name, tensor in stored.items():
+        own = parameters.get(name)
+        if own is None or own.shape != tensor.shape or not torch.equal(tensor.to(own.device, own.dtype), own):
+            raise other_base(
+                found, f"it brings its base's {name.removesuffix('.weight')}, and this model's is another"
+            )
 
 
 def _whole_tensors(

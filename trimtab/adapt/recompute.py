@@ -43,8 +43,8 @@ ATTENTION_OPERATORS = (
 """By name, so that one that this torch does not have is no mistake. Attention that is made of plain products
 ("reference", "sdpa_math") is computed again whole."""
 
-PRODUCT_OPERATORS = ("aten::mm", "aten::addmm")
-"""A linear layer's; its input is the second argument of the latter."""
+PRODUCT_OPERATORS = ("aten::mm", "aten::addmm", "trimtab::packed_linear", "trimtab::lora_group")
+"""Of linear layers, plain, packed and adapted; the input comes first, but for `addmm`."""
 
 Way = Callable[[Block, torch.Tensor, torch.Tensor, torch.Tensor, Layout], torch.Tensor]
 
@@ -244,7 +244,7 @@ class _InTiles:
     ) -> torch.Tensor:
         inputs = (block, x_BTC, cos_BTF, sin_BTF, layout)
         if not torch.is_grad_enabled():
-            return tiled(block.feed, _attend_plain(*inputs), (), self.tiles)
+            return tiled(block.feed, _attend_plain(*inputs), (), self.tiles, _mask_keys(block))
         return _checkpoint(self._layers, *inputs) if self.whole else self._layers(*inputs)
 
     def _layers(
@@ -257,7 +257,14 @@ class _InTiles:
     ) -> torch.Tensor:
         learned = [*block.post_attention_layernorm.parameters(), *block.mlp.parameters()]
         x_BTC = self.attend(block, x_BTC, cos_BTF, sin_BTF, layout)
-        return tiled(functools.partial(self.feed, block), x_BTC, learned, self.tiles)
+        feed = functools.partial(self.feed, block)
+        return tiled(feed, x_BTC, learned, self.tiles, _mask_keys(block))
+
+
+def _mask_keys(block: Block) -> list[torch.Tensor]:
+    """Of the adapters' dropout in the feed-forward half."""
+    keys = (getattr(module, "mask_key_2", None) for module in block.mlp.modules())
+    return [key for key in keys if key is not None]
 
 
 class _Offloading:

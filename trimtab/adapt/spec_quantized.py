@@ -122,29 +122,42 @@ def workspace_bytes(shape: ModelShape, dtype: str, *, skip: tuple[str, ...] = ()
     return max((nbytes(dtype, math.prod(dims)) for dims in packed.values()), default=0)
 
 
-def scratch_bytes(shape: ModelShape, kind: str, dtype: str, *, impl: str, skip: tuple[str, ...] = ()) -> int:
-    """Bytes that dequantizing takes besides the workspace, for the time of one launch: none with Triton.
+SAVED_FOR_BACKWARD = 0
+"""Activation bytes that a product keeps: the gradient of its input needs the packed weight alone."""
 
-    torch's operations hold, of NF4, up to 4 Mi values at a time as codes, indices and numbers of fp32; of INT8 the
-    weight in fp32.
+REFERENCE_CHUNK = 1 << 22
+"""NF4 values that torch's operations have in hand at once."""
+DEQUANTIZE_BYTES = 18
+"""Of each of them: its code, an index and fp32 numbers."""
+QUANTIZE_BYTES = 21
+"""The same while quantizing, at most."""
+
+
+def scratch_bytes(
+    shape: ModelShape,
+    kind: str,
+    *,
+    impl: str,
+    block: int = BLOCK,
+    double: bool = True,
+    skip: tuple[str, ...] = (),
+) -> int:
+    """Bytes that dequantizing takes besides the workspace, for the time of one product: none with Triton.
+
+    torch's operations hold up to 4 Mi values of NF4 and all scales at a time, of INT8 the whole weight in fp32.
     """
+    _known(kind)
     if impl == "triton":
         return 0
     largest = max((math.prod(dims) for dims in linear_shapes(shape, skip).values()), default=0)
     if kind == "int8":
         return 4 * largest
-    scales = 4 * nf4_spec.num_blocks(largest, BLOCK) * 5
-    return min(largest, REFERENCE_CHUNK) * REFERENCE_BYTES + scales
+    scales = 4 * nf4_spec.num_blocks(largest, block) if double else 0
+    return min(largest, REFERENCE_CHUNK) * DEQUANTIZE_BYTES + scales
 
 
-REFERENCE_CHUNK = 1 << 22
-REFERENCE_BYTES = 21
-"""Of a value inside the reference's dequantize, at most: found by a traced run."""
-
-
-def flops(rows: int, dims: tuple[int, int], *, backward: bool) -> int:
-    """Of one product, or of the gradient of its input: the weight has none."""
-    del backward  # dy · W takes as many as x · Wᵀ
+def flops(rows: int, dims: tuple[int, int]) -> int:
+    """Of one product; the gradient of its input takes as many, and the weight has none."""
     return nf4_spec.matmul_flops(rows, dims)
 
 
@@ -173,7 +186,7 @@ def loading_peak_bytes(
     largest = max((math.prod(dims) for dims in packed.values()), default=0)
     copy = max((packed_bytes(dims, kind, block=block, double=double) for dims in packed.values()), default=0)
     chunk = largest if kind == "int8" else min(largest, REFERENCE_CHUNK)
-    own = 0 if impl == "triton" else chunk * REFERENCE_BYTES
+    own = 0 if impl == "triton" else chunk * QUANTIZE_BYTES
     standing = weight_bytes(shape, kind, dtype, block=block, double=double, skip=skip)
     return standing + nbytes(dtype, largest) + copy + own
 

@@ -73,6 +73,16 @@ def counted(policies: Sequence[str]) -> dict[str, int]:
     return {policy: policies.count(policy) for policy in reversed(POLICIES) if policy in policies}
 
 
+def tile_rows(tokens: int, tiles: int) -> int:
+    """Tokens of a tile: a power of two, and at most so many tiles.
+
+    Example:
+        >>> tile_rows(100_000, 8), tile_rows(4096, 4), tile_rows(3, 8)
+        (16384, 1024, 1)
+    """
+    return 1 << (max(-(-tokens // tiles), 1) - 1).bit_length()
+
+
 def layer_bytes(
     shape: ModelShape,
     policy: str,
@@ -106,7 +116,7 @@ def layer_bytes(
     tile = 0
     plain = block.total
     if mlp_tiles > 1:
-        rows = -(-N // mlp_tiles)
+        rows = tile_rows(N, mlp_tiles)
         part = model_spec.block_bytes(
             shape, 1, rows, dtype, attention, weights_dtype=weights_dtype, device=device, pointwise=pointwise
         )

@@ -14,11 +14,17 @@ from typing import Any
 
 import torch
 
+from trimtab.adapt.spec_recompute import tile_rows
+
 Tokenwise = Callable[[torch.Tensor], torch.Tensor]
 
 
 def tiled(
-    run: Tokenwise, x: torch.Tensor, parameters: Sequence[torch.nn.Parameter], tiles: int
+    run: Tokenwise,
+    x: torch.Tensor,
+    parameters: Sequence[torch.nn.Parameter],
+    tiles: int,
+    keys: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """run(x) for a function of single tokens that returns x's shape and dtype.
 
@@ -26,7 +32,9 @@ def tiled(
         run: […, C] → […, C], no token looking at another.
         x: […, C], contiguous; kept for the backward pass.
         parameters: whatever `run` learns; others that it reads get no gradient.
-        tiles: how many parts the tokens are cut into.
+        tiles: how many parts the tokens are cut into at most.
+        keys: int32 words of masks in `run` whose rows are told apart by an exclusive or with the first word
+            (`lora_dropout`): each tile's carries its first row, so that the masks are those of the whole.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
@@ -35,26 +43,33 @@ def tiled(
     """
     learned = [parameter for parameter in parameters if parameter.requires_grad]
     if not torch.is_grad_enabled() or not (x.requires_grad or learned):
-        return _forward(run, x, tiles)
+        return _forward(run, x, tiles, keys)
     node = None
     if x.requires_grad:
         # Kept by a step of its own, before any tile runs: a checkpoint around this stops recomputing right there.
         x = _Keep.apply(x)
         node = x.grad_fn
-    out: torch.Tensor = _Tiles.apply(x, node, run, tiles, *learned)
+    out: torch.Tensor = _Tiles.apply(x, node, run, tiles, keys, *learned)
     return out
 
 
-def _bounds(rows: int, tiles: int) -> Iterator[tuple[int, int]]:
-    """Equal parts, but for the last."""
-    size = max(-(-rows // tiles), 1)
+def _cut(rows: int, tiles: int, keys: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """(first row, the one after the last) of each tile, its masks set: a first row has no bit in common with those
+    within a tile, whose size is a power of two."""
+    size = tile_rows(rows, tiles)
     for start in range(0, rows, size):
-        yield start, min(start + size, rows)
+        for key in keys:
+            key[0].bitwise_xor_(start)
+        try:
+            yield start, min(start + size, rows)
+        finally:
+            for key in keys:
+                key[0].bitwise_xor_(start)
 
 
-def _forward(run: Tokenwise, x: torch.Tensor, tiles: int) -> torch.Tensor:
+def _forward(run: Tokenwise, x: torch.Tensor, tiles: int, keys: Sequence[torch.Tensor]) -> torch.Tensor:
     x_NC, out_NC = x.detach().reshape(-1, x.shape[-1]), torch.empty_like(x).view(-1, x.shape[-1])
-    for start, stop in _bounds(len(x_NC), tiles):
+    for start, stop in _cut(len(x_NC), tiles, keys):
         out_NC[start:stop] = run(x_NC[start:stop])
     return out_NC.view(x.shape)
 
@@ -75,9 +90,15 @@ class _Keep(torch.autograd.Function):
 class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, node: Any, run: Tokenwise, tiles: int, *learned: torch.nn.Parameter
+        ctx: Any,
+        x: torch.Tensor,
+        node: Any,
+        run: Tokenwise,
+        tiles: int,
+        keys: Sequence[torch.Tensor],
+        *learned: torch.nn.Parameter,
     ) -> torch.Tensor:
-        ctx.node, ctx.run, ctx.tiles, ctx.learned = node, run, tiles, learned
+        ctx.node, ctx.run, ctx.tiles, ctx.keys, ctx.learned = node, run, tiles, keys, learned
         if node is None:
             ctx.save_for_backward(x)
         kind = x.device.type
@@ -86,7 +107,7 @@ class _Tiles(torch.autograd.Function):
             "dtype": torch.get_autocast_dtype(kind),
             "enabled": torch.is_autocast_enabled(kind),
         }
-        return _forward(run, x, tiles)
+        return _forward(run, x, tiles, keys)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -94,7 +115,7 @@ class _Tiles(torch.autograd.Function):
         x_NC, grad_NC = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
         dx_NC = None if ctx.node is None else torch.empty_like(x_NC)
         sums: list[torch.Tensor | None] = [None for _ in ctx.learned]
-        for start, stop in _bounds(len(x_NC), ctx.tiles):
+        for start, stop in _cut(len(x_NC), ctx.tiles, ctx.keys):
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 tile = x_NC[start:stop].detach().requires_grad_(dx_NC is not None)
                 out = ctx.run(tile)
@@ -106,7 +127,7 @@ class _Tiles(torch.autograd.Function):
             for i in reversed(range(len(sums))):  # popped, so that all are free before the next tile begins
                 sums[i] = _added(sums[i], grads.pop())
         dx = None if dx_NC is None else dx_NC.view(x.shape)
-        return dx, None, None, None, *_kept_as(sums, ctx.learned)
+        return dx, None, None, None, None, *_kept_as(sums, ctx.learned)
 
 
 def _added(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:

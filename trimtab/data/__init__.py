@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from trimtab.data.batch import Batch, collate
     from trimtab.data.corpus import Corpus, Summary
     from trimtab.data.evaluation import EvalBatches, eval_batches
+    from trimtab.data.highlight import highlighted
     from trimtab.data.loader import Loader
     from trimtab.data.packing import pack_documents
     from trimtab.data.progress import Progress
-    from trimtab.data.sources import SourceSpec, keep_texts
+    from trimtab.data.sources import SourceSpec, keep_rows, keep_texts
     from trimtab.data.stream_corpus import StreamCorpus
     from trimtab.data.stream_loader import StreamLoader
     from trimtab.data.tokenizing import TokenizerSpec
@@ -35,6 +36,8 @@ _MODULES = {
     "TokenizerSpec": "tokenizing",
     "collate": "batch",
     "eval_batches": "evaluation",
+    "highlighted": "highlight",
+    "keep_rows": "sources",
     "keep_texts": "sources",
     "make_loader": "assembly",
     "open_corpus": "assembly",
@@ -54,6 +57,8 @@ __all__ = [
     "TokenizerSpec",
     "collate",
     "eval_batches",
+    "highlighted",
+    "keep_rows",
     "keep_texts",
     "make_loader",
     "open_corpus",

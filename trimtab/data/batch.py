@@ -7,21 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from trimtab.data.spec import IGNORE_INDEX
 
-Piece = tuple[np.ndarray, str]
-"""Ids of one document, or of a piece of one, and its origin `file:row`."""
+
+class Piece(NamedTuple):
+    """Ids [length] of one document, or of a piece of one, its origin `file:row`, and which ids are trained on
+    [length] (None: all).
+    """
+
+    ids: np.ndarray
+    origin: str
+    trained: np.ndarray | None = None
 
 
 @dataclass
 class Batch:
     """Packed windows, labels already shifted.
 
-    `labels_BT[b, t]` is the token to predict at t, or -100: at the last token of a piece and in padding.
+    `labels_BT[b, t]` is the token to predict at t, or -100: where that token is not trained on, at the last token
+    of a piece, and in padding.
     Positions restart at 0 in each piece; `documents_BT` numbers the pieces of a window 0, 1, 2 … and is -1
     in padding.
     """
@@ -49,11 +58,14 @@ def collate(windows: Sequence[Sequence[Piece]], max_seq_length: int) -> Batch:
     """A batch of windows, each a list of pieces that together fit into `max_seq_length`.
 
     Example:
-        >>> batch = collate([[(np.array([5, 6, 7]), "a.txt:1"), (np.array([8, 9]), "a.txt:2")]], 6)
+        >>> pieces = [Piece(np.array([5, 6, 7]), "a.txt:1"), Piece(np.array([8, 9]), "a.txt:2")]
+        >>> batch = collate([pieces], 6)
         >>> batch.input_ids_BT.tolist(), batch.labels_BT.tolist()
         ([[5, 6, 7, 8, 9, 0]], [[6, 7, -100, 9, -100, -100]])
         >>> batch.positions_BT.tolist(), batch.documents_BT.tolist(), batch.num_targets
         ([[0, 1, 2, 0, 1, 0]], [[0, 0, 0, 1, 1, -1]], 3)
+        >>> collate([[Piece(np.array([5, 6, 7]), "a.jsonl:1", np.array([0, 0, 1]))]], 3).labels_BT.tolist()
+        [[-100, 7, -100]]
     """
     B, T = len(windows), max_seq_length
     ids_BT = np.zeros((B, T), np.int64)
@@ -64,10 +76,13 @@ def collate(windows: Sequence[Sequence[Piece]], max_seq_length: int) -> Batch:
     num_targets = 0
     for b, window in enumerate(windows):
         start = 0
-        for number, (ids, _) in enumerate(window):
+        for number, (ids, _, trained) in enumerate(window):
             end = start + len(ids)
             ids_BT[b, start:end] = ids
             labels_BT[b, start : end - 1] = ids[1:]
+            if trained is not None:
+                labels_BT[b, start : end - 1][trained[1:] == 0] = IGNORE_INDEX
+                num_targets += int(np.count_nonzero(trained[1:])) - (len(ids) - 1)
             positions_BT[b, start:end] = count_T[: end - start]
             documents_BT[b, start:end] = number
             num_targets += len(ids) - 1
@@ -80,5 +95,5 @@ def collate(windows: Sequence[Sequence[Piece]], max_seq_length: int) -> Batch:
         torch.from_numpy(positions_BT),
         torch.from_numpy(documents_BT),
         num_targets,
-        [[origin for _, origin in window] for window in windows],
+        [[piece.origin for piece in window] for window in windows],
     )

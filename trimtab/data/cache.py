@@ -2,8 +2,9 @@
 
 <cache>/entries/<key>/tokens.bin       all ids, uint16 or uint32
                       documents.bin    a record a document: where it ends, its row, content hash, file
+                      trained.bin      only of examples: a byte a token, 1 where it is trained on
                       meta.json        counts, checksums, what was skipped
-                      verified.json    size, times and inode of the two files when their checksums were right
+                      verified.json    size, times and inode of these files when their checksums were right
 <cache>/locks/<key>.lock               held (OS lock) while an entry is built; a dead process holds nothing
 <cache>/digests/                       digests of source files (fingerprints.py)
 """
@@ -16,7 +17,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,35 +32,46 @@ from trimtab.facts.units import format_bytes
 VERSION = 1
 RECORD = np.dtype([("end", "<i8"), ("row", "<i8"), ("hash", "<u8"), ("file", "<i4"), ("unused", "<i4")])
 FILES = ("tokens.bin", "documents.bin")
+MASK = "trained.bin"
 
 _ELSEWHERE = "give another folder: data.cache_dir of a recipe, --cache-dir of `trimtab eval`"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An opened entry: `tokens` [tokens] and `records` [documents] are memory-mapped."""
+    """An opened entry: `tokens` [tokens], `records` [documents] and, of examples, `trained` [tokens] are
+    memory-mapped.
+    """
 
     path: Path
     tokens: np.ndarray
     records: np.ndarray
     meta: dict[str, Any]
+    trained: np.ndarray | None = None
 
 
 class Writer:
-    """Appends documents to the two files of an entry, keeping a fixed amount in memory."""
+    """Appends documents to the files of an entry, keeping a fixed amount in memory."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    def __init__(self, folder: Path, dtype: str, *, masked: bool = False) -> None:
         self.dtype = np.dtype(dtype)
+        self.masked = masked
         self.num_tokens = self.num_documents = self.max_id = 0
-        self._files = [open(folder / name, "wb", buffering=1 << 20) for name in FILES]  # noqa: SIM115
-        self._digests = [hashlib.blake2b(digest_size=16) for _ in FILES]
+        self._names = (*FILES, MASK) if masked else FILES
+        self._files = [open(folder / name, "wb", buffering=1 << 20) for name in self._names]  # noqa: SIM115
+        self._digests = [hashlib.blake2b(digest_size=16) for _ in self._names]
         self._records = np.zeros(4096, RECORD)
         self._filled = 0
         self._folder = folder
 
-    def append_tokens(self, ids: np.ndarray) -> None:
-        """Adds ids to the document under way."""
+    def append_tokens(self, ids: np.ndarray, trained: np.ndarray | None = None) -> None:
+        """Adds ids to the document under way; `trained` [tokens] is theirs in an entry that keeps a mask."""
         if len(ids):
+            if self.masked:
+                mask = np.ones(len(ids), np.uint8) if trained is None else trained
+                assert mask.dtype == np.uint8, mask.dtype
+                assert len(mask) == len(ids), (len(mask), len(ids))
+                self._write(len(FILES), mask.tobytes())
             top = int(ids.max())
             self.max_id = max(self.max_id, top)
             assert top <= np.iinfo(self.dtype).max, (top, self.dtype)
@@ -88,10 +100,10 @@ class Writer:
             "num_tokens": self.num_tokens,
             "num_documents": self.num_documents,
             "max_id": self.max_id,
-            "checksums": {name: d.hexdigest() for name, d in zip(FILES, self._digests, strict=True)},
+            "checksums": {name: d.hexdigest() for name, d in zip(self._names, self._digests, strict=True)},
         }
         write_json(self._folder / "meta.json", {"meta": meta, "checksum": digest_of(meta)})
-        _remember_verified(self._folder)
+        _remember_verified(self._folder, self._names)
 
     def close(self) -> None:
         """Closes the files; idempotent."""
@@ -133,11 +145,17 @@ class TokenCache:
         return self.folder / "digests"
 
     def get_or_build(
-        self, key: str, build: Callable[[Writer], dict[str, Any]], *, dtype: str, need_bytes: int
+        self,
+        key: str,
+        build: Callable[[Writer], dict[str, Any]],
+        *,
+        dtype: str,
+        need_bytes: int,
+        masked: bool = False,
     ) -> Entry:
         """The entry of this key; built by `build(writer) -> meta` when it is not there or damaged.
 
-        Processes that want the same entry wait for the one that builds it.
+        Processes that want the same entry wait for the one that builds it. `masked` entries keep a mask.
         """
         path = self.folder / "entries" / key
         entry = self._open(path)
@@ -147,7 +165,7 @@ class TokenCache:
             entry = self._open(path)  # somebody else may have built it meanwhile
             if entry is not None:
                 return entry
-            self._build(path, build, dtype, need_bytes)
+            self._build(path, build, dtype, need_bytes, masked)
         entry = self._open(path)
         assert entry is not None, "an entry that was just written must be readable"
         return entry
@@ -162,7 +180,12 @@ class TokenCache:
             return None
 
     def _build(
-        self, path: Path, build: Callable[[Writer], dict[str, Any]], dtype: str, need_bytes: int
+        self,
+        path: Path,
+        build: Callable[[Writer], dict[str, Any]],
+        dtype: str,
+        need_bytes: int,
+        masked: bool,
     ) -> None:
         part = path.with_name(f".building-{path.name}")  # only the holder of the lock comes here
         shutil.rmtree(part, ignore_errors=True)
@@ -176,7 +199,7 @@ class TokenCache:
         writer = None
         try:
             part.mkdir()
-            writer = Writer(part, dtype)
+            writer = Writer(part, dtype, masked=masked)
             writer.finish(build(writer))
             if path.exists():
                 shutil.rmtree(path)
@@ -230,13 +253,17 @@ def open_entry(path: Path) -> Entry:
             "tokens.bin": meta["num_tokens"] * dtype.itemsize,
             "documents.bin": meta["num_documents"] * RECORD.itemsize,
         }
+        masked = MASK in meta["checksums"]
+        if masked:
+            expected[MASK] = meta["num_tokens"]
         for name, size in expected.items():
             if (path / name).stat().st_size != size:
                 raise DamagedEntry(f"{name} does not have {size} bytes")
         _verify(path, meta["checksums"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedEntry(str(error)) from error
-    return Entry(path, _map(path / "tokens.bin", dtype), _map(path / "documents.bin", RECORD), meta)
+    trained = _map(path / MASK, np.dtype(np.uint8)) if masked else None
+    return Entry(path, _map(path / "tokens.bin", dtype), _map(path / "documents.bin", RECORD), meta, trained)
 
 
 def _verify(path: Path, checksums: dict[str, str]) -> None:
@@ -244,16 +271,16 @@ def _verify(path: Path, checksums: dict[str, str]) -> None:
         verified = json.loads((path / "verified.json").read_text())
     except (OSError, ValueError):
         verified = {}
-    stale = [name for name in FILES if verified.get(name) != list(stat_of(path / name))]
+    stale = [name for name in checksums if verified.get(name) != list(stat_of(path / name))]
     for name in stale:
         if hash_file(path / name) != checksums[name]:
             raise DamagedEntry(f"the checksum of {name} differs")
     if stale and os.access(path, os.W_OK):
-        _remember_verified(path)
+        _remember_verified(path, checksums)
 
 
-def _remember_verified(path: Path) -> None:
-    write_json(path / "verified.json", {name: stat_of(path / name) for name in FILES})
+def _remember_verified(path: Path, names: Iterable[str]) -> None:
+    write_json(path / "verified.json", {name: stat_of(path / name) for name in names})
 
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:

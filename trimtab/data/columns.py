@@ -23,7 +23,12 @@ def choose_name(file: SourceFile, texts: list[str], others: list[str]) -> str:
     if len(texts) == 1:
         return texts[0]
     listed = ", ".join([*texts, *(f"{name} (not text)" for name in others)]) or "none"
-    raise DataError(f"{file.path} has no obvious text column; its columns: {listed}", "set text_column")
+    from trimtab.data.formats import known_formats
+
+    raise DataError(
+        f"{file.path} has no obvious text column; its columns: {listed}",
+        f"set text_column, or format and columns for examples ({known_formats()})",
+    )
 
 
 def choose_column(file: SourceFile, value: Any) -> str:

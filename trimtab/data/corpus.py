@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from trimtab.data.fingerprints import (
     manifest,
     stamp_files,
 )
+from trimtab.data.formats import Format, detect
 from trimtab.data.heldout import heldout_mask
 from trimtab.data.progress import Progress, ProgressCallback, silent
 from trimtab.data.readers import SegmentReader
+from trimtab.data.rendering import Rendering
 from trimtab.data.sources import ResolvedSource, SourceSpec, resolve
 from trimtab.data.spec import SEGMENT_CHARS, estimate_tokens, token_bytes
 from trimtab.data.tokenizing import TokenizerLike, TokenizerSpec, default_num_proc, tokenize
@@ -42,6 +45,12 @@ class Summary:
     """Documents of fewer than two tokens, skipped: they have nothing to predict."""
     repaired: int = 0
     """Documents with broken Unicode escapes, which became U+FFFD."""
+    untrained: int = 0
+    """Examples without a single token to train on, left out: conversations without an answer, empty completions."""
+    unanswered: int = 0
+    """Conversations whose last messages no answer follows; these messages were left out."""
+    trained: int = 0
+    """Tokens that are trained on; all of them where documents are texts."""
     files: int = 0
     ignored: tuple[str, ...] = ()
     """Files of a folder that are not text by their extension."""
@@ -73,6 +82,8 @@ class Corpus:
     stamps: tuple[FileStamp, ...]
     content: str
     tokenizer: TokenizerSpec
+    form: Format | None = None
+    """How rows became examples; None where they are texts."""
     streaming: bool = False
 
     @property
@@ -90,6 +101,34 @@ class Corpus:
         start = int(self.starts_N[document])
         return self.entry.tokens[start : start + int(self.lengths_N[document])]
 
+    def trained(self, document: int) -> np.ndarray | None:
+        """uint8 [length], 1 where a token of one document is trained on; None where all are."""
+        if self.entry.trained is None:
+            return None
+        start = int(self.starts_N[document])
+        return self.entry.trained[start : start + int(self.lengths_N[document])]
+
+    @property
+    def masked(self) -> bool:
+        """Whether documents are examples, of which not everything is trained on."""
+        return self.entry.trained is not None
+
+    def targets_N(self, max_seq_length: int) -> np.ndarray:
+        """int64 [N]: tokens of each document's first `max_seq_length` that are trained on, its first one excepted.
+
+        (Nothing predicts a first token.)
+        """
+        ends_N = self.starts_N + np.minimum(self.lengths_N, max_seq_length)
+        if self.entry.trained is None:
+            return ends_N - self.starts_N - 1
+        counts_N = np.empty(len(ends_N), np.int64)
+        for first in range(0, len(ends_N), 4096):  # a few MB of running sums at a time
+            part = slice(first, first + 4096)
+            low, high = int(self.starts_N[part].min()), int(ends_N[part].max())
+            sums = np.concatenate([[0], np.cumsum(self.entry.trained[low:high], dtype=np.int64)])
+            counts_N[part] = sums[ends_N[part] - low] - sums[self.starts_N[part] - low + 1]
+        return counts_N
+
     def origin(self, document: int) -> str:
         """`file:row` of one document, for messages."""
         record = self.records_N[document]
@@ -101,6 +140,11 @@ class Corpus:
         A corpus of one distinct document is cut instead: its last tokens are held out.
         """
         if self.num_documents == 1 or len(np.unique(self.records_N["hash"])) == 1:
+            if self.masked:
+                raise DataError(
+                    f"{self.name} is one example, of which no part can be held out",
+                    "give more, name a set under data.eval.domain, or set data.eval_share: 0",
+                )
             return self._split_tail(share if share is not None else 0.1)
         mask_N = heldout_mask(self.records_N["hash"], share, count)
         what = f"share {share}" if share is not None else f"count {count}"
@@ -173,6 +217,8 @@ def open_cached(
     """Tokenizes a source, or finds it in the cache; see `trimtab.data.open_corpus`."""
     frame = tokenizer if isinstance(tokenizer, TokenizerSpec) else TokenizerSpec.of(tokenizer)
     source = resolve(spec)
+    source = dataclasses.replace(source, form=detect(source))
+    rendering = Rendering.of(source, frame.chat)
     cache = TokenCache(
         (cache_dir or default_cache_dir()).expanduser(),
         lambda text: progress(Progress("message", spec.name, message=text)),
@@ -183,14 +229,15 @@ def open_cached(
         content,
         frame.fingerprint,
         [list(frame.prefix), list(frame.suffix)],
-        [frame.vocab_size, SEGMENT_CHARS],
+        [frame.vocab_size, SEGMENT_CHARS, *([rendering.digest] if rendering else [])],
     )
-    width = token_bytes(frame.vocab_size)
+    width, processes = token_bytes(frame.vocab_size), num_proc or default_num_proc()
     entry = cache.get_or_build(
         key,
-        lambda writer: _build(source, stamps, frame, writer, num_proc or default_num_proc(), progress),
+        lambda writer: _build(source, stamps, frame, rendering, writer, processes, progress),
         dtype=f"uint{8 * width}",
-        need_bytes=estimate_tokens(sum(stamp.size for stamp in stamps)) * width,
+        need_bytes=estimate_tokens(sum(stamp.size for stamp in stamps)) * (width + (rendering is not None)),
+        masked=rendering is not None,
     )
     ends_N = np.ascontiguousarray(entry.records["end"])
     starts_N = np.concatenate([np.zeros(1, np.int64), ends_N[:-1]])
@@ -200,7 +247,7 @@ def open_cached(
         tokens=len(entry.tokens),
         files=len(source.files),
         ignored=source.ignored,
-        **skipped,
+        **{"trained": len(entry.tokens), **skipped},
     )
     return Corpus(
         name=spec.name,
@@ -213,6 +260,7 @@ def open_cached(
         stamps=tuple(stamps),
         content=content,
         tokenizer=frame,
+        form=source.form,
     )
 
 
@@ -220,25 +268,31 @@ def _build(
     source: ResolvedSource,
     stamps: list[FileStamp],
     frame: TokenizerSpec,
+    rendering: Rendering | None,
     writer: Writer,
     num_proc: int,
     progress: ProgressCallback,
 ) -> dict[str, Any]:
-    reader = SegmentReader(source)
+    reader = SegmentReader(source, template=frame.chat is not None)
     skipped = {"empty": 0, "short": 0, "repaired": 0}
+    if rendering is not None:
+        skipped |= {"untrained": 0, "unanswered": 0, "trained": 0}
     told = content_hash = 0
-    for segment in tokenize(reader, frame, num_proc):
+    for segment in tokenize(reader, frame, num_proc, rendering):
         if segment.first:
             content_hash = segment.hash
-        if segment.empty:
-            skipped["empty"] += 1
-        elif segment.first and segment.last and len(segment.ids) < 2:
-            skipped["short"] += 1
+        why = segment.unusable
+        if why is not None:
+            skipped[why] += 1
         else:
-            writer.append_tokens(segment.ids)
+            writer.append_tokens(segment.ids, segment.trained)
+            if segment.trained is not None:
+                skipped["trained"] += int(np.count_nonzero(segment.trained))
             if segment.last:
                 writer.end_document(segment.file, segment.row, content_hash)
                 skipped["repaired"] += segment.repaired
+                if segment.unanswered:
+                    skipped["unanswered"] += 1
         if writer.num_tokens - told > 1 << 17:
             told = writer.num_tokens
             progress(
@@ -253,13 +307,27 @@ def _build(
             )
     check_unchanged(source, stamps)
     if writer.num_documents == 0:
-        raise nothing_left(source.spec.name, skipped["empty"], skipped["short"])
+        raise nothing_left(source.spec.name, skipped)
     total = reader.total_bytes
     progress(Progress("tokenize", source.spec.name, total, total, writer.num_documents, writer.num_tokens))
     return {"skipped": skipped}
 
 
-def nothing_left(name: str, empty: int, short: int) -> DataError:
+LEFT_OUT = {
+    "empty": "empty",
+    "short": "shorter than two tokens",
+    "untrained": "without a token to train on (no answer in them)",
+}
+"""Why documents are left out, in words."""
+
+
+def nothing_left(name: str, skipped: Mapping[str, int]) -> DataError:
     """The complaint about a source without a single usable document."""
-    why = f": {empty} empty and {short} shorter than two tokens were skipped" if empty or short else ""
+    counted = [f"{skipped[why]} {words}" for why, words in LEFT_OUT.items() if skipped.get(why)]
+    why = f": {' and '.join(counted)} were skipped" if counted else ""
+    if skipped.get("untrained"):
+        return DataError(
+            f"{name} holds nothing to train on{why}",
+            "give conversations with answers, or set train_on: all to train on everything",
+        )
     return DataError(f"{name} holds no documents{why}", "give a source with text in it")

@@ -86,7 +86,11 @@ def _streamed(
             if window is None:
                 break
             # Copies: a window is a view of its chunk, which would otherwise stay in memory.
-            held.append([(ids.copy(), origin) for ids, origin in window])
+            held.append([_copied(piece) for piece in window])
     finally:
         stream.close()
     return held
+
+
+def _copied(piece: Piece) -> Piece:
+    return Piece(piece.ids.copy(), piece.origin, None if piece.trained is None else piece.trained.copy())

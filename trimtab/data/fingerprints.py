@@ -131,7 +131,10 @@ def content_fingerprint(source: ResolvedSource, stamps: Iterable[FileStamp]) -> 
     spec = source.spec
     kinds = [[file.kind, file.compression] for file in source.files]
     digests = [stamp.digest for stamp in stamps]
-    return digest_of(1, digests, kinds, spec.text_column, spec.documents, spec.first)
+    settings: list[Any] = [spec.text_column, spec.documents, spec.first]
+    if source.form is not None:
+        settings += [source.form.name, dict(source.form.columns), spec.train_on, dict(spec.variables)]
+    return digest_of(1, digests, kinds, *settings)
 
 
 def manifest(name: str, fingerprint: str, stamps: Iterable[FileStamp]) -> dict[str, Any]:

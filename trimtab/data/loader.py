@@ -26,20 +26,53 @@ class PackedCorpus:
 
     def __init__(self, corpus: Corpus, max_seq_length: int, packing: bool) -> None:
         self.corpus = corpus
-        self.packing: Packing = pack_documents(corpus.lengths_N, max_seq_length, packing)
+        self.cut = self.lost = 0
+        """Examples that are longer than a window, and those of them that have nothing to train on within it."""
+        keep_N = None
+        if corpus.masked:
+            keep_N = corpus.targets_N(max_seq_length) > 0
+            self.cut = int(np.count_nonzero(corpus.lengths_N > max_seq_length))
+            self.lost = int(np.count_nonzero(~keep_N))
+        self.packing: Packing = pack_documents(corpus.lengths_N, max_seq_length, packing, keep_N=keep_N)
         if not self.packing.num_windows:
-            raise DataError(f"{corpus.name} holds no documents", "give a source with text in it")
+            raise nothing_packed(corpus.name, self.lost, max_seq_length)
 
     def window(self, index: int) -> list[Piece]:
-        """The pieces of one window: ids and origins."""
-        pieces, tokens = self.packing.pieces, self.corpus.entry.tokens
+        """The pieces of one window."""
+        pieces, tokens, trained = self.packing.pieces, self.corpus.entry.tokens, self.corpus.entry.trained
         found = []
         for piece in self.packing.window(index).tolist():
             document = int(pieces.document_P[piece])
             start = int(self.corpus.starts_N[document]) + int(pieces.start_P[piece])
-            ids = tokens[start : start + int(pieces.length_P[piece])]
-            found.append((ids, self.corpus.origin(document)))
+            end = start + int(pieces.length_P[piece])
+            mask = None if trained is None else trained[start:end]
+            found.append(Piece(tokens[start:end], self.corpus.origin(document), mask))
         return found
+
+
+def nothing_packed(name: str, lost: int, max_seq_length: int) -> DataError:
+    """The complaint about a source that leaves no window."""
+    if lost:
+        return DataError(
+            f"in all {lost} examples of {name} nothing to train on is within {max_seq_length} tokens",
+            "raise max_seq_length, or shorten what comes before the answers",
+        )
+    return DataError(f"{name} holds no documents", "give a source with text in it")
+
+
+def cut_note(name: str, cut: int, lost: int, max_seq_length: int) -> str:
+    """What was cut, in a sentence.
+
+    Example:
+        >>> cut_note("chats.jsonl", 3, 0, 512)
+        'chats.jsonl: 3 examples are longer than max_seq_length (512) and are cut there'
+    """
+    what, are = ("example", "is") if cut == 1 else ("examples", "are")
+    text = f"{name}: {cut} {what} {are} longer than max_seq_length ({max_seq_length}) and {are} cut there"
+    if lost:
+        has, left = ("has", "is") if lost == 1 else ("have", "are")
+        text += f"; {lost} of them {has} nothing to train on before the cut and {left} left out"
+    return text
 
 
 class Loader:
@@ -114,6 +147,14 @@ class Loader:
     def dropped_tokens(self) -> int:
         """Tokens that are in no window: ends of long documents when packing is off, otherwise none."""
         return sum(one.packing.dropped for one in self.packed)
+
+    def notes(self) -> list[str]:
+        """What was cut or left out at this length, a sentence a source."""
+        return [
+            cut_note(one.corpus.name, one.cut, one.lost, self.max_seq_length)
+            for one in self.packed
+            if one.cut
+        ]
 
     @property
     def epoch(self) -> float:

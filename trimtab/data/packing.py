@@ -34,7 +34,8 @@ class Pieces:
 class Packing:
     """Windows of pieces: window w holds the pieces `order_P[bounds_W1[w]:bounds_W1[w + 1]]`.
 
-    `dropped` counts tokens that are in no window (only without packing, where long documents are cut off).
+    `dropped` counts tokens that are in no window (only where long documents are cut off: without packing, and of
+    examples).
     """
 
     pieces: Pieces
@@ -59,8 +60,13 @@ class Packing:
         return self.order_P[self.bounds_W1[index] : self.bounds_W1[index + 1]]
 
 
-def pack_documents(lengths_N: np.ndarray, max_seq_length: int, packing: bool = True) -> Packing:
+def pack_documents(
+    lengths_N: np.ndarray, max_seq_length: int, packing: bool = True, *, keep_N: np.ndarray | None = None
+) -> Packing:
     """Windows for documents of these lengths (each at least 2).
+
+    With `keep_N` (bool [N]) documents are examples: what is beyond the window is cut off, since the rest of an answer
+    without its question is another example, and only those marked are packed at all.
 
     Example:
         >>> packed = pack_documents(np.array([6, 3, 5, 2]), 8)
@@ -68,13 +74,15 @@ def pack_documents(lengths_N: np.ndarray, max_seq_length: int, packing: bool = T
         ([[0, 3], [1, 2]], 1.0)
     """
     check_length(max_seq_length)
-    if not packing:
-        length_P = np.minimum(lengths_N, max_seq_length)
-        count = len(lengths_N)
-        pieces = Pieces(np.arange(count), np.zeros(count, np.int64), length_P)
+    if keep_N is not None or not packing:
+        document_P = np.arange(len(lengths_N)) if keep_N is None else np.flatnonzero(keep_N)
+        length_P, count = np.minimum(lengths_N[document_P], max_seq_length), len(document_P)
+        pieces = Pieces(document_P, np.zeros(count, np.int64), length_P)
         dropped = int(lengths_N.sum() - length_P.sum())
-        return Packing(pieces, np.arange(count), np.arange(count + 1), max_seq_length, dropped)
-    pieces = cut_documents(lengths_N, max_seq_length)
+        if not packing:
+            return Packing(pieces, np.arange(count), np.arange(count + 1), max_seq_length, dropped)
+    else:
+        pieces, dropped = cut_documents(lengths_N, max_seq_length), 0
     orders, counts, first = [], [np.zeros(1, np.int64)], 0
     for end in chunk_ends(pieces.length_P, max_seq_length):
         order, sizes = pack_chunk(pieces.length_P[first:end], max_seq_length)
@@ -82,7 +90,7 @@ def pack_documents(lengths_N: np.ndarray, max_seq_length: int, packing: bool = T
         counts.append(sizes)
         first = end
     order_P = np.concatenate(orders) if orders else np.empty(0, np.int64)
-    return Packing(pieces, order_P, np.cumsum(np.concatenate(counts)), max_seq_length)
+    return Packing(pieces, order_P, np.cumsum(np.concatenate(counts)), max_seq_length, dropped)
 
 
 def check_length(max_seq_length: int) -> None:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.data.columns import choose_name
+from trimtab.data.examples import Example, example_of
 from trimtab.data.readers_text import Meter, Row, read_csv, read_json, read_jsonl, read_text, unreadable
-from trimtab.data.sources import ResolvedSource, SourceFile, SourceSpec
+from trimtab.data.rows import parquet_schema, parquet_values, read_values
+from trimtab.data.sources import TABLES, ResolvedSource, SourceFile, SourceSpec
 from trimtab.data.spec import SEGMENT_CHARS
-from trimtab.facts.errors import DataError, MissingDependency
+from trimtab.facts.errors import DataError
 
 # Places where byte-level and SentencePiece tokenizers begin a new word anyway, best first.
 _SEAMS = (re.compile(r"(?<=\S)(?= [A-Za-z])"), re.compile(r"(?<=\S\n)(?=\S)"), re.compile(r"(?<=\S)(?= \S)"))
@@ -28,6 +30,13 @@ class Segment:
     first: bool
     last: bool
     repaired: bool = False
+    example: Example | None = None
+    """Instead of a text: what a chat template makes one of."""
+
+    @property
+    def size(self) -> int:
+        """Characters, about."""
+        return len(self.text) if self.example is None else self.example.size
 
 
 def read(file: SourceFile, spec: SourceSpec, *, start: int = 1, meter: Meter | None = None) -> Iterator[Row]:
@@ -45,41 +54,9 @@ def read(file: SourceFile, spec: SourceSpec, *, start: int = 1, meter: Meter | N
 
 
 def read_parquet(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
-    """Rows of a Parquet file, a few at a time; row groups before `start` are not touched."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as missing:
-        raise MissingDependency("reading Parquet needs pyarrow", "pip install 'trimtab[train]'") from missing
-    broken = (pyarrow.ArrowInvalid, pyarrow.ArrowException, OSError)
-    try:
-        with parquet.ParquetFile(file.path) as table:
-            column = _parquet_column(file, table.schema_arrow, column)
-            total, row, group = max(table.metadata.num_rows, 1), 0, 0
-            while group < table.num_row_groups and row + table.metadata.row_group(group).num_rows < start:
-                row += table.metadata.row_group(group).num_rows
-                group += 1
-            groups = list(range(group, table.num_row_groups))
-            # 64 rows: documents of a megabyte each still fit in memory easily.
-            for batch in table.iter_batches(batch_size=64, row_groups=groups, columns=[column]):
-                try:
-                    texts = batch.column(0).to_pylist()
-                except UnicodeDecodeError as error:
-                    raise DataError(
-                        f"{file.path} is not UTF-8 within 64 rows of row {row + 1}",
-                        "repair or remove the row",
-                    ) from error
-                for text in texts:
-                    row += 1
-                    if row >= start:
-                        yield row, text or "", True
-                if meter is not None:
-                    meter.done = row / total
-    except broken as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(
-            f"{file.path} is not a whole Parquet file ({reason})", "fetch the file again"
-        ) from error
+    """The texts of a Parquet file's text column."""
+    column = _parquet_column(file, parquet_schema(file), column)
+    return ((row, text or "", True) for row, text in parquet_values(file, column, start, meter))
 
 
 def _parquet_column(file: SourceFile, schema: Any, column: str | None) -> str:
@@ -150,8 +127,17 @@ class SegmentReader:
         >>> next(iter(reader)).text[:20]                                     # doctest: +SKIP
     """
 
-    def __init__(self, source: ResolvedSource, *, file: int = 0, row: int = 1, taken: int = 0) -> None:
+    def __init__(
+        self,
+        source: ResolvedSource,
+        *,
+        file: int = 0,
+        row: int = 1,
+        taken: int = 0,
+        template: bool = False,
+    ) -> None:
         self.source = source
+        self._template = template
         self._start = (file, row)
         self.taken = taken
         """Documents begun so far, those before the start included; `first` counts them."""
@@ -178,12 +164,24 @@ class SegmentReader:
             self._before, self._size = self._before + self._size, self._sizes[index]
             if index < start_file:
                 continue
-            rows = read(
-                file, self.source.spec, start=start_row if index == start_file else 1, meter=self._meter
-            )
-            for segment in cut(rows, index):
+            for segment in self._segments(index, file, start_row if index == start_file else 1):
                 if segment.first:
                     if limit is not None and self.taken >= limit:
                         return
                     self.taken += 1
                 yield segment
+
+    def _segments(self, index: int, file: SourceFile, start: int) -> Iterator[Segment]:
+        spec, form = self.source.spec, self.source.form
+        if form is None or file.kind not in TABLES:
+            yield from cut(read(file, spec, start=start, meter=self._meter), index)
+            return
+        for row, value in read_values(file, start=start, meter=self._meter):
+            made = example_of(
+                f"{file.path}:{row}",
+                value,
+                form,
+                template=self._template,
+                keep_end=spec.train_on == "all",
+            )
+            yield Segment(index, row, "", True, True, made is not None and made.repaired, made)

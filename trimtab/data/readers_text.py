@@ -177,7 +177,12 @@ def _paragraphs(file: SourceFile, meter: Meter | None) -> Iterator[str]:
 
 
 def read_jsonl(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
-    """One JSON value a line: an object with a text column, or a string. Blank lines are passed over."""
+    """One JSON value a line: an object with a text column, or a string."""
+    return _texts(file, jsonl_values(file, start, meter), column)
+
+
+def jsonl_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, Any]]:
+    """(row, JSON value), one a line. Blank lines are passed over."""
     offset = 0
     with open_bytes(file, meter) as stream:
         row = 0
@@ -202,21 +207,28 @@ def read_jsonl(file: SourceFile, column: str | None, start: int, meter: Meter | 
                     raise DataError(
                         f"{file.path}:{row} is not JSON ({error})", "each line must be one JSON object"
                     ) from error
-                column = column if column or isinstance(value, str) else choose_column(file, value)
-                yield row, text_of(file, row, value, column), True
+                yield row, value
             offset += len(line)
+
+
+def _texts(file: SourceFile, values: Iterator[tuple[int, Any]], column: str | None) -> Iterator[Row]:
+    for row, value in values:
+        column = column if column or isinstance(value, str) else choose_column(file, value)
+        yield row, text_of(file, row, value, column), True
 
 
 def read_json(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
     """A JSON array of objects or strings, read element by element; JSON lines under the name .json too."""
+    return _texts(file, json_values(file, start, meter), column)
+
+
+def json_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, Any]]:
+    """(row, element) of a JSON array, or (row, value) of JSON lines."""
     head = next(decoded(file), "").lstrip()
     if not head.startswith("["):
-        yield from read_jsonl(file, column, start, meter)
+        yield from jsonl_values(file, start, meter)
         return
-    for row, value in enumerate(_elements(file, meter), 1):
-        if row >= start:
-            column = column if column or isinstance(value, str) else choose_column(file, value)
-            yield row, text_of(file, row, value, column), True
+    yield from ((row, value) for row, value in enumerate(_elements(file, meter), 1) if row >= start)
 
 
 def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
@@ -260,27 +272,36 @@ def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
 
 def read_csv(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
     """Rows under a header line; tabs separate where the name ends in .tsv."""
+    values = csv_values(file, start, meter)
+    _, header = next(values, (0, []))
+    column = column or choose_column(file, dict.fromkeys(header, ""))
+    if column not in header:
+        raise DataError(
+            f"{file.path} has no column {column!r}", f"set text_column to one of {', '.join(header)}"
+        )
+    place = header.index(column)
+    for row, fields in values:
+        yield row, checked_field(file, row, fields, place, len(header)), True
+
+
+def csv_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, list[str]]]:
+    """(0, names of the columns), then (row, fields); empty lines are passed over."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     tabs = ".tsv" in [suffix.lower() for suffix in file.path.suffixes]
     reader = csv.reader((line + "\n" for line in _lines(file, meter)), delimiter="\t" if tabs else ",")
     row = 0
     try:
-        header = next(reader, [])
-        column = column or choose_column(file, dict.fromkeys(header, ""))
-        if column not in header:
-            raise DataError(
-                f"{file.path} has no column {column!r}", f"set text_column to one of {', '.join(header)}"
-            )
-        place = header.index(column)
-        for row, fields in enumerate(reader, 1):
-            if row < start or not fields:
-                continue
-            if len(fields) <= place:
-                raise DataError(
-                    f"row {row} of {file.path} has {len(fields)} fields, not {len(header)}", "repair the row"
-                )
-            yield row, fields[place].removesuffix("\n"), True
+        for row, fields in enumerate(reader):
+            if row == 0 or (row >= start and fields):
+                yield row, fields
     except csv.Error as error:
         raise DataError(
             f"{file.path} is not CSV after row {row} ({error})", "repair or remove the row"
         ) from error
+
+
+def checked_field(file: SourceFile, row: int, fields: list[str], place: int, wanted: int) -> str:
+    """One field of a row that may be too short."""
+    if len(fields) <= place:
+        raise DataError(f"row {row} of {file.path} has {len(fields)} fields, not {wanted}", "repair the row")
+    return fields[place].removesuffix("\n")

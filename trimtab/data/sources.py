@@ -5,12 +5,16 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trimtab.data.spec import DOCUMENT_MODES, DocumentMode
+from trimtab.data.spec import DOCUMENT_MODES, FORMATS, TRAIN_ON, DocumentMode, FormatName, TrainOn
 from trimtab.facts.errors import DataError
+
+if TYPE_CHECKING:
+    from trimtab.data.formats import Format
 
 KINDS = {
     ".txt": "text",
@@ -35,7 +39,9 @@ class SourceSpec:
     """One source of documents, as a recipe names it.
 
     `source` is a local file, folder or glob; with `files` (a hub data set, already downloaded) it is only the
-    name. `first` keeps the first rows, `weight` says how often the source is seen an epoch (1: once).
+    name. `first` keeps the first rows, `weight` says how often the source is seen an epoch (1: once). `format` is
+    what a row is, `columns` where its parts stand if not under their usual names, `variables` what a chat template
+    is told besides the messages.
 
     Example:
         >>> SourceSpec("notes/**/*.md", weight=2.0).name
@@ -48,8 +54,17 @@ class SourceSpec:
     documents: DocumentMode = "file"
     first: int | None = None
     weight: float = 1.0
+    format: FormatName = "auto"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    train_on: TrainOn = "completions"
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for key, value, known in (("format", self.format, FORMATS), ("train_on", self.train_on, TRAIN_ON)):
+            if value not in known:
+                raise DataError(
+                    f"{key}: {value!r} is not known for {self.source}", f"use one of {', '.join(known)}"
+                )
         if self.documents not in DOCUMENT_MODES:
             raise DataError(
                 f"documents: {self.documents!r} is not known for {self.source}",
@@ -83,6 +98,8 @@ class ResolvedSource:
     spec: SourceSpec
     files: tuple[SourceFile, ...]
     ignored: tuple[str, ...] = field(default=())
+    form: Format | None = None
+    """How rows become examples; None where they are texts."""
 
 
 def keep_texts(name: str, texts: Iterable[str], folder: Path) -> SourceSpec:
@@ -92,10 +109,15 @@ def keep_texts(name: str, texts: Iterable[str], folder: Path) -> SourceSpec:
         >>> keep_texts("math", ["1 + 1 = 2"], Path("run/data")).files        # doctest: +SKIP
         (PosixPath('run/data/math.jsonl'),)
     """
+    return keep_rows(name, ({"text": text} for text in texts), folder)
+
+
+def keep_rows(name: str, rows: Iterable[Mapping[str, Any]], folder: Path) -> SourceSpec:
+    """`keep_texts` for rows of any columns, such as {"messages": …}."""
     folder.mkdir(parents=True, exist_ok=True)
     path, part = folder / f"{name}.jsonl", folder / f".{name}.{os.getpid()}.part"
     with open(part, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+        file.writelines(json.dumps(row) + "\n" for row in rows)
     os.replace(part, path)
     return SourceSpec(name, files=(path,))
 

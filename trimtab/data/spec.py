@@ -10,6 +10,14 @@ DocumentMode = Literal["file", "blank-lines", "lines"]
 DOCUMENT_MODES: tuple[str, ...] = ("file", "blank-lines", "lines")
 """How a text file becomes documents: whole, cut at blank lines, or one a line."""
 
+FormatName = Literal["auto", "text", "messages", "sharegpt", "prompt-completion", "alpaca"]
+FORMATS: tuple[str, ...] = ("auto", "text", "messages", "sharegpt", "prompt-completion", "alpaca")
+"""What a row of a table is: a text, or an example of what to answer."""
+
+TrainOn = Literal["completions", "last", "all"]
+TRAIN_ON: tuple[str, ...] = ("completions", "last", "all")
+"""Which tokens of an example are trained on: every answer, the last one, or everything."""
+
 TEXT_COLUMNS = (
     "text",
     "content",
@@ -30,6 +38,9 @@ works.
 
 BATCH_CHARS = 1 << 18
 """Characters that travel to a tokenizing process together."""
+
+BATCH_EXAMPLES = 256
+"""Conversations that travel to a template's process together."""
 
 MIN_SEQ_LENGTH = 4
 """A window holds at least this many tokens: shorter ones have hardly a target."""
@@ -58,9 +69,11 @@ def token_bytes(vocab_size: int) -> int:
     return 2 if vocab_size <= 1 << 16 else 4
 
 
-def cache_bytes(num_tokens: int, num_documents: int, vocab_size: int) -> int:
-    """Disk that the token cache of a corpus takes (32 bytes a document beside the tokens)."""
-    return num_tokens * token_bytes(vocab_size) + 32 * num_documents
+def cache_bytes(num_tokens: int, num_documents: int, vocab_size: int, *, masked: bool = False) -> int:
+    """Disk that the token cache of a corpus takes: 32 bytes a document beside the tokens, and a byte a token for
+    conversations, of which not all is trained on.
+    """
+    return num_tokens * (token_bytes(vocab_size) + masked) + 32 * num_documents
 
 
 def batch_bytes(batch_size: int, max_seq_length: int) -> int:

@@ -8,8 +8,10 @@ from typing import Any
 
 from trimtab.data.corpus import Corpus, Summary
 from trimtab.data.fingerprints import FileStamp, check_manifest, content_fingerprint, manifest, stamp_files
+from trimtab.data.formats import Format, detect
 from trimtab.data.heldout import is_heldout, threshold
 from trimtab.data.progress import ProgressCallback, silent
+from trimtab.data.rendering import Rendering
 from trimtab.data.sources import ResolvedSource, SourceSpec, resolve
 from trimtab.data.tokenizing import TokenizerLike, TokenizerSpec, default_num_proc
 from trimtab.facts.errors import DataError
@@ -30,6 +32,13 @@ class StreamCorpus:
     side: str = "all"
     excluded: frozenset[int] = field(default=frozenset(), repr=False)
     streaming: bool = True
+    rendering: Rendering | None = None
+    progress: ProgressCallback = field(default=silent, repr=False)
+
+    @property
+    def form(self) -> Format | None:
+        """How rows become examples; None where they are texts."""
+        return self.source.form
 
     @property
     def summary(self) -> Summary:
@@ -93,6 +102,8 @@ def open_stream(
     """Opens a source for streaming; see `trimtab.data.open_corpus`."""
     frame = tokenizer if isinstance(tokenizer, TokenizerSpec) else TokenizerSpec.of(tokenizer)
     source = resolve(spec)
+    source = dataclasses.replace(source, form=detect(source))
+    rendering = Rendering.of(source, frame.chat)
     stamps = stamp_files(source, None, sampled=True, progress=progress)
     content = content_fingerprint(source, stamps)
     return StreamCorpus(
@@ -103,4 +114,6 @@ def open_stream(
         content=content,
         tokenizer=frame,
         num_proc=num_proc or default_num_proc(),
+        rendering=rendering,
+        progress=progress,
     )

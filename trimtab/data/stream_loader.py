@@ -80,12 +80,16 @@ class StreamLoader:
         done = sum(stream.share_done * size for stream, size in zip(train, sizes, strict=True))
         return self._epoch + min(done / sum(sizes), 0.999999)
 
+    def notes(self) -> list[str]:
+        """Nothing yet: what was cut or left out is told when a pass over a source is over."""
+        return []
+
     def next_step(self) -> list[Batch]:
         """The microbatches of this rank for the next step; the last one of an epoch may be smaller."""
         windows: list[list[Piece]] = []
         while len(windows) < self.shape.num_windows and not self._exhausted():
             windows.append(self._draw())
-        self._tokens += sum(len(ids) for window in windows for ids, _ in window)
+        self._tokens += sum(len(piece.ids) for window in windows for piece in window)
         self._places += len(windows) * self.max_seq_length
         if self._exhausted():
             self._epoch += 1

@@ -8,6 +8,7 @@ chunk's number and the window in it.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -16,13 +17,16 @@ from typing import Any
 import numpy as np
 
 from trimtab.data.batch import Piece
-from trimtab.data.corpus import nothing_left
+from trimtab.data.corpus import LEFT_OUT, nothing_left
+from trimtab.data.loader import cut_note, nothing_packed
 from trimtab.data.order import shuffled
 from trimtab.data.packing import check_length, pack_chunk
+from trimtab.data.progress import Progress
 from trimtab.data.readers import SegmentReader
 from trimtab.data.spec import CHUNK_PIECES, chunk_tokens
 from trimtab.data.stream_corpus import StreamCorpus
 from trimtab.data.tokenizing import TokenSegment, tokenize
+from trimtab.facts.errors import DataError
 from trimtab.facts.randomness import derive
 
 
@@ -47,6 +51,8 @@ class Chunk:
     windows: list[list[Piece]]
     following: Cursor | None
     done_bytes: int
+    skipped: Counter[str] = field(default_factory=Counter)
+    """What was left out since reading began."""
 
 
 @dataclass
@@ -60,25 +66,59 @@ class _Document:
     cut: int = 0
 
 
-def pieces_of(
-    corpus: StreamCorpus, max_seq_length: int, packing: bool, start: Cursor, reader: SegmentReader
-) -> Iterator[tuple[Cursor, np.ndarray, str]]:
-    """(where this piece begins, ids, origin) for every piece from `start` on; long documents come out as
-    they are read.
+class Reading:
+    """Pieces from `start` on, long documents as they are read; counts what is left out."""
 
-    Pieces are the same as `packing.piece_lengths` gives for the whole document.
-    """
-    T, document, taken = max_seq_length, None, start.taken
-    for segment in tokenize(reader, corpus.tokenizer, corpus.num_proc):
-        if segment.first:
-            usable = not segment.empty and not (segment.last and len(segment.ids) < 2)
-            resumed = (segment.file, segment.row) == (start.file, start.row)
-            document = None
-            if usable and corpus.takes(segment.hash):
-                document = _Document(segment, taken, start.skip if resumed else 0)
-            taken += 1
-        if document is None:
-            continue
+    def __init__(self, corpus: StreamCorpus, max_seq_length: int, packing: bool, start: Cursor) -> None:
+        self.corpus, self.max_seq_length, self.packing, self.start = corpus, max_seq_length, packing, start
+        self.reader = SegmentReader(
+            corpus.source,
+            file=start.file,
+            row=start.row,
+            taken=start.taken,
+            template=corpus.tokenizer.chat is not None,
+        )
+        self.skipped: Counter[str] = Counter()
+        """How many documents were left out, by why; `cut` counts examples longer than a window."""
+
+    def __iter__(self) -> Generator[tuple[Cursor, Piece]]:
+        """(where this piece begins, piece), the same as `packing.pack_documents` cuts them."""
+        corpus, start, taken = self.corpus, self.start, self.start.taken
+        document: _Document | None = None
+        for segment in tokenize(self.reader, corpus.tokenizer, corpus.num_proc, corpus.rendering):
+            if segment.first:
+                resumed = (segment.file, segment.row) == (start.file, start.row)
+                document = None
+                if corpus.takes(segment.hash):
+                    why = segment.unusable
+                    if why is None:
+                        document = _Document(segment, taken, start.skip if resumed else 0)
+                    else:
+                        self.skipped[why] += 1
+                taken += 1
+            if document is None:
+                continue
+            if corpus.rendering is not None:
+                yield from self._example(segment, document)
+            else:
+                yield from self._pieces(segment, document)
+
+    def _origin(self, segment: TokenSegment) -> str:
+        return f"{self.corpus.stamps[segment.file].name}:{segment.row}"
+
+    def _example(self, segment: TokenSegment, document: _Document) -> Iterator[tuple[Cursor, Piece]]:
+        """An example is one piece, cut off at the window's end."""
+        T, trained = self.max_seq_length, segment.trained
+        assert trained is not None
+        self.skipped["cut"] += len(segment.ids) > T
+        if not trained[1:T].any():
+            self.skipped["lost"] += 1
+            return
+        cursor = Cursor(segment.file, segment.row, 0, document.taken_before)
+        yield cursor, Piece(segment.ids[:T], self._origin(segment), trained[:T])
+
+    def _pieces(self, segment: TokenSegment, document: _Document) -> Iterator[tuple[Cursor, Piece]]:
+        T, packing = self.max_seq_length, self.packing
         document.buffer = np.concatenate([document.buffer, segment.ids])
         at, held = 0, len(document.buffer)
         while held - at >= (T + 2) or (segment.last and held > at):
@@ -89,8 +129,7 @@ def pieces_of(
             document.cut += length
             if begin >= document.skip and not (begin and not packing):
                 cursor = Cursor(segment.file, segment.row, begin, document.taken_before)
-                origin = f"{corpus.stamps[segment.file].name}:{segment.row}"
-                yield cursor, document.buffer[at : at + length], origin
+                yield cursor, Piece(document.buffer[at : at + length], self._origin(segment))
             at += length
         document.buffer = document.buffer[at:]
 
@@ -101,23 +140,26 @@ def chunks_of(
     """Chunks from `start` on, which is where chunk `number` begins; the order of windows follows from
     `key`.
     """
-    reader = SegmentReader(corpus.source, file=start.file, row=start.row, taken=start.taken)
+    reading = Reading(corpus, max_seq_length, packing, start)
+    reader = reading.reader
     held: list[Piece] = []
     tokens = 0
-    for cursor, ids, origin in pieces_of(corpus, max_seq_length, packing, start, reader):
+    for cursor, piece in reading:
         if len(held) >= CHUNK_PIECES or tokens >= chunk_tokens(max_seq_length):
-            yield Chunk(_windows(held, max_seq_length, packing, key, number), cursor, reader.done_bytes)
+            windows = _windows(held, max_seq_length, packing, key, number)
+            yield Chunk(windows, cursor, reader.done_bytes, reading.skipped)
             held, tokens, number = [], 0, number + 1
-        held.append((ids, origin))
-        tokens += len(ids)
-    yield Chunk(_windows(held, max_seq_length, packing, key, number), None, reader.total_bytes)
+        held.append(piece)
+        tokens += len(piece.ids)
+    windows = _windows(held, max_seq_length, packing, key, number)
+    yield Chunk(windows, None, reader.total_bytes, reading.skipped)
 
 
 def _windows(
     held: list[Piece], max_seq_length: int, packing: bool, key: int, number: int
 ) -> list[list[Piece]]:
     if packing:
-        order, sizes = pack_chunk(np.array([len(ids) for ids, _ in held], np.int64), max_seq_length)
+        order, sizes = pack_chunk(np.array([len(piece.ids) for piece in held], np.int64), max_seq_length)
         parts = np.split(order, np.cumsum(sizes)[:-1]) if len(sizes) else []
         windows = [[held[piece] for piece in part.tolist()] for part in parts]
     else:
@@ -181,7 +223,9 @@ class WindowStream:
                 return self._chunk.windows[self._window]
             self._done_bytes = self._chunk.done_bytes
             if self._chunk.following is None and self._number == 0 and not self._chunk.windows:
-                raise nothing_left(f"{self.corpus.name} ({self.corpus.side})", 0, 0)
+                raise self._nothing(self._chunk.skipped)
+            if self._chunk.following is None:
+                self._tell(self._chunk.skipped)
             self._cursor, self._chunk = self._chunk.following, None
             self._number, self._window = self._number + 1, 0
         return None
@@ -197,6 +241,21 @@ class WindowStream:
         """Ends the reading thread and its processes."""
         self._drop_ahead()
         self._thread.shutdown(wait=True)
+
+    def _nothing(self, skipped: Counter[str]) -> DataError:
+        name = f"{self.corpus.name} ({self.corpus.side})"
+        if skipped["lost"]:
+            return nothing_packed(name, skipped["lost"], self.max_seq_length)
+        return nothing_left(name, skipped)
+
+    def _tell(self, skipped: Counter[str]) -> None:
+        """What was left out of a pass, where it is over; of a resumed one, since the resume."""
+        name, said = self.corpus.name, []
+        said += [f"{skipped[w]} documents are {words}" for w, words in LEFT_OUT.items() if skipped[w]]
+        if skipped["cut"]:
+            said.append(cut_note(name, skipped["cut"], skipped["lost"], self.max_seq_length))
+        for text in said:
+            self.corpus.progress(Progress("message", name, message=text))
 
     def _go(self, turn: int, number: int, cursor: Cursor | None, window: int) -> None:
         self._drop_ahead()

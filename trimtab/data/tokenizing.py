@@ -27,11 +27,12 @@ import tokenizers
 
 from trimtab.data import worker
 from trimtab.data.readers import Segment
+from trimtab.data.rendering import ChatSpec, Renderer, Rendering, is_chat
 from trimtab.data.spec import BATCH_CHARS
+from trimtab.data.worker import Tokens
 from trimtab.facts.errors import ModelError, ResourceError
 from trimtab.text.long_text import LongText
 
-Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]
 MAX_WORKERS = 64
 
 
@@ -46,6 +47,10 @@ class TokenizerLike(Protocol):
     def encode_document(self, text: str) -> list[int]: ...
     @property
     def backend(self) -> tokenizers.Tokenizer: ...
+    @property
+    def chat_template(self) -> str | None: ...
+    @property
+    def special_tokens(self) -> dict[str, str]: ...
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class TokenizerSpec:
     suffix: tuple[int, ...]
     vocab_size: int
     fingerprint: str
+    chat: ChatSpec | None = None
 
     @staticmethod
     def of(tokenizer: TokenizerLike) -> TokenizerSpec:
@@ -75,7 +81,7 @@ class TokenizerSpec:
         at = next((i for i in range(len(whole)) if whole[i : i + len(inner)] == inner), None)
         cutter = LongText(tokenizer.backend)
         jsons = cutter.first.to_str(), cutter.later.to_str()
-        there = worker.encode(worker.load_pair(*jsons), [(sample.encode(), False)])[0].tolist()
+        there = worker.encode(worker.load_pair(*jsons), [worker.Text(sample.encode())]).ids.tolist()
         if at is None or there != inner:
             raise ModelError(
                 "the tokenizer gives other ids in a tokenizing process than here",
@@ -87,12 +93,25 @@ class TokenizerSpec:
             tuple(whole[at + len(inner) :]),
             tokenizer.vocab_size,
             tokenizer.fingerprint,
+            _chat(tokenizer),
         )
+
+
+def _chat(tokenizer: TokenizerLike) -> ChatSpec | None:
+    if tokenizer.chat_template is None:
+        return None
+    specials = [t.content for t in tokenizer.backend.get_added_tokens_decoder().values() if t.special]
+    return ChatSpec(
+        tokenizer.chat_template, {**tokenizer.special_tokens, "documents": None}, tuple(sorted(specials))
+    )
 
 
 @dataclass(slots=True)
 class TokenSegment:
-    """The ids of one segment, framing tokens included; `hash` is of the segment's text."""
+    """The ids of one segment, framing tokens included; `hash` is of the segment's text.
+
+    `trained` [tokens] is 1 where a token is trained on; None where all are.
+    """
 
     file: int
     row: int
@@ -102,6 +121,18 @@ class TokenSegment:
     last: bool
     empty: bool
     repaired: bool
+    trained: np.ndarray | None = None
+    unanswered: bool = False
+
+    @property
+    def unusable(self) -> str | None:
+        """Why the document that this segment is has nothing to learn from: `empty`, `short`, `untrained`; else None."""
+        if self.empty:
+            return "empty"
+        if self.first and self.last and len(self.ids) < 2:
+            return "short"
+        # Nothing predicts a first token.
+        return None if self.trained is None or self.trained[1:].any() else "untrained"
 
 
 def default_num_proc() -> int:
@@ -110,27 +141,58 @@ def default_num_proc() -> int:
     return min(cores, MAX_WORKERS)
 
 
-def tokenize(segments: Iterable[Segment], spec: TokenizerSpec, num_proc: int) -> Iterator[TokenSegment]:
+def tokenize(
+    segments: Iterable[Segment], spec: TokenizerSpec, num_proc: int, rendering: Rendering | None = None
+) -> Iterator[TokenSegment]:
     """Tokenizes segments in `num_proc` processes (1: in this one), in order.
+
+    `rendering` makes texts of examples. What a chat template wrote is complete; every other document gets the
+    tokenizer's beginning and end, of which the end is trained on.
 
     Example:
         >>> list(tokenize([], spec, 2))                                     # doctest: +SKIP
         []
     """
-    prefix, suffix = np.array(spec.prefix, "<u4"), np.array(spec.suffix, "<u4")
-    for batch, (ids, counts, hashes) in _encoded(_batches(segments), spec, num_proc):
+    for batch, (ids, counts, hashes, trained) in _encoded(_batches(segments), spec, num_proc, rendering):
         ends = np.cumsum(counts).tolist()
         start = 0
         for segment, end, digest in zip(batch, ends, hashes.tolist(), strict=True):
             part = ids[start:end]
-            start = end
-            if (segment.first and spec.prefix) or (segment.last and spec.suffix):
-                framed = [prefix] * segment.first + [part] + [suffix] * segment.last
-                part = np.concatenate(framed)
-            empty = segment.first and segment.last and not segment.text.strip()
+            mask = None if trained is None else trained[start:end]
+            if not is_chat(segment):
+                part, mask = _framed(segment, part, mask, spec)
+            empty = segment.first and segment.last and not segment.text.strip() and segment.example is None
+            unanswered = segment.example is not None and segment.example.unanswered
             yield TokenSegment(
-                segment.file, segment.row, part, digest, segment.first, segment.last, empty, segment.repaired
+                segment.file,
+                segment.row,
+                part,
+                digest,
+                segment.first,
+                segment.last,
+                empty,
+                segment.repaired,
+                mask,
+                unanswered,
             )
+            start = end
+
+
+def _framed(
+    segment: Segment, ids: np.ndarray, mask: np.ndarray | None, spec: TokenizerSpec
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Ids and mask with the tokenizer's beginning and end, where an example does not spell them itself."""
+    prefix = list(spec.prefix) if segment.first else []
+    suffix = list(spec.suffix) if segment.last else []
+    if segment.example is not None:
+        head, tail = ids[: len(prefix)].tolist(), ids[len(ids) - len(suffix) :].tolist()
+        prefix, suffix = [] if head == prefix else prefix, [] if tail == suffix else suffix
+    if prefix or suffix:
+        ids = np.concatenate([np.array(prefix, "<u4"), ids, np.array(suffix, "<u4")])
+        if mask is not None:
+            ended = [np.full(len(suffix), mask[-1:].any(), np.uint8)]
+            mask = np.concatenate([np.zeros(len(prefix), np.uint8), mask, *ended])
+    return ids, mask
 
 
 def _batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
@@ -138,7 +200,7 @@ def _batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
     chars = 0
     for segment in segments:
         batch.append(segment)
-        chars += len(segment.text) + 64
+        chars += segment.size + 64
         if chars >= BATCH_CHARS:
             yield batch
             batch, chars = [], 0
@@ -147,22 +209,23 @@ def _batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
 
 
 def _encoded(
-    batches: Iterator[list[Segment]], spec: TokenizerSpec, num_proc: int
+    batches: Iterator[list[Segment]], spec: TokenizerSpec, num_proc: int, rendering: Rendering | None
 ) -> Iterator[tuple[list[Segment], Tokens]]:
     # A corpus of one or two batches is done before a process has started.
     head = list(itertools.islice(batches, 2)) if num_proc > 1 else []
     if num_proc <= 1 or len(head) < 2:
         pair = worker.load_pair(spec.json, spec.continued_json)
-        for source in (head, batches):
-            for batch in source:
-                yield batch, worker.encode(pair, _raw(batch))
+        with contextlib.closing(Renderer(rendering)) as renderer:
+            for source in (head, batches):
+                for batch in source:
+                    yield batch, worker.encode(pair, renderer.texts(batch))
         return
-    pool = WorkerPool(spec, min(num_proc, MAX_WORKERS))
+    pool = WorkerPool(spec, min(num_proc, MAX_WORKERS), rendering)
     try:
         waiting: deque[tuple[list[Segment], Future[Tokens]]] = deque()
         for source in (head, batches):
             for batch in source:
-                waiting.append((batch, pool.submit(_raw(batch))))
+                waiting.append((batch, pool.submit(batch)))
                 if len(waiting) >= 2 * pool.size:
                     done, future = waiting.popleft()
                     yield done, future.result()
@@ -173,14 +236,10 @@ def _encoded(
         pool.close()
 
 
-def _raw(batch: list[Segment]) -> list[worker.Text]:
-    return [(segment.text.encode("utf-8"), not segment.first) for segment in batch]
-
-
 class _Worker:
-    """One child process and the pipes to it."""
+    """One child process and the pipes to it; with another one for the chat template where there are examples."""
 
-    def __init__(self, spec: TokenizerSpec) -> None:
+    def __init__(self, spec: TokenizerSpec, rendering: Rendering | None) -> None:
         self.complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed with the worker
         # The child finds the packages where this process does, and must not start threads of its own.
         environment = {
@@ -199,15 +258,17 @@ class _Worker:
             start_new_session=True,  # Ctrl-C is for the parent, which then closes the pipe
         )
         self.spec = spec
+        self.renderer = Renderer(rendering)
         self.greeted = False
 
-    def __call__(self, texts: list[worker.Text]) -> Tokens:
+    def __call__(self, batch: list[Segment]) -> Tokens:
+        texts = self.renderer.texts(batch)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
             if not self.greeted:
                 jsons = (self.spec.json, self.spec.continued_json)
-                worker.write_texts(self.process.stdin, [(json.encode(), False) for json in jsons])
+                worker.write_texts(self.process.stdin, [worker.Text(json.encode()) for json in jsons])
                 self.greeted = True
             worker.write_texts(self.process.stdin, texts)
             return worker.read_tokens(self.process.stdout)
@@ -224,6 +285,7 @@ class _Worker:
         )
 
     def close_pipes(self) -> None:
+        self.renderer.close()
         for stream in (self.process.stdin, self.process.stdout, self.complaints):
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):  # bytes for a process that is gone
@@ -231,25 +293,25 @@ class _Worker:
 
 
 class WorkerPool:
-    """A few tokenizing processes; `submit` gives a future of (ids, counts, hashes)."""
+    """A few tokenizing processes; `submit` gives a future of a batch's tokens."""
 
-    def __init__(self, spec: TokenizerSpec, size: int) -> None:
+    def __init__(self, spec: TokenizerSpec, size: int, rendering: Rendering | None = None) -> None:
         self.size = size
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        self._workers = [_Worker(spec) for _ in range(size)]
+        self._workers = [_Worker(spec, rendering) for _ in range(size)]
         for one in self._workers:
             self._idle.put(one)
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="tokenizing")
         self._finalizer = weakref.finalize(self, _close_all, self._workers)
 
-    def submit(self, texts: list[worker.Text]) -> Future[Tokens]:
-        """Hands texts to the next idle process."""
-        return self._threads.submit(self._encode, texts)
+    def submit(self, batch: list[Segment]) -> Future[Tokens]:
+        """Hands segments to the next idle process."""
+        return self._threads.submit(self._encode, batch)
 
-    def _encode(self, texts: list[worker.Text]) -> Tokens:
+    def _encode(self, batch: list[Segment]) -> Tokens:
         one = self._idle.get()
         try:
-            return one(texts)
+            return one(batch)
         finally:
             self._idle.put(one)
 
@@ -266,5 +328,6 @@ def _close_all(workers: list[_Worker]) -> None:
     # Processes first, pipes after: a thread that waits on a pipe then wakes up with its end.
     for one in workers:
         one.process.kill()
+        one.renderer.kill()
     for one in workers:
         one.process.wait()

@@ -5,29 +5,57 @@ second, needs no `if __name__ == "__main__"` in anybody's program (as multiproce
 unpickles nothing, and ends by itself when its parent dies, however it dies.
 
 A frame is int64 fields, little-endian: in, the count n, n byte lengths (negative where the text continues a
-document), then the UTF-8 texts; out, n, n token counts, n content hashes (uint64), then all ids (uint32). The
-first frame in is two texts: the JSON of the tokenizer and of the one for continued texts.
+document), n numbers of spans (-1 where all of a text is trained on), the spans (start and end in characters), then
+the UTF-8 texts; out, n, whether a mask follows, n token counts, n content hashes (uint64), all ids (uint32), and a
+byte a token, 1 where it is trained on. The first frame in is two texts: the JSON of the tokenizer and of the one for
+continued texts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from typing import IO, Any
+from collections.abc import Sequence
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-Text = tuple[bytes, bool]
-"""UTF-8, and whether it continues a document whose beginning was another text."""
+Spans = Sequence[tuple[int, int]]
+
+
+class Text(NamedTuple):
+    """UTF-8, whether it continues a document whose beginning was another text, and which of its characters are
+    trained on (None: all of them, and no mask is wanted).
+    """
+
+    raw: bytes
+    continued: bool = False
+    spans: Spans | None = None
+
+
+class Tokens(NamedTuple):
+    """Ids of all texts [tokens], token count of each [N], content hash of each [N], and where one was wanted a mask
+    [tokens] of what is trained on.
+    """
+
+    ids: np.ndarray
+    counts_N: np.ndarray
+    hashes_N: np.ndarray
+    trained: np.ndarray | None = None
 
 
 def load(tokenizer_json: str) -> Any:
-    """The `tokenizers.Tokenizer` that a JSON text describes, without padding and truncation."""
-    from tokenizers import Tokenizer
+    """The `tokenizers.Tokenizer` that a JSON text describes, without padding, truncation and post-processing.
+
+    Special tokens are never added here, and the post-processors of byte-level tokenizers take the spaces out of
+    tokens' offsets.
+    """
+    from tokenizers import Tokenizer, processors
 
     tokenizer = Tokenizer.from_str(tokenizer_json)
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    tokenizer.post_processor = processors.Sequence([])
     return tokenizer
 
 
@@ -37,26 +65,51 @@ def load_pair(tokenizer_json: str, continued_json: str) -> tuple[Any, Any]:
     return tokenizer, tokenizer if continued_json == tokenizer_json else load(continued_json)
 
 
-def encode(pair: tuple[Any, Any], texts: list[Text]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(ids of all texts, token count of each, content hash of each); special tokens are not added."""
+def encode(pair: tuple[Any, Any], texts: Sequence[Text]) -> Tokens:
+    """Tokens of texts; special tokens are not added."""
     counts_N = np.empty(len(texts), "<i8")
     hashes_N = np.empty(len(texts), "<u8")
-    parts = []
-    for i, (raw, continued) in enumerate(texts):
-        tokenizer = pair[continued]
-        # One text a call: tokenizers' own threads would fight with the other processes.
-        (encoding,) = tokenizer.encode_batch_fast([raw.decode("utf-8")], add_special_tokens=False)
+    parts, masks = [], []
+    masked = any(text.spans is not None for text in texts)
+    for i, (raw, continued, spans) in enumerate(texts):
+        tokenizer, text = pair[continued], raw.decode("utf-8")
+        # One text a call: tokenizers' own threads would fight with the other processes. The fast one has no offsets.
+        encode_batch = tokenizer.encode_batch_fast if spans is None else tokenizer.encode_batch
+        (encoding,) = encode_batch([text], add_special_tokens=False)
         parts.append(np.array(encoding.ids, dtype="<u4"))
+        if masked:
+            masks.append(
+                np.ones(len(parts[-1]), np.uint8) if spans is None else mask_of(encoding.offsets, spans)
+            )
         counts_N[i] = len(parts[-1])
         hashes_N[i] = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
-    return np.concatenate(parts) if parts else np.empty(0, "<u4"), counts_N, hashes_N
+    ids = np.concatenate(parts) if parts else np.empty(0, "<u4")
+    return Tokens(ids, counts_N, hashes_N, np.concatenate(masks) if masked else None)
 
 
-def write_texts(stream: IO[bytes], texts: list[Text]) -> None:
+def mask_of(offsets: Sequence[tuple[int, int]], spans: Spans) -> np.ndarray:
+    """uint8 [tokens]: 1 for a token that has a character in a span, as in Hugging Face's assistant masks.
+
+    Example:
+        >>> mask_of([(0, 3), (3, 5), (5, 9)], [(4, 6)]).tolist()
+        [0, 1, 1]
+    """
+    trained_T = np.zeros(len(offsets), np.uint8)
+    if offsets and spans:
+        bounds_T2 = np.array(offsets, np.int64)
+        begin_T, end_T = bounds_T2[:, 0], np.maximum(bounds_T2[:, 1], bounds_T2[:, 0] + 1)
+        for start, end in spans:
+            trained_T |= (begin_T < end) & (end_T > start) & (start < end)
+    return trained_T
+
+
+def write_texts(stream: IO[bytes], texts: Sequence[Text]) -> None:
     """Sends one frame of texts."""
-    lengths = [-len(raw) if continued else len(raw) for raw, continued in texts]
-    stream.write(np.array([len(texts), *lengths], "<i8").tobytes())
-    stream.writelines(raw for raw, _ in texts)
+    lengths = [-len(text.raw) if text.continued else len(text.raw) for text in texts]
+    counts = [-1 if text.spans is None else len(text.spans) for text in texts]
+    spans = [place for text in texts for span in text.spans or () for place in span]
+    stream.write(np.array([len(texts), *lengths, *counts, *spans], "<i8").tobytes())
+    stream.writelines(text.raw for text in texts)
     stream.flush()
 
 
@@ -65,23 +118,38 @@ def read_texts(stream: IO[bytes]) -> list[Text] | None:
     head = stream.read(8)
     if len(head) < 8:
         return None
-    lengths = np.frombuffer(_exactly(stream, 8 * int(np.frombuffer(head, "<i8")[0])), "<i8")
-    return [(_exactly(stream, abs(length)), length < 0) for length in lengths.tolist()]
+    n = int(np.frombuffer(head, "<i8")[0])
+    fields = np.frombuffer(_exactly(stream, 16 * n), "<i8").tolist()
+    lengths, counts = fields[:n], fields[n:]
+    total = sum(max(0, count) for count in counts)
+    places = iter(np.frombuffer(_exactly(stream, 16 * total), "<i8").tolist())
+    spans = [None if count < 0 else [(next(places), next(places)) for _ in range(count)] for count in counts]
+    return [
+        Text(_exactly(stream, abs(length)), length < 0, span)
+        for length, span in zip(lengths, spans, strict=True)
+    ]
 
 
-def write_tokens(stream: IO[bytes], ids: np.ndarray, counts: np.ndarray, hashes: np.ndarray) -> None:
+def write_tokens(stream: IO[bytes], tokens: Tokens) -> None:
     """Sends one frame of tokens."""
-    stream.write(np.array([len(counts)], "<i8").tobytes() + counts.tobytes() + hashes.tobytes())
-    stream.write(ids.tobytes())
+    masked = tokens.trained is not None
+    stream.write(np.array([len(tokens.counts_N), masked], "<i8").tobytes())
+    stream.write(tokens.counts_N.tobytes() + tokens.hashes_N.tobytes())
+    stream.write(tokens.ids.tobytes())
+    if tokens.trained is not None:
+        stream.write(tokens.trained.tobytes())
     stream.flush()
 
 
-def read_tokens(stream: IO[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Receives one frame of tokens: (ids, counts, hashes)."""
-    n = int(np.frombuffer(_exactly(stream, 8), "<i8")[0])
-    counts = np.frombuffer(_exactly(stream, 8 * n), "<i8")
-    hashes = np.frombuffer(_exactly(stream, 8 * n), "<u8")
-    return np.frombuffer(_exactly(stream, 4 * int(counts.sum())), "<u4"), counts, hashes
+def read_tokens(stream: IO[bytes]) -> Tokens:
+    """Receives one frame of tokens."""
+    n, masked = np.frombuffer(_exactly(stream, 16), "<i8").tolist()
+    counts_N = np.frombuffer(_exactly(stream, 8 * n), "<i8")
+    hashes_N = np.frombuffer(_exactly(stream, 8 * n), "<u8")
+    total = int(counts_N.sum())
+    ids = np.frombuffer(_exactly(stream, 4 * total), "<u4")
+    trained = np.frombuffer(_exactly(stream, total), np.uint8) if masked else None
+    return Tokens(ids, counts_N, hashes_N, trained)
 
 
 def _exactly(stream: IO[bytes], size: int) -> bytes:
@@ -97,9 +165,9 @@ def main() -> None:
     first = read_texts(stdin)
     if first is None:
         return
-    pair = load_pair(*(raw.decode("utf-8") for raw, _ in first))
+    pair = load_pair(*(text.raw.decode("utf-8") for text in first))
     while (texts := read_texts(stdin)) is not None:
-        write_tokens(stdout, *encode(pair, texts))
+        write_tokens(stdout, encode(pair, texts))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trimtab import text
 from trimtab.facts.errors import CheckpointError
 from trimtab.launch.device import need_trackers
 from trimtab.launch.preparing import Frozen, Prepared, prepare
@@ -21,7 +22,7 @@ from trimtab.run import adapters, assembling, corpora, sources
 from trimtab.run.choices import Choices
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
-from trimtab.run.places import absolute, model_folder
+from trimtab.run.places import absolute, model_folder, shape_of, tokenizer_of
 
 VERSION = 1
 """Of choices.json; readers of old versions stay."""
@@ -133,10 +134,13 @@ def _go(
         # What it has saved stands there already: room for the next one is enough.
         check_disk(Disk(plan.disk.checkpoint_bytes, plan.disk.checkpoint_bytes), free, str(folder.path))
     view.plan(plan.to_dict())
-    for note in plan.notes:
+    for note in (*plan.notes, *opened.notes()):
         view.message(note)
     weights = _weights(prepared, folder)
     base = _base(prepared, weights, kept)
+    example = opened.example(tokenizer)
+    if example is not None:
+        view.record(example)
     run = assembling.assemble(
         recipe,
         choices,
@@ -172,11 +176,8 @@ def _go(
 
 def _begin(prepared: Prepared, folder: RunFolder) -> str | None:
     """Config and tokenizer into the run folder, from which this start and every later one reads them."""
-    recipe = prepared.recipe
-    place, commit = prepared.model, prepared.commit
-    if recipe.model.tokenizer is not None:
-        place, commit = model_folder(recipe.model.tokenizer, weights=False)
-    tokenizer = sources.load_tokenizer(place, prepared.shape)
+    tokenizer, commit = tokenizer_of(prepared.recipe, prepared.model, prepared.commit)
+    text.check_fits(tokenizer, prepared.shape.vocab_size)
     sources.save_skeleton(
         prepared.model, prepared.shape, tokenizer, folder.model, prepared.choices.weights_dtype
     )
@@ -200,7 +201,7 @@ def _weights(prepared: Prepared, folder: RunFolder) -> Path:
     if recipe.model.init == "random" or saved:
         return prepared.model
     place, _ = model_folder(recipe.model.name, revision=prepared.commit)
-    if sources.read_shape(place) != prepared.shape:
+    if shape_of(recipe, place) != prepared.shape:
         raise CheckpointError(
             f"the model at {recipe.model.name} is not the one the run began with",
             "put it back, or start a new run",

@@ -16,7 +16,7 @@ from trimtab.plan.limits import settle
 from trimtab.plan.make import job_of
 from trimtab.recipe import Recipe
 from trimtab.run.choices import Choices, choose_all
-from trimtab.run.places import model_folder
+from trimtab.run.places import model_folder, shape_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None) -> Prepared:
     if frozen is None:
         device = detect(recipe.device)
         model, commit = model_folder(recipe.model.name, revision=recipe.model.revision, weights=False)
-        shape = read_shape(model)
+        shape = shape_of(recipe, model)
         choices = choose_all(recipe, shape, device, threads())
     else:
         device, model, commit = detect(frozen.choices.device), frozen.model, frozen.commit

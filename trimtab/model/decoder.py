@@ -80,7 +80,11 @@ class Decoder(nn.Module):
     @property
     def head_weight(self) -> torch.Tensor:
         """[V, C]: the head's own matrix, or the embeddings where they are tied."""
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        if self.lm_head is None:
+            return self.model.embed_tokens.weight
+        # A head with an adapter on it is more than its weight.
+        effective = getattr(self.lm_head, "effective_weight", None)
+        return self.lm_head.weight if effective is None else effective()
 
     def forward(
         self,

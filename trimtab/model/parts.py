@@ -32,6 +32,18 @@ class Cache(Protocol):
         """Keep the new tokens' keys and values; (k_BSKD, v_BSKD) of all so far."""
 
 
+def projected(x: torch.Tensor, *layers: nn.Module) -> list[torch.Tensor]:
+    """What each layer makes of the same x.
+
+    Layers that know how to share that work have a method `together` (adapters do); while somebody watches one of them
+    through a hook each runs by itself.
+    """
+    together = getattr(layers[0], "together", None)
+    if together is None or any(layer._forward_hooks for layer in layers):
+        return [layer(x) for layer in layers]
+    return together(x, layers)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last axis, computed in fp32 or wider and rounded once."""
 
@@ -68,9 +80,9 @@ class Attention(nn.Module):
         cache: Cache | None,
     ) -> torch.Tensor:
         B, T, _ = x_BTC.shape
-        q_BTHD = self.q_proj(x_BTC).view(B, T, -1, self.head_dim)
-        k_BTKD = self.k_proj(x_BTC).view(B, T, -1, self.head_dim)
-        v_BTKD = self.v_proj(x_BTC).view(B, T, -1, self.head_dim)
+        q_BTHD, k_BTKD, v_BTKD = (
+            y.view(B, T, -1, self.head_dim) for y in projected(x_BTC, self.q_proj, self.k_proj, self.v_proj)
+        )
         q_BTHD, k_BSKD = self._placed(q_BTHD, k_BTKD, cos_BTF, sin_BTF)
         v_BSKD = v_BTKD
         if cache is not None:
@@ -110,9 +122,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(width, C, bias=shape.mlp_bias)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(
-            gated_activation(self.gate_proj(x_BTC), self.up_proj(x_BTC), impl=self.pointwise)
-        )
+        gate_BTI, up_BTI = projected(x_BTC, self.gate_proj, self.up_proj)
+        return self.down_proj(gated_activation(gate_BTI, up_BTI, impl=self.pointwise))
 
 
 class Block(nn.Module):

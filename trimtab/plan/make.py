@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import ModelShape
 from trimtab.plan import data as plan_data
@@ -44,6 +45,7 @@ class Plan:
                 "name": self.recipe.model.name,
                 "family": self.shape.family,
                 "parameters": self.shape.num_parameters,
+                "trained": self.job.trained.count,
             },
             "memory": {
                 "before": self.memory.before.to_dict(),
@@ -114,9 +116,9 @@ def make_plan(
         mlp_tiles=job.mlp_tiles,
         num_devices=num_devices,
     )
-    num_tensors = sum(1 for _ in shape.parameters())
+    num_tensors = len(job.trained.parameters)
     disk = plan_disk.estimate(
-        memory.peak.weights,
+        job.trained.trained_bytes,
         memory.peak.optimizer,
         3 * num_tensors,  # a weight and two moments; 8-bit scales are small
         recipe.save_total_limit,
@@ -165,6 +167,8 @@ def job_of(
         policies=tuple(choices.get("memory", {}).get("recompute", ())),
         mlp_tiles=choices.get("memory", {}).get("mlp_tiles", 1),
         pointwise=choices.get("pointwise", {}).get("impl", "reference"),
+        lora=None if choices.get("lora") is None else LoraSettings.from_dict(choices["lora"]),
+        quantization=choices.get("quantization"),
     )
 
 

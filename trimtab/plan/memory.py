@@ -12,16 +12,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from trimtab.adapt import spec_recompute
+from trimtab.adapt.spec import LoraSettings
+from trimtab.adapt.targets import EMBEDDING
 from trimtab.data import spec as data_spec
 from trimtab.facts.dtypes import BYTES, nbytes
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import spec as attention_spec
 from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.model import spec as model_spec
-from trimtab.optim import spec as optim_spec
+from trimtab.plan.trained import Trained, trained
 
 OUTSIDE = {"cuda": 720_000_000, "cpu": 400_000_000}
 """Bytes of a process besides its tensors. On a GPU the CUDA context and loaded kernels: 0.72 GB measured on
@@ -85,6 +88,15 @@ class Job:
     """Bytes that the loss "triton" may hold beyond inputs and gradients."""
     in_backward: bool = False
     """Whether backward itself updates each weight and frees its gradient."""
+    lora: LoraSettings | None = None
+    """The adapters' settings, where adapters are trained and all else is frozen."""
+    quantization: dict[str, Any] | None = None
+    """How frozen weights are packed: kind, block, double, impl."""
+
+    @cached_property
+    def trained(self) -> Trained:
+        """Which weights are trained, and the bytes that follow from it."""
+        return trained(self.shape, self.weights_dtype, self.gradient_dtype, self.lora, self.quantization)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -135,20 +147,18 @@ def predict(job: Job) -> Memory:
 
 
 def weight_bytes(job: Job) -> int:
-    """Bytes of all parameters."""
-    return model_spec.parameter_bytes(job.shape, job.weights_dtype)
+    """Bytes of all weights, trained and frozen."""
+    return job.trained.weight_bytes
 
 
 def gradient_bytes(job: Job) -> int:
     """Bytes of all gradients that a backward pass leaves."""
-    return 0 if job.in_backward else nbytes(job.gradient_dtype, job.shape.num_parameters)
+    return 0 if job.in_backward else job.trained.gradient_bytes
 
 
 def state_bytes(job: Job) -> int:
     """Bytes of all optimizer states."""
-    return sum(
-        optim_spec.state_bytes(job.optimizer, dims, job.weights_dtype) for _, dims in job.shape.parameters()
-    )
+    return job.trained.state_bytes(job.optimizer)
 
 
 def layer_bytes(job: Job, policy: str) -> spec_recompute.LayerBytes:
@@ -212,8 +222,8 @@ class Layers:
 def layers_of(job: Job, gradients: int) -> Layers:
     """The layers of a job whose backward pass leaves so many bytes of gradients."""
     shape = job.shape
-    head = nbytes(job.gradient_dtype, shape.vocab_size * shape.hidden_size)
-    matrices = 0 if job.in_backward else gradients - head * (1 if shape.tie_embeddings else 2)
+    head, embedding = job.trained.head, job.trained.named(EMBEDDING)
+    matrices = 0 if job.in_backward else gradients - (0 if shape.tie_embeddings else head) - embedding
     update = _update_scratch(job) if job.in_backward else 0
     return Layers(
         of={policy: layer_bytes(job, policy) for policy in spec_recompute.POLICIES},
@@ -267,13 +277,14 @@ def moments_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[s
     options: dict[str, Any] = {
         "memory_bytes": job.loss_memory,
         "gradient_dtype": job.dtype if autocast else job.gradient_dtype,
+        "weight_grad": job.trained.head > 0,
     }
     loss = loss_spec.saved_bytes(job.loss_impl, *dims, job.dtype, **options)
     chunk = loss_spec.scratch_bytes(job.loss_impl, *dims, job.dtype, **options)
     if autocast:  # it copies hidden states and head for the loss
         chunk += (N + shape.vocab_size) * shape.hidden_size * BYTES[job.dtype]
     ready = loss_spec.with_loss(job.loss_impl, *dims, job.dtype, **options)
-    head = nbytes(job.gradient_dtype, shape.vocab_size * shape.hidden_size)
+    head, embedding = job.trained.head, job.trained.named(EMBEDDING)
     stream = layers.stream
 
     whole = earlier + kept + saved.final + loss
@@ -288,7 +299,7 @@ def moments_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[s
     held = head if shape.tie_embeddings else (0 if earlier or job.in_backward else head)
     yield "backward through the layers", earlier + kept + held + stream
     # The embedding's gradient is dense, made in the weights' format, and added to what is there.
-    dense = _made_gradient(job, shape.vocab_size * shape.hidden_size)
+    dense = _made_gradient(job, shape.vocab_size * shape.hidden_size) if embedding else 0
     update = _update_scratch(job) if job.in_backward else 0
     matrices = layers.gradients * shape.num_layers
     yield (
@@ -321,7 +332,7 @@ def _beyond(job: Job, policy: str, update: int) -> int:
     H, K, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
     back = layer_bytes(job, policy).working
     tiled = job.mlp_tiles > 1
-    rows = -(-N // job.mlp_tiles)
+    rows = spec_recompute.tile_rows(N, job.mlp_tiles) if tiled else N
     between = N * C * BYTES[_stream(job)]
     feed_forward = rows * I * width + max(rows * I * width, _made_gradient(job, C * I))
     kernel = 0
@@ -367,9 +378,4 @@ def _tiles_scratch(job: Job, rows: int) -> int:
 
 
 def _update_scratch(job: Job) -> int:
-    return max(
-        optim_spec.scratch_bytes(
-            job.optimizer, dims, job.weights_dtype, device=job.device, impl=job.optimizer_impl
-        )
-        for _, dims in job.shape.parameters()
-    )
+    return job.trained.update_scratch(job.optimizer, device=job.device, impl=job.optimizer_impl)

@@ -22,6 +22,8 @@ Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_bf16", "adamw_8bi
 OptimizerCode = Literal["auto", "reference", "triton", "triton_exact"]
 Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup", "warmup_stable_decay"]
 Documents = Literal["file", "blank-lines", "lines"]
+RowFormat = Literal["auto", "text", "messages", "sharegpt", "prompt-completion", "alpaca"]
+TrainOn = Literal["completions", "last", "all"]
 MathField = Literal["math", "arithmetic", "algebra", "calculus"]
 Tracker = Literal["tensorboard", "wandb"]
 Policy = Literal["none", "pointwise", "selective", "block", "offload"]
@@ -72,9 +74,16 @@ class Model(Shorthand):
     """Branch, tag or commit on the hub. The commit that it names at first use is kept with the run."""
     tokenizer: Annotated[str | None, Field(examples=["./my-tokenizer"])] = None
     """Folder, hub id or GGUF file of another tokenizer. By default the model's own."""
+    chat_template: Annotated[str | None, Field(min_length=1, examples=["./chat.jinja"])] = None
+    """Jinja file with a chat template, or the template itself, instead of the tokenizer's own. It is kept with the run
+    and goes into its exports. Needed to train on conversations where the tokenizer has none."""
     attn_implementation: Annotated[Attention, Field(examples=["auto"])] = "auto"
     """The attention that runs. `auto` chooses once, says which and why, and keeps the choice with the run; a
     named one that cannot serve the job is an error and is never replaced."""
+    added_tokens: Annotated[list[str], Field(examples=[["<|tool|>", "<|answer|>"]])] = []
+    """Tokens that the tokenizer gets besides its own. The embedding grows where it has no rows to spare; new rows
+    start as the mean of the others. With `lora` they are trained by naming `embed_tokens`, and `lm_head` where the
+    model has one of its own, in `lora.modules_to_save`."""
     init: Annotated[Literal["pretrained", "random"], Field(examples=["pretrained"])] = "pretrained"
     """`random` takes only the shape and the tokenizer from the model, and starts from fresh weights."""
 
@@ -84,8 +93,8 @@ class Source(Shorthand):
 
     source: Annotated[str, Field(min_length=1, examples=["./notes", "data/*.jsonl", "org/dataset"])]
     """A file (text, Markdown, JSON lines, Parquet, CSV), a folder, a glob, a hub dataset id, or what ships
-    with trimtab: `starter:math`, `starter:math-heldout`, `starter:general`, `starter:replay`. A relative path
-    counts from the folder in which trimtab is called, not from the recipe's."""
+    with trimtab: `starter:math`, `starter:math-heldout`, `starter:chat` (conversations), `starter:general`,
+    `starter:replay`. A relative path counts from the folder in which trimtab is called, not from the recipe's."""
     split: Annotated[str, Field(min_length=1, examples=["train"])] = "train"
     """Split of a hub dataset."""
     config: Annotated[str | None, Field(examples=["wikitext-2-raw-v1"])] = None
@@ -95,6 +104,16 @@ class Source(Shorthand):
     text_column: Annotated[str | None, Field(examples=["text"])] = None
     """Column or JSON key that holds the text. By default it is found; where that is not possible, the error
     lists the columns."""
+    format: Annotated[RowFormat, Field(examples=["messages"])] = "auto"
+    """What a row of a table is: a `text`; a conversation under `messages` or, as ShareGPT has it, under
+    `conversations` (`sharegpt`); `prompt-completion`, two strings or two lists of messages; or `alpaca`, with
+    `instruction`, `input` and `output`. `auto` tells it by the columns of the first row, and says which it took."""
+    columns: Annotated[dict[str, str], Field(examples=[{"instruction": "question", "output": "answer"}])] = {}
+    """Where the parts of a row stand if not under their own names: part to column. The parts are `messages`,
+    `conversations`, `prompt`, `completion`, `instruction`, `input`, `output`, `system` and `tools`."""
+    train_on: Annotated[TrainOn, Field(examples=["completions"])] = "completions"
+    """Of conversations and other examples, what is trained on: `completions` is every answer with the token that ends
+    it, `last` the last answer only, `all` every token. Texts are always trained on whole."""
     first: Annotated[Count | None, Field(examples=[10_000])] = None
     """Take only so many documents, from the beginning. By default all."""
     documents: Annotated[Documents, Field(examples=["lines"])] = "file"
@@ -157,6 +176,10 @@ class Data(Section):
     streaming: Annotated[bool, Field(examples=[False])] = False
     """Read and tokenize while training instead of preparing a token cache first. The number of steps is then
     unknown beforehand, so `max_steps` is needed."""
+    chat_template_kwargs: Annotated[
+        dict[str, str | int | float | bool], Field(examples=[{"enable_thinking": False}])
+    ] = {}
+    """What the chat template is told besides the messages; which names it knows, its model's card says."""
     cache_dir: Annotated[str | None, Field(min_length=1, examples=["~/.cache/trimtab/tokens"])] = None
     """Folder of the token cache. By default the user's cache folder."""
     num_proc: Annotated[Count | None, Field(examples=[8])] = None

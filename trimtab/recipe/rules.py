@@ -136,6 +136,13 @@ def _lora(recipe: Recipe) -> Iterator[str]:
             f"lora.adapter: {lora.adapter} brings its own {given[0]}; leave {keys} out, or train a fresh adapter "
             "without lora.adapter"
         )
+    if recipe.model.added_tokens and not any(
+        name.rpartition(".")[2] == "embed_tokens" for name in lora.modules_to_save
+    ):
+        yield (
+            "model.added_tokens gives the embedding rows that adapters do not train; name embed_tokens in "
+            "lora.modules_to_save (and lm_head, where the model has one of its own)"
+        )
     if any(alpha <= 0 for alpha in lora.alpha_pattern.values()):
         yield "lora.alpha_pattern holds a strength that is not above 0; give positive ones"
 

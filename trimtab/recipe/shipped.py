@@ -12,7 +12,7 @@ def shipped() -> dict[str, Path]:
 
     Example:
         >>> sorted(shipped())
-        ['own-text', 'qwen3-0.6b-math', 'smollm2-135m-math']
+        ['own-text', 'qwen3-0.6b-math', 'smollm2-135m-math', 'starter-chat']
     """
     inside = PACKAGE / "recipes"
     folder = inside if inside.is_dir() else PACKAGE.parent / "recipes"

@@ -11,6 +11,7 @@ from rich.live import Live
 from trimtab.facts.units import format_bytes, format_seconds
 from trimtab.report.buckets import total
 from trimtab.report.console import new_console
+from trimtab.report.example import example_view
 from trimtab.report.plain import as_text
 from trimtab.report.plan_panel import plan_panel
 from trimtab.report.progress import Training, Working
@@ -100,6 +101,8 @@ class LiveView:
             self._at_step(record, text)
         elif kind == "event":
             self._line(str(record["message"]), "yellow")
+        elif kind == "example":
+            self.console.print(example_view(record, self.console), soft_wrap=not self._moving)
 
     def close(self) -> None:
         """Ends the moving part, leaving the last state of training on the screen."""

@@ -50,7 +50,7 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     if model:
         size = format_count(model["parameters"])
-        rows.append(("model", f"{model['name']} ({model['family']}, {size} parameters, all trained)"))
+        rows.append(("model", f"{model['name']} ({model['family']}, {size} parameters, {_trained(model)})"))
     data = section(plan, "data")
     if data.get("windows"):
         amount = (
@@ -73,6 +73,14 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     if compiled:
         rows.append(("compile", f"{'on' if compiled['on'] else 'off'}: {compiled['reason']}"))
     return rows + _needs(plan)
+
+
+def _trained(model: dict[str, Any]) -> str:
+    """What of a model is trained; plans of older versions say nothing, and train all of it."""
+    count = model.get("trained", model["parameters"])
+    if count == model["parameters"]:
+        return "all trained"
+    return f"frozen; {format_count(count)} are trained on top, {count / model['parameters']:.2%} as many"
 
 
 def _optimizer(choice: dict[str, Any]) -> str:

@@ -12,15 +12,17 @@ import torch
 
 from trimtab import optim
 from trimtab.adapt import Regions, add_adapters, compile_regions, init_adapters, recompute, trained_parameters
+from trimtab.adapt.lora import set_masks
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.peft_files import fill_adapter
 from trimtab.adapt.targets import EMBEDDING, HEAD
+from trimtab.adapt.tokens import fill_grown
 from trimtab.checkpoint import Found, Store
 from trimtab.data import Batch
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout
-from trimtab.model import Decoder, build, check_weights, init_weights, load_weights
+from trimtab.model import Decoder, build, check_weights, init_weights, load_weights, read_shape
 from trimtab.parallel import Mesh
 from trimtab.recipe import Recipe
 from trimtab.run.adapters import settings_of
@@ -122,6 +124,7 @@ def assemble(
         loss_scale=FIRST_LOSS_SCALE if choices.dtype == "fp16" else None,
         observers=observers,
         compiled=Regions(decoder) if decoder.regions is not None else None,
+        before_microbatch=_masks(recipe, decoder, device, mesh),
     )
     run = Run(job, TrainState(), None, folder)
     if resume:
@@ -137,8 +140,10 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
     """
     settings = settings_of(choices)
     read_weights = fresh or settings is not None
+    stored = shape
     if read_weights and recipe.model.init != "random":
-        check_weights(shape, weights)
+        stored = read_shape(weights)  # of fewer tokens, where some were added
+        check_weights(stored, weights)
     decoder = build(
         shape,
         dtype=choices.weights_dtype,
@@ -163,7 +168,7 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
     if read_weights and recipe.model.init == "random":
         init_weights(decoder, recipe.seed)
     elif read_weights:
-        load_weights(decoder, weights)
+        fill_grown(decoder, stored, lambda: load_weights(decoder, weights))
     if settings is not None and fresh:
         _fill_adapters(recipe, decoder)
     set_gradient_format(decoder, choices)
@@ -177,6 +182,16 @@ def _fill_adapters(recipe: Recipe, decoder: Decoder) -> None:
         init_adapters(decoder, recipe.seed)
         return
     fill_adapter(decoder, read_adapter_folder(recipe.lora.adapter), switchable=False)
+
+
+def _masks(
+    recipe: Recipe, decoder: Decoder, device: torch.device, mesh: Mesh
+) -> Callable[[int, int], None] | None:
+    """Writes the keys of the adapters' dropout masks before each microbatch; None where nothing is dropped."""
+    masks = set_masks(decoder, device)
+    if masks is None:
+        return None
+    return lambda step, microbatch: masks.set(recipe.seed, step, microbatch, mesh.rank)
 
 
 def _in_backward(recipe: Recipe, choices: Choices, optimizer: Any, mesh: Mesh) -> Any:

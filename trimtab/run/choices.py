@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.adapt import spec_quantized
-from trimtab.adapt.peft_config import check_adapter, read_adapter_folder
+from trimtab.adapt.peft_config import fitted, read_adapter_folder
 from trimtab.adapt.spec import LoraSettings, resolve
 from trimtab.adapt.targets import select_modules
 from trimtab.facts.compilers import compile_obstacle
@@ -137,9 +137,7 @@ def _lora(recipe: Recipe, shape: ModelShape) -> LoraSettings | None:
     if lora is None:
         return None
     if lora.adapter is not None:
-        found = read_adapter_folder(lora.adapter)
-        check_adapter(shape, found)
-        return found.settings
+        return fitted(shape, read_adapter_folder(lora.adapter)).settings
     settings = LoraSettings.from_dict(lora.model_dump(exclude={"adapter"}))
     resolve(shape, settings)
     select_modules(shape, settings.modules_to_save)

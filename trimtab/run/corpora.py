@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from trimtab import data, hub, starter
 from trimtab.data import Batch, Progress, SourceSpec
-from trimtab.data.corpus import default_cache_dir
+from trimtab.data.corpus import LEFT_OUT, default_cache_dir
 from trimtab.data.sources import classify
 from trimtab.facts.errors import DataError
 from trimtab.hub.resolved import looks_local
@@ -21,6 +21,8 @@ from trimtab.recipe.keys import Data, Source
 from trimtab.text import Tokenizer
 
 STARTER_PREFIX = "starter:"
+CHAT = "chat"
+"""The source of conversations: questions of mathematics and worked answers."""
 GENERATED_DOCUMENTS = {"train": 20_000, "heldout": 400}
 """How many documents a generated source has, unless `first` says otherwise."""
 STARTER_SEED = 1
@@ -66,14 +68,30 @@ class Corpora:
         """What the planner wants to know."""
         if self.recipe.data.streaming:
             return DataFacts(None, None, None)
-        loader = self.loader(Mesh.single())
+        loader = self._alone
         return DataFacts(loader.num_windows, loader.num_tokens, loader.fill)
+
+    @cached_property
+    def _alone(self) -> Any:
+        """The loader of a process that is alone, to be asked and not to be drawn from."""
+        return self.loader(Mesh.single())
 
     def total_steps(self, mesh: Mesh) -> int:
         """Updates of the whole run."""
         steps = total_steps(self.recipe, self.facts, mesh.size)
         assert steps is not None, "a streamed recipe without max_steps does not validate"
         return steps
+
+    def notes(self) -> list[str]:
+        """What was cut or left out because of the windows' length."""
+        return [] if self.recipe.data.streaming else list(self._alone.notes())
+
+    def example(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
+        """The first example that is trained on, as a record for a view; None where only texts are."""
+        for corpus, _ in self.train:
+            if corpus.form is not None:
+                return data.highlighted(corpus, tokenizer, max_seq_length=self.recipe.max_seq_length)
+        return None
 
     def eval_batches(self) -> dict[str, Sequence[Batch]]:
         """Batches of each evaluated set; the domain first."""
@@ -159,6 +177,28 @@ def _without(corpus: Any, evaluation: dict[str, list[Any]]) -> Any:
     return corpus
 
 
+def _notes(corpus: Any) -> Iterator[str]:
+    """What a person should know of a corpus that was just opened."""
+    summary = corpus.summary
+    for why, words in LEFT_OUT.items():
+        count = getattr(summary, why)
+        if count:
+            one = count == 1
+            yield f"{count} {'document is' if one else 'documents are'} {words} and {'was' if one else 'were'} left out"
+    form = corpus.form
+    if form is None:
+        return
+    if summary.unanswered:
+        yield (
+            f"the last messages of {summary.unanswered} conversations, which no answer follows, were left out"
+        )
+    if summary.tokens:
+        yield (
+            f"{summary.documents:,} examples ({form.name}), {summary.trained / summary.tokens:.0%} of "
+            f"{summary.tokens:,} tokens trained on"
+        )
+
+
 class _Opening:
     """One pass over a recipe's sources; remembers the commits it met."""
 
@@ -173,6 +213,7 @@ class _Opening:
         self.tokenizer, self.watcher = tokenizer, watcher
         self.streaming = section is not None and section.streaming
         self.num_proc = section.num_proc if section else None
+        self.variables = section.chat_template_kwargs if section else {}
         self.kept_commits = kept["commits"] if kept else {}
         self.commits: dict[str, str | None] = {}
         folder = section.cache_dir if section else cache_dir
@@ -195,10 +236,8 @@ class _Opening:
             progress=self._progress,
             streaming=streaming,
         )
-        summary = corpus.summary
-        for count, what in ((summary.empty, "empty"), (summary.short, "shorter than two tokens")):
-            if count:
-                self.watcher.message(f"{source.source}: {count} documents are {what} and were left out")
+        for note in _notes(corpus):
+            self.watcher.message(f"{source.source}: {note}")
         return corpus
 
     def _progress(self, progress: Progress) -> None:
@@ -232,22 +271,29 @@ class _Opening:
             documents=source.documents,
             first=source.first,
             weight=source.weight,
+            format=source.format,
+            columns=source.columns,
+            train_on=source.train_on,
+            variables=self.variables,
         )
 
     def _starter_file(self, name: str, first: int | None) -> Path:
         if name in ("general", "replay"):
             return starter.data_file(name)
         field = name.removesuffix("-heldout")
-        if field not in starter.FIELDS:
-            fields = [name + ending for name in starter.FIELDS for ending in ("", "-heldout")]
+        if field != CHAT and field not in starter.FIELDS:
+            fields = [name + ending for name in (*starter.FIELDS, CHAT) for ending in ("", "-heldout")]
             known = ", ".join(STARTER_PREFIX + n for n in ("general", "replay", *fields))
             raise DataError(f"{STARTER_PREFIX}{name} does not exist", f"use one of {known}")
         split = "train" if field == name else "heldout"
         count = first or GENERATED_DOCUMENTS[split]
+        kept = f"{name}-{STARTER_SEED}-{count}"
+        if field == CHAT:
+            chats = starter.math_chats(STARTER_SEED, count, split)
+            rows = ({"messages": messages} for messages in chats)
+            return data.keep_rows(kept, rows, self.cache_dir / "generated").files[0]
         documents = starter.math_documents(STARTER_SEED, count, split, topics=starter.FIELDS[field])
-        return data.keep_texts(
-            f"{name}-{STARTER_SEED}-{count}", documents, self.cache_dir / "generated"
-        ).files[0]
+        return data.keep_texts(kept, documents, self.cache_dir / "generated").files[0]
 
 
 def _is_hub_id(name: str) -> bool:

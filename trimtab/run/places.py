@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 from pathlib import Path
 from typing import Any
 
-from trimtab import hub
+from trimtab import hub, text
+from trimtab.facts.shapes import ModelShape
 from trimtab.hub.resolved import looks_local
+from trimtab.model.source import read_shape
 from trimtab.recipe import Recipe, build, to_dict
 from trimtab.starter import base_folder
+from trimtab.text import Tokenizer
+from trimtab.text.added import with_tokens
 
 STARTER = "starter"
 """The name of the model that ships with trimtab."""
@@ -26,6 +31,26 @@ def model_folder(name: str, *, revision: str | None = None, weights: bool = True
     return resolved.path, resolved.commit
 
 
+def tokenizer_of(recipe: Recipe, model: Path, commit: str | None) -> tuple[Tokenizer, str | None]:
+    """(tokenizer, commit of the place it comes from) that a recipe asks for, its added tokens included."""
+    place = model
+    if recipe.model.tokenizer is not None:
+        place, commit = model_folder(recipe.model.tokenizer, weights=False)
+    tokenizer = text.load(place)
+    if recipe.model.added_tokens:
+        tokenizer = with_tokens(tokenizer, recipe.model.added_tokens)
+    return tokenizer, commit
+
+
+def shape_of(recipe: Recipe, model: Path) -> ModelShape:
+    """A model's shape, grown by the tokens that a recipe adds."""
+    shape = read_shape(model)
+    if recipe.model.added_tokens:
+        num_tokens = tokenizer_of(recipe, model, None)[0].vocab_size
+        shape = dataclasses.replace(shape, vocab_size=max(shape.vocab_size, num_tokens))
+    return shape
+
+
 def absolute(recipe: Recipe) -> Recipe:
     """The recipe with every local path written from the root, so that a run can be continued from anywhere.
 
@@ -33,7 +58,7 @@ def absolute(recipe: Recipe) -> Recipe:
     """
     plain = to_dict(recipe)
     model, section = plain["model"], plain["data"]
-    for key in ("name", "tokenizer"):
+    for key in ("name", "tokenizer", "chat_template"):
         model[key] = _absolute(model.get(key))
     section["cache_dir"] = _absolute(section.get("cache_dir"), whatever=True)
     for source in _sources(section):
@@ -61,6 +86,10 @@ def _sources(section: dict[str, Any]) -> list[dict[str, Any]]:
 def _absolute(name: Any, *, whatever: bool = False) -> Any:
     if name is None:
         return None
+    if (
+        len(name) > 1000
+    ):  # a template itself, not its file: no path is that long, and some systems refuse to look
+        return name
     path = Path(name).expanduser()
     local = whatever or path.exists() or (glob.has_magic(name) and bool(glob.glob(str(path), recursive=True)))
     return str(Path.cwd() / path) if local else name

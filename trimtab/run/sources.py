@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from trimtab import text
 from trimtab.adapt import active_adapters, add_adapters, load_adapter, trained_parameters
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.spec import DEFAULT, LoraSettings, trained
+from trimtab.adapt.tokens import fill_grown
 from trimtab.checkpoint import Found, Store, read_manifest
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import CheckpointError, RecipeError
@@ -58,11 +60,16 @@ class OpenedModel:
     """Numbers of modules trained as a whole (`modules_to_save`) that differ from the base's."""
 
 
-def load_tokenizer(folder: Path, shape: ModelShape) -> Tokenizer:
-    """The tokenizer of a folder or GGUF file, checked against the size of the embeddings."""
+def load_tokenizer(folder: Path, shape: ModelShape, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer of a folder or GGUF file, checked against the size of the embeddings.
+
+    `chat_template` is a Jinja file, or a template itself, to be used instead of its own.
+    """
     tokenizer = text.load(folder)
     text.check_fits(tokenizer, shape.vocab_size)
-    return tokenizer
+    if chat_template is None:
+        return tokenizer
+    return dataclasses.replace(tokenizer, chat_template=text.read_template(chat_template))
 
 
 def open_model(
@@ -177,8 +184,9 @@ def _load_base(decoder: Decoder, base: dict[str, Any], place: Path | None) -> No
     if place is None:
         init_weights(decoder, base["seed"])
         return
-    check_weights(decoder.shape, place)
-    load_weights(decoder, place)
+    stored = read_shape(place)
+    check_weights(stored, place)
+    fill_grown(decoder, stored, lambda: load_weights(decoder, place))
 
 
 def put_adapter(

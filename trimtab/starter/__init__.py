@@ -4,6 +4,7 @@
     data_file("general")              held-out general text; data_file("replay") text it was trained on
     recipe_file("demo")               the recipes that ship beside it
     math_documents(seed, count)       the mathematics corpus; math_problems(seed, count) held-out problems
+    math_chats(seed, count)           the same problems as conversations
     general_documents(seed, count)    stories, facts, conversations
     probe_items()                     pairs of sentences of which a model should prefer the first
 
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trimtab.starter.files import base_folder, data_file, general_text, recipe_file
-    from trimtab.starter.math import FIELDS, Problem, check, math_documents, math_problems
+    from trimtab.starter.math import FIELDS, Problem, check, math_chats, math_documents, math_problems
     from trimtab.starter.probe import ProbeItem, probe_items
     from trimtab.starter.stories import general_documents
 
@@ -30,6 +31,7 @@ _PLACES = {
     "data_file": "files",
     "general_documents": "stories",
     "general_text": "files",
+    "math_chats": "math",
     "math_documents": "math",
     "math_problems": "math",
     "probe_items": "probe",
@@ -45,6 +47,7 @@ __all__ = [
     "data_file",
     "general_documents",
     "general_text",
+    "math_chats",
     "math_documents",
     "math_problems",
     "probe_items",

@@ -30,6 +30,7 @@ __all__ = [
     "Problem",
     "Worked",
     "check",
+    "math_chats",
     "math_documents",
     "math_problems",
     "worked",
@@ -87,6 +88,29 @@ def math_documents(
             worked(rng.choice(names) if mixed else topic, rng, split) for _ in range(rng.randint(1, 6))
         ]
         yield "\n\n".join(p.text for p in problems)
+
+
+def math_chats(
+    seed: int, count: int, split: str = "train", *, topics: Sequence[str] = tuple(TOPICS)
+) -> Iterator[list[dict[str, str]]]:
+    """`count` conversations of one to three problems: each a question and its worked answer.
+
+    Example:
+        >>> [message["role"] for message in next(math_chats(3, 1))][:2]
+        ['user', 'assistant']
+    """
+    names = list(topics)
+    for index in range(count):
+        rng = random.Random(derive(seed, "mathematics-chat", split, index))
+        messages: list[dict[str, str]] = []
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            found = worked(rng.choice(names), rng, split)
+            answer = f"{found.solution}\nAnswer: {found.answer}"
+            messages += [
+                {"role": "user", "content": found.question},
+                {"role": "assistant", "content": answer},
+            ]
+        yield messages
 
 
 def math_problems(seed: int, count: int, topics: Sequence[str] = tuple(TOPICS)) -> list[Problem]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trimtab.text.chat import Limits, render_chats
     from trimtab.text.source import load
     from trimtab.text.streaming import Detokenizer
+    from trimtab.text.template import read_template
     from trimtab.text.tokenizer import Tokenizer, check_fits
 
 _NAMES = {
@@ -23,10 +24,11 @@ _NAMES = {
     "Tokenizer": "trimtab.text.tokenizer",
     "check_fits": "trimtab.text.tokenizer",
     "load": "trimtab.text.source",
+    "read_template": "trimtab.text.template",
     "render_chats": "trimtab.text.chat",
 }
 
-__all__ = ["Detokenizer", "Limits", "Tokenizer", "check_fits", "load", "render_chats"]
+__all__ = ["Detokenizer", "Limits", "Tokenizer", "check_fits", "load", "read_template", "render_chats"]
 
 
 def __getattr__(name: str) -> Any:

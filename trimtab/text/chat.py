@@ -7,18 +7,20 @@ address space and output; the parent also watches the clock. One child renders a
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 from trimtab.facts.errors import ModelError
+from trimtab.text import chat_worker
 
-_WORKER = Path(__file__).with_name("chat_worker.py")
+TrainOn = Literal["completions", "last", "all"]
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,178 @@ class Limits:
     """What rendering may take. Real templates need milliseconds and a few MB."""
 
     seconds: float = 10.0
+    """Processor time of one request."""
     memory_bytes: int = 1 << 30
     """Address space of the child (Linux; other systems have the limits on output and on single values)."""
     output_chars: int = 16 << 20
     """Characters in one rendered conversation, and in any single string a template builds."""
+    patience: float = 5.0
+    """Seconds on the clock beyond `seconds`, for a machine that is busy."""
 
 
 DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What is given to a template: messages, the tools they may use, and answers that are not trained on."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Any] | None = None
+    skipped: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, and the (start, end) in characters of what is trained on."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class TemplateFailed(ModelError):
+    """A template that does not take a conversation; `index` says which of those it was given."""
+
+    def __init__(self, cause: str, remedy: str | None, index: int | None) -> None:
+        super().__init__(cause, remedy)
+        self.index = index
+
+
+class ChatProcess:
+    """One template in one sandboxed process, which lives until `close`; for one thread at a time.
+
+    Args:
+        template: the Jinja program.
+        specials: contents of the tokenizer's special tokens; one of them closes an answer.
+        now: an ISO date that `strftime_now` always gives, so that texts are the same on every day.
+        limits: what each request may take.
+
+    Example:
+        >>> with ChatProcess("{% for m in messages %}[{{ m.role }}] {{ m.content }}\\n{% endfor %}") as process:
+        ...     process.render([[{"role": "user", "content": "Hi"}]], {})
+        ['[user] Hi\\n']
+    """
+
+    def __init__(
+        self,
+        template: str,
+        *,
+        specials: Sequence[str] = (),
+        now: str | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        self.limits = limits
+        self._setup: dict[str, Any] | None = {
+            "path": sys.path,
+            "template": template,
+            "specials": list(specials),
+            "now": now,
+            "limits": asdict(limits),
+        }
+        self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
+        # -P: the worker's own folder does not become a place to import from.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(chat_worker.__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            start_new_session=True,  # Ctrl-C is for the parent, which then closes the pipe
+        )
+
+    def render(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, Any]
+    ) -> list[str]:
+        """Each conversation as text."""
+        plain = [[dict(message) for message in messages] for messages in conversations]
+        texts: list[str] = self._ask({"conversations": plain, "variables": dict(variables)})["texts"]
+        return texts
+
+    def examples(
+        self, conversations: Sequence[Conversation], variables: Mapping[str, Any], train_on: TrainOn
+    ) -> list[Rendered]:
+        """Each conversation as text with what is trained on; `TemplateFailed` names the first that fails."""
+        plain = [
+            {
+                "messages": [dict(message) for message in one.messages],
+                "tools": list(one.tools) if one.tools else None,
+                "skipped": list(one.skipped),
+            }
+            for one in conversations
+        ]
+        request = {"examples": plain, "variables": dict(variables), "train_on": train_on}
+        return [
+            Rendered(one["text"], [(start, end) for start, end in one["spans"]])
+            for one in self._ask(request)["examples"]
+        ]
+
+    def kill(self) -> None:
+        """Ends the process, from any thread; whoever waits for an answer gets an error."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Ends the process and closes the pipes to it; idempotent."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._complaints):
+            assert stream is not None
+            try:
+                stream.close()
+            except BrokenPipeError:  # bytes for a process that is gone
+                continue
+
+    def __enter__(self) -> ChatProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            payload = chat_worker.frame(request)
+        except (TypeError, ValueError) as error:
+            raise ModelError(
+                f"a conversation holds what is no plain data ({error})", "use text, numbers, lists"
+            ) from None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            self._process.kill()
+
+        timer = threading.Timer(self.limits.seconds + self.limits.patience, stop)
+        timer.start()
+        try:
+            if self._setup is not None:
+                self._process.stdin.write(chat_worker.frame(self._setup))
+                self._setup = None
+            self._process.stdin.write(payload)
+            self._process.stdin.flush()
+            answer: dict[str, Any] | None = chat_worker.read_frame(self._process.stdout)
+        except (BrokenPipeError, ValueError):
+            answer = None
+        finally:
+            timer.cancel()
+        if answer is None:
+            raise self._died(late.is_set())
+        if "error" in answer:
+            raise TemplateFailed(
+                f"the chat template failed: {answer['error']}", answer.get("remedy"), answer.get("index")
+            )
+        return answer
+
+    def _died(self, late: bool) -> ModelError:
+        code, seconds = self._process.wait(), f"{self.limits.seconds:g} seconds"
+        if late:
+            return _over(f"took more than {seconds}")
+        if code in (-getattr(signal, "SIGXCPU", 0), -getattr(signal, "SIGKILL", 0)):
+            return _over(f"took more than {seconds} of processor time")
+        # Out of memory where even the message for it found no room.
+        self._complaints.seek(0)
+        said = self._complaints.read().decode("utf-8", "replace").strip().splitlines()
+        last = said[-1] if said else f"its process ended with status {code}"
+        return _over(f"was stopped ({last[:200]})")
 
 
 def render_chats(
@@ -49,48 +216,8 @@ def render_chats(
         ...              [[{"role": "user", "content": "Hi"}]], {})
         ['[user] Hi\\n']
     """
-    request = {
-        "path": sys.path,
-        "template": template,
-        "conversations": [[dict(message) for message in messages] for messages in conversations],
-        "variables": dict(variables),
-        "limits": asdict(limits),
-    }
-    try:
-        payload = json.dumps(request, ensure_ascii=True)
-    except (TypeError, ValueError) as error:
-        raise ModelError(
-            f"a conversation holds what is no plain data ({error})", "use text, numbers, lists"
-        ) from None
-    answer = _call_worker(payload, limits)
-    if "error" in answer:
-        raise ModelError(f"the chat template failed: {answer['error']}", answer.get("remedy"))
-    rendered: list[str] = answer["texts"]
-    return rendered
-
-
-def _call_worker(payload: str, limits: Limits) -> dict[str, Any]:
-    # -P: the worker's own folder does not become a place to import from.
-    command = [sys.executable, "-P", str(_WORKER)]
-    try:
-        done = subprocess.run(
-            command,
-            input=payload,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            timeout=limits.seconds + 5,
-        )
-    except subprocess.TimeoutExpired:
-        raise _over(f"took more than {limits.seconds:g} seconds") from None
-    if done.returncode:
-        if done.returncode in (-getattr(signal, "SIGXCPU", 0), -getattr(signal, "SIGKILL", 0)):
-            raise _over(f"took more than {limits.seconds:g} seconds of processor time")
-        # Out of memory where even the message for it found no room.
-        last = done.stderr.strip().splitlines()[-1:] or [f"its process ended with status {done.returncode}"]
-        raise _over(f"was stopped ({last[0][:200]})")
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    with ChatProcess(template, limits=limits) as process:
+        return process.render(conversations, variables)
 
 
 def _over(what: str) -> ModelError:

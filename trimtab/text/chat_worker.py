@@ -1,8 +1,10 @@
-"""The child process that renders chat templates: a request as JSON on stdin, the answer as JSON on stdout.
+"""The child process that renders chat templates: requests as JSON on stdin, answers as JSON on stdout.
 
-Run by `trimtab.text.chat` as a file, so it imports nothing of ours. The environment of a template is the one
-Hugging Face documents: trimmed blocks, loop controls, `tojson` without HTML escapes, `raise_exception`,
-`strftime_now`, and a `generation` tag, which here only marks.
+Run by `trimtab.text.chat` as a file, so that it starts in a tenth of a second; it ends by itself when stdin does.
+A frame is eight bytes with the length, little-endian, and JSON. The first frame sets the process up; the others
+are requests, each with the whole allowance of processor time. The environment of a template is the one Hugging
+Face documents: trimmed blocks, loop controls, `tojson` without HTML escapes, `raise_exception`, `strftime_now`, and
+a `generation` tag around what the model writes itself.
 """
 
 from __future__ import annotations
@@ -10,19 +12,30 @@ from __future__ import annotations
 import datetime
 import json
 import sys
-from typing import Any
+from typing import IO, Any
+
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+"""Around what a `generation` tag holds, until its place is known: noncharacters, which no real text has."""
 
 
-def limit_process(seconds: float, memory_bytes: int) -> None:
-    """Processor time and address space of this process, where the system has such limits."""
+def limit_memory(memory_bytes: int) -> None:
+    """Address space of this process, where the system has such a limit."""
+    if sys.platform == "linux":  # elsewhere the call is refused or has no effect
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+
+
+def limit_seconds(seconds: float) -> None:
+    """Processor time from now on; a process that takes more is ended by the system."""
     try:
         import resource
     except ImportError:  # Windows has none; the parent's clock and the limits on values remain
         return
-    whole = max(1, int(seconds) + (seconds > int(seconds)))
-    resource.setrlimit(resource.RLIMIT_CPU, (whole, whole + 1))
-    if sys.platform == "linux":  # elsewhere the call is refused or has no effect
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    whole = max(1, int(used.ru_utime + used.ru_stime + seconds + 0.999))
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (whole if hard < 0 else min(whole, hard), hard))
 
 
 def tojson(
@@ -38,9 +51,13 @@ def tojson(
     )
 
 
-def strftime_now(form: str) -> str:
-    """The time now, in a form such as "%d %b %Y"."""
-    return datetime.datetime.now().strftime(form)
+def clock(now: str | None) -> Any:
+    """`strftime_now`: the time now, or always a given one, in a form such as "%d %b %Y"."""
+
+    def strftime_now(form: str) -> str:
+        return (datetime.datetime.fromisoformat(now) if now else datetime.datetime.now()).strftime(form)
+
+    return strftime_now
 
 
 def raise_exception(message: str) -> None:
@@ -50,7 +67,7 @@ def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def make_environment(max_chars: int) -> Any:
+def make_environment(max_chars: int, now: str | None = None) -> Any:
     """Jinja's immutable sandbox with Hugging Face's names in it."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
@@ -74,8 +91,13 @@ def make_environment(max_chars: int) -> Any:
         tags = {"generation"}  # noqa: RUF012 jinja2 reads a plain class attribute
 
         def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            self.environment.marks = True  # type: ignore[attr-defined]
+            return jinja2.nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+        def mark(self, caller: Any) -> str:
+            return f"{OPEN}{caller()}{CLOSE}"
 
     def refuse_inner(name: str) -> None:
         if str(name).startswith("_"):
@@ -97,45 +119,89 @@ def make_environment(max_chars: int) -> Any:
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = tojson
     environment.globals.update(
-        raise_exception=raise_exception, strftime_now=strftime_now, namespace=PlainNamespace
+        raise_exception=raise_exception, strftime_now=clock(now), namespace=PlainNamespace
     )
+    environment.marks = False  # type: ignore[attr-defined]
     return environment
 
 
-def render(request: dict[str, Any]) -> list[str]:
-    """The rendered conversations."""
-    import jinja2
+class Renderer:
+    """One template, compiled when it is first used."""
 
-    max_chars = request["limits"]["output_chars"]
-    template = make_environment(max_chars).from_string(request["template"])
-    texts = []
-    for messages in request["conversations"]:
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self.setup = setup
+        self.max_chars: int = setup["limits"]["output_chars"]
+        self._template: Any = None
+
+    def render(
+        self, messages: list[Any], variables: dict[str, Any]
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """(text, (start, end) of what `generation` tags hold; None where the template has no such tag)."""
+        import jinja2
+
+        if self._template is None:
+            environment = make_environment(self.max_chars, self.setup["now"])
+            self._template = environment.from_string(self.setup["template"])
         pieces, size = [], 0
-        for piece in template.generate(messages=messages, **request["variables"]):
+        for piece in self._template.generate(messages=messages, **variables):
             size += len(piece)
-            if size > max_chars:
-                raise jinja2.TemplateError(f"it writes more than {max_chars} characters")
+            if size > self.max_chars:
+                raise jinja2.TemplateError(f"it writes more than {self.max_chars} characters")
             pieces.append(piece)
-        texts.append("".join(pieces))
-    return texts
+        text = "".join(pieces)
+        return unmark(text) if self._template.environment.marks else (text, None)
+
+    def texts(self, request: dict[str, Any]) -> list[str]:
+        """The rendered conversations."""
+        return [self.render(messages, request["variables"])[0] for messages in request["conversations"]]
+
+    def example(self, example: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+        """One conversation as {"text", "spans"}: what is trained on, in characters."""
+        from trimtab.text import chat_spans
+
+        variables = {**request["variables"], "tools": example["tools"]}
+        messages, which = example["messages"], request["train_on"]
+
+        def prefix(part: list[Any], prompt: bool) -> str:
+            return self.render(part, {**variables, "add_generation_prompt": prompt})[0]
+
+        text, marks = self.render(messages, {**variables, "add_generation_prompt": False})
+        chosen = chat_spans.answers(messages, example["skipped"])
+        if which == "all":
+            spans: list[Any] = [(0, len(text))]
+        elif marks is not None:
+            spans = chat_spans.chosen_marks(marks, chat_spans.answers(messages), chosen, which == "last")
+        else:
+            specials = self.setup["specials"]
+            spans = chat_spans.find(
+                prefix, text, messages, chosen[-1:] if which == "last" else chosen, specials, failures()
+            )
+        return {"text": text, "spans": spans}
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """{"texts": […]} or {"error": …, "remedy": …}; whatever a template does wrong is its author's to read."""
+def unmark(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without marks, and where they stood.
+
+    Example:
+        >>> unmark(f"a{OPEN}bc{CLOSE}d")
+        ('abcd', [(1, 3)])
+    """
+    plain, spans, size = [], [], 0
+    for i, part in enumerate(text.split(OPEN)):
+        inside, closed, rest = part.partition(CLOSE) if i else ("", "", part)
+        if closed:
+            spans.append((size, size + len(inside)))
+        plain += [inside, rest.replace(CLOSE, "")]
+        size += len(plain[-2]) + len(plain[-1])
+    return "".join(plain), spans
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What a template raises for a conversation that it does not take."""
     import jinja2
 
-    try:
-        return {"texts": render(request)}
-    except MemoryError:
-        return {"error": "it needs more memory than it may have", "remedy": "use another template"}
-    except jinja2.TemplateSyntaxError as error:
-        return {"error": f"{error.message} (line {error.lineno})", "remedy": "correct chat_template.jinja"}
-    except jinja2.TemplateError as error:  # raise_exception, undefined names, the sandbox
-        return {
-            "error": str(error),
-            "remedy": "see what the model's card says about the form of a conversation",
-        }
-    except (
+    return (
+        jinja2.TemplateError,
         TypeError,
         ValueError,
         KeyError,
@@ -143,21 +209,84 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         AttributeError,
         ArithmeticError,
         RecursionError,
-    ) as error:
+    )
+
+
+def complaint(error: Exception) -> dict[str, Any]:
+    """{"error": …, "remedy": …}: whatever a template does wrong is its author's to read."""
+    import jinja2
+
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        said = f"{error.message} (line {error.lineno})"
+        return {"error": said, "remedy": "correct the chat template", "index": None}
+    if isinstance(error, jinja2.TemplateError):  # raise_exception, undefined names, the sandbox
         return {
-            "error": f"{type(error).__name__}: {error}",
-            "remedy": "check the roles and contents given to it",
+            "error": str(error),
+            "remedy": "see what the model's card says about the form of a conversation",
+        }
+    return {
+        "error": f"{type(error).__name__}: {error}",
+        "remedy": "check the roles and contents given to it",
+    }
+
+
+def answer(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
+    """{"texts": […]}, {"examples": […]}, or {"error": …, "remedy": …, "index": which example}."""
+    from trimtab.text.chat_spans import NotFound
+
+    done: list[Any] = []
+    try:
+        if "conversations" in request:
+            return {"texts": renderer.texts(request)}
+        for example in request["examples"]:
+            done.append(renderer.example(example, request))  # noqa: PERF401  how many are done tells which one fails
+        return {"examples": done}
+    except MemoryError:
+        return {
+            "error": "it needs more memory than it may have",
+            "remedy": "use another template",
+            "index": len(done),
+        }
+    except failures() as error:
+        return {"index": len(done), **complaint(error)}
+    except NotFound as error:
+        return {
+            "error": f"where an answer stands in what it writes cannot be told: {error}",
+            "remedy": "set train_on: last or train_on: all, or put {% generation %} … {% endgeneration %} around "
+            "the answers in the template",
+            "index": len(done),
         }
 
 
+def read_frame(stream: IO[bytes]) -> Any:
+    """One JSON value; None when the other side has closed."""
+    head = stream.read(8)
+    if len(head) < 8:
+        return None
+    return json.loads(stream.read(int.from_bytes(head, "little")))
+
+
+def frame(value: Any) -> bytes:
+    """One JSON value as it is sent."""
+    data = json.dumps(value).encode()
+    return len(data).to_bytes(8, "little") + data
+
+
 def main() -> None:
-    """Read, limit, render, write."""
-    request = json.loads(sys.stdin.buffer.read())
-    sys.path[:] = request["path"]
+    """Set up, then answer until stdin closes."""
+    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
+    setup = read_frame(stdin)
+    if setup is None:
+        return
+    sys.path[:] = setup["path"]
     import jinja2  # noqa: F401 imported before the limits: its own needs are not the template's
 
-    limit_process(request["limits"]["seconds"], request["limits"]["memory_bytes"])
-    sys.stdout.write(json.dumps(answer(request)))
+    limit_memory(setup["limits"]["memory_bytes"])
+    renderer = Renderer(setup)
+    while (request := read_frame(stdin)) is not None:
+        limit_seconds(setup["limits"]["seconds"])
+        stdout.write(frame(answer(renderer, request)))
+        stdout.flush()
 
 
 if __name__ == "__main__":

@@ -112,6 +112,7 @@ class _Loop:
                 num_targets,
                 self.scaler.scale if self.scaler else 1.0,
                 self.before_backward(lr),
+                step=state.step,
             )
             if meter is not None:
                 meter.backward_done()
@@ -229,7 +230,7 @@ class _Loop:
             if job.in_backward is not None:
                 saved += ", with what a backward pass had updated before it met the first such gradient"
         self.saved_step = state.step
-        where = explain(job, job.loader.next_step(), max(1, entry["num_targets"]))
+        where = explain(job, job.loader.next_step(), max(1, entry["num_targets"]), state.step)
         self.emit(
             {"kind": "event", "step": state.step, "message": f"not finite at step {entry['step']}: {where}"}
         )

@@ -1,0 +1,366 @@
+"""Examples of what to answer, in every form in which people have them, and bad rows named with their place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_templates import CHATML, CHATML_MARKED, GEMMA, LLAMA3, MISTRAL, VARIABLES, chat_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.data import SourceSpec, TokenizerSpec, highlighted, open_corpus, worker
+from trimtab.data.corpus import Corpus
+from trimtab.facts.errors import DataError, ModelError
+from trimtab.text.tokenizer import Tokenizer
+
+QUESTION = {"role": "user", "content": "What is two plus two?"}
+ANSWER = {"role": "assistant", "content": "It is four."}
+RENDERED = [
+    ("<|im_start|>user\nWhat is two plus two?<|im_end|>\n<|im_start|>assistant\n", False),
+    ("It is four.<|im_end|>", True),
+    ("\n", False),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return chat_tokenizer(CHATML)
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def opened(path: Path, tokenizer: Tokenizer, **spec: Any) -> Corpus:
+    return open_corpus(SourceSpec(str(path), **spec), tokenizer, cache_dir=path.parent / "cache", num_proc=1)
+
+
+def runs(path: Path, tokenizer: Tokenizer, number: int = 0, **spec: Any) -> list[tuple[str, bool]]:
+    found: list[tuple[str, bool]] = highlighted(opened(path, tokenizer, **spec), tokenizer, number=number)[
+        "runs"
+    ]
+    return found
+
+
+SAME = {
+    "messages": {"messages": [QUESTION, ANSWER]},
+    "conversations with roles": {"conversations": [QUESTION, ANSWER]},
+    "sharegpt": {
+        "conversations": [
+            {"from": "human", "value": QUESTION["content"]},
+            {"from": "gpt", "value": ANSWER["content"]},
+        ]
+    },
+    "other names": {"dialog": [{"role": "Human", "content": QUESTION["content"]}, {**ANSWER, "role": "model"}]},
+    "lists of messages": {"prompt": [QUESTION], "completion": [ANSWER]},
+    "a string and a list": {"prompt": QUESTION["content"], "completion": [ANSWER]},
+    "alpaca": {"instruction": QUESTION["content"], "input": "", "output": ANSWER["content"], "text": "no"},
+    "parts": {"messages": [{**QUESTION, "content": [{"type": "text", "text": QUESTION["content"]}]}, ANSWER]},
+    "json in a string": {"messages": json.dumps([QUESTION, ANSWER])},
+    "question and answer": {"question": QUESTION["content"], "answer": ANSWER["content"]},
+}  # fmt: skip
+COLUMNS = {
+    "other names": {"messages": "dialog"},
+    "question and answer": {"instruction": "question", "output": "answer"},
+}
+
+
+@pytest.mark.parametrize("form", SAME)
+def test_every_form_becomes_the_same_example(tmp_path: Path, tokenizer: Tokenizer, form: str) -> None:
+    path = write(tmp_path / "a.jsonl", [SAME[form]])
+    assert runs(path, tokenizer, columns=COLUMNS.get(form, {})) == RENDERED
+
+
+@pytest.mark.parametrize("ending", ["json", "csv", "parquet"])
+def test_every_table_becomes_the_same_example(tmp_path: Path, tokenizer: Tokenizer, ending: str) -> None:
+    path = tmp_path / f"a.{ending}"
+    more = [QUESTION, {**ANSWER, "tool_calls": [{"name": "x", "arguments": {"a": 1}}]}]
+    if ending == "json":
+        path.write_text(json.dumps([{"messages": [QUESTION, ANSWER]}]))
+    elif ending == "csv":
+        text = json.dumps([QUESTION, ANSWER]).replace('"', '""')
+        path.write_text(f'id,messages\n1,"{text}"\n')
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        # Parquet fills the keys that other rows have: here a call of a tool, which the first row has not.
+        rows = [{"messages": [QUESTION, ANSWER]}, {"messages": more}]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert runs(path, tokenizer) == RENDERED
+
+
+def test_system_prompts_and_tools_come_from_columns_too(tmp_path: Path) -> None:
+    template = "{{ tools | tojson if tools }}" + CHATML
+    row = {"system": "Be brief.", "tools": json.dumps([{"name": "add"}]), "messages": [QUESTION, ANSWER]}
+    path = write(tmp_path / "a.jsonl", [row, {"messages": [QUESTION, ANSWER]}])
+    (before, _), *_ = runs(path, chat_tokenizer(template))
+    assert before.startswith('[{"name": "add"}]<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n')
+    assert runs(path, chat_tokenizer(template), number=1) == RENDERED
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+def test_plain_prompts_and_completions_are_framed_once(tmp_path: Path, spaced: bool) -> None:
+    """No template is needed; the end token is trained on, and one that is spelled is not doubled."""
+    tokenizer = chat_tokenizer(None, spaced=spaced)
+    rows = [
+        {"prompt": "What is two plus two?", "completion": " It is four."},
+        {"prompt": "What is two plus two?", "completion": " It is four.</s>"},
+    ]
+    path = write(tmp_path / "a.jsonl", rows)
+    corpus = opened(path, tokenizer)
+    for document in range(2):
+        ids = corpus.tokens(document).tolist()
+        assert ids.count(2) == 1
+        assert ids[-1] == 2
+        shown = highlighted(corpus, tokenizer, number=document)["runs"]
+        assert [flag for _, flag in shown] == [False, True]
+        assert shown[0][0].strip() == "What is two plus two?"
+        assert shown[1][0].endswith("It is four.</s>")
+
+
+def test_alpaca_without_a_template_has_plain_headings(tmp_path: Path) -> None:
+    row = {"instruction": "Add.", "input": "2, 2", "output": "4", "system": "Be brief."}
+    path = write(tmp_path / "a.jsonl", [row, {"instruction": "Hi", "output": "Ho"}])
+    tokenizer = chat_tokenizer(None)
+    assert runs(path, tokenizer) == [
+        ("Be brief.\n\n### Instruction:\nAdd.\n\n### Input:\n2, 2\n\n### Response:\n", False),
+        ("4</s>", True),
+    ]
+    assert runs(path, tokenizer, number=1) == [
+        ("### Instruction:\nHi\n\n### Response:\n", False),
+        ("Ho</s>", True),
+    ]
+
+
+def test_what_is_trained_on_can_be_chosen(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write(tmp_path / "a.jsonl", [{"messages": [QUESTION, ANSWER, QUESTION, ANSWER]}])
+    assert [flag for _, flag in runs(path, tokenizer)] == [False, True, False, True, False]
+    assert [flag for _, flag in runs(path, tokenizer, train_on="last")] == [False, True, False]
+    everything = runs(path, tokenizer, train_on="all")
+    assert everything[0] == ("<|im_start|>", False)  # nothing predicts a first token
+    assert [flag for _, flag in everything] == [False, True]
+
+
+def test_answers_of_weight_0_and_in_prompts_are_context(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [
+        {"messages": [QUESTION, {**ANSWER, "weight": 0}, QUESTION, {**ANSWER, "weight": 1}]},
+        {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]},
+    ]
+    for number, row in enumerate(rows):
+        path = write(tmp_path / f"{number}.jsonl", [row])
+        shown = runs(path, tokenizer)
+        assert [flag for _, flag in shown] == [False, True, False]
+        assert shown[1][0] == "It is four.<|im_end|>"
+        assert "It is four." in shown[0][0]
+
+
+def test_what_has_no_answer_is_counted_and_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [
+        {"messages": [QUESTION]},
+        {"messages": []},
+        {"messages": [QUESTION, ANSWER, QUESTION]},
+        {"messages": [QUESTION, {**ANSWER, "weight": 0}]},
+        {"messages": [QUESTION, ANSWER]},
+    ]
+    corpus = opened(write(tmp_path / "a.jsonl", rows), tokenizer)
+    summary = corpus.summary
+    assert (summary.documents, summary.empty, summary.untrained, summary.unanswered) == (2, 1, 2, 1)
+    assert summary.trained == 2 * len(tokenizer.encode("It is four.<|im_end|>"))
+    assert (
+        corpus.tokens(0).tolist() == corpus.tokens(1).tolist()
+    )  # the question without an answer is not there
+    again = opened(tmp_path / "a.jsonl", tokenizer)
+    assert again.summary == summary
+    assert again.entry.path == corpus.entry.path
+    with pytest.raises(DataError, match=r"nothing to train on: 2 without a token to train on.*train_on: all"):
+        opened(write(tmp_path / "b.jsonl", [rows[0], rows[3]]), tokenizer)
+
+
+def test_broken_characters_are_repaired_and_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a\\ud800b"},'
+        ' {"role": "assistant", "content": "c\\ufdd0d\\ufdd1"}]}\n'
+    )
+    corpus = opened(tmp_path / "a.jsonl", tokenizer)
+    assert corpus.summary.repaired == 1
+    assert "c\ufffdd\ufffd" in highlighted(corpus, tokenizer)["runs"][1][0]
+
+
+BAD_ROWS = {
+    "a number": (3, r"a.jsonl:2: is a number, not an object"),
+    "messages a number": ({"messages": 3}, r"a.jsonl:2: messages is a number, not a list of messages"),
+    "messages not JSON": ({"messages": "hello"}, r"a.jsonl:2: messages is a string and not JSON"),
+    "a message a string": ({"messages": ["hello"]}, r"a.jsonl:2: messages\[0\] is a string, not a message"),
+    "no role": ({"messages": [{"content": "x"}]}, r"messages\[0\] has no role; use one of system, developer, user"),
+    "unknown role": ({"messages": [{"role": "narrator", "content": "x"}]}, r"has the role 'narrator'; use one of"),
+    "no content": ({"messages": [{"role": "user"}]}, r"messages\[0\] has no content"),
+    "no value": ({"messages": [{"from": "human"}]}, r"messages\[0\] has no value"),
+    "content a number": ({"messages": [{"role": "user", "content": 4}]}, r"content of messages\[0\] is a number"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"parts that are no text \(image\)"),
+    "weight": ({"messages": [{**ANSWER, "weight": 0.5}]}, r"has the weight 0.5; a message is trained on"),
+    "tools": ({"messages": [QUESTION, ANSWER], "tools": {}, "system": 3}, r"system is a number, not text"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_bad_rows_are_named_with_their_place(tmp_path: Path, tokenizer: Tokenizer, case: str) -> None:
+    row, message = BAD_ROWS[case]
+    path = write(tmp_path / "a.jsonl", [{"messages": [QUESTION, ANSWER]}, row])
+    with pytest.raises(DataError, match=message):
+        opened(path, tokenizer)
+
+
+def test_other_columns_are_refused_with_what_is_known(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write(tmp_path / "a.jsonl", [{"chosen": "x", "rejected": "y"}])
+    with pytest.raises(
+        DataError, match=r"its columns: chosen, rejected; set text_column, or format .*sharegpt: conv"
+    ):
+        opened(path, tokenizer)
+    with pytest.raises(
+        DataError, match=r"has the columns chosen, rejected and not messages; name them with columns"
+    ):
+        opened(path, tokenizer, format="messages")
+    with pytest.raises(DataError, match=r"has the columns chosen, rejected and not prompt, best"):
+        opened(path, tokenizer, columns={"completion": "best"})
+    with pytest.raises(
+        DataError, match=r"columns of .* names answers; the parts are messages: messages, system"
+    ):
+        opened(path, tokenizer, columns={"answers": "chosen"})
+    with pytest.raises(DataError, match=r"format: 'chatml' is not known .*; use one of auto, text, messages"):
+        SourceSpec(str(path), format="chatml")  # type: ignore[arg-type]
+    (tmp_path / "a.txt").write_text("hello")
+    with pytest.raises(DataError, match=r"is text, and format: alpaca is of rows with columns"):
+        opened(tmp_path / "a.txt", tokenizer, format="alpaca")
+
+
+def test_a_second_file_of_another_form_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "a.jsonl", [{"messages": [QUESTION, ANSWER]}])
+    (folder / "b.txt").write_text("Some text.")
+    with pytest.raises(DataError, match=r"holds examples \(a.jsonl\) and texts \(b.txt\)"):
+        open_corpus(SourceSpec(str(folder)), tokenizer, cache_dir=tmp_path / "cache", num_proc=1)
+
+
+def test_templates_that_are_missing_or_refuse_are_named(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl", [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION, QUESTION, ANSWER]}]
+    )
+    with pytest.raises(
+        ModelError, match=r"a.jsonl holds conversations.*no chat template; set model.chat_template"
+    ):
+        opened(path, chat_tokenizer(None))
+    lists = write(tmp_path / "b.jsonl", [{"prompt": [QUESTION], "completion": [ANSWER]}])
+    with pytest.raises(ModelError, match=r"b.jsonl:1 holds conversations.*set model.chat_template"):
+        opened(lists, chat_tokenizer(None))
+    with pytest.raises(DataError, match=r"a.jsonl:2: the chat template failed: roles must alternate"):
+        opened(path, chat_tokenizer(MISTRAL))
+    with pytest.raises(
+        ModelError, match=r"^the chat template failed: .* \(line 1\); correct the chat template"
+    ):
+        opened(path, chat_tokenizer("{% for %}"))
+    assert not list((tmp_path / "cache" / "entries").iterdir())  # nothing half-made stays
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("spaced", [False, True])
+@pytest.mark.parametrize("template", [CHATML_MARKED], ids=["chatml"])
+def test_masks_are_those_of_transformers(tmp_path: Path, template: str, spaced: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    # With trimmed offsets transformers finds no token at a space, and gives up on the rest of the conversation.
+    tokenizer = chat_tokenizer(template, spaced=spaced, trimmed=False)
+    tokenizer.save(tmp_path / "tokenizer")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    draw = np.random.default_rng(0)
+    texts = [
+        "What is two plus two?",
+        " It is four. ",
+        "fine, thank you.\n\n",
+        "Grüße, 你好 🙂",
+        "a",
+        "",
+        "x\ty",
+    ]
+    rows = []
+    for _ in range(40):
+        said = [str(draw.choice(texts)) for _ in range(2 * draw.integers(1, 4))]
+        roles = ("user", "assistant")
+        rows.append([{"role": roles[i % 2], "content": text} for i, text in enumerate(said)])
+    corpus = opened(write(tmp_path / "a.jsonl", [{"messages": row} for row in rows]), tokenizer)
+    assert corpus.num_documents == len(rows)
+    for document, row in enumerate(rows):
+        expected = theirs.apply_chat_template(row, return_dict=True, return_assistant_tokens_mask=True)
+        assert corpus.tokens(document).tolist() == expected["input_ids"]
+        mask = corpus.trained(document)
+        assert mask is not None
+        assert mask.tolist() == list(expected["assistant_masks"])
+        assert 0 < mask.sum() < len(mask)
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+def test_a_template_with_marks_and_one_without_give_the_same_masks(tmp_path: Path, spaced: bool) -> None:
+    rows = [
+        {"messages": [QUESTION, ANSWER, {**QUESTION, "content": "  é?\n"}, {**ANSWER, "content": " 🙂 \n"}]}
+    ]
+    path = write(tmp_path / "a.jsonl", rows)
+    made = [chat_tokenizer(CHATML, spaced=spaced), chat_tokenizer(CHATML_MARKED, spaced=spaced)]
+    made += [chat_tokenizer(CHATML, spaced=spaced, trimmed=False)]
+    first, *others = (opened(path, tokenizer) for tokenizer in made)
+    for other in others:
+        assert first.tokens(0).tolist() == other.tokens(0).tolist()
+        assert first.trained(0).tolist() == other.trained(0).tolist()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("template", [LLAMA3, GEMMA, MISTRAL], ids=["llama3", "gemma", "mistral"])
+@pytest.mark.parametrize("spaced", [False, True])
+def test_a_beginning_token_stands_there_once(tmp_path: Path, template: str, spaced: bool) -> None:
+    tokenizer = chat_tokenizer(template, spaced=spaced)
+    corpus = opened(write(tmp_path / "a.jsonl", [{"messages": [QUESTION, ANSWER]}]), tokenizer)
+    ids = corpus.tokens(0).tolist()
+    assert ids[0] == 1
+    assert ids.count(1) == 1
+    assert ids == tokenizer.encode(tokenizer.render_chat([QUESTION, ANSWER]))
+    trained = [i for i, flag in zip(ids, corpus.trained(0), strict=True) if flag]  # type: ignore[arg-type]
+    assert tokenizer.decode(trained).strip() == "It is four."
+    assert trained[-1] == ids[-1] or template == GEMMA  # the closing token; Gemma's is followed by a line end
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=4),
+)
+@settings(deadline=None)
+def test_a_token_is_trained_on_if_one_of_its_characters_is(
+    sizes: list[int], spans: list[tuple[int, int]]
+) -> None:
+    ends = np.cumsum(sizes).tolist()
+    offsets = list(zip([0, *ends[:-1]], ends, strict=True))
+    chosen = {place for start, size in spans for place in range(start, start + size)}
+    mask = worker.mask_of(offsets, [(start, start + size) for start, size in spans])
+    assert mask.tolist() == [int(bool(chosen & set(range(*offset)))) for offset in offsets]
+
+
+def test_several_processes_give_the_same_tokens_and_masks(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [
+        {
+            "messages": [
+                {**QUESTION, "content": f"What is {i}? " * (i % 40)},
+                {**ANSWER, "content": f"It is {i}."},
+            ]
+        }
+        for i in range(3000)
+    ]
+    path = write(tmp_path / "a.jsonl", rows)
+    alone = opened(path, tokenizer)
+    spec = TokenizerSpec.of(tokenizer)
+    assert spec.chat is not None
+    assert set(VARIABLES) <= set(spec.chat.variables)
+    together = open_corpus(SourceSpec(str(path)), tokenizer, cache_dir=tmp_path / "other", num_proc=3)
+    assert alone.entry.meta["checksums"] == together.entry.meta["checksums"]
+    assert set(alone.entry.meta["checksums"]) == {"tokens.bin", "documents.bin", "trained.bin"}

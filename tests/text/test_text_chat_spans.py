@@ -1,0 +1,162 @@
+"""Where the answers stand in what chat templates write: spans checked by hand, for templates of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import chat_templates as templates
+import pytest
+from chat_templates import SPECIALS, VARIABLES
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trimtab.facts.errors import ModelError
+from trimtab.text.chat import ChatProcess, Conversation, TemplateFailed
+
+
+def chat(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
+    """Question, answer, question, …"""
+    roles = ("user", "assistant")
+    first = [{"role": "system", "content": system}] if system is not None else []
+    return first + [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def trained(
+    template: str, messages: list[dict[str, Any]], train_on: Any = "completions", **more: Any
+) -> list[str]:
+    with ChatProcess(template, specials=SPECIALS) as process:
+        conversation = Conversation(messages, more.pop("tools", None), more.pop("skipped", ()))
+        (made,) = process.examples([conversation], {**VARIABLES, **more}, train_on)
+    return [made.text[start:end] for start, end in made.spans]
+
+
+TWO = chat("Hi", "Hello!", "How are you?", " Fine. \n")
+THOUGHTFUL = chat(
+    "1+1?", "<think>\none and one\n</think>\n\n2", "2+2?", "<think>\ntwo and two\n</think>\n\n4"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        ("CHATML", TWO, ["Hello!<|im_end|>", " Fine. \n<|im_end|>"]),
+        ("CHATML_MARKED", TWO, ["Hello!<|im_end|>", " Fine. \n<|im_end|>"]),
+        ("CHATML", chat("Hi", "Ho", system="Be brief."), ["Ho<|im_end|>"]),
+        ("LLAMA3", TWO, ["Hello!<|eot_id|>", "Fine.<|eot_id|>"]),
+        ("MISTRAL", TWO, [" Hello!</s>", "  Fine. \n</s>"]),
+        ("MISTRAL", chat("Hi", "Ho", "He", "Ha", system="Be brief."), [" Ho</s>", " Ha</s>"]),
+        ("MISTRAL_LATE_SYSTEM", chat("Hi", "Ho", "He", "Ha", system="Be brief."), ["Ho</s>", "Ha</s>"]),
+        ("GEMMA", TWO, ["Hello!<end_of_turn>", "Fine.<end_of_turn>"]),
+        ("THINKING", THOUGHTFUL, ["2<|im_end|>", "<think>\ntwo and two\n</think>\n\n4<|im_end|>"]),
+        ("THINKING", TWO, ["Hello!<|im_end|>", "<think>\n\n</think>\n\n Fine. \n<|im_end|>"]),
+        ("THINKING_PROMPT", chat("1+1?", "hm</think>2", "2+2?", "hm</think>4"), ["2</s>", "4</s>"]),
+        (
+            "CHANNELS",
+            chat("Hi", "Ho", "He", "Ha"),
+            ["<|channel|>final<|message|>Ho<|end|>", "<|channel|>final<|message|>Ha<|return|>"],
+        ),
+        ("PLAIN", chat("Hi", "Ho", "He", "Ha"), [" Ho\n", " Ha\n"]),
+        ("PLAIN", chat("Assistant: no", "Assistant: yes"), [" Assistant: yes\n"]),
+        ("CHATML", chat("Hello!<|im_end|>", "Hello!<|im_end|>"), ["Hello!<|im_end|><|im_end|>"]),
+        ("CHATML", chat("same", "same", "same", "same"), ["same<|im_end|>", "same<|im_end|>"]),
+        ("MISTRAL_LATE_SYSTEM", chat("a", "a", "a", "a", system="a"), ["a</s>", "a</s>"]),
+        ("CHATML", chat("Hi", ""), ["<|im_end|>"]),
+    ],
+)
+def test_answers_with_what_ends_them(
+    template: str, messages: list[dict[str, Any]], expected: list[str]
+) -> None:
+    assert trained(getattr(templates, template), messages) == expected
+
+
+def test_a_prompt_with_thinking_switched_off_is_a_prompt() -> None:
+    assert trained(templates.THINKING, chat("Hi", "Ho"), enable_thinking=False) == ["Ho<|im_end|>"]
+
+
+def test_calls_of_tools_are_answers_and_results_are_not() -> None:
+    messages = [
+        *chat("2+2?"),
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "It is 4."},
+    ]
+    expected = ['<call>{"name": "add"}</call><|im_end|>', "It is 4.<|im_end|>"]
+    assert trained(templates.TOOLS, messages, tools=[{"name": "add"}]) == expected
+
+
+def test_last_and_all_and_answers_that_are_context() -> None:
+    assert trained(templates.CHATML, TWO, "last") == [" Fine. \n<|im_end|>"]
+    assert trained(templates.CHATML_MARKED, TWO, "last") == [" Fine. \n<|im_end|>"]
+    (whole,) = trained(templates.CHATML, TWO, "all")
+    assert whole.startswith("<|im_start|>user\nHi")
+    assert whole.endswith(" Fine. \n<|im_end|>\n")
+    for template in (templates.CHATML, templates.CHATML_MARKED):
+        assert trained(template, TWO, skipped=[3]) == ["Hello!<|im_end|>"]
+        assert trained(template, TWO, skipped=[1, 3]) == []
+
+
+def test_marks_that_cannot_be_told_apart_are_said() -> None:
+    once = templates.CHATML_MARKED.replace("{% if m.role == 'assistant' %}", "{% if loop.index0 == 1 %}")
+    with pytest.raises(TemplateFailed, match=r"marks 1 stretches where 2 answers are"):
+        trained(once, TWO, skipped=[3])
+
+
+def test_where_it_cannot_be_told_the_error_says_why_and_last_still_works() -> None:
+    messages = chat("Hi", "Hello!", "Why?", "So.")
+    with pytest.raises(ModelError, match=r"cannot be told: what .* depends on .*train_on: last"):
+        trained(templates.COUNTING, messages)
+
+
+def test_the_failing_conversation_is_named() -> None:
+    conversations = [Conversation(chat("Hi", "Ho")), Conversation(chat("Hi", "Ho", system="no"))]
+    with (
+        ChatProcess(templates.GEMMA, specials=SPECIALS) as process,
+        pytest.raises(TemplateFailed, match="no system role") as caught,
+    ):
+        process.examples(conversations, VARIABLES, "completions")
+    assert caught.value.index == 1
+
+
+def test_a_date_is_the_same_on_every_day() -> None:
+    with ChatProcess("{{ strftime_now('%d %b %Y') }}", now="2024-07-26") as process:
+        assert process.render([[]], {}) == ["26 Jul 2024"]
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[dict[str, ChatProcess]]:
+    names = ("CHATML", "LLAMA3", "MISTRAL_LATE_SYSTEM", "GEMMA", "THINKING", "CHANNELS")
+    opened = {name: ChatProcess(getattr(templates, name), specials=SPECIALS) for name in names}
+    yield opened
+    for process in opened.values():
+        process.close()
+
+
+words = st.text(st.sampled_from("ab <|>/\nü𝄞"), min_size=1, max_size=12).filter(
+    lambda text: text.strip() == text
+)
+
+
+@pytest.mark.parametrize("name", ["CHATML", "LLAMA3", "MISTRAL_LATE_SYSTEM", "GEMMA", "THINKING", "CHANNELS"])
+@given(turns=st.lists(st.tuples(words, words), min_size=1, max_size=4))
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
+def test_whatever_is_said_answers_are_found_and_nothing_else(
+    processes: dict[str, ChatProcess], name: str, turns: list[tuple[str, str]]
+) -> None:
+    messages = chat(*[text for turn in turns for text in turn])
+    (made,) = processes[name].examples([Conversation(messages)], VARIABLES, "completions")
+    found = [made.text[start:end] for start, end in made.spans]
+    closing = {"LLAMA3": "<|eot_id|>", "GEMMA": "<end_of_turn>", "MISTRAL_LATE_SYSTEM": "</s>"}
+    opening = {"CHANNELS": "<|channel|>final<|message|>"}.get(name, "")
+    expected = [opening + answer + closing.get(name, "<|im_end|>") for _, answer in turns]
+    if name == "THINKING":
+        expected[-1] = "<think>\n\n</think>\n\n" + expected[-1]
+    if name == "CHANNELS":
+        expected = [text.replace("<|im_end|>", "<|end|>") for text in expected]
+        expected[-1] = expected[-1].replace("<|end|>", "<|return|>")
+    assert found == expected

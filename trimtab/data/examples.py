@@ -1,0 +1,244 @@
+"""Rows as examples of what to answer: messages for a chat template, or a text of which a part is trained on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.data.columns import type_name
+from trimtab.data.formats import TURNS, Format
+from trimtab.facts.errors import DataError
+from trimtab.text.chat import Conversation
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+}
+"""Who speaks, by the names that data sets use, and what templates call it."""
+_MARKS = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
+"""Half characters, and noncharacters: no text has them, and the finding of answers uses some as marks."""
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row: a conversation for the chat template, or the parts of a plain text and whether each is trained on."""
+
+    conversation: Conversation | None
+    parts: tuple[tuple[str, bool], ...] = ()
+    unanswered: bool = False
+    """Whether messages at the end, which no answer follows, were left out."""
+    repaired: bool = False
+
+    @property
+    def size(self) -> int:
+        """Characters, about."""
+        if self.conversation is None:
+            return sum(len(text) for text, _ in self.parts)
+        return sum(len(str(message.get("content"))) + 32 for message in self.conversation.messages)
+
+
+class RowError(Exception):
+    """What is wrong with a row, without its place; the second argument is the remedy."""
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        super().__init__(cause)
+        self.cause, self.remedy = cause, remedy
+
+
+def example_of(place: str, value: Any, form: Format, *, template: bool, keep_end: bool) -> Example | None:
+    """The example in a row; None where the row has no content at all.
+
+    Args:
+        place: `file:row`, for messages.
+        value: the row.
+        form: how it is read.
+        template: whether there is a chat template; without one, Alpaca's rows become a plain text.
+        keep_end: whether messages after the last answer are kept.
+
+    Example:
+        >>> row = {"prompt": "2 + 2 =", "completion": " 4"}
+        >>> example_of("a.jsonl:1", row, Format("prompt-completion", {}), template=False, keep_end=False).parts
+        (('2 + 2 =', False), (' 4', True))
+    """
+    try:
+        if not isinstance(value, dict):
+            raise RowError(f"is {type_name(value)}, not an object", "write one object a row")
+        cleaned, repaired = _clean(value)
+        found = _READERS[form.name](cleaned, form, template)
+    except RowError as error:
+        raise DataError(f"{place}: {error.cause}", error.remedy) from None
+    if isinstance(found, tuple):
+        return Example(None, found, repaired=repaired) if any(text for text, _ in found) else None
+    if not found.messages:
+        return None
+    last = max((i for i, m in enumerate(found.messages) if m["role"] == "assistant"), default=-1)
+    unanswered = last >= 0 and last < len(found.messages) - 1
+    if unanswered and not keep_end:
+        found = Conversation(found.messages[: last + 1], found.tools, found.skipped)
+    return Example(found, unanswered=unanswered and not keep_end, repaired=repaired)
+
+
+def _turns(value: Mapping[str, Any], form: Format, template: bool) -> Conversation:
+    part = TURNS[form.name == "sharegpt"]
+    messages = _messages(form.get(value, part), form.columns.get(part, part))
+    skipped = [i for i, message in enumerate(messages) if _weight(message) == 0]
+    return _conversation(messages, skipped, value, form)
+
+
+def _prompt_completion(
+    value: Mapping[str, Any], form: Format, template: bool
+) -> Conversation | tuple[tuple[str, bool], ...]:
+    prompt, completion = form.get(value, "prompt"), form.get(value, "completion")
+    if isinstance(completion, list) and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    if isinstance(prompt, list) or isinstance(completion, list):
+        first, second = _messages(prompt, "prompt"), _messages(completion, "completion")
+        for message in (*first, *second):
+            _weight(message)
+        return _conversation([*first, *second], list(range(len(first))), value, form)
+    return (_text(prompt, "prompt"), False), (_text(completion, "completion"), True)
+
+
+def _alpaca(
+    value: Mapping[str, Any], form: Format, template: bool
+) -> Conversation | tuple[tuple[str, bool], ...]:
+    """With a template the instruction and its input are what the user says; without one, under plain headings."""
+    texts = {part: _text(form.get(value, part), part) for part in ("instruction", "input", "output")}
+    question, more, answer = texts["instruction"], texts["input"], texts["output"]
+    if not (question or more or answer):
+        return ()
+    if template:
+        user = f"{question}\n\n{more}" if more else question
+        messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+        return _conversation(messages, [], value, form)
+    system = _text(form.get(value, "system"), "system")
+    opening = f"{system}\n\n" if system else ""
+    given = f"### Input:\n{more}\n\n" if more else ""
+    return (f"{opening}### Instruction:\n{question}\n\n{given}### Response:\n", False), (answer, True)
+
+
+_READERS: dict[str, Any] = {
+    "messages": _turns,
+    "sharegpt": _turns,
+    "prompt-completion": _prompt_completion,
+    "alpaca": _alpaca,
+}
+
+
+def _conversation(
+    messages: list[Message], skipped: list[int], value: Mapping[str, Any], form: Format
+) -> Conversation:
+    system = _text(form.get(value, "system"), "system")
+    if system and messages and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+        skipped = [i + 1 for i in skipped]
+    tools = form.get(value, "tools")
+    if isinstance(tools, str) and tools.strip():
+        tools = _json(tools, "tools")
+    if tools and not isinstance(tools, list):
+        raise RowError(f"tools is {type_name(tools)}, not a list", "give a list of JSON schemas, or none")
+    return Conversation(messages, tools or None, skipped)
+
+
+def _messages(value: Any, column: str) -> list[Message]:
+    if isinstance(value, str):
+        value = _json(value, column) if value.strip() else None
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise RowError(
+            f"{column} is {type_name(value)}, not a list of messages",
+            'write [{"role": "user", "content": …}, …]',
+        )
+    return [_message(message, f"{column}[{i}]") for i, message in enumerate(value)]
+
+
+def _message(message: Any, place: str) -> Message:
+    if not isinstance(message, dict):
+        raise RowError(
+            f"{place} is {type_name(message)}, not a message", 'write {"role": "user", "content": …}'
+        )
+    who, what = ("role", "content") if "role" in message else ("from", "value")
+    role = message.get(who)
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        known = ", ".join(ROLES)
+        said = "has no role" if role is None else f"has the role {role!r}"
+        raise RowError(f"{place} {said}", f"use one of {known}")
+    rest = {key: inner for key, inner in message.items() if key not in (who, what)}
+    content = _content(message.get(what), place)
+    if content is None and not rest.get("tool_calls"):
+        raise RowError(f"{place} has no {what}", "every message needs a text, which may be empty")
+    return {"role": ROLES[role.lower()], "content": content, **rest}
+
+
+def _content(value: Any, place: str) -> str | None:
+    """A message's text; a list of parts is joined where all of them are text."""
+    if isinstance(value, list):
+        if all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
+            return "".join(part["text"] for part in value)
+        kinds = {str(p.get("type")) if isinstance(p, dict) else type_name(p) for p in value}
+        raise RowError(
+            f"the content of {place} has parts that are no text ({', '.join(sorted(kinds))})",
+            "give the content as one string",
+        )
+    if value is not None and not isinstance(value, str):
+        raise RowError(f"the content of {place} is {type_name(value)}, not text", "write it as a string")
+    return value
+
+
+def _weight(message: Message) -> int:
+    """OpenAI's mark of an answer that is context only: 0; taken out, since templates do not know it."""
+    weight = message.pop("weight", 1)
+    if weight is None:
+        return 1
+    if weight not in (0, 1) or isinstance(weight, bool):
+        raise RowError(f"a message has the weight {weight!r}", "a message is trained on (1) or not (0)")
+    return int(weight)
+
+
+def _text(value: Any, column: str) -> str:
+    if value is not None and not isinstance(value, str):
+        raise RowError(f"{column} is {type_name(value)}, not text", "write it as a string")
+    return value or ""
+
+
+def _json(text: str, column: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(
+            f"{column} is a string and not JSON ({error})", "write a list, or a list as JSON"
+        ) from None
+
+
+def _clean(value: Any) -> tuple[Any, bool]:
+    """The value without half characters and marks, and whether there were any."""
+    if isinstance(value, str):
+        if value.isascii() or not _MARKS.search(value):
+            return value, False
+        return _MARKS.sub("\ufffd", value), True
+    if isinstance(value, dict):
+        pairs = {str(key): _clean(inner) for key, inner in value.items()}
+        return {key: made for key, (made, _) in pairs.items()}, any(bad for _, bad in pairs.values())
+    if isinstance(value, list):
+        cleaned = [_clean(inner) for inner in value]
+        return [made for made, _ in cleaned], any(bad for _, bad in cleaned)
+    return value, False

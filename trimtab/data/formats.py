@@ -1,0 +1,124 @@
+"""What a row of a table is: a text, or an example of what to answer, and under which columns its parts stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.data.columns import type_name
+from trimtab.data.sources import TABLES, ResolvedSource, SourceFile, SourceSpec
+from trimtab.facts.errors import DataError
+
+PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "messages": (("messages",), ("system", "tools")),
+    "sharegpt": (("conversations",), ("system", "tools")),
+    "prompt-completion": (("prompt", "completion"), ("system", "tools")),
+    "alpaca": (("instruction", "output"), ("input", "system", "tools")),
+}
+"""For each format the parts that a row must have, and those it may have; a part's usual column has its name.
+Formats are looked for in this order."""
+TURNS = ("messages", "conversations")
+"""Parts that are lists of turns."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the rows of one source are read: the format's name, and the column of each part."""
+
+    name: str
+    columns: Mapping[str, str]
+
+    def get(self, value: Mapping[str, Any], part: str) -> Any:
+        """The part of a row; None where there is none."""
+        return value.get(self.columns.get(part, part))
+
+
+def detect(source: ResolvedSource) -> Format | None:
+    """The format of a source by the columns of its first row, or as its spec says; None for plain text.
+
+    Example:
+        >>> detect(resolve(SourceSpec("chats.jsonl"))).name          # doctest: +SKIP
+        'messages'
+    """
+    spec = source.spec
+    if spec.format == "text" or (spec.format == "auto" and spec.text_column is not None):
+        _refuse_columns(spec)
+        return None
+    tables = [file for file in source.files if file.kind in TABLES]
+    if not tables:
+        if spec.format != "auto":
+            raise DataError(
+                f"{spec.name} is text, and format: {spec.format} is of rows with columns",
+                "give JSON lines, CSV or Parquet, or leave the format out",
+            )
+        _refuse_columns(spec)
+        return None
+    found = _by_first_row(spec, tables[0])
+    if found is None:
+        _refuse_columns(spec)
+        return None
+    others = [file.name for file in source.files if file.kind not in TABLES]
+    if others:
+        raise DataError(
+            f"{spec.name} holds examples ({tables[0].name}) and texts ({others[0]})",
+            "name the two as sources of their own",
+        )
+    return found
+
+
+def _refuse_columns(spec: SourceSpec) -> None:
+    if spec.columns:
+        raise DataError(
+            f"{spec.name} is read as text, and columns names parts of an example ({', '.join(spec.columns)})",
+            "set format, or text_column instead of columns",
+        )
+
+
+def _by_first_row(spec: SourceSpec, file: SourceFile) -> Format | None:
+    from trimtab.data.rows import read_values
+
+    _, row = next(read_values(file), (0, None))
+    wanted = list(PARTS) if spec.format == "auto" else [spec.format]
+    if spec.columns:
+        wanted = [name for name in wanted if set(spec.columns) <= {*PARTS[name][0], *PARTS[name][1]}]
+        if not wanted:
+            known = "; ".join(f"{name}: {', '.join(_parts(name))}" for name in PARTS)
+            raise DataError(
+                f"columns of {spec.name} names {', '.join(spec.columns)}", f"the parts are {known}"
+            )
+    if not isinstance(row, dict):
+        if spec.format == "auto":
+            return None
+        raise DataError(
+            f"{file.path} holds {type_name(row)} where objects are expected",
+            f"format: {spec.format} needs {', '.join(PARTS[spec.format][0])}",
+        )
+    for name in wanted:
+        made = Format(name, spec.columns)
+        if all(_fits(part, made.get(row, part), made, row) for part in PARTS[name][0]):
+            return made
+    if spec.format == "auto" and not spec.columns:
+        return None
+    needs = " or ".join(", ".join(spec.columns.get(p, p) for p in PARTS[name][0]) for name in wanted)
+    raise DataError(
+        f"{file.path} has the columns {', '.join(row)} and not {needs}",
+        "name them with columns, as in columns: {messages: dialog}, or set another format",
+    )
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    return (*PARTS[name][0], *PARTS[name][1])
+
+
+def _fits(part: str, value: Any, made: Format, row: Mapping[str, Any]) -> bool:
+    if made.columns.get(part, part) not in row:
+        return False
+    if part in TURNS and isinstance(value, str):
+        return value.lstrip().startswith("[") or part in made.columns
+    return True
+
+
+def known_formats() -> str:
+    """The formats and their columns, for messages."""
+    return "; ".join(f"{name}: {', '.join(needed)}" for name, (needed, _) in PARTS.items())

@@ -1,0 +1,147 @@
+"""Examples to texts with what is trained on: conversations through the chat template, plain parts put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.data.examples import Example
+from trimtab.data.fingerprints import digest_of
+from trimtab.data.readers import Segment
+from trimtab.data.sources import ResolvedSource
+from trimtab.data.spec import BATCH_EXAMPLES, TrainOn
+from trimtab.data.worker import Text
+from trimtab.facts.errors import DataError, ModelError
+from trimtab.text.chat import ChatProcess, Conversation, Limits, TemplateFailed
+
+TODAY = "2024-07-26"
+"""The date that templates are told, so that texts are the same on every day: Llama 3's own where it knows none."""
+LIMITS = Limits(seconds=30.0, patience=90.0)
+"""For `BATCH_EXAMPLES` conversations, on a machine whose cores are all tokenizing."""
+
+
+@dataclass(frozen=True)
+class ChatSpec:
+    """A chat template as plain data: the program, the variables it is given, and the special tokens' texts."""
+
+    template: str
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    specials: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Of everything that decides what it writes."""
+        return digest_of(self.template, dict(self.variables), list(self.specials), TODAY)
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How the examples of one source become texts."""
+
+    chat: ChatSpec | None
+    train_on: TrainOn
+    variables: Mapping[str, Any]
+    places: tuple[str, ...]
+    """What messages call the source's files."""
+
+    @staticmethod
+    def of(source: ResolvedSource, chat: ChatSpec | None) -> Rendering | None:
+        """For a source of examples; None for one of texts. A ModelError where a template is needed and missing."""
+        if source.form is None:
+            return None
+        spec = source.spec
+        if chat is None and source.form.name in ("messages", "sharegpt"):
+            raise no_template(spec.name)
+        return Rendering(chat, spec.train_on, spec.variables, tuple(str(file.path) for file in source.files))
+
+    @property
+    def digest(self) -> str:
+        """Of everything that decides text and mask, the rows themselves excepted."""
+        chat = self.chat.digest if self.chat else None
+        return digest_of(1, chat, self.train_on, dict(self.variables))
+
+
+def no_template(name: str) -> ModelError:
+    """The complaint about conversations without a template."""
+    return ModelError(
+        f"{name} holds conversations, and the tokenizer has no chat template",
+        "set model.chat_template to a Jinja file or to the template itself, or use a tokenizer that has one",
+    )
+
+
+class Renderer:
+    """Renders batches of segments; the template's process starts with the first conversation."""
+
+    def __init__(self, rendering: Rendering | None) -> None:
+        self.rendering = rendering
+        self._process: ChatProcess | None = None
+
+    def texts(self, batch: Sequence[Segment]) -> list[Text]:
+        """The segments as texts for a tokenizer, in order."""
+        if self.rendering is None:
+            return [Text(segment.text.encode("utf-8"), not segment.first) for segment in batch]
+        made = [_plain(segment, self.rendering.train_on) for segment in batch]
+        chats = [i for i, segment in enumerate(batch) if is_chat(segment)]
+        for start in range(0, len(chats), BATCH_EXAMPLES):
+            places = chats[start : start + BATCH_EXAMPLES]
+            for i, text in zip(places, self._rendered([batch[i] for i in places]), strict=True):
+                made[i] = text
+        return made
+
+    def kill(self) -> None:
+        """Ends the template's process, whoever waits for it."""
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """Ends the template's process and closes the pipes to it; idempotent."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _rendered(self, segments: list[Segment]) -> list[Text]:
+        rendering = self.rendering
+        assert rendering is not None
+        chat = rendering.chat
+        if chat is None:
+            raise no_template(self._place(segments[0]))
+        if self._process is None:
+            self._process = ChatProcess(chat.template, specials=chat.specials, now=TODAY, limits=LIMITS)
+        conversations = [_conversation(segment.example) for segment in segments]
+        try:
+            rendered = self._process.examples(
+                conversations, {**chat.variables, **rendering.variables}, rendering.train_on
+            )
+        except TemplateFailed as error:
+            if error.index is None:
+                raise
+            raise DataError(f"{self._place(segments[error.index])}: {error.cause}", error.remedy) from None
+        return [Text(one.text.encode("utf-8", "replace"), False, one.spans) for one in rendered]
+
+    def _place(self, segment: Segment) -> str:
+        assert self.rendering is not None
+        return f"{self.rendering.places[segment.file]}:{segment.row}"
+
+
+def is_chat(segment: Segment) -> bool:
+    """Whether a segment goes through the chat template."""
+    return segment.example is not None and segment.example.conversation is not None
+
+
+def _conversation(example: Example | None) -> Conversation:
+    assert example is not None
+    assert example.conversation is not None
+    return example.conversation
+
+
+def _plain(segment: Segment, train_on: TrainOn) -> Text:
+    """A text, or the parts of an example one after the other."""
+    if segment.example is None:
+        return Text(segment.text.encode("utf-8"), not segment.first)
+    text, spans = "", []
+    for part, trained in segment.example.parts:
+        if part and (trained or train_on == "all"):
+            spans.append((len(text), len(text) + len(part)))
+        text += part
+    return Text(text.encode("utf-8"), False, spans)

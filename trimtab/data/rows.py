@@ -1,0 +1,96 @@
+"""Rows of tables as plain data: (row, value) with rows counted from 1."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from trimtab.data.readers_text import Meter, checked_field, csv_values, json_values, jsonl_values
+from trimtab.data.sources import SourceFile
+from trimtab.facts.errors import DataError, MissingDependency
+
+
+def read_values(file: SourceFile, *, start: int = 1, meter: Meter | None = None) -> Iterator[tuple[int, Any]]:
+    """(row, value) of a table from row `start` on; a value is what JSON has, usually a dict by column."""
+    if file.kind == "jsonl":
+        return jsonl_values(file, start, meter)
+    if file.kind == "json":
+        return json_values(file, start, meter)
+    if file.kind == "csv":
+        return _csv(file, start, meter)
+    assert file.kind == "parquet", file.kind
+    return ((row, _without_none(value)) for row, value in parquet_values(file, None, start, meter))
+
+
+def _csv(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, Any]]:
+    values = csv_values(file, start, meter)
+    _, header = next(values, (0, []))
+    for row, fields in values:
+        yield row, {n: checked_field(file, row, fields, i, len(header)) for i, n in enumerate(header)}
+
+
+def _without_none(value: Any) -> Any:
+    """Without the keys that Parquet fills up: all rows of a column have the same keys there."""
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
+
+
+def parquet_values(
+    file: SourceFile, column: str | None, start: int, meter: Meter | None
+) -> Iterator[tuple[int, Any]]:
+    """(row, value) of a Parquet file, a few at a time; row groups before `start` are not touched.
+
+    A value is that of one column, or a dict of all.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as missing:
+        raise MissingDependency("reading Parquet needs pyarrow", "pip install 'trimtab[train]'") from missing
+    broken = (pyarrow.ArrowInvalid, pyarrow.ArrowException, OSError)
+    try:
+        with parquet.ParquetFile(file.path) as table:
+            total, row, group = max(table.metadata.num_rows, 1), 0, 0
+            while group < table.num_row_groups and row + table.metadata.row_group(group).num_rows < start:
+                row += table.metadata.row_group(group).num_rows
+                group += 1
+            groups = list(range(group, table.num_row_groups))
+            columns = None if column is None else [column]
+            # 64 rows: documents of a megabyte each still fit in memory easily.
+            for batch in table.iter_batches(batch_size=64, row_groups=groups, columns=columns):
+                try:
+                    values = (batch if column is None else batch.column(0)).to_pylist()
+                except UnicodeDecodeError as error:
+                    raise DataError(
+                        f"{file.path} is not UTF-8 within 64 rows of row {row + 1}",
+                        "repair or remove the row",
+                    ) from error
+                yield from itertools.islice(
+                    enumerate(values, row + 1), max(0, min(start - row - 1, len(values))), None
+                )
+                row += len(values)
+                if meter is not None:
+                    meter.done = row / total
+    except broken as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(
+            f"{file.path} is not a whole Parquet file ({reason})", "fetch the file again"
+        ) from error
+
+
+def parquet_schema(file: SourceFile) -> Any:
+    """The Arrow schema of a Parquet file."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as missing:
+        raise MissingDependency("reading Parquet needs pyarrow", "pip install 'trimtab[train]'") from missing
+    try:
+        return parquet.read_schema(file.path)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(
+            f"{file.path} is not a whole Parquet file ({reason})", "fetch the file again"
+        ) from error

@@ -1,0 +1,66 @@
+"""One training example before training begins: what is trained on in colour, or between brackets without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+
+from trimtab.report.plain import as_text, plain
+from trimtab.report.plan_panel import WIDEST
+
+TRAINED, OTHER = "bold green", "bright_black"
+OPEN, CLOSE = "⟦", "⟧"
+LONGEST = {True: 600, False: 300}
+"""Characters of a stretch, trained on or not, beyond which its middle is left out."""
+MOST = 3000
+"""Characters of an example that are shown."""
+
+
+def example_view(record: dict[str, Any], console: Console) -> RenderableType:
+    """The example as a coloured panel, or as lines in which the trained part is between brackets.
+
+    Args:
+        record: `origin`, `tokens`, `trained`, `cut` and `runs`, as `trimtab.data.highlighted` makes it.
+        console: where it will be printed.
+    """
+    coloured = console.is_terminal and console.color_system is not None and not console.no_color
+    counted = f"{record['trained']} of {record['tokens']} tokens"
+    origin = plain(str(record["origin"]), keep_newlines=False)
+    body = _body(record, coloured)
+    if not coloured:
+        head = f"trained on in {origin} ({counted}), between {OPEN} and {CLOSE}:\n"
+        return Text(head).append_text(body)
+    title = as_text(f"what is trained on: {origin}, {counted} (in green)", "bold", keep_newlines=False)
+    return Panel(
+        body, title=title, title_align="left", width=min(console.width, WIDEST), border_style="bright_black"
+    )
+
+
+def _body(record: dict[str, Any], coloured: bool) -> Text:
+    body = Text()
+    for text, trained in record["runs"]:
+        if len(body) > MOST:
+            body.append(" …", OTHER)
+            break
+        shown = plain(_shortened(text, LONGEST[bool(trained)]))
+        if trained and not coloured:
+            shown = f"{OPEN}{shown}{CLOSE}"
+        body.append(shown, TRAINED if trained else OTHER)
+    if record["runs"] and not record["runs"][-1][1]:
+        body.rstrip()
+    if record["cut"]:
+        body.append(" … (cut here: max_seq_length)", OTHER)
+    return body
+
+
+def _shortened(text: str, most: int) -> str:
+    """The text without its middle where it is long.
+
+    Example:
+        >>> _shortened("abcdefghij", 4)
+        'ab … ij'
+    """
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-(most // 2) :]}"

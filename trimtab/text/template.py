@@ -1,0 +1,37 @@
+"""A chat template as a person names it: a Jinja file, or the template itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trimtab.facts.errors import RecipeError
+
+MAX_BYTES = 1 << 20
+
+
+def read_template(named: str) -> str:
+    """The template's text.
+
+    Example:
+        >>> read_template("{% for m in messages %}{{ m.content }}{% endfor %}")[:8]
+        '{% for m'
+    """
+    if "{{" in named or "{%" in named:
+        return named
+    path = Path(named).expanduser()
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise RecipeError(f"model.chat_template: {path} has more than a megabyte", "is it a Jinja file?")
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise RecipeError(
+            f"model.chat_template: there is no file {path}",
+            "name a Jinja file, or write the template itself, which has {{ … }} or {% … %} in it",
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(
+            f"model.chat_template: {path} cannot be read ({error})", "is it a Jinja file?"
+        ) from error
+    if not text.strip():
+        raise RecipeError(f"model.chat_template: {path} is empty", "name a Jinja file")
+    return text
