@@ -22,25 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.end_to_end.jobs import PEER_GIB, Case, cases, tiny_cases
-from benchmarks.end_to_end.table import markdown, problems
+from benchmarks.end_to_end.table import markdown, problems, read
 from benchmarks.provenance import commit, versions
 
 RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "liger_kernel", "unsloth")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
 """Nothing is fetched: the peers would look for newer files, and one of them reports its use."""
-
-
-def read(path: Path) -> dict[str, dict[str, Any]]:
-    """The last record of each case; a line cut short by a stop is left out."""
-    records = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        records[record["name"]] = record
-    return records
 
 
 def limits_of(records: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -133,10 +121,17 @@ def run_all(wanted: list[Case], path: Path, options: argparse.Namespace) -> dict
             record |= {**where, "time": datetime.now(UTC).isoformat(timespec="seconds")}
             record |= {"shared_process": len(batch) > 1}
             records[record["name"]] = record
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            append(path, record)
             print("  " + _line(record), file=sys.stderr, flush=True)
     return records
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    """One more line, a torn one before it ended first: behind half a line it would be lost with it."""
+    with path.open("a+b") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+        torn = file.read(1) not in (b"", b"\n")
+        file.write(("\n" * torn + json.dumps(record, ensure_ascii=False) + "\n").encode())
 
 
 def _done(record: dict[str, Any] | None, where: dict[str, Any]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from benchmarks.end_to_end.jobs import OURS, PEERS, Job, config_of
@@ -14,6 +16,32 @@ LAST_LOSS_OFF = 3e-2
 chance (ours) or to the nearest."""
 
 Records = dict[str, dict[str, Any]]
+
+
+def read(path: Path) -> Records:
+    """The last record of each case; a line cut short by a stop is left out."""
+    records = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        records[record["name"]] = record
+    return records
+
+
+def page(records: Records) -> str:
+    """The tables with where and with what they were measured: the body of a page."""
+    measured = [record for record in records.values() if "commit" in record]
+    commits = ", ".join(dict.fromkeys(record["commit"] for record in measured))
+    last = max(measured, key=lambda record: record["time"])
+    names = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
+    device = records["device"]
+    rate = device["matmul_flops_per_s"]
+    ceiling = f"; a bf16 product {rate / 1e12:.0f} TFLOP/s" if rate else ""
+    return (
+        f"{device['device']}, commit {commits}, {last['time'][:10]}; {names}{ceiling}.\n\n{markdown(records)}"
+    )
 
 
 def markdown(records: Records) -> str:
