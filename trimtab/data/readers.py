@@ -32,6 +32,8 @@ class Segment:
     repaired: bool = False
     example: Example | None = None
     """Instead of a text: what a chat template makes one of."""
+    rewritten: bool = False
+    """Set when it is rendered: whether the template writes earlier turns otherwise once an answer follows."""
 
     @property
     def size(self) -> int:

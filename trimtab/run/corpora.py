@@ -192,6 +192,11 @@ def _notes(corpus: Any) -> Iterator[str]:
         yield (
             f"the last messages of {summary.unanswered} conversations, which no answer follows, were left out"
         )
+    if summary.rewritten:
+        yield (
+            f"in {summary.rewritten} conversations the chat template writes what comes before an answer otherwise "
+            "once the answer is there (it leaves out earlier thinking, say); they are trained on as it writes them whole"
+        )
     if summary.tokens:
         yield (
             f"{summary.documents:,} examples ({form.name}), {summary.trained / summary.tokens:.0%} of "

@@ -156,7 +156,7 @@ class Renderer:
         return [self.render(messages, request["variables"])[0] for messages in request["conversations"]]
 
     def example(self, example: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-        """One conversation as {"text", "spans"}: what is trained on, in characters."""
+        """One conversation as {"text", "spans", "rewritten"}: what is trained on, in characters."""
         from trimtab.text import chat_spans
 
         variables = {**request["variables"], "tools": example["tools"]}
@@ -166,17 +166,16 @@ class Renderer:
             return self.render(part, {**variables, "add_generation_prompt": prompt})[0]
 
         text, marks = self.render(messages, {**variables, "add_generation_prompt": False})
-        chosen = chat_spans.answers(messages, example["skipped"])
+        chosen, rewritten = chat_spans.answers(messages, example["skipped"]), False
         if which == "all":
             spans: list[Any] = [(0, len(text))]
         elif marks is not None:
             spans = chat_spans.chosen_marks(marks, chat_spans.answers(messages), chosen, which == "last")
         else:
             specials = self.setup["specials"]
-            spans = chat_spans.find(
-                prefix, text, messages, chosen[-1:] if which == "last" else chosen, specials, failures()
-            )
-        return {"text": text, "spans": spans}
+            asked = chosen[-1:] if which == "last" else chosen
+            spans, rewritten = chat_spans.find(prefix, text, messages, asked, specials, failures())
+        return {"text": text, "spans": spans, "rewritten": rewritten}
 
 
 def unmark(text: str) -> tuple[str, list[tuple[int, int]]]:
