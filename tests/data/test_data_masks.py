@@ -100,7 +100,9 @@ def test_what_is_cut_is_counted_and_said(corpus: Corpus) -> None:
     assert note.startswith(f"{corpus.name}: {packed.cut} examples are longer than max_seq_length (48)")
     assert f"; {lost} of them have nothing to train on before the cut and are left out" in note
     assert not make_loader([corpus], max_seq_length=4096, batch_size=4).notes()
-    with pytest.raises(DataError, match=r"in all \d+ examples of .* is within 4 tokens; raise max_seq_length"):
+    with pytest.raises(
+        DataError, match=r"in all \d+ examples of .* is within 4 tokens; raise max_seq_length"
+    ):
         make_loader([corpus], max_seq_length=4, batch_size=4)
 
 
@@ -110,7 +112,9 @@ def test_targets_are_counted_for_each_step(corpus: Corpus) -> None:
         for batch in loader.next_step():
             assert batch.num_targets == int((batch.labels_BT != -100).sum())
             if batch.origins[0]:
-                assert all((row != -100).any() for row in batch.labels_BT), "every window has something to learn"
+                assert all((row != -100).any() for row in batch.labels_BT), (
+                    "every window has something to learn"
+                )
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -127,7 +131,9 @@ def test_a_stream_sees_what_the_cache_holds(
     assert any("have nothing to train on before the cut" in text for text in said if text)
     assert any("without a token to train on" in text for text in said if text)
     streamed.close()
-    assert highlighted(stream, tokenizer, max_seq_length=T) == highlighted(corpus, tokenizer, max_seq_length=T)
+    assert highlighted(stream, tokenizer, max_seq_length=T) == highlighted(
+        corpus, tokenizer, max_seq_length=T
+    )
 
 
 def test_a_stream_without_anything_to_train_on_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -145,9 +151,7 @@ def test_restoring_anywhere_gives_the_same_rest(
     chats: Path, tokenizer: Tokenizer, streaming: bool, tmp_path: Path
 ) -> None:
     def loader() -> Any:
-        opened = open_corpus(
-            str(chats), tokenizer, cache_dir=tmp_path, num_proc=1, streaming=streaming
-        )
+        opened = open_corpus(str(chats), tokenizer, cache_dir=tmp_path, num_proc=1, streaming=streaming)
         return make_loader([opened], max_seq_length=T, batch_size=2, accumulation=2, seed=4)
 
     first, positions, seen = loader(), [], []
@@ -162,7 +166,9 @@ def test_restoring_anywhere_gives_the_same_rest(
     first.close(), again.close()
 
 
-def test_settings_are_part_of_the_cache_and_of_a_place(chats: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_settings_are_part_of_the_cache_and_of_a_place(
+    chats: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     """Another template, choice of answers, column or variable is another entry, and no resume mixes the two."""
 
     def opened(given: Tokenizer, **spec: Any) -> Corpus:

@@ -183,7 +183,9 @@ def _message(message: Any, place: str) -> Message:
         said = "has no role" if role is None else f"has the role {role!r}"
         raise RowError(f"{place} {said}", f"use one of {known}")
     # Templates ask whether a key is there: one that is empty is not.
-    rest = {key: inner for key, inner in message.items() if key not in (who, what) and inner not in (None, [])}
+    rest = {
+        key: inner for key, inner in message.items() if key not in (who, what) and inner not in (None, [])
+    }
     content = _content(message.get(what), place)
     if content is None and not rest.get("tool_calls"):
         raise RowError(f"{place} has no {what}", "every message needs a text, which may be empty")
