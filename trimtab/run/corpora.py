@@ -195,7 +195,7 @@ def _notes(corpus: Any) -> Iterator[str]:
     if summary.rewritten:
         yield (
             f"in {summary.rewritten} conversations the chat template writes what comes before an answer otherwise "
-            "once the answer is there (it leaves out earlier thinking, say); they are trained on as it writes them whole"
+            "once the answer is there (leaving out earlier thinking, say); they are trained on as it writes them whole"
         )
     if summary.tokens:
         yield (
