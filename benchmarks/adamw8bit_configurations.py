@@ -20,8 +20,8 @@ from trimtab.lab.timing import ceilings, time_together
 
 CANDIDATES = [
     Configuration(blocks, times, warps, stages)
-    for blocks, warps in ((4, 4), (2, 2), (2, 1), (4, 2), (8, 4), (8, 8), (1, 1))
-    for times, stages in ((1, 1), (4, 1), (8, 1), (16, 1), (8, 2))
+    for blocks, warps in ((2, 2), (4, 4), (2, 1), (1, 1))
+    for times, stages in ((1, 1), (8, 1), (8, 2), (8, 3), (8, 4), (16, 2), (16, 3), (32, 2), (32, 3))
 ]
 
 

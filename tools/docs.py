@@ -1,4 +1,4 @@
-"""Writes the generated pages again: docs/reference/cli.md, docs/reference/recipe.md, docs/recipe.schema.json.
+"""Writes the generated pages again: docs/reference/{cli,recipe,kernels}.md and docs/recipe.schema.json.
 
 `python tools/docs.py` writes them, `python tools/docs.py --check` only says which are out of date. The command
 line's page is made from the verbs' own docstrings, arguments and options; a test compares. Needs no torch.
@@ -17,11 +17,13 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import typer.main
 
+from benchmarks.kernels.table import page, read
 from trimtab.cli.main import VERBS
 from trimtab.facts import errors
 from trimtab.recipe import docs as recipe_docs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+RESULTS = DOCS.parent / "benchmarks" / "results"
 
 _HEAD = """\
 <!-- Made by `python tools/docs.py` from the verbs' own help in trimtab/cli/; edit the docstrings there. -->
@@ -33,6 +35,21 @@ without a traceback.
 
 | verb | what it does |
 |---|---|
+"""
+
+_KERNELS = """\
+<!-- Made by `python tools/docs.py` from benchmarks/results/kernels-h200.jsonl. -->
+# What the kernels measured
+
+`python -m benchmarks.kernels` on a CUDA GPU: every implementation and every peer that can be imported gets the same
+inputs, is compared with truth in higher precision, and is then timed in turns with the others. A result outside the
+allowed error gets no time. Ours are bold.
+
+"ms" is the median of the device's own time, inputs read from memory and not from the cache; an empty kernel takes 0.003
+in this harness. "peer / this" is the time of the fastest exact peer divided by this one: above 1 it is faster than all.
+"of floor" is the share of the least time that the device's measured ceilings allow for the bytes and FLOPs of the
+operation. "MiB" is what a run holds above its inputs, results included.
+
 """
 
 _SIGNALS = (
@@ -76,9 +93,15 @@ def cli_page() -> str:
     return "\n".join(parts)
 
 
+def kernels_page() -> str:
+    """The page of what the kernels measured, from the benchmark's data."""
+    return _KERNELS + page(list(read(RESULTS / "kernels-h200.jsonl").values()))
+
+
 def files(folder: Path = DOCS) -> Iterator[tuple[Path, str]]:
     """(path, text) of everything that is generated under a docs folder."""
     yield folder / "reference" / "cli.md", cli_page()
+    yield folder / "reference" / "kernels.md", kernels_page()
     yield from recipe_docs.files(folder)
 
 

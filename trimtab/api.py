@@ -86,34 +86,126 @@ class Model:
     def save(self, folder: str | Path, *, dtype: str = "bf16", overwrite: bool = False) -> Path:
         """Writes a folder that transformers loads, checks it, and returns the receipt's path."""
         from trimtab.export import export_hf
-        from trimtab.export.receipt import receipt_path
-        from trimtab.model import read_generation_config, read_token_ids
-        from trimtab.run import RunFolder
 
-        if dtype not in DTYPES:
-            raise RecipeError(f"dtype {dtype!r} is not known", f"use one of {', '.join(DTYPES)}")
-        opened, folder = self.opened, Path(folder)
-        if opened.folder.resolve().is_relative_to(folder.resolve()):
+        folder = Path(folder)
+        self._check_target(folder, dtype)
+        if self.adapters:
             raise RecipeError(
-                f"{folder} is where the model itself comes from, and would be replaced", "name another folder"
+                f"{self.opened.name} is a model with adapters",
+                "use `trimtab merge`, or `trimtab export peft`",
             )
-        run = RunFolder(Path(opened.name))
-        receipts = run.receipts if RunFolder.is_run(run.path) else None
-        receipt = receipt_path(folder, receipts)
-        if receipts is not None and receipt.parent != receipts:
-            _tell(f"{receipts} cannot be written: the receipt goes to {receipt}")
+        receipt = self._receipt(folder, "hf")
         export_hf(
-            opened.decoder,
-            opened.tokenizer,
+            self.opened.decoder,
+            self.opened.tokenizer,
             folder,
-            dtype=dtype,
+            **self._folder_options(dtype, receipt, overwrite),
+        )
+        return receipt
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters on the model."""
+        from trimtab.adapt import adapter_names
+
+        return adapter_names(self.opened.decoder)
+
+    def add_adapter(self, folder: str | Path, name: str) -> None:
+        """Puts one more adapter on the model, from a folder of peft's or of `save_adapter`, and uses it."""
+        from trimtab.run.sources import put_adapter
+
+        put_adapter(self.opened, Path(folder), _tell, name=name)
+
+    def use_adapters(self, *names: str) -> None:
+        """Which adapters take part from now on; none at all gives the base model.
+
+        Example:
+            >>> model.use_adapters("french")  # doctest: +SKIP
+            >>> model.use_adapters()          # doctest: +SKIP
+        """
+        from trimtab.adapt import use_adapters
+
+        use_adapters(self.opened.decoder, names)
+
+    def save_adapter(
+        self, folder: str | Path, *, adapter: str | None = None, overwrite: bool = False
+    ) -> Path:
+        """Writes an adapter as a folder that peft loads, checks it, and returns the receipt's path."""
+        from trimtab.export import export_peft
+
+        opened, folder = self.opened, Path(folder)
+        self._check_target(folder, "fp32")
+        if not self.adapters:
+            raise RecipeError(
+                f"{opened.name} has no adapter", "train one with a `lora` section in the recipe"
+            )
+        receipt = self._receipt(folder, "peft")
+        export_peft(
+            opened.decoder,
+            folder,
+            base=opened.base or {"source": opened.name},
+            adapter=adapter or self.adapters[0],
             receipt=receipt,
-            config_extra=read_token_ids(opened.folder),
-            generation_config=read_generation_config(opened.folder),
             source={"model": opened.name, "step": opened.step},
             overwrite=overwrite,
         )
         return receipt
+
+    def merge(self, folder: str | Path, *, dtype: str = "bf16", overwrite: bool = False) -> Path:
+        """Merges the adapters in use into the weights and writes a folder that transformers loads.
+
+        The model itself is merged from then on: it has no adapters any more. Returns the receipt's path.
+        """
+        from trimtab.export import export_merged
+
+        folder = Path(folder)
+        self._check_target(folder, dtype)
+        receipt = self._receipt(folder, "merge")
+        export_merged(
+            self.opened.decoder,
+            self.opened.tokenizer,
+            folder,
+            whole_changed=self.opened.whole_changed,
+            **self._folder_options(dtype, receipt, overwrite),
+        )
+        return receipt
+
+    def _check_target(self, folder: Path, dtype: str) -> None:
+        if dtype not in DTYPES:
+            raise RecipeError(f"dtype {dtype!r} is not known", f"use one of {', '.join(DTYPES)}")
+        if self.opened.folder.resolve().is_relative_to(folder.resolve()):
+            raise RecipeError(
+                f"{folder} is where the model itself comes from, and would be replaced", "name another folder"
+            )
+
+    def _receipt(self, folder: Path, kind: str) -> Path:
+        from trimtab.export.receipt import receipt_path
+        from trimtab.run import RunFolder
+
+        run = RunFolder(Path(self.opened.name))
+        receipts = run.receipts if RunFolder.is_run(run.path) else None
+        receipt = receipt_path(folder, receipts, kind)
+        if receipts is not None and receipt.parent != receipts:
+            _tell(f"{receipts} cannot be written: the receipt goes to {receipt}")
+        return receipt
+
+    def _folder_options(self, dtype: str, receipt: Path, overwrite: bool) -> dict[str, Any]:
+        """What a Hugging Face folder is written with."""
+        from trimtab.model import read_generation_config, read_token_ids
+
+        opened = self.opened
+        return {
+            "dtype": dtype,
+            "receipt": receipt,
+            "config_extra": read_token_ids(opened.folder),
+            "generation_config": read_generation_config(opened.folder),
+            "source": {
+                "model": opened.name,
+                "step": opened.step,
+                **({"base": opened.base} if opened.base else {}),
+            },
+            "overwrite": overwrite,
+        }
 
 
 @dataclass(frozen=True)
@@ -140,6 +232,7 @@ def load(
     *,
     revision: str | None = None,
     checkpoint: str | int = "latest",
+    adapter: str | Path | None = None,
     dtype: str = "auto",
     device: str = "auto",
 ) -> Model:
@@ -149,6 +242,7 @@ def load(
         name: a hub id, a folder, a GGUF file, a run folder, or `starter` for the one that ships with trimtab.
         revision: branch, tag or commit of a hub id.
         checkpoint: of a run folder: `latest`, `best` or a step number.
+        adapter: a folder with a LoRA adapter, of peft's or of `trimtab export peft`, to put on the model.
         dtype: `fp32`, `bf16`, `fp16`, or `auto` for what the device computes well.
         device: `auto`, `cpu` or `cuda`.
     """
@@ -169,6 +263,7 @@ def load(
         str(name),
         revision=revision,
         checkpoint=checkpoint,
+        adapter=adapter,
         device=torch.device(facts.kind),
         capability=facts.capability,
         dtype=dtype,

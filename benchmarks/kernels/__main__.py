@@ -26,7 +26,7 @@ import torch
 
 import benchmarks.kernels as here
 from benchmarks.kernels.case import Case, Contestant
-from benchmarks.kernels.table import markdown
+from benchmarks.kernels.table import markdown, read
 from trimtab.lab.timing import Ceilings, ceilings, peak_bytes, time_together
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -104,18 +104,6 @@ def measure(case: Case, measured: Ceilings, options: argparse.Namespace) -> dict
 def is_good(record: dict[str, Any]) -> bool:
     """Whether the case ran and all that promise to be exact were."""
     return not record.get("failed") and all("note" not in c for c in record["contestants"].values())
-
-
-def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """The last record of each case; a line cut short by a stop is left out."""
-    records = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        records[record["op"], record["case"]] = record
-    return records
 
 
 def run_all(cases: list[Case], path: Path, options: argparse.Namespace) -> list[dict[str, Any]]:

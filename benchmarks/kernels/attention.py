@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch._functorch.config as settings
 
 from benchmarks.kernels.case import Bench, Case, Contestant, floor
 from trimtab.facts.errors import ModelError
@@ -144,7 +145,7 @@ class Inputs:
 def build(shape: Shape, backward: bool) -> Bench:
     """Everyone who can serve the shape, on the same inputs."""
     # what a compiled backward may overwrite it cannot be timed twice on
-    torch._functorch.config.donated_buffer = False
+    settings.donated_buffer = False
     inputs = Inputs(shape)
     contestants, absent = {}, {}
     for impl in ("triton", *PEERS):

@@ -27,7 +27,7 @@ class Contestant:
     check: Callable[[], str | None]
     """None if the result agrees with truth within the allowed error, else a sentence."""
     exact: bool = True
-    """False for a method that approximates by design: `check` is recorded, but does not fail the run."""
+    """False for a method that approximates: what `check` says is shown beside its time and does not fail the run."""
     ours: bool = False
 
 

@@ -136,7 +136,8 @@ def peers(shape: Shape) -> tuple[dict[str, tuple[Loss, bool, int]], dict[str, st
         from cut_cross_entropy import linear_cross_entropy as cce
 
         found["cut-cross-entropy, filtered"] = (lambda h, w, y: cce(h, w, y), False, 1)
-        found["cut-cross-entropy, unfiltered"] = (lambda h, w, y: cce(h, w, y, filter_eps=None), True, 1)
+        # Without the filter it is further from truth than plain bf16 all the same: timed, its error beside it.
+        found["cut-cross-entropy, unfiltered"] = (lambda h, w, y: cce(h, w, y, filter_eps=None), False, 1)
     return found, absent
 
 

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 HEAD = ("operation", "case", "implementation", "ms", "10–90 %", "peer / this", "of floor", "MiB", "note")
+
+
+def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The last record of each case; a line cut short by a stop is left out."""
+    records = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        records[record["op"], record["case"]] = record
+    return records
 
 
 def best_peer(record: dict[str, Any]) -> float | None:
@@ -33,10 +47,10 @@ def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
         ms = c["median_ms"]
         ratio = "–" if peer is None else f"{peer / ms:.2f}"
         spread = f"{c['low_ms']:.3g}–{c['high_ms']:.3g}"
-        note = "" if c["exact"] else "inexact by design"
+        note = "" if c["exact"] else f"approximate: {c['error'] or 'within the allowed error here'}"
         memory = f"{c['peak_bytes'] / 2**20:.0f}"
         share = f"{record['floor_ms'] / ms:.0%}"
-        out.append((*where, label, f"{ms:.3g}", spread, ratio, share, memory, note))
+        out.append((*where, label, f"{ms:#.3g}", spread, ratio, share, memory, note))
     out += [
         (*where, name, "–", "–", "–", "–", "–", f"absent: {why}") for name, why in record["absent"].items()
     ]
@@ -55,3 +69,28 @@ def markdown(records: list[dict[str, Any]]) -> str:
     ]
     text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(text) + "\n"
+
+
+def page(records: list[dict[str, Any]]) -> str:
+    """Every operation with a table of its own, where and with what it was measured: the body of a page."""
+    parts = []
+    for op in dict.fromkeys(record["op"] for record in records):
+        mine = [record for record in records if record["op"] == op]
+        table = ["| " + " | ".join(HEAD[1:]) + " |", "|" + "---|" * len(HEAD[1:])]
+        table += ["| " + " | ".join(row[1:]) + " |" for record in mine for row in rows(record)]
+        parts.append("\n".join([f"## {op}", "", _where(mine), "", *table]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _where(records: list[dict[str, Any]]) -> str:
+    def of(key: str) -> str:
+        return ", ".join(dict.fromkeys(record[key] for record in records))
+
+    last, ceilings = records[-1], [record["ceilings"] for record in records]
+    copy = max(c["copy_bytes_per_s"] for c in ceilings) / 1e12
+    product = max(c["matmul_flops_per_s"] for c in ceilings) / 1e12
+    names = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
+    return (
+        f"{of('device')}, commit {of('commit')}, {last['time'][:10]}; {names}. The device's own ceilings in these "
+        f"runs: a copy {copy:.2f} TB/s, a bf16 product {product:.0f} TFLOP/s."
+    )

@@ -331,13 +331,31 @@ def test_a_later_format_is_an_error_and_not_passed_over(
 ) -> None:
     store.save(1, state_of(1), {}, wait=True)
     with monkeypatch.context() as patched:
-        patched.setattr(manifests, "VERSION", 2)
-        patched.setitem(manifests._READERS, 2, manifests._READERS[1])
+        patched.setattr(manifests, "VERSION", 3)
+        patched.setitem(manifests._READERS, 3, manifests._READERS[2])
+        patched.setattr(
+            store, "_base", {"source": "somewhere"}
+        )  # a checkpoint without one stays at version 1
         store.save(2, state_of(2), {}, wait=True)
     for use in (store.latest, store.best, lambda: store.save(3, state_of(3), {}, wait=True)):
-        with pytest.raises(CheckpointError, match=r"later trimtab \(checkpoint format 2, here 1\)"):
+        with pytest.raises(CheckpointError, match=r"later trimtab \(checkpoint format 3, here 2\)"):
             use()
     assert (store.folder / "step-00000002").is_dir()
+
+
+def test_the_base_of_adapters_is_named(tmp_path: Path) -> None:
+    base = {
+        "source": "a/b",
+        "revision": "abc",
+        "files": {"model.safetensors": {"size": 3, "sha256": "0" * 64}},
+    }
+    with Store(tmp_path, base=base) as named:
+        named.save(1, state_of(1), {}, wait=True)
+        assert manifests.read_manifest(found_latest(named).path).base == base
+    with Store(tmp_path) as plain:
+        plain.save(2, state_of(2), {}, wait=True)
+        assert manifests.read_manifest(found_latest(plain).path).base is None
+        assert json.loads((found_latest(plain).path / "manifest.json").read_text())["version"] == 1
 
 
 def test_costs_are_an_upper_bound_of_the_disk(store: Store) -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import create_block_mask
 
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import ModelError
@@ -269,6 +270,58 @@ def test_new_documents_do_not_recompile():
     assert counter.frame_count == 1
 
 
+@given(
+    st.sampled_from([1, 5, 127, 128, 129, 256, 300, 641]),
+    st.sampled_from([None, 1, 50, 128, 129, 200]),
+    st.sampled_from([0, 3, 128, 200]),
+    st.integers(0, 20),
+    st.integers(0, 2**16),
+)
+@settings(max_examples=40)
+def test_flex_blocks_are_those_that_torch_finds_by_looking_at_every_pair(T, window, more, documents, seed):
+    if documents:
+        generator = torch.Generator().manual_seed(seed)
+        ids_BT = torch.randint(0, documents, (2, T), generator=generator).sort(1).values
+        layout, S = Layout.packed(ids_BT), T
+    else:
+        layout, S = Layout.causal(), T + more
+    seen_BTS = layout.visible(T, S, window)
+    got = layout.prepare("flex", "cpu", T, window, S=S)
+    want = create_block_mask(lambda b, h, t, s: seen_BTS[b, t, s], len(seen_BTS), None, T, S, device="cpu")
+    for numbers, indices in (("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")):
+        ours, theirs = (_chosen(getattr(m, numbers), getattr(m, indices)) for m in (got, want))
+        assert ours == theirs
+    b, t, s = torch.meshgrid(*(torch.arange(n) for n in seen_BTS.shape), indexing="ij")
+    assert torch.equal(got.mask_mod(b, None, t, s), seen_BTS)
+
+
+def _chosen(numbers, indices):
+    """The blocks that count, of each row of blocks."""
+    rows = zip(numbers.flatten().tolist(), indices.flatten(0, -2).tolist(), strict=True)
+    return [sorted(row[:number]) for number, row in rows]
+
+
+def test_flex_runs_all_lengths_through_one_program():
+    counter = CompileCounter()
+
+    def two_layers(q, layout):
+        for _ in range(2):
+            q = attention(q, q[:, :, :2], q[:, :, :2], layout=layout, impl="flex")
+        return q
+
+    traced = torch.compile(two_layers, fullgraph=True, dynamic=True, backend=counter)
+    for T in (777, 300, 130, 256):  # 7 blocks first: 2 would be taken for the number of rows
+        generator = torch.Generator().manual_seed(T)
+        layout = Layout.packed(torch.randint(0, 9, (2, T), generator=generator).sort(1).values)
+        q = torch.randn(2, T, 4, 16, generator=generator)
+        with torch.no_grad():
+            got = traced(q, layout.ready("flex", "cpu", T))
+            want = attention(q, q[:, :, :2], q[:, :, :2], layout=layout, impl="reference")
+            want = attention(want, want[:, :, :2], want[:, :, :2], layout=layout, impl="reference")
+        torch.testing.assert_close(got, want)
+    assert counter.frame_count == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["past a tile", "packed, window", "decode several"])
 def test_flex_forward_on_a_cpu(name):
@@ -286,7 +339,7 @@ GPU_CASES = (
     Case("gpu decode", B=2, T=1, S=200, H=4, K=2, D=64),
     Case("gpu decode several", B=2, T=9, S=200, H=4, K=2, D=64),
     Case("gpu decode several, window", B=2, T=9, S=200, H=4, K=2, D=64, window=20),
-    Case("gpu queries before any key", B=2, T=140, S=64, H=2, K=2, D=64),
+    Case("gpu queries before any key", B=2, T=340, S=200, H=2, K=2, D=64),
     Case("gpu soft cap", B=2, T=150, S=150, H=4, K=2, D=64, scale=0.5, softcap=5.0),
 )
 

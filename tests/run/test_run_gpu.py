@@ -37,7 +37,7 @@ def texts(folder: Path) -> list[str]:
     return [
         json.dumps(row, sort_keys=True)
         for row in rows
-        if row["kind"] not in ("train", "eval", "memory", "event")
+        if row["kind"] not in ("train", "eval", "memory", "compile", "event")
     ]
 
 

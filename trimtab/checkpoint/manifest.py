@@ -6,6 +6,7 @@ and that rule stay the same in every version, so that an old reader can tell "ne
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -19,7 +20,8 @@ from trimtab.facts.errors import CheckpointError
 from trimtab.facts.units import format_bytes
 
 FORMAT = "trimtab-checkpoint"
-VERSION = 1
+VERSION = 2
+"""2 added `base`. A checkpoint without one is written as version 1, which every trimtab reads."""
 NAME = "manifest.json"
 STATE = "state.json"
 TENSOR_SUFFIX = ".safetensors"
@@ -58,6 +60,9 @@ class Manifest:
     tags: tuple[str, ...]
     files: dict[str, File]
     tensors: dict[str, TensorEntry]
+    base: dict[str, Any] | None = None
+    """Of a run that trains adapters: where the frozen weights, which are not in it, come from (source, revision, and
+    size and sha256 of each file)."""
 
     @property
     def nbytes(self) -> int:
@@ -88,13 +93,15 @@ def to_text(manifest: Manifest) -> str:
     """The content of manifest.json."""
     body: dict[str, Any] = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": 1 if manifest.base is None else VERSION,
         "step": manifest.step,
         "sequence": manifest.sequence,
         "tags": sorted(manifest.tags),
         "files": {name: {"size": f.size, "sha256": f.sha256} for name, f in sorted(manifest.files.items())},
         "tensors": {name: [t.dtype, list(t.shape)] for name, t in sorted(manifest.tensors.items())},
     }
+    if manifest.base is not None:
+        body["base"] = manifest.base
     return json.dumps({**body, "sha256": _own_checksum(body)}, indent=1)
 
 
@@ -167,5 +174,9 @@ def _read_1(body: dict[str, Any]) -> Manifest:
     )
 
 
+def _read_2(body: dict[str, Any]) -> Manifest:
+    return dataclasses.replace(_read_1(body), base=body["base"])
+
+
 # Readers of old versions stay; a new version adds its own here.
-_READERS = {1: _read_1}
+_READERS = {1: _read_1, 2: _read_2}

@@ -57,7 +57,8 @@ class Store:
 
     `save` copies the state to host memory, returns, and lets a thread write it; one save is under way at a
     time. What goes wrong in that thread is announced at once and raised by the next `save` or `wait`.
-    `on_event` receives one-line messages, some of them from that thread.
+    `on_event` receives one-line messages, some of them from that thread. `base` names the frozen weights that are
+    not saved; it goes into every manifest.
 
     Example:
         >>> store = Store("run/checkpoints", keep_last=2)                           # doctest: +SKIP
@@ -74,12 +75,14 @@ class Store:
         keep_last: int | None = 2,
         on_event: Callable[[str], None] = print,
         file_bytes: int = FILE_BYTES,
+        base: dict[str, Any] | None = None,
     ) -> None:
         assert keep_last is None or keep_last >= 1, "keep at least the last checkpoint, or None for all"
         self.folder = Path(folder)
         self.keep_last = keep_last
         self._report = on_event
         self._file_bytes = file_bytes
+        self._base = base
         self._ranks = Ranks()
         self._host = files.HostCopy()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -298,7 +301,7 @@ class Store:
                 tags |= set(
                     old.tags
                 )  # the state of a step, saved again at the end of a run, is still the best
-        manifest = Manifest(job.step, sequence, tuple(sorted(tags)), written, job.table)
+        manifest = Manifest(job.step, sequence, tuple(sorted(tags)), written, job.table, self._base)
         places.write_synced(staging / manifests.NAME, manifests.to_text(manifest))
         places.sync_folder(staging)
         manifests.verify(staging, checksums=False)

@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from trimtab.cli.verb import new_app
+from trimtab.facts.compilers import compile_obstacle
 from trimtab.facts.units import format_bytes
 from trimtab.report.console import new_console
 from trimtab.report.plain import as_text
@@ -65,12 +66,20 @@ def _version(name: str) -> str | None:
     return metadata.version(name)
 
 
+def _compile_row(kind: str, capability: tuple[int, int] | None) -> str:
+    obstacle = compile_obstacle(kind, capability)
+    if obstacle is not None:
+        return f"torch.compile cannot work: {obstacle}"
+    return "torch.compile works" + (" (off by default on a CPU)" if kind == "cpu" else "")
+
+
 def _device_rows(table: Table) -> None:
     from trimtab.launch import detect
 
     device = detect()
     table.add_row("device", f"{device.name} ({device.kind}), {format_bytes(device.memory_bytes)} memory")
     table.add_row("free memory", format_bytes(device.available_bytes))
+    table.add_row("compiling", _compile_row(device.kind, device.capability))
     if device.kind == "cpu":
         import torch
 
@@ -104,6 +113,7 @@ def _attention_table() -> Table:
         packed=True,
         window=None,
         training=True,
+        triton=device.triton,
     )
     table = Table(
         title=f"attention for packed training, heads of 128, {dtype}", title_justify="left", box=None

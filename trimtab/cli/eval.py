@@ -40,6 +40,9 @@ def evaluate(
     checkpoint: Annotated[
         str, typer.Option(help="Of a run folder: latest, best or a step number.")
     ] = "latest",
+    adapter: Annotated[
+        str | None, typer.Option(help="A folder with a LoRA adapter (peft's) to put on the model.")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     dtype: Annotated[
         str, typer.Option(help="fp32, bf16, fp16, or auto for what this device does well.")
@@ -67,7 +70,9 @@ def evaluate(
     from trimtab.report import LiveView
     from trimtab.run.evaluation import evaluate_model
 
-    opened = load(model, revision=revision, checkpoint=checkpoint, dtype=dtype, device=device).opened
+    opened = load(
+        model, revision=revision, checkpoint=checkpoint, adapter=adapter, dtype=dtype, device=device
+    ).opened
     console = new_console(stderr=as_json)
     with LiveView(console=console) as view:
         records = evaluate_model(

@@ -56,6 +56,36 @@ def hf(
     print(plain(f"receipt: {receipt}"))
 
 
+@app.command()
+def peft(
+    model: Annotated[str, typer.Argument(help="A run folder that was trained with `lora`.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to write; it must not exist yet.")],
+    checkpoint: Annotated[str, typer.Option(help="latest, best or a step number.")] = "latest",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a folder that holds an adapter.")
+    ] = False,
+) -> None:
+    """Write a run's adapter as a folder (adapter_config.json, safetensors) that the peft library loads.
+
+        trimtab export peft runs/my-lora my-adapter --checkpoint best
+
+    The files are read back by an independent reader and compared byte for byte; put on the same base they must give
+    the same logits. The receipt that says so goes into the run folder's `receipts/`. With the weights themselves in
+    one folder instead: `trimtab merge`.
+    """
+    from trimtab.launch.device import need_torch
+
+    need_torch()
+    from trimtab.api import load
+    from trimtab.report.plain import plain
+
+    receipt = load(model, checkpoint=checkpoint, device="cpu", dtype="fp32").save_adapter(
+        folder, overwrite=overwrite
+    )
+    print(plain(f"written: {folder}"))
+    print(plain(f"receipt: {receipt}"))
+
+
 def _rounding(stored: tuple[str, ...], dtype: str) -> str:
     """What is lost between the formats the weights had and the one they were written in, and how to keep it."""
     # fp32 holds every bf16 and fp16 number, and what GGUF's quantizations stand for is computed in it.

@@ -42,6 +42,9 @@ def generate(
     checkpoint: Annotated[
         str, typer.Option(help="Of a run folder: latest, best or a step number.")
     ] = "latest",
+    adapter: Annotated[
+        str | None, typer.Option(help="A folder with a LoRA adapter (peft's) to put on the model.")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     dtype: Annotated[
         str, typer.Option(help="fp32, bf16, fp16, or auto for what this device does well.")
@@ -68,7 +71,9 @@ def generate(
         raise RecipeError("no prompt given", "write it behind the model, or pipe it in")
     if system is not None and not chat:
         raise RecipeError("--system is given without --chat", "add --chat, or put it into the prompt")
-    loaded = load(model, revision=revision, checkpoint=checkpoint, dtype=dtype, device=device)
+    loaded = load(
+        model, revision=revision, checkpoint=checkpoint, adapter=adapter, dtype=dtype, device=device
+    )
 
     def show(piece: str) -> None:
         sys.stdout.write(plain(piece))

@@ -25,6 +25,7 @@ VERBS = {
     "eval": "Measure a model: loss on text, grammar and reasoning probe, exact answers.",
     "generate": "Write text with a model, streaming.",
     "export": "Turn a run into files that other tools load.",
+    "merge": "Merge a run's adapter into the weights it was trained on.",
     "report": "Draw a run's report page again from its data.",
     "doctor": "Look at this machine: devices, versions, what will be used and what is missing.",
     "schema": "Print the JSON schema of recipes, for editors.",

@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trimtab.export.hf import export_hf
+    from trimtab.export.merged import export_merged
+    from trimtab.export.peft import export_peft
     from trimtab.export.receipt import Check, Receipt
 
-_PLACES = {"Check": "receipt", "Receipt": "receipt", "export_hf": "hf"}
+_PLACES = {
+    "Check": "receipt",
+    "Receipt": "receipt",
+    "export_hf": "hf",
+    "export_merged": "merged",
+    "export_peft": "peft",
+}
 
-__all__ = ["Check", "Receipt", "export_hf"]
+__all__ = ["Check", "Receipt", "export_hf", "export_merged", "export_peft"]
 
 
 def __getattr__(name: str) -> Any:

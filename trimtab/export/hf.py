@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata as package_metadata
 from pathlib import Path
@@ -45,6 +45,8 @@ def export_hf(
     source: Mapping[str, Any] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
+    kind: str = "hf",
+    checked: Sequence[Check] = (),
 ) -> Receipt:
     """Write a folder that transformers, vLLM and llama.cpp's converter load, and prove that it is the model.
 
@@ -63,6 +65,8 @@ def export_hf(
         source: what is known of the model's origin, for the receipt.
         max_shard_bytes: the largest weight file.
         overwrite: replace a model folder.
+        kind: what the receipt calls it.
+        checked: what was verified before, for the receipt.
 
     Raises:
         ModelError: the folder exists, the tokenizer does not fit, or what was written is not the model.
@@ -91,22 +95,17 @@ def export_hf(
             for path in sorted(staging.iterdir())
         }
     result = Receipt(
-        kind="hf",
+        kind=kind,
         folder=str(folder),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         dtype=dtype,
         num_parameters=decoder.shape.num_parameters,
         num_tensors=len(list(decoder.shape.parameters())),
         files=files,
-        checks=checks,
+        checks=[*checked, *checks],
         token_ids=token_ids,
         logits_sha256=digest,
-        versions={
-            "trimtab": _version("trimtab"),
-            "torch": torch.__version__,
-            "safetensors": safetensors.__version__,
-            "python": platform.python_version(),
-        },
+        versions=versions(),
         source=dict(source or {}),
     )
     if receipt is not None:
@@ -149,8 +148,8 @@ def _check_weights(decoder: Decoder, folder: Path, dtype: str) -> Check:
 def _check_logits(decoder: Decoder, folder: Path, dtype: str) -> tuple[Check, list[int], str]:
     """The files' logits against the model's, both in the stored dtype on the model's own device."""
     device = decoder.head_weight.device
-    num_tokens = min(_PROBE_TOKENS, decoder.shape.max_positions)
-    token_ids = [(1 + 7919 * i) % decoder.shape.vocab_size for i in range(num_tokens)]
+    token_ids = probe_ids(decoder)
+    num_tokens = len(token_ids)
     ids_BT = torch.tensor([token_ids], device=device)
     expected_BTV = _logits(_cast(decoder, dtype, device), ids_BT)
     reloaded = build(decoder.shape, dtype=dtype, device=device, attention=decoder.attention)
@@ -159,9 +158,36 @@ def _check_logits(decoder: Decoder, folder: Path, dtype: str) -> tuple[Check, li
     if not torch.equal(found_BTV, expected_BTV):
         worst = float((found_BTV - expected_BTV).abs().max())
         raise _not_the_model(f"logits differ by up to {worst:.3g}")
-    digest = hashlib.sha256(found_BTV.cpu().numpy().astype("<f4").tobytes()).hexdigest()
+    digest = digest_of(found_BTV)
     detail = f"bit-equal to the model's own in {dtype}, {num_tokens} tokens, {decoder.attention} attention"
     return Check("logits", detail), token_ids, digest
+
+
+def probe_ids(decoder: Decoder) -> list[int]:
+    """The token ids whose logits are compared."""
+    num_tokens = min(_PROBE_TOKENS, decoder.shape.max_positions)
+    return [(1 + 7919 * i) % decoder.shape.vocab_size for i in range(num_tokens)]
+
+
+@torch.no_grad()
+def probe_logits(decoder: Decoder) -> torch.Tensor:
+    """fp32 logits [1, T, V] for `probe_ids`."""
+    return _logits(decoder, torch.tensor([probe_ids(decoder)], device=decoder.head_weight.device))
+
+
+def digest_of(logits_BTV: torch.Tensor) -> str:
+    """sha256 of fp32 logits, little-endian."""
+    return hashlib.sha256(logits_BTV.cpu().numpy().astype("<f4").tobytes()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what wrote an export."""
+    return {
+        "trimtab": _version("trimtab"),
+        "torch": torch.__version__,
+        "safetensors": safetensors.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def _logits(decoder: Decoder, ids_BT: torch.Tensor) -> torch.Tensor:

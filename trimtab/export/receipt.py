@@ -14,7 +14,7 @@ from typing import Any
 RECEIPT_VERSION = 1
 
 
-def receipt_path(folder: Path, receipts: Path | None) -> Path:
+def receipt_path(folder: Path, receipts: Path | None, kind: str = "hf") -> Path:
     """Where the receipt of an export to `folder` goes, asked before the export.
 
     Into `receipts`, under a name that belongs to this target alone; beside the target where there is no such folder
@@ -23,7 +23,7 @@ def receipt_path(folder: Path, receipts: Path | None) -> Path:
     if receipts is None or not _can_write(receipts):
         return folder.with_name(f"{folder.name}.receipt.json")
     digest = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:8]
-    return receipts / f"export-hf-{folder.name}-{digest}.json"
+    return receipts / f"export-{kind}-{folder.name}-{digest}.json"
 
 
 def _can_write(folder: Path) -> bool:

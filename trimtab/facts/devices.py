@@ -54,6 +54,10 @@ BF16_CAPABILITY = (8, 0)
 """CUDA devices from here on compute bf16; Volta and Turing do not."""
 
 
+TRITON_CAPABILITY = (7, 5)
+"""CUDA devices from here on are those that Triton compiles for."""
+
+
 @dataclass(frozen=True)
 class DeviceFacts:
     """One device to train on.
@@ -72,6 +76,8 @@ class DeviceFacts:
     capability: tuple[int, int] | None = None
     bf16: bool = False
     """Whether bf16 products run in hardware."""
+    triton: bool = True
+    """Whether Triton is installed, where the device is one that it compiles for."""
     cores: int | None = None
     measured_flops: dict[str, float] = field(default_factory=dict)
     """Products a second that were measured here, by number format; they go before the datasheet's."""
@@ -79,6 +85,11 @@ class DeviceFacts:
     """Share of the ceiling that whole training steps were measured to reach; needed to estimate time."""
     utilization_basis: str | None = None
     """Where that share was measured: device, model, versions."""
+
+    @property
+    def runs_triton(self) -> bool:
+        """Whether this library's own kernels run here."""
+        return self.kind == "cuda" and self.triton and (self.capability or (0, 0)) >= TRITON_CAPABILITY
 
     @property
     def available_bytes(self) -> int:

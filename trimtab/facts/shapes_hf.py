@@ -209,16 +209,32 @@ def _refuse_unsupported(values: _Values) -> None:
     act = values.get("hidden_act") or "silu"
     if act not in ("silu", "swish"):
         raise ModelError(f"{where}: hidden_act is {act!r}", "trimtab's decoder has SwiGLU layers (silu) only")
-    if values.get("quantization_config"):
-        raise ModelError(
-            f"{where} says that the weights are already quantized", "give the model's unquantized weights"
-        )
+    _refuse_unknown_quantization(values)
     rope = values.get("rope_parameters") or {}
     partial = values.get("partial_rotary_factor") or (
         rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
     )
     if partial not in (None, 1, 1.0):
         raise ModelError(f"{where}: partial_rotary_factor is {partial}", "only whole heads are rotated here")
+
+
+def _refuse_unknown_quantization(values: _Values) -> None:
+    """bitsandbytes' NF4 and INT8 are read; the files themselves say the rest."""
+    stored = values.get("quantization_config")
+    if not stored:
+        return
+    method = stored.get("quant_method") if isinstance(stored, dict) else stored
+    if method != "bitsandbytes":
+        raise ModelError(
+            f"{values.where} says that the weights are already quantized (by {method})",
+            "give the model's unquantized weights, or ones that bitsandbytes quantized (NF4, INT8)",
+        )
+    kind = stored.get("bnb_4bit_quant_type", "fp4")  # bitsandbytes' own default
+    if stored.get("load_in_4bit") and kind != "nf4":
+        raise ModelError(
+            f"{values.where} says that the weights are in {kind}, of which only nf4 is read",
+            "give the model's unquantized weights",
+        )
 
 
 def _window(family: str, values: _Values, layers: int) -> tuple[int | None, int]:

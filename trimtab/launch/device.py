@@ -81,6 +81,7 @@ def _cuda() -> DeviceFacts:
         free_bytes=free,
         capability=capability,
         bf16=capability >= BF16_CAPABILITY,
+        triton=find_spec("triton") is not None,
         cores=host_cores(),
     )
 

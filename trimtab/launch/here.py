@@ -17,7 +17,7 @@ from trimtab.launch.preparing import Frozen, Prepared, prepare
 from trimtab.plan import check_disk, check_fits, make_plan
 from trimtab.plan.disk import Disk
 from trimtab.recipe import Recipe, build, check_resume, dump, load, to_dict
-from trimtab.run import assembling, corpora, sources
+from trimtab.run import adapters, assembling, corpora, sources
 from trimtab.run.choices import Choices
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
@@ -98,7 +98,7 @@ def _kept(folder: RunFolder) -> dict[str, Any]:
     kept = read_json(folder.choices)
     if kept.get("version", 0) > VERSION:
         raise CheckpointError(f"{folder.path} is of a newer trimtab", "continue it with that version")
-    fields = ("model_commit", "tokenizer_commit", "data", "recipe", *Choices.__dataclass_fields__)
+    fields = ("model_commit", "tokenizer_commit", "data", "recipe", *Choices.needed())
     missing = [name for name in fields if name not in kept]
     if missing:
         raise CheckpointError(
@@ -131,6 +131,8 @@ def _go(
     view.plan(plan.to_dict())
     for note in (*plan.notes, *opened.notes()):
         view.message(note)
+    weights = _weights(prepared, folder)
+    base = _base(prepared, weights, kept)
     example = opened.example(tokenizer)
     if example is not None:
         view.record(example)
@@ -138,13 +140,14 @@ def _go(
         recipe,
         choices,
         shape,
-        weights=_weights(prepared, folder),
+        weights=weights,
         tokenizer=tokenizer,
         corpora=opened,
         folder=folder,
         observers=[view, *assembling.trackers(recipe, folder, to_dict(recipe))],
         on_event=view.message,
         resume=kept is not None,
+        base=base,
     )
     write_text(folder.recipe, dump(recipe))
     write_json(folder.plan, plan.to_dict())
@@ -157,6 +160,7 @@ def _go(
             "tokenizer_commit": tokenizer_commit,
             "data": opened.pins(),
             "recipe": to_dict(recipe),
+            "base": base,
         }
         write_json(folder.choices, {**choices.to_dict(), **pins})
     run.job.after_step = after_step
@@ -178,10 +182,21 @@ def _begin(prepared: Prepared, folder: RunFolder) -> str | None:
     return commit
 
 
+def _base(prepared: Prepared, weights: Path, kept: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The frozen weights of a run with adapters by name and checksum; a resumed run must find the same ones."""
+    if prepared.choices.lora is None:
+        return None
+    if kept is None:
+        return adapters.name_base(prepared.recipe, weights, prepared.commit)
+    adapters.check_base(kept["base"], weights, "the run")
+    return dict(kept["base"])
+
+
 def _weights(prepared: Prepared, folder: RunFolder) -> Path:
     """Where the pretrained weights lie, fetched now if this start reads them."""
     recipe = prepared.recipe
-    if recipe.model.init == "random" or any(folder.checkpoints.glob("step-*")):
+    saved = prepared.choices.lora is None and any(folder.checkpoints.glob("step-*"))
+    if recipe.model.init == "random" or saved:
         return prepared.model
     place, _ = model_folder(recipe.model.name, revision=prepared.commit)
     if sources.read_shape(place) != prepared.shape:

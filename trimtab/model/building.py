@@ -8,6 +8,7 @@ from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.randomness import derive
 from trimtab.facts.shapes import ModelShape, check
 from trimtab.model.decoder import Decoder
+from trimtab.model.weights import Places
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -24,6 +25,7 @@ def build(
     device: str | torch.device,
     attention: str,
     loss_impl: str = "chunked",
+    loss_memory: int | None = None,
     pointwise: str = "reference",
 ) -> Decoder:
     """A decoder with uninitialized parameters; follow with `load_weights` or `init_weights`.
@@ -34,6 +36,7 @@ def build(
         device: "meta" for a model without memory, to be placed later.
         attention: the implementation, by name.
         loss_impl: the loss's implementation, by name.
+        loss_memory: bytes that the loss "triton" may hold beyond inputs and gradients.
         pointwise: that of norms, rotary positions and gates: "reference" or "triton".
 
     Example:
@@ -46,7 +49,9 @@ def build(
     check(shape)
     # Modules fill their parameters when they are made; on the meta device that costs neither time nor memory.
     with torch.device("meta"):
-        decoder = Decoder(shape, attention=attention, loss_impl=loss_impl, pointwise=pointwise)
+        decoder = Decoder(
+            shape, attention=attention, loss_impl=loss_impl, loss_memory=loss_memory, pointwise=pointwise
+        )
     decoder = decoder.to(torch_dtype(dtype))
     names = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
     assert names == list(shape.parameters()), "the decoder and its shape disagree on the parameters"
@@ -60,14 +65,14 @@ def init_weights(decoder: Decoder, seed: int) -> Decoder:
     Each tensor is a function of (seed, its name) alone and drawn on the CPU in fp32, so device, dtype and
     sharding do not change the model.
     """
-    std = decoder.shape.initializer_range
-    for name, parameter in decoder.named_parameters():
+    std, places = decoder.shape.initializer_range, Places(decoder)
+    for name, dims in decoder.shape.parameters():
         if name.endswith("norm.weight"):
-            parameter.fill_(1.0)
+            drawn = torch.ones(dims)
         elif name.endswith(".bias"):
-            parameter.zero_()
+            drawn = torch.zeros(dims)
         else:
             generator = torch.Generator().manual_seed(derive(seed, "init", name))
-            drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
-            parameter.copy_(drawn)
+            drawn = torch.empty(dims, dtype=torch.float32).normal_(0.0, std, generator=generator)
+        places.put(name, drawn, "random weights")
     return decoder

@@ -6,6 +6,8 @@ V vocabulary, F rotary frequencies.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -34,6 +36,7 @@ class Decoder(nn.Module):
         shape: every number that decides the model.
         attention: the implementation in `trimtab.kernels.attention`, chosen once, by the caller.
         loss_impl: the implementation in `trimtab.kernels.linear_cross_entropy`.
+        loss_memory: bytes that the loss "triton" may hold beyond inputs and gradients; little by default.
         pointwise: the implementation of norms, rotary positions and gates (`rms_norm`, `rope` and `gated_mlp`
             in `trimtab.kernels`): "reference" or "triton".
 
@@ -50,13 +53,16 @@ class Decoder(nn.Module):
         *,
         attention: str,
         loss_impl: str = "chunked",
+        loss_memory: int | None = None,
         pointwise: str = "reference",
     ) -> None:
         super().__init__()
         self.shape = shape
         self.attention = attention
-        self.loss_impl = loss_impl
+        self.loss_impl, self.loss_memory = loss_impl, loss_memory
         self.rotary = Rotary(shape)
+        self.regions: list[Callable[..., torch.Tensor]] | None = None
+        """The blocks as `trimtab.adapt.compile_regions` compiled them, for training alone."""
         self.model = Trunk(shape, attention, pointwise)
         self.lm_head = (
             None if shape.tie_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
@@ -65,7 +71,11 @@ class Decoder(nn.Module):
     @property
     def head_weight(self) -> torch.Tensor:
         """[V, C]: the head's own matrix, or the embeddings where they are tied."""
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        if self.lm_head is None:
+            return self.model.embed_tokens.weight
+        # A head with an adapter on it is more than its weight.
+        effective = getattr(self.lm_head, "effective_weight", None)
+        return self.lm_head.weight if effective is None else effective()
 
     def forward(
         self,
@@ -90,9 +100,25 @@ class Decoder(nn.Module):
         layout = Layout.causal() if layout is None else layout
         x_BTC = self.model.embed_tokens(input_ids_BT)
         cos_BTF, sin_BTF = self.rotary.cos_sin(positions_BT, x_BTC.dtype)
-        for block in self.model.layers:
-            x_BTC = block(x_BTC, cos_BTF, sin_BTF, layout, cache)
+        blocks: Iterable[Callable[..., torch.Tensor]] = self.model.layers
+        if self.regions is not None and cache is None and torch.is_grad_enabled():
+            blocks = self.regions
+            if not x_BTC.requires_grad:
+                # Frozen embeddings would make the first block another program than the rest, to be compiled as well.
+                x_BTC.requires_grad_()
+        layouts = self._ready(layout, x_BTC) if cache is None else {}
+        for i, block in enumerate(blocks):
+            x_BTC = block(x_BTC, cos_BTF, sin_BTF, layouts.get(self.shape.window(i), layout), cache)
         return self.model.norm(x_BTC)
+
+    def _ready(self, layout: Layout, x_BTC: torch.Tensor) -> dict[int | None, Layout]:
+        """The layout in the form that attention reads, for each window that layers have."""
+        B, T, _ = x_BTC.shape
+        kind, dtype = x_BTC.device.type, x_BTC.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        windows = {self.shape.window(i) for i in range(self.shape.num_layers)}
+        return {w: layout.ready(self.attention, x_BTC.device, T, w, B=B, dtype=dtype) for w in windows}
 
     def logits(self, hidden_BTC: torch.Tensor) -> torch.Tensor:
         """logits_BTV in fp32 (fp64 for an fp64 model) of hidden states from `forward`."""
@@ -119,4 +145,5 @@ class Decoder(nn.Module):
             labels_BT.flatten(),
             impl=self.loss_impl,
             reduction=reduction,
+            memory_bytes=self.loss_memory,
         )

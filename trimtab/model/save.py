@@ -122,9 +122,12 @@ def check_space(folder: Path, decoder: Decoder, dtype: str) -> None:
 
 
 @contextmanager
-def staged_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder that takes `folder`'s place when the block ends well, and vanishes otherwise."""
-    _check_replaceable(folder, overwrite)
+def staged_folder(folder: Path, *, overwrite: bool = False, holds: str = "config.json") -> Iterator[Path]:
+    """A temporary folder that takes `folder`'s place when the block ends well, and vanishes otherwise.
+
+    A folder is only overwritten if it has a file `holds`, by which it is known to be of the kind that replaces it.
+    """
+    _check_replaceable(folder, overwrite, holds)
     staging = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
         staging.mkdir(parents=True)
@@ -154,15 +157,16 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     _sync(path)
 
 
-def _check_replaceable(folder: Path, overwrite: bool) -> None:
+def _check_replaceable(folder: Path, overwrite: bool, holds: str) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if not folder.exists():
         return
     if not overwrite:
         raise ModelError(f"{folder} exists already", "choose another folder, or ask to overwrite it")
-    if not folder.is_dir() or not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} is not a model folder", "only a folder with a config.json is overwritten")
+    if not folder.is_dir() or not (folder / holds).is_file():
+        what = "a model" if holds == "config.json" else "an adapter"
+        raise ModelError(f"{folder} is not {what} folder", f"only a folder with {holds} in it is overwritten")
 
 
 def _shards(decoder: Decoder, dtype: str, max_shard_bytes: int) -> list[dict[str, torch.Tensor]]:

@@ -6,18 +6,36 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape, check
+from trimtab.kernels import int8, nf4
+from trimtab.kernels.int8 import Int8Tensor
+from trimtab.kernels.nf4 import NF4Weight
 from trimtab.model.decoder import Decoder
 from trimtab.model.source import source_kind
+
+if TYPE_CHECKING:
+    from trimtab.model.weights_packed import StoredPacking
 
 Progress = Callable[[int, int, str], None]
 """Called as progress(tensors done, tensors in all, name) after each tensor."""
 
 _CHUNK = 2**24
+
+
+@runtime_checkable
+class Taker(Protocol):
+    """A layer that keeps its weight in a form of its own: quantized, say. It stands where the plain layer stood."""
+
+    def take(self, weight: torch.Tensor) -> None:
+        """Keeps a weight in 16 or 32 bits, on any device; ModelError if it cannot."""
+
+    def take_packed(self, weight: NF4Weight | Int8Tensor) -> None:
+        """Keeps a weight that is quantized already, bit for bit; ModelError if this layer is laid out otherwise."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +90,24 @@ def check_weights(shape: ModelShape, path: str | Path) -> None:
         survey_folder(shape, path)
 
 
+def stored_packing(path: str | Path) -> StoredPacking | None:
+    """How a model's files are quantized by bitsandbytes (kind, block, double), or None; reads a few bytes.
+
+    Lay the decoder out alike (`adapt.quantize_layout`) and `load_weights` keeps the bytes as they are.
+    """
+    if source_kind(path) == "gguf":
+        return None
+    from trimtab.model import weights_safetensors
+
+    return weights_safetensors.stored_packing(Path(path))
+
+
 def load_weights(decoder: Decoder, path: str | Path, *, progress: Progress | None = None) -> Provenance:
     """Fill a decoder's parameters from a Hugging Face folder (safetensors) or a GGUF file.
 
     Names, shapes and number formats are checked for the whole model before the first number is copied; then
-    one tensor at a time is read, converted to the parameter's dtype and copied to its device.
+    one tensor at a time is read, converted to the parameter's dtype and copied to its device. A layer that has no
+    parameter `weight` but a method `take` is handed the tensor instead (`Taker`).
 
     Args:
         decoder: from `build`, on a real device; its shape must be the source's (`read_shape`).
@@ -87,7 +118,8 @@ def load_weights(decoder: Decoder, path: str | Path, *, progress: Progress | Non
         ModelError: the files are missing, damaged, pickled, of another model, or hold NaN or infinity.
     """
     path = Path(path)
-    assert all(p.device.type != "meta" for p in decoder.parameters()), "give the decoder memory first"
+    tensors = (*decoder.parameters(), *decoder.buffers())
+    assert all(tensor.device.type != "meta" for tensor in tensors), "give the decoder memory first"
     if source_kind(path) == "gguf":
         from trimtab.model.weights_gguf import load_gguf
 
@@ -137,6 +169,45 @@ def check_dims(
             + _origin(found, wanted, shape),
             "the weights and the config belong to different models",
         )
+
+
+class Places:
+    """Where a decoder keeps each of its shape's tensors, by name.
+
+    Example:
+        >>> Places(decoder).put("model.norm.weight", torch.ones(64), "by hand")  # doctest: +SKIP
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._parameters = dict(decoder.named_parameters())
+        self._takers: dict[str, Taker] = {}
+        for name, _ in decoder.shape.parameters():
+            if name not in self._parameters:
+                layer = decoder.get_submodule(name.removesuffix(".weight"))
+                assert isinstance(layer, Taker), f"{name} has neither a parameter nor a layer that takes it"
+                self._takers[name] = layer
+
+    def put(self, name: str, tensor: torch.Tensor, where: str) -> None:
+        """Copies a stored tensor to its parameter, or hands it to its layer; ModelError if it is not finite."""
+        if name in self._parameters:
+            fill(self._parameters[name], tensor, name, where)
+            return
+        try:
+            self._takers[name].take(tensor)
+        except ModelError as err:
+            raise ModelError(f"{where}: {name}: {err.cause}", err.remedy) from err
+
+    def put_packed(self, name: str, weight: NF4Weight | Int8Tensor, where: str) -> None:
+        """The same for a weight that was quantized before it was saved: a layer that is quantized alike keeps it as
+        it is, a plain parameter gets the numbers that it stands for."""
+        if name in self._parameters:
+            dequantize = nf4.dequantize if isinstance(weight, NF4Weight) else int8.dequantize
+            self.put(name, dequantize(weight, dtype=torch.float32), where)  # type: ignore[arg-type]
+            return
+        try:
+            self._takers[name].take_packed(weight)
+        except ModelError as err:
+            raise ModelError(f"{where}: {name}: {err.cause}", err.remedy) from err
 
 
 @torch.no_grad()

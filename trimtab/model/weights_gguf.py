@@ -15,7 +15,7 @@ from trimtab.facts.gguf_header import GGUFHeader, GGUFTensor, read_gguf_header
 from trimtab.facts.shapes import ModelShape
 from trimtab.model.decoder import Decoder
 from trimtab.model.families import family
-from trimtab.model.weights import Progress, Provenance, check_dims, check_layers, check_names, fill
+from trimtab.model.weights import Places, Progress, Provenance, check_dims, check_layers, check_names
 
 _DAMAGED = "the file is damaged or incomplete; download it again"
 
@@ -35,14 +35,14 @@ def load_gguf(decoder: Decoder, path: Path, progress: Progress | None) -> Proven
     found = survey_gguf(decoder.shape, path)
     header, wanted, layouts = found.header, found.wanted, found.layouts
     maps = family(decoder.shape.family)
-    parameters = dict(decoder.named_parameters())
+    places = Places(decoder)
     data = np.memmap(path, dtype=np.uint8, mode="r")
     for done, (stored, name) in enumerate(wanted.items(), 1):
         kind, num_bytes = layouts[stored]
         array = _dequantize(data, header.tensors[stored], kind, num_bytes)
         if maps.gguf_pairs_rotary_rows:
             array = unpair_rotary_rows(array, name, decoder.shape)
-        fill(parameters[name], torch.from_numpy(array), name, str(path))
+        places.put(name, torch.from_numpy(array), str(path))
         if progress is not None:
             progress(done, len(wanted), name)
     return Provenance(

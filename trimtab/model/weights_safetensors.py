@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.shapes_hf import read_json
+from trimtab.model import weights_packed as packed
 from trimtab.model.decoder import Decoder
 from trimtab.model.families import family
 from trimtab.model.source import PICKLE_SUFFIXES, pickle_refused
-from trimtab.model.weights import Progress, Provenance, check_dims, check_layers, check_names, fill
+from trimtab.model.weights import Places, Progress, Provenance, check_dims, check_layers, check_names
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -30,29 +32,64 @@ class _Stored:
     name: str
     dims: tuple[int, ...]
     format: str
+    parts: dict[str, _Stored] = field(default_factory=dict)
+    """Of a weight that bitsandbytes quantized: its other tensors, by their names' endings."""
 
 
 def load_folder(decoder: Decoder, folder: Path, progress: Progress | None) -> Provenance:
     """Fill a decoder from a folder; see `load_weights`."""
     files = weight_files(folder)
-    parameters = dict(decoder.named_parameters())
+    places = Places(decoder)
     stored, ignored = survey_folder(decoder.shape, folder)
-    done = 0
-    for file in files:
-        with _open(folder / file) as opened:
-            for name in (name for name, entry in stored.items() if entry.file == file):
-                fill(parameters[name], opened.get_tensor(stored[name].name), name, str(folder / file))
-                done += 1
-                if progress is not None:
-                    progress(done, len(parameters), name)
+    in_order = sorted(stored.items(), key=lambda item: files.index(item[1].file))
+    with ExitStack() as stack:
+        # All at once: a quantized weight's tensors may lie in several.
+        opened = {file: stack.enter_context(_open(folder / file)) for file in files}
+        for done, (name, entry) in enumerate(in_order, 1):
+            where = str(folder / entry.file)
+            if entry.parts:
+                places.put_packed(name, packed.read(_tensors(entry, opened), where), where)
+            else:
+                places.put(name, opened[entry.file].get_tensor(entry.name), where)
+            if progress is not None:
+                progress(done, len(stored), name)
     return Provenance(
         path=folder,
         kind="hf",
         files={file: (folder / file).stat().st_size for file in files},
-        formats=dict(Counter(_FLOATS[entry.format] for entry in stored.values())),
+        formats=dict(Counter(_format(entry) for entry in stored.values())),
         num_tensors=len(stored),
         ignored=ignored,
     )
+
+
+def stored_packing(folder: Path) -> packed.StoredPacking | None:
+    """How the folder's weights are quantized, from the first that is; None where none is. Reads a few bytes."""
+    for file in weight_files(folder):
+        with _open(folder / file) as opened:
+            for key in opened.keys():  # noqa: SIM118  (safe_open is no dict)
+                owner = packed.owner_of(key)
+                if owner is None or owner[1] not in packed.TELLING:
+                    continue
+                if owner[1] == packed.INT8_SCALES:
+                    return packed.StoredPacking("int8", 0, False)
+                packed.check_facts_size(tuple(opened.get_slice(key).get_shape()), key)
+                return packed.packing_of({"weight." + owner[1]: opened.get_tensor(key)})
+    return None
+
+
+def _tensors(entry: _Stored, opened: dict[str, Any]) -> dict[str, Any]:
+    """All tensors of a quantized weight, named as if the weight were called "weight"."""
+    found = {"weight": opened[entry.file].get_tensor(entry.name)}
+    for part, other in entry.parts.items():
+        found[packed.part_name(part)] = opened[other.file].get_tensor(other.name)
+    return found
+
+
+def _format(entry: _Stored) -> str:
+    if not entry.parts:
+        return _FLOATS[entry.format]
+    return "int8" if packed.INT8_SCALES in entry.parts else "nf4"
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -99,6 +136,10 @@ def survey_folder(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], 
     for name, dims in wanted.items():
         entry = stored[name]
         where = str(folder / entry.file)
+        if entry.parts:
+            found = _packed_dims(entry, folder)
+            check_dims(name, found, dims, where, shape)
+            continue
         check_dims(name, entry.dims, dims, where, shape)
         if entry.format not in _FLOATS:
             raise ModelError(
@@ -107,14 +148,36 @@ def survey_folder(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], 
     return stored, ignored
 
 
+def _packed_dims(entry: _Stored, folder: Path) -> tuple[int, ...]:
+    """The dimensions that a quantized weight will have, as its own tensors say."""
+    telling = next((part for part in entry.parts if part in packed.TELLING), None)
+    if telling is None:
+        raise ModelError(
+            f"{folder / entry.file}: {entry.name} is quantized and does not say how", "complete the download"
+        )
+    if telling == packed.INT8_SCALES:
+        return entry.dims
+    other = entry.parts[telling]
+    packed.check_facts_size(other.dims, other.name)
+    with _open(folder / other.file) as opened:
+        return packed.dims_of({packed.part_name(telling): opened.get_tensor(other.name)})
+
+
 def _declared(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], list[str]]:
     """Every stored tensor by our name, and the stored names that the decoder has no need of."""
     maps = family(shape.family)
     stored: dict[str, _Stored] = {}
+    parts: dict[str, dict[str, _Stored]] = {}
     ignored: list[str] = []
     for file in weight_files(folder):
         with _open(folder / file) as opened:
             for key in opened.keys():  # noqa: SIM118  (safe_open is no dict)
+                owner = packed.owner_of(key)
+                if owner is not None:
+                    piece = opened.get_slice(key)
+                    part = _Stored(file, key, tuple(piece.get_shape()), piece.get_dtype())
+                    parts.setdefault(maps.hf_name(owner[0]), {})[owner[1]] = part
+                    continue
                 name = maps.hf_name(key)
                 if maps.ignores_hf(key) or (shape.tie_embeddings and name == "lm_head.weight"):
                     ignored.append(key)
@@ -125,6 +188,13 @@ def _declared(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], list
                     )
                 piece = opened.get_slice(key)
                 stored[name] = _Stored(file, key, tuple(piece.get_shape()), piece.get_dtype())
+    for name, found in parts.items():
+        if name not in stored:
+            raise ModelError(
+                f"{folder} holds {next(iter(found.values())).name} without its weight",
+                "complete the download",
+            )
+        stored[name] = replace(stored[name], parts=found)
     return stored, ignored
 
 

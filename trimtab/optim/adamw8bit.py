@@ -9,6 +9,7 @@ import torch
 from trimtab.kernels.adamw8bit import State8bit, adamw8bit_step, new_state
 from trimtab.kernels.adamw8bit.spec import IMPLS, SMALL
 from trimtab.optim.adamw import AdamWBase, gradient_of
+from trimtab.optim.base import rate_of
 
 KEYS = ("exp_avg_codes", "exp_avg_scale", "root_codes", "root_scale")
 """States of a compressed parameter, in State8bit's order; "root" is the square root of the second moment."""
@@ -95,7 +96,7 @@ class AdamW8bit(AdamWBase):
         name: str,
         param: torch.Tensor,
         group: dict[str, Any],
-        lr: float,
+        lr: float | None,
         grad_scale: torch.Tensor | float,
         skip: torch.Tensor | None,
     ) -> None:
@@ -134,7 +135,7 @@ class Together:
         optimizer = self.optimizer
         self.table.step(
             [None if p.grad is None else gradient_of(p) for _, p, _ in self.members],
-            lr=[group["lr"] if lr is None else lr for _, _, group in self.members],
+            lr=[rate_of(group, lr) for _, _, group in self.members],
             weight_decay=[group["weight_decay"] for _, _, group in self.members],
             beta1=optimizer.betas[0], beta2=optimizer.betas[1], eps=optimizer.eps, step=optimizer.count,
             seed=optimizer.seed, grad_scale=grad_scale, skip=skip,

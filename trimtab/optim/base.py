@@ -15,6 +15,13 @@ import torch
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.randomness import derive
 
+
+def rate_of(group: dict[str, Any], lr: float | None) -> float:
+    """A group's learning rate at a step whose rate is `lr`: its own where None, times its `lr_scale`."""
+    rate: float = group["lr"] if lr is None else lr
+    return rate * group.get("lr_scale", 1.0)
+
+
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -51,12 +58,13 @@ class NamedOptimizer(torch.optim.Optimizer):
         name: str,
         param: torch.Tensor,
         group: dict[str, Any],
-        lr: float,
+        lr: float | None,
         grad_scale: torch.Tensor | float,
         skip: torch.Tensor | None,
     ) -> None:
-        """Update one parameter, for `InBackward`."""
-        self._update({**group, "params": [param], "param_names": [name]}, lr, grad_scale, skip)
+        """Update one parameter, for `InBackward`; `lr` as in `step`."""
+        alone = {**group, "params": [param], "param_names": [name]}
+        self._update(alone, rate_of(group, lr), grad_scale, skip)
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
         for group in self.param_groups:
@@ -74,7 +82,8 @@ class NamedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Update every parameter that has a gradient.
 
-        `lr` is this step's rate for all groups (each group's own "lr" unless given). `grad_scale` multiplies
+        `lr` is this step's rate for all groups (each group's own "lr" unless given), times a group's "lr_scale"
+        where it has one. `grad_scale` multiplies
         the gradients (clip factor, inverse of a loss scale); a 0-dim tensor stays on its device and nothing
         waits for it. Gradients may be overwritten by the scaled ones.
 
@@ -94,7 +103,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         self, lr: float | None, grad_scale: torch.Tensor | float, skip: torch.Tensor | None
     ) -> None:
         for group in self.param_groups:
-            self._update(group, group["lr"] if lr is None else lr, grad_scale, skip)
+            self._update(group, rate_of(group, lr), grad_scale, skip)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All states by name ("exp_avg.<parameter>" …): those in use, to be saved or filled in place."""

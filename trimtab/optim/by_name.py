@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -25,17 +25,19 @@ def build(
     decay_all: bool = False,
     seed: int = 0,
     impl: str = "reference",
+    lr_scales: Mapping[str, float] | None = None,
 ) -> NamedOptimizer:
     """The optimizer `name` over the trained parameters, in Hugging Face's groups.
 
-    `impl` is the 8-bit optimizer's: "reference", "triton" or "triton_exact"; the others are torch's code.
+    `impl` is the 8-bit optimizer's: "reference", "triton" or "triton_exact"; the others are torch's code. `lr_scales`
+    names parameters whose learning rate is the step's times a factor.
 
     Example:
         >>> optimizer = build("adamw_8bit", torch.nn.Linear(64, 64).named_parameters(), lr=1e-3)
         >>> type(optimizer).__name__, len(optimizer.param_groups)
         ('AdamW8bit', 2)
     """
-    groups = parameter_groups(named_parameters, weight_decay, decay_all)
+    groups = parameter_groups(named_parameters, weight_decay, decay_all, lr_scales)
     if name == "adamw_torch":
         return AdamW(groups, lr=lr, betas=betas, eps=eps, seed=seed)
     if name == "adamw_torch_fused":

@@ -1,28 +1,38 @@
-"""Which parameters are decayed."""
+"""Which parameters are decayed, and which have a learning rate of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, torch.Tensor]], weight_decay: float, decay_all: bool = False
+    named_parameters: Iterable[tuple[str, torch.Tensor]],
+    weight_decay: float,
+    decay_all: bool = False,
+    lr_scales: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer: trained parameters with their names, with and without decay.
 
     Hugging Face's convention: matrices (embeddings too) are decayed, norms and biases are not. They are told
-    apart by dimensions, `ndim < 2`. `decay_all=True` decays everything. Frozen parameters are left out.
+    apart by dimensions, `ndim < 2`. `decay_all=True` decays everything. Frozen parameters are left out. `lr_scales`
+    names parameters whose learning rate is that of the step times a factor.
 
     Example:
         >>> groups = parameter_groups(torch.nn.Linear(2, 2).named_parameters(), 0.1)
         >>> [([name for name, _ in g["params"]], g["weight_decay"]) for g in groups]
         [(['weight'], 0.1), (['bias'], 0.0)]
     """
-    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
-    decayed = [(name, p) for name, p in trained if decay_all or p.ndim >= 2]
-    spared = [(name, p) for name, p in trained if not (decay_all or p.ndim >= 2)]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    scales = lr_scales or {}
+    kinds: dict[tuple[bool, float], list[tuple[str, torch.Tensor]]] = {(True, 1.0): [], (False, 1.0): []}
+    for name, p in named_parameters:
+        if p.requires_grad:
+            kinds.setdefault((decay_all or p.ndim >= 2, scales.get(name, 1.0)), []).append((name, p))
+    return [
+        {"params": members, "weight_decay": weight_decay if decayed else 0.0}
+        | ({} if scale == 1.0 else {"lr_scale": scale})
+        for (decayed, scale), members in kinds.items()
+        if members
+    ]

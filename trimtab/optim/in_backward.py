@@ -96,8 +96,7 @@ class InBackward:
             if bool(skip):
                 return
             skip = None
-        lr = group["lr"] if now["lr"] is None else now["lr"]
-        self.optimizer._update_one(name, param, group, lr, now["grad_scale"], skip)
+        self.optimizer._update_one(name, param, group, now["lr"], now["grad_scale"], skip)
 
     def close(self) -> None:
         """The optimizer steps by `step()` again."""

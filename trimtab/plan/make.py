@@ -145,6 +145,8 @@ def job_of(
         optimizer=recipe.optim,
         optimizer_impl=choices.get("optimizer", {}).get("impl", "reference"),
         in_backward=recipe.optim_in_backward,
+        loss_impl=choices.get("loss", {}).get("impl", "chunked"),
+        loss_memory=choices.get("loss", {}).get("memory_bytes"),
         attention=choices["attention"]["impl"],
         device=device.kind,
         bf16=device.bf16,

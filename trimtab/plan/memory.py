@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from trimtab.data import spec as data_spec
 from trimtab.facts.dtypes import BYTES, nbytes
@@ -73,6 +74,9 @@ class Job:
     packed: bool = True
     recompute: bool = False
     optimizer_impl: str = "reference"
+    loss_impl: str = "chunked"
+    loss_memory: int | None = None
+    """Bytes that the loss "triton" may hold beyond inputs and gradients."""
     in_backward: bool = False
     """Whether backward itself updates each weight and frees its gradient."""
 
@@ -150,18 +154,26 @@ def _moments(job: Job, gradients: int) -> Iterator[tuple[str, int]]:
     # A loader hands over the whole step's batches on the host; the microbatch at work is on the device.
     kept = saved.kept + data_spec.batch_bytes(job.batch, job.tokens)
     dims = (N, shape.hidden_size, shape.vocab_size)
-    loss = loss_spec.saved_bytes("chunked", *dims, job.dtype)
-    chunk = loss_spec.scratch_bytes("chunked", *dims, job.dtype)
-    if job.dtype != job.weights_dtype:  # autocast copies hidden states and head for the loss
+    autocast = job.dtype != job.weights_dtype
+    options: dict[str, Any] = {
+        "memory_bytes": job.loss_memory,
+        "gradient_dtype": job.dtype if autocast else job.gradient_dtype,
+    }
+    loss = loss_spec.saved_bytes(job.loss_impl, *dims, job.dtype, **options)
+    chunk = loss_spec.scratch_bytes(job.loss_impl, *dims, job.dtype, **options)
+    if autocast:  # it copies hidden states and head for the loss
         chunk += (N + shape.vocab_size) * shape.hidden_size * BYTES[job.dtype]
-    again = loss_spec.recomputes(shape.vocab_size, "sum")
+    ready = loss_spec.with_loss(job.loss_impl, *dims, job.dtype, **options)
     head = nbytes(job.gradient_dtype, shape.vocab_size * shape.hidden_size)
     stream = N * shape.hidden_size * BYTES[_stream(job)]
 
     yield "the loss, at the end of forward", earlier + kept + stream + loss + chunk
-    # A small vocabulary's gradients are computed with the loss and wait; a large one's logits come once more,
-    # from the hidden states that were kept for it.
-    yield "the loss, in backward", earlier + kept + loss + head + stream + (stream + chunk if again else 0)
+    # Gradients that were computed with the loss wait, "triton"'s in the format they stay in; else the logits come
+    # once more, from the hidden states that were kept for it.
+    made = head + stream
+    if ready and job.loss_impl == "triton" and not autocast:
+        made = 0
+    yield "the loss, in backward", earlier + kept + loss + made + (0 if ready else stream + chunk)
     # From here on the head's gradient is there too. A tied one waits beside the others for the embedding's.
     held = head if shape.tie_embeddings else (0 if earlier or job.in_backward else head)
     update = _update_scratch(job) if job.in_backward else 0

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
-from trimtab.recipe.keys import Data, Evaluation, Model, Recipe, Replay, Source
+from trimtab.recipe.keys import Data, Evaluation, Lora, Model, Recipe, Replay, Source
 from trimtab.recipe.resume import CHANGEABLE_IF_FLAT, CHANGEABLE_ON_RESUME
 
 GROUPS: tuple[tuple[str, type[BaseModel], str], ...] = (
@@ -25,6 +25,7 @@ GROUPS: tuple[tuple[str, type[BaseModel], str], ...] = (
     ("A source: an item of `data.train`, `data.replay.sources`, `data.eval.*`", Source, ""),
     ("`data.replay`", Replay, "data.replay."),
     ("`data.eval`", Evaluation, "data.eval."),
+    ("`lora`", Lora, "lora."),
 )
 
 _HEAD = """\
@@ -133,7 +134,7 @@ def _type(field: FieldInfo) -> str:
 
 def _schema_type(node: dict[str, Any], limits: str) -> str:
     if "enum" in node:
-        return " \\| ".join(f"`{choice}`" for choice in node["enum"])
+        return " \\| ".join(f"`{str(c).lower() if isinstance(c, bool) else c}`" for c in node["enum"])
     if "anyOf" in node:
         return " or ".join(dict.fromkeys(_schema_type(option, limits) for option in node["anyOf"]))
     if "$ref" in node:
@@ -141,6 +142,8 @@ def _schema_type(node: dict[str, Any], limits: str) -> str:
         return "a source" if word == "source" else "a mapping (below)"
     if node.get("type") == "array":
         return f"list of: {_schema_type(node['items'], '')}"
+    if node.get("type") == "object" and isinstance(node.get("additionalProperties"), dict):
+        return f"a mapping of names to: {_schema_type(node['additionalProperties'], '')}"
     words = {
         "string": "text",
         "integer": "whole number",

@@ -181,6 +181,38 @@ class Data(Section):
     """Processes that tokenize. By default one for each core."""
 
 
+class Lora(Section):
+    """Train low-rank adapters and leave the model's own weights as they are. Names are peft's."""
+
+    r: Annotated[Count, Field(examples=[16])] = 16
+    """Rank: each adapted matrix gets two thin ones, of `r` columns and `r` rows."""
+    lora_alpha: Annotated[float, Field(gt=0, examples=[32])] = 32
+    """Strength: what the thin matrices add is multiplied by `lora_alpha / r`."""
+    target_modules: Annotated[
+        str | list[str], Field(min_length=1, examples=["all-linear", ["q_proj", "v_proj"]])
+    ] = "all-linear"
+    """Which modules are adapted: `all-linear` for every linear layer of the blocks, a list of names (`q_proj`, or
+    whole ones), or a regular expression over whole names (`model.layers.0.self_attn.q_proj`)."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1, examples=[0.05])] = 0.0
+    """Share of an adapter's inputs that is dropped while training. Masks follow from the seed, so that resuming and
+    recomputing repeat them."""
+    use_rslora: Annotated[bool, Field(examples=[True])] = False
+    """Multiply by `lora_alpha / √r` instead, which keeps high ranks learning."""
+    use_dora: Annotated[bool, Field(examples=[True])] = False
+    """Learn the length of each row apart from its direction (DoRA): often better at low ranks, and slower."""
+    rank_pattern: Annotated[dict[str, Count], Field(examples=[{"down_proj": 32}])] = {}
+    """Other ranks for some modules, by name or regular expression."""
+    alpha_pattern: Annotated[dict[str, float], Field(examples=[{"down_proj": 64}])] = {}
+    """Other strengths for some modules, by name or regular expression."""
+    modules_to_save: Annotated[list[str], Field(examples=[["embed_tokens", "lm_head"]])] = []
+    """Modules trained as a whole, in the model's own number format: embeddings and head for new tokens, norms."""
+    dtype: Annotated[Literal["fp32", "bf16"], Field(examples=["fp32"])] = "fp32"
+    """Number format in which adapters are kept. Products run in the recipe's `dtype` either way."""
+    adapter: Annotated[str | None, Field(min_length=1, examples=["./my-adapter"])] = None
+    """Start from this adapter, a folder that peft or `trimtab export peft` wrote, instead of a fresh one. Its rank,
+    modules and all else then come from it, and no other key may be given here."""
+
+
 class Recipe(Section):
     """A training run: model, data and how one meets the other."""
 
@@ -188,6 +220,9 @@ class Recipe(Section):
     """The model to train."""
     data: Data
     """The text to train on and to measure on."""
+
+    lora: Annotated[Lora | None, Field(examples=[{"r": 16, "lora_alpha": 32}])] = None
+    """Train low-rank adapters instead of every weight. `lora: {}` takes the defaults."""
 
     output_dir: Annotated[str, Field(min_length=1, examples=["runs/my-run"])] = "runs/train"
     """The run folder: recipe, plan, metrics, checkpoints and report go there. By default `runs/` and the name
@@ -211,6 +246,9 @@ class Recipe(Section):
 
     learning_rate: Annotated[float, Field(gt=0, examples=[2e-5])] = 2e-5
     """The highest learning rate of the schedule."""
+    embedding_learning_rate: Annotated[float | None, Field(gt=0, examples=[2e-6])] = None
+    """The highest learning rate of embeddings and head, where they are trained; the schedule is the same. By default
+    `learning_rate`."""
     lr_scheduler_type: Annotated[Schedule, Field(examples=["cosine"])] = "linear"
     """How the learning rate falls from its highest value."""
     warmup_steps: Annotated[int, Field(ge=0, examples=[20])] = 0
@@ -260,10 +298,21 @@ class Recipe(Section):
     """Keep only the input of each layer and compute the rest again in the backward pass: less activation
     memory, about a third more arithmetic."""
     load_in_4bit: Annotated[bool, Field(examples=[False])] = False
-    """Keep frozen weights in 4 bits. Not available in this version: only `false` is accepted."""
+    """Keep the blocks' weights frozen in 4 bits (NF4, as bitsandbytes has it) and train adapters on them: QLoRA. Needs
+    `lora`. Weights are quantized while they are read; files that bitsandbytes quantized are taken as they are."""
+    load_in_8bit: Annotated[bool, Field(examples=[False])] = False
+    """The same in 8 bits, with one scale for each row: twice the memory of 4 bits, closer to the original."""
+    bnb_4bit_use_double_quant: Annotated[bool, Field(examples=[True])] = True
+    """With `load_in_4bit`: keep the scales in 8 bits too, 4.13 bits for each weight instead of 4.5."""
     deterministic: Annotated[bool, Field(examples=[False])] = False
     """On a GPU: only algorithms that give the same bits each time, so that a resumed run equals an
     uninterrupted one bit by bit. On a CPU it always does."""
+
+    torch_compile: Annotated[Literal["auto", True, False], Field(examples=["auto"])] = "auto"
+    """Compile each layer with torch.compile: faster steps after a first one that takes some tens of seconds longer,
+    less from the second run on (compiled code is kept in the user's cache folder). `auto` compiles models of
+    50 million parameters and more on a CUDA GPU where Triton and a C compiler are there, and nothing on a CPU; the
+    choice is kept with the run."""
 
     logging_steps: Annotated[Count, Field(examples=[10])] = 10
     """Write the training loss every so many steps."""

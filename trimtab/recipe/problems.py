@@ -39,6 +39,7 @@ ELSEWHERE = {
     "torch_dtype": "dtype",
     "precision": "dtype",
     "grad_clip": "max_grad_norm",
+    "compile": "torch_compile",
     "max_norm": "max_grad_norm",
     "sample_packing": "packing",
     "dataset": "data.train",

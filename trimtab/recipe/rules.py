@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trimtab.recipe.keys import Recipe
+    from trimtab.recipe.keys import Lora, Recipe
 
 FLAT_SCHEDULES = ("constant", "constant_with_warmup")
 """Schedules whose learning rate at a step does not depend on how many steps there will be."""
@@ -20,6 +20,8 @@ def problems(recipe: Recipe) -> list[str]:
         *_precision(recipe),
         *_optimizer(recipe),
         *_measuring(recipe),
+        *_lora(recipe),
+        *_quantized(recipe),
     ]
 
 
@@ -58,8 +60,6 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
 
 
 def _precision(recipe: Recipe) -> Iterator[str]:
-    if recipe.load_in_4bit:
-        yield "load_in_4bit: true is not available in this version; set it to false (every weight is trained)"
     if recipe.dtype in ("fp32", "fp16") and recipe.weights_dtype == "bf16":
         yield (
             f"dtype: {recipe.dtype} cannot compute on weights kept in bf16; "
@@ -109,3 +109,37 @@ def _measuring(recipe: Recipe) -> Iterator[str]:
             f"eval_steps: {recipe.eval_steps} is given and there is nothing to measure; "
             "name a set under data.eval, set data.eval_share, or leave eval_steps out"
         )
+
+
+def _lora(recipe: Recipe) -> Iterator[str]:
+    lora = recipe.lora
+    if lora is None:
+        return
+    given = [key for key in type(lora).model_fields if key != "adapter" and _changed(lora, key)]
+    if lora.adapter is not None and given:
+        keys = ", ".join(f"lora.{key}" for key in given)
+        yield (
+            f"lora.adapter: {lora.adapter} brings its own {given[0]}; leave {keys} out, or train a fresh adapter "
+            "without lora.adapter"
+        )
+    if any(alpha <= 0 for alpha in lora.alpha_pattern.values()):
+        yield "lora.alpha_pattern holds a strength that is not above 0; give positive ones"
+
+
+def _quantized(recipe: Recipe) -> Iterator[str]:
+    if recipe.load_in_4bit and recipe.load_in_8bit:
+        yield "load_in_4bit: true and load_in_8bit: true are both given; keep one of them"
+    elif recipe.load_in_4bit or recipe.load_in_8bit:
+        key, bits = ("load_in_4bit", 4) if recipe.load_in_4bit else ("load_in_8bit", 8)
+        if recipe.lora is None:
+            yield (
+                f"{key}: true keeps the weights in {bits} bits, where they cannot be trained directly; train adapters "
+                f"on them (lora: {{r: 16}}), or set {key}: false"
+            )
+    if not recipe.bnb_4bit_use_double_quant and not recipe.load_in_4bit:
+        yield "bnb_4bit_use_double_quant is of load_in_4bit, which is not set; leave it out, or set load_in_4bit: true"
+
+
+def _changed(lora: Lora, key: str) -> bool:
+    """Whether a key differs from its default: a resolved recipe writes defaults out."""
+    return bool(getattr(lora, key) != type(lora).model_fields[key].default)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
-from trimtab.facts.units import format_bytes
+from trimtab.facts.units import format_bytes, format_seconds
 from trimtab.report.buckets import total
 from trimtab.report.console import new_console
 from trimtab.report.example import example_view
@@ -93,6 +93,12 @@ class LiveView:
             self._at_step(
                 record, f"memory at the peak {format_bytes(total(record))} measured{beside}{self._counted}"
             )
+        elif kind == "compile":
+            programs = f"{record['count']} program{'s' if record['count'] != 1 else ''}"
+            text = f"compiled {programs} in {format_seconds(record['seconds'])}"
+            if "first_step_seconds" in record:
+                text += f"; the first step took {format_seconds(record['first_step_seconds'])}"
+            self._at_step(record, text)
         elif kind == "event":
             self._line(str(record["message"]), "yellow")
         elif kind == "example":

@@ -66,6 +66,9 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("precision", str(choices["precision"])))
     if optimizer:
         rows.append(("optimizer", _optimizer(optimizer)))
+    compiled = section(choices, "compile")
+    if compiled:
+        rows.append(("compile", f"{'on' if compiled['on'] else 'off'}: {compiled['reason']}"))
     return rows + _needs(plan)
 
 

@@ -214,6 +214,11 @@ _FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "when": _words,
         **dict.fromkeys(("weights", "gradients", "optimizer", "activations", "other"), _count),
     },
+    "compile": {
+        "step": _count,
+        "count": _count,
+        "seconds": _number,
+    },  # and `first_step_seconds` after that one
     "event": {"step": _count, "message": _words},
 }
 """What a record of each kind must hold; one that does not counts as damaged."""

@@ -11,6 +11,11 @@ from typing import Any
 import torch
 
 from trimtab import optim
+from trimtab.adapt import Regions, add_adapters, compile_regions, init_adapters, trained_parameters
+from trimtab.adapt.lora import set_masks
+from trimtab.adapt.peft_config import read_adapter_folder
+from trimtab.adapt.peft_files import fill_adapter
+from trimtab.adapt.targets import EMBEDDING, HEAD
 from trimtab.checkpoint import Found, Store
 from trimtab.data import Batch
 from trimtab.facts.errors import CheckpointError, RecipeError
@@ -19,11 +24,13 @@ from trimtab.kernels.attention import Layout
 from trimtab.model import Decoder, build, check_weights, init_weights, load_weights, recompute_blocks
 from trimtab.parallel import Mesh
 from trimtab.recipe import Recipe
+from trimtab.run.adapters import settings_of
 from trimtab.run.choices import Choices
 from trimtab.run.corpora import Corpora
 from trimtab.run.evaluation import ANSWERS_SEED, Evaluation
 from trimtab.run.folder import RunFolder
 from trimtab.run.precision import autocast_of, set_gradient_format
+from trimtab.run.quantizing import lay_out
 from trimtab.starter import FIELDS, math_problems, probe_items
 from trimtab.text import Tokenizer
 from trimtab.trainer import Cadence, Job, MetricsLog, NoLog, Outcome, TrainState, train
@@ -62,6 +69,7 @@ def assemble(
     observers: Sequence[Observer] = (),
     on_event: Callable[[str], None] = print,
     resume: bool = False,
+    base: dict[str, Any] | None = None,
 ) -> Run:
     """Puts a run together.
 
@@ -76,13 +84,14 @@ def assemble(
         observers: who is told about metrics.
         on_event: told one-line messages.
         resume: continue instead of starting.
+        base: where the frozen weights come from, for a run that trains adapters (`adapters.name_base`).
     """
     device = torch.device(choices.device)
     _set_up_torch(choices)
-    store = Store(folder.checkpoints, keep_last=recipe.save_total_limit, on_event=on_event)
+    store = Store(folder.checkpoints, keep_last=recipe.save_total_limit, on_event=on_event, base=base)
     found = _checkpoint(store, folder) if resume else None
-    decoder = _model(recipe, choices, shape, weights, read_weights=found is None)
-    parameters = dict(decoder.named_parameters())
+    decoder = _model(recipe, choices, shape, weights, fresh=found is None)
+    parameters = trained_parameters(decoder)
     mesh = Mesh.world()
     optimizer = _optimizer(recipe, choices, parameters)
     total_steps = corpora.total_steps(mesh)
@@ -113,6 +122,8 @@ def assemble(
         best_of=next(iter(evaluation.sets), None),
         loss_scale=FIRST_LOSS_SCALE if choices.dtype == "fp16" else None,
         observers=observers,
+        before_microbatch=_masks(recipe, decoder, device, mesh),
+        compiled=Regions(decoder) if decoder.regions is not None else None,
     )
     run = Run(job, TrainState(), None, folder)
     if resume:
@@ -120,23 +131,65 @@ def assemble(
     return run
 
 
-def _model(
-    recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *, read_weights: bool
-) -> Decoder:
-    """Shape, recompute, weights, then the format of its gradients. No step changes a parameter's name."""
+def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *, fresh: bool) -> Decoder:
+    """On the meta device shape, quantized layout, adapters, recompute, compile; then weights and gradients' format.
+
+    No step changes a parameter's name. A checkpoint (not `fresh`) brings what is trained; frozen weights are always
+    read from where they come from.
+    """
+    settings = settings_of(choices)
+    read_weights = fresh or settings is not None
     if read_weights and recipe.model.init != "random":
         check_weights(shape, weights)
     decoder = build(
-        shape, dtype=choices.weights_dtype, device=choices.device, attention=choices.attention["impl"]
+        shape,
+        dtype=choices.weights_dtype,
+        device="meta",
+        attention=choices.attention["impl"],
+        loss_impl=choices.loss.get("impl", "chunked"),
+        loss_memory=choices.loss.get("memory_bytes"),
+        pointwise=choices.pointwise.get("impl", "reference"),
     )
+    lay_out(
+        decoder,
+        choices.quantization,
+        None if recipe.model.init == "random" else weights,
+        choices.device,
+    )
+    if settings is not None:
+        add_adapters(decoder, settings)
     if recipe.gradient_checkpointing:
         recompute_blocks(decoder)
+    if choices.compile.get("on"):
+        compile_regions(decoder, dynamic=choices.compile["dynamic"])
+    decoder.to_empty(device=choices.device)
     if read_weights and recipe.model.init == "random":
         init_weights(decoder, recipe.seed)
     elif read_weights:
         load_weights(decoder, weights)
+    if settings is not None and fresh:
+        _fill_adapters(recipe, decoder)
     set_gradient_format(decoder, choices)
     return decoder
+
+
+def _fill_adapters(recipe: Recipe, decoder: Decoder) -> None:
+    """The numbers that adapters start from: fresh ones, or those of the adapter that the recipe names."""
+    assert recipe.lora is not None
+    if recipe.lora.adapter is None:
+        init_adapters(decoder, recipe.seed)
+        return
+    fill_adapter(decoder, read_adapter_folder(recipe.lora.adapter), switchable=False)
+
+
+def _masks(
+    recipe: Recipe, decoder: Decoder, device: torch.device, mesh: Mesh
+) -> Callable[[int, int], None] | None:
+    """Writes the keys of the adapters' dropout masks before each microbatch; None where nothing is dropped."""
+    masks = set_masks(decoder, device)
+    if masks is None:
+        return None
+    return lambda step, microbatch: masks.set(recipe.seed, step, microbatch, mesh.rank)
 
 
 def _in_backward(recipe: Recipe, choices: Choices, optimizer: Any, mesh: Mesh) -> Any:
@@ -162,7 +215,20 @@ def _optimizer(recipe: Recipe, choices: Choices, parameters: dict[str, torch.nn.
         decay_all=recipe.decay_all,
         seed=recipe.seed,
         impl=choices.optimizer.get("impl", "reference"),
+        lr_scales=_rates(recipe, parameters),
     )
+
+
+def _rates(recipe: Recipe, parameters: dict[str, torch.nn.Parameter]) -> dict[str, float]:
+    """Embeddings and head, where the recipe gives them a learning rate of their own, as shares of the others'."""
+    own = recipe.embedding_learning_rate
+    if own is None:
+        return {}
+    return {
+        name: own / recipe.learning_rate
+        for name in parameters
+        if name.startswith((f"{EMBEDDING}.", f"{HEAD}."))
+    }
 
 
 def _learning_rate(recipe: Recipe, total_steps: int) -> Callable[[int], float]:

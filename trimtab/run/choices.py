@@ -6,12 +6,21 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from trimtab.adapt import spec_quantized
+from trimtab.adapt.peft_config import fitted, read_adapter_folder
+from trimtab.adapt.spec import LoraSettings, resolve
+from trimtab.adapt.targets import select_modules
+from trimtab.facts.compilers import compile_obstacle
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ModelError, RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.adamw8bit.choice import choose as choose_adamw8bit
 from trimtab.kernels.attention.choice import choose
+from trimtab.kernels.linear_cross_entropy.choice import choose as choose_loss
 from trimtab.recipe import Recipe
+
+WORTH_COMPILING = 50_000_000
+"""Parameters from which `torch_compile: auto` compiles: smaller models are mostly trained for a minute or two."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +44,28 @@ class Choices:
     deterministic: bool
     optimizer: dict[str, Any] = field(default_factory=dict)
     """name, impl and reason; empty in the folders of runs made before there was a choice."""
+    compile: dict[str, Any] = field(default_factory=dict)
+    """on, dynamic (one program for all lengths) and reason; empty in the folders of runs made before it was there."""
+    loss: dict[str, Any] = field(default_factory=dict)
+    """impl, memory_bytes and reason; empty likewise."""
+    pointwise: dict[str, Any] = field(default_factory=dict)
+    """impl and reason, of norms, rotary positions and gates; empty likewise."""
+    lora: dict[str, Any] | None = None
+    """The adapters' settings (`adapt.LoraSettings`), those of the adapter a run started from included; None where
+    every weight is trained."""
+    quantization: dict[str, Any] | None = None
+    """Of frozen weights in few bits: kind, block, double, the dtype they are rounded to before, impl and reason; None
+    where they stay as they are."""
 
     def to_dict(self) -> dict[str, Any]:
         """For choices.json."""
         return dataclasses.asdict(self)
+
+    @staticmethod
+    def needed() -> list[str]:
+        """Keys without which a choices.json is not whole; later ones are missing in the folders of older runs."""
+        fields = dataclasses.fields(Choices)
+        return [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Choices:
@@ -63,6 +90,7 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
             f"gradient_dtype: bf16 needs weights in bf16, and {device.name} trains in {dtype} on fp32 weights",
             "set gradient_dtype: fp32, or dtype: bf16 if this device should compute in bf16 all the same",
         )
+    settings, quantization = _lora(recipe, shape), _quantization(recipe, device, weights)
     choice = choose(
         device=device.kind,
         capability=device.capability,
@@ -74,6 +102,14 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         requested=recipe.model.attn_implementation,
         deterministic=recipe.deterministic,
         tokens=recipe.max_seq_length,
+        triton=device.triton,
+    )
+    loss = choose_loss(
+        triton=device.runs_triton,
+        memory_bytes=device.memory_bytes,
+        dtype=dtype,
+        tokens=recipe.per_device_train_batch_size * recipe.max_seq_length,
+        vocabulary=shape.vocab_size,
     )
     return Choices(
         device=device.kind,
@@ -81,18 +117,83 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         weights_dtype=weights,
         gradient_dtype=gradients,
         attention={"impl": choice.impl, "reason": choice.reason, "rejected": choice.rejected},
-        precision=_sentence(dtype, weights, gradients),
+        precision=_sentence(dtype, weights, gradients, settings, quantization),
         threads=threads,
         deterministic=recipe.deterministic,
         optimizer=_optimizer(recipe, device),
+        compile=_compile(recipe, shape, device, choice.impl),
+        loss=loss._asdict(),
+        pointwise=_pointwise(device, autocast=dtype != weights),
+        lora=None if settings is None else settings.to_dict(),
+        quantization=quantization,
     )
+
+
+def _lora(recipe: Recipe, shape: ModelShape) -> LoraSettings | None:
+    """What a recipe says of adapters, or what the adapter that it starts from says, checked against the model."""
+    lora = recipe.lora
+    if lora is None:
+        return None
+    if lora.adapter is not None:
+        return fitted(shape, read_adapter_folder(lora.adapter)).settings
+    settings = LoraSettings.from_dict(lora.model_dump(exclude={"adapter"}))
+    resolve(shape, settings)
+    select_modules(shape, settings.modules_to_save)
+    return settings
+
+
+def _quantization(recipe: Recipe, device: DeviceFacts, weights: str) -> dict[str, Any] | None:
+    """What frozen weights are kept in, the format they are rounded to before, and which code reads them; or None."""
+    if not (recipe.load_in_4bit or recipe.load_in_8bit):
+        return None
+    chosen = spec_quantized.choose(device=device.kind)
+    nf4 = recipe.load_in_4bit
+    return {
+        "kind": "nf4" if nf4 else "int8",
+        "block": spec_quantized.BLOCK if nf4 else 0,
+        "double": nf4 and recipe.bnb_4bit_use_double_quant,
+        "dtype": weights,
+        "impl": chosen.impl,
+        "reason": chosen.reason,
+    }
 
 
 def _optimizer(recipe: Recipe, device: DeviceFacts) -> dict[str, Any]:
     if recipe.optim != "adamw_8bit":
         return {"name": recipe.optim, "impl": "torch", "reason": "named in the recipe"}
-    choice = choose_adamw8bit(device=device.kind, requested=recipe.optim_implementation)
+    choice = choose_adamw8bit(
+        device=device.kind, triton=device.runs_triton, requested=recipe.optim_implementation
+    )
     return {"name": recipe.optim, "impl": choice.impl, "reason": choice.reason}
+
+
+def _compile(recipe: Recipe, shape: ModelShape, device: DeviceFacts, attention: str) -> dict[str, Any]:
+    """Whether blocks are compiled, and whether for one length or for all."""
+    obstacle = compile_obstacle(device.kind, device.capability)
+    if recipe.torch_compile is True and obstacle is not None:
+        raise ResourceError(f"torch_compile: true cannot work here: {obstacle}", "set torch_compile: auto")
+    # Packed windows have one length; varlen's offsets are as many as a batch has documents.
+    dynamic = not recipe.packing or attention == "varlen"
+    if recipe.torch_compile != "auto":
+        return {"on": recipe.torch_compile, "dynamic": dynamic, "reason": "named in the recipe"}
+    if device.kind != "cuda":
+        return {"on": False, "dynamic": dynamic, "reason": "compiling gains little on a CPU"}
+    if obstacle is None and shape.num_parameters < WORTH_COMPILING:
+        return {
+            "on": False,
+            "dynamic": dynamic,
+            "reason": "so small a model is trained before it is compiled",
+        }
+    reason = "steps are faster on a GPU" if obstacle is None else obstacle
+    return {"on": obstacle is None, "dynamic": dynamic, "reason": reason}
+
+
+def _pointwise(device: DeviceFacts, *, autocast: bool) -> dict[str, Any]:
+    if not device.runs_triton:
+        return {"impl": "reference", "reason": "torch's own operations, on any device"}
+    if autocast:  # the stream is fp32 and what is added to it 16 bits: the kernels take one format
+        return {"impl": "reference", "reason": "torch's own operations, which autocast knows"}
+    return {"impl": "triton", "reason": "norms, rotary positions and gates in one kernel each"}
 
 
 def _shortest_window(shape: ModelShape, length: int) -> int | None:
@@ -111,9 +212,23 @@ def _compute_dtype(recipe: Recipe, device: DeviceFacts) -> str:
     return recipe.dtype
 
 
-def _sentence(dtype: str, weights: str, gradients: str) -> str:
-    if dtype == weights == "fp32":
+def _sentence(
+    dtype: str, weights: str, gradients: str, lora: LoraSettings | None, quantization: dict[str, Any] | None
+) -> str:
+    if quantization is not None and lora is not None:
+        scales = ", its scales in 8 bits" if quantization["double"] else ""
+        return (
+            f"matrix products in {dtype}, frozen weights of the blocks in {quantization['kind']}{scales} (read by "
+            f"{quantization['impl']}), the others in {weights}, adapters and their gradients in {lora.dtype}; "
+            "norms, softmax and loss in fp32"
+        )
+    if dtype == weights == "fp32" and (lora is None or lora.dtype == "fp32"):
         return "everything in fp32"
+    if lora is not None:
+        return (
+            f"matrix products in {dtype}, frozen weights in {weights}, adapters and their gradients in {lora.dtype}; "
+            "norms, softmax and loss in fp32"
+        )
     rounding = ", updates rounded stochastically" if weights == "bf16" else ""
     scaling = ", loss scaled" if dtype == "fp16" else ""
     return (

@@ -38,6 +38,8 @@ def absolute(recipe: Recipe) -> Recipe:
     section["cache_dir"] = _absolute(section.get("cache_dir"), whatever=True)
     for source in _sources(section):
         source["source"] = _absolute(source["source"])
+    if plain.get("lora"):
+        plain["lora"]["adapter"] = _absolute(plain["lora"].get("adapter"))
     plain["output_dir"] = str(Path(plain["output_dir"]).expanduser())
     return build({key: value for key, value in plain.items() if value is not None})
 

@@ -15,7 +15,8 @@ def set_gradient_format(model: torch.nn.Module, choices: Choices) -> None:
     """Gradients of bf16 weights are added up in fp32 unless the recipe says otherwise."""
     if choices.weights_dtype == "bf16" and choices.gradient_dtype == "fp32":
         for parameter in model.parameters():
-            parameter.grad_dtype = torch.float32
+            if parameter.requires_grad and parameter.dtype == torch.bfloat16:
+                parameter.grad_dtype = torch.float32
 
 
 def autocast_of(choices: Choices) -> Callable[[], Any]:

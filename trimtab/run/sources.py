@@ -6,10 +6,14 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trimtab import text
+from trimtab.adapt import active_adapters, add_adapters, load_adapter, trained_parameters
+from trimtab.adapt.peft_config import read_adapter_folder
+from trimtab.adapt.spec import DEFAULT, LoraSettings, trained
 from trimtab.checkpoint import Found, Store, read_manifest
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import CheckpointError, RecipeError
@@ -20,13 +24,16 @@ from trimtab.model import (
     Decoder,
     build,
     check_weights,
+    init_weights,
     load_weights,
     read_generation_config,
     read_shape,
     read_token_ids,
 )
-from trimtab.run.folder import RunFolder, write_json
+from trimtab.run.adapters import check_adapter_base, check_base, settings_of
+from trimtab.run.folder import RunFolder, read_json, write_json
 from trimtab.run.places import STARTER, model_folder
+from trimtab.run.quantizing import lay_out, requantized
 from trimtab.text import Tokenizer
 
 GGUF_FLOATS = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
@@ -46,6 +53,10 @@ class OpenedModel:
     """The checkpoint's step, for a run folder."""
     formats: tuple[str, ...] = ()
     """Number formats that the weights are stored in: fp32, bf16, …, or GGUF's own names (Q4_1)."""
+    base: dict[str, Any] | None = None
+    """Of a run with adapters: source, revision and checksums of the weights below them."""
+    whole_changed: int = 0
+    """Numbers of modules trained as a whole (`modules_to_save`) that differ from the base's."""
 
 
 def load_tokenizer(folder: Path, shape: ModelShape, chat_template: str | None = None) -> Tokenizer:
@@ -65,6 +76,7 @@ def open_model(
     *,
     revision: str | None = None,
     checkpoint: str | int = "latest",
+    adapter: str | Path | None = None,
     device: torch.device,
     capability: tuple[int, int] | None = None,
     dtype: str = "fp32",
@@ -77,6 +89,7 @@ def open_model(
         name: a hub id, a folder, a GGUF file, a run folder, or `starter`.
         revision: branch, tag or commit of a hub id.
         checkpoint: for a run folder `latest`, `best` or a step number.
+        adapter: a folder of peft's to put on the model.
         device: where it goes.
         capability: a CUDA device's compute capability.
         dtype: number format of the weights.
@@ -92,13 +105,6 @@ def open_model(
         )
     folder = run.model if is_run else model_folder(name, revision=revision)[0]
     shape = read_shape(folder)
-    # Before anything is made in the sizes that the config claims.
-    found = None
-    if is_run:
-        found = _find_checkpoint(run, str(checkpoint), on_event)
-        _check_stored(shape, found)
-    else:
-        check_weights(shape, folder)
     choice = choose(
         device=device.type,
         capability=capability,
@@ -111,13 +117,87 @@ def open_model(
         tokens=1,  # generation asks for one token after another
     )
     tokenizer = load_tokenizer(folder, shape)
-    decoder = build(shape, dtype=dtype, device=device, attention=choice.impl)
-    if found is not None:
-        formats = _load_checkpoint(decoder, run, found, on_event)
+
+    def new_decoder(
+        settings: LoraSettings | None = None,
+        quantization: dict[str, Any] | None = None,
+        place: Path | None = None,
+    ) -> Decoder:
+        decoder = build(shape, dtype=dtype, device="meta", attention=choice.impl)
+        lay_out(decoder, requantized(quantization, device.type), place, device)
+        if settings is not None:
+            add_adapters(decoder, settings)
+        return decoder.to_empty(device=device).eval()
+
+    opened: OpenedModel
+    if is_run:
+        opened = _open_run(run, str(checkpoint), shape, new_decoder, tokenizer, on_event)
     else:
-        formats = tuple(GGUF_FLOATS.get(name, name) for name in load_weights(decoder, folder).formats)
-    step = None if found is None else found.step
-    return OpenedModel(decoder.eval(), tokenizer, name, folder, step, formats)
+        check_weights(shape, folder)  # before anything is made in the sizes that the config claims
+        decoder = new_decoder()
+        stored = load_weights(decoder, folder).formats
+        formats = tuple(GGUF_FLOATS.get(name, name) for name in stored)
+        opened = OpenedModel(decoder, tokenizer, name, folder, None, formats)
+    if adapter is not None:
+        if active_adapters(opened.decoder):
+            raise RecipeError(
+                f"{name} is a run with an adapter of its own", "give its base model and the adapter"
+            )
+        put_adapter(opened, Path(adapter), on_event)
+    return opened
+
+
+def _open_run(
+    run: RunFolder,
+    checkpoint: str,
+    shape: ModelShape,
+    new_decoder: Callable[..., Decoder],
+    tokenizer: Tokenizer,
+    on_event: Callable[[str], None],
+) -> OpenedModel:
+    """A run's model at a checkpoint: all of it from there, or adapters from there on the base that it names."""
+    kept = read_json(run.choices)
+    settings = settings_of(kept)
+    found = _find_checkpoint(run, checkpoint, on_event)
+    base = read_manifest(found.path).base
+    if settings is None:
+        _check_stored(dict(shape.parameters()), shape.num_layers, found)
+        decoder = new_decoder()
+    else:
+        assert base is not None, f"{found.path} trains adapters and names no base"
+        wanted = {name: dims for name, dims, _ in trained(shape, settings, "fp32")}
+        _check_stored(wanted, 0, found)
+        place = None
+        if base.get("init") != "random":
+            place, _ = model_folder(base["source"], revision=kept.get("model_commit"))
+            check_base(base, place, "the run")
+        decoder = new_decoder(settings, kept.get("quantization"), place)
+        _load_base(decoder, base, place)
+    formats, changed = _load_checkpoint(decoder, run, found, on_event)
+    whole = changed if settings is not None else 0
+    return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, whole)
+
+
+def _load_base(decoder: Decoder, base: dict[str, Any], place: Path | None) -> None:
+    """The frozen weights below a run's adapters, byte for byte those that it was trained on."""
+    if place is None:
+        init_weights(decoder, base["seed"])
+        return
+    check_weights(decoder.shape, place)
+    load_weights(decoder, place)
+
+
+def put_adapter(
+    opened: OpenedModel, folder: Path, on_event: Callable[[str], None], *, name: str = DEFAULT
+) -> None:
+    """An adapter from peft's files on an opened model, in use."""
+    found = read_adapter_folder(folder)
+    if opened.base is None:
+        check_adapter_base(found.base, opened.folder, folder)
+    load_adapter(opened.decoder, folder, adapter=name)
+    opened.decoder.eval()
+    if found.base is None and found.base_name and found.base_name != opened.name:
+        on_event(f"the adapter says it was made for {found.base_name}; its sizes fit {opened.name}")
 
 
 def _find_checkpoint(run: RunFolder, which: str, on_event: Callable[[str], None]) -> Found:
@@ -141,15 +221,15 @@ def _find_checkpoint(run: RunFolder, which: str, on_event: Callable[[str], None]
     raise CheckpointError(cause, f"train it until it has saved one: `trimtab train --resume {run.path}`")
 
 
-def _check_stored(shape: ModelShape, found: Found) -> None:
-    """The checkpoint's tensors against the shape that the run folder's config describes."""
+def _check_stored(wanted: dict[str, tuple[int, ...]], num_layers: int, found: Found) -> None:
+    """The checkpoint's tensors against those that the run folder's config and choices describe."""
     stored = read_manifest(found.path).tensors
     remedy = (
         "the checkpoint or the run folder's model/config.json is of another model; put the right one back"
     )
-    if shape.num_layers > len(stored):
-        raise CheckpointError(f"{found.path} does not hold {shape.num_layers} layers", remedy)
-    for name, dims in shape.parameters():
+    if num_layers > len(stored):
+        raise CheckpointError(f"{found.path} does not hold {num_layers} layers", remedy)
+    for name, dims in wanted.items():
         entry = stored.get(f"parameters.{name}")
         if entry is None:
             raise CheckpointError(f"{found.path} does not hold {name}", remedy)
@@ -161,21 +241,26 @@ def _check_stored(shape: ModelShape, found: Found) -> None:
 
 def _load_checkpoint(
     decoder: Decoder, run: RunFolder, found: Found, on_event: Callable[[str], None]
-) -> tuple[str, ...]:
-    """Fills a decoder; returns the number formats that the checkpoint holds it in."""
+) -> tuple[tuple[str, ...], int]:
+    """Fills a decoder; the number formats that the checkpoint holds it in, and how many of the model's own numbers
+    it changed."""
     stored = read_manifest(found.path).tensors
     # The checkpoint's own format is read, then converted: a run in bf16 may be used in fp32.
+    parameters = trained_parameters(decoder)
     tensors = {
         name: torch.empty(parameter.shape, dtype=getattr(torch, stored[f"parameters.{name}"].dtype))
-        for name, parameter in decoder.named_parameters()
+        for name, parameter in parameters.items()
     }
     with Store(run.checkpoints, on_event=on_event) as store:
         store.load(found, {f"parameters.{name}": tensor for name, tensor in tensors.items()}, partial=True)
     with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
+        changed = 0
+        for name, parameter in parameters.items():
+            if ".lora_" not in name:
+                changed += int((parameter != tensors[name].to(parameter.device, parameter.dtype)).sum())
             parameter.copy_(tensors[name])
     ours = {theirs: name for name, theirs in TORCH_NAMES.items()}
-    return tuple(sorted({ours[stored[f"parameters.{name}"].dtype] for name in tensors}))
+    return tuple(sorted({ours[stored[f"parameters.{name}"].dtype] for name in tensors})), changed
 
 
 def save_skeleton(weights: Path, shape: ModelShape, tokenizer: Tokenizer, folder: Path, dtype: str) -> None:

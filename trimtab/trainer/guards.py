@@ -35,20 +35,21 @@ class FiniteGuard:
         return None if step < 0 else step
 
 
-def explain(job: Job, microbatches: Sequence[Any], num_targets: int) -> str:
+def explain(job: Job, microbatches: Sequence[Any], num_targets: int, step: int = 0) -> str:
     """Runs a bad step again with every module watched; says the batch, its documents and the first bad layer.
 
     On a mesh each process looks at its own microbatches, and all say what the first that found something says.
     """
-    found = job.mesh.first_text(_explain_here(job, microbatches, num_targets))
+    found = job.mesh.first_text(_explain_here(job, microbatches, num_targets, step))
     return found or "only when the step's microbatches are taken together"
 
 
-def _explain_here(job: Job, microbatches: Sequence[Any], num_targets: int) -> str | None:
+def _explain_here(job: Job, microbatches: Sequence[Any], num_targets: int, step: int) -> str | None:
     for index, batch in enumerate(microbatches):
         paused = nullcontext() if job.in_backward is None else job.in_backward.paused()
-        with _Watch(job.model) as watch, paused:
-            loss = accumulate(job, [batch], num_targets, 1.0)
+        plain = nullcontext() if job.compiled is None else job.compiled.paused()
+        with _Watch(job.model) as watch, paused, plain:
+            loss = accumulate(job, [batch], num_targets, 1.0, step=step, first=index)
         bad_gradients = [n for n, p in job.parameters.items() if _has_bad(p.grad)]
         for parameter in job.parameters.values():
             parameter.grad = None
@@ -80,14 +81,14 @@ class _Watch:
 
     def __enter__(self) -> _Watch:
         for name, module in self._model.named_modules():
-            if not list(module.children()):
-                self._handles.append(module.register_forward_hook(self._hook(name)))
+            # Innermost first: a module's hook runs before that of the module around it.
+            self._handles.append(module.register_forward_hook(self._hook(name)))
         return self
 
     def _hook(self, name: str) -> Any:
         def check(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             if self.first is None and isinstance(output, torch.Tensor) and _has_bad(output):
-                self.first = name
+                self.first = name or "the model"
 
         return check
 

@@ -80,6 +80,13 @@ class Mesh(Protocol):
     def first_text(self, text: str | None) -> str | None: ...
 
 
+class Compiled(Protocol):
+    """A model of which parts are compiled."""
+
+    def so_far(self) -> tuple[int, float]: ...
+    def paused(self) -> AbstractContextManager[None]: ...
+
+
 class Observer(Protocol):
     """Whoever watches: the terminal, TensorBoard, a test."""
 
@@ -128,6 +135,7 @@ class Job:
 
     model: torch.nn.Module
     parameters: dict[str, torch.nn.Parameter]
+    """Those that are trained, by name; the model may have others."""
     loss: Callable[[Any], torch.Tensor]
     """A microbatch to the sum of its token losses, fp32, on the device."""
     optimizer: Optimizer
@@ -150,7 +158,11 @@ class Job:
     """The first loss scale for fp16; None trains without one."""
     in_backward: InBackward | None = None
     """Where it is given, backward itself updates the weights and leaves no gradients."""
+    compiled: Compiled | None = None
+    """Where the model is compiled: (programs, seconds it took) in this process, and how to run without."""
     observers: Sequence[Observer] = field(default_factory=list)
+    before_microbatch: Callable[[int, int], None] | None = None
+    """Called with the step (from 0) and the microbatch's number in it: what is random in a model follows from them."""
     after_step: Callable[[int], None] | None = None
     """Called with the finished step; the kill demonstration and tests hook in here."""
 

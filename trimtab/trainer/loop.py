@@ -58,6 +58,8 @@ class _Loop:
             self.clock = time.perf_counter()
             while state.step < cadence.total_steps:
                 self.step()
+                if self.steps_here == 1:
+                    self.first_step_done()
                 if cadence.due(cadence.logging_steps, state.step):
                     self.flush()
                 improved = cadence.due(cadence.eval_steps, state.step) and self.evaluate()
@@ -70,6 +72,7 @@ class _Loop:
                     return self.interrupted(signals.received)
         job.store.wait()
         self.memory_record("after", standing(job))
+        self.compile_record(None)
         job.log.sync()
         return Outcome("finished", state)
 
@@ -98,7 +101,9 @@ class _Loop:
                 "check that labels are not all masked and documents have at least two tokens",
             )
         lr = job.learning_rate(state.step)
-        measured = self.steps_here == MEASURED_STEP
+        # On a CPU the meter looks at single operations, of which a compiled program shows none.
+        visible = job.compiled is None or job.device.type == "cuda"
+        measured = visible and self.steps_here == MEASURED_STEP
         with StepMeter(job) if measured else nullcontext() as meter:
             self.updating = job.in_backward is not None
             loss = forward_backward(
@@ -107,6 +112,7 @@ class _Loop:
                 num_targets,
                 self.scaler.scale if self.scaler else 1.0,
                 self.before_backward(lr),
+                step=state.step,
             )
             if meter is not None:
                 meter.backward_done()
@@ -131,6 +137,19 @@ class _Loop:
         )
         if meter is not None:  # writes, and so may fail: not before the step is counted
             self.memory_record("peak", meter.buckets)
+
+    def first_step_done(self) -> None:
+        """Says how long the first step took: compilers and allocators have their say in it."""
+        if self.job.device.type == "cuda":
+            torch.cuda.synchronize(self.job.device)
+        self.compile_record(time.perf_counter() - self.clock)
+
+    def compile_record(self, first_step: float | None) -> None:
+        if self.job.compiled is None:
+            return
+        count, seconds = self.job.compiled.so_far()
+        record = {"kind": "compile", "step": self.state.step, "count": count, "seconds": seconds}
+        self.emit(record if first_step is None else {**record, "first_step_seconds": first_step})
 
     def before_backward(self, lr: float) -> Callable[[torch.Tensor], None] | None:
         """What an optimizer in backward has to know first: the rate, and whether the loss is finite."""
@@ -211,7 +230,7 @@ class _Loop:
             if job.in_backward is not None:
                 saved += ", with what a backward pass had updated before it met the first such gradient"
         self.saved_step = state.step
-        where = explain(job, job.loader.next_step(), max(1, entry["num_targets"]))
+        where = explain(job, job.loader.next_step(), max(1, entry["num_targets"]), state.step)
         self.emit(
             {"kind": "event", "step": state.step, "message": f"not finite at step {entry['step']}: {where}"}
         )

@@ -72,7 +72,7 @@ class LiveBytes(TorchDispatchMode):
 def standing(job: Job) -> dict[str, int]:
     """Bytes of what stands between steps, by bucket."""
     return {
-        "weights": storage_bytes(job.parameters.values()),
+        "weights": storage_bytes([*job.model.parameters(), *job.model.buffers()]),
         "gradients": storage_bytes(p.grad for p in job.parameters.values()),
         "optimizer": storage_bytes(job.optimizer.tensors().values()),
         "activations": 0,

@@ -16,14 +16,17 @@ def forward_backward(
     num_targets: int,
     scale: float,
     before_backward: Callable[[torch.Tensor], None] | None = None,
+    *,
+    step: int = 0,
 ) -> torch.Tensor:
     """Plain accumulation: the mean loss over `num_targets` tokens of all microbatches and processes.
 
     Each microbatch's summed loss is divided by the step's whole token count before its backward, so the
     gradient does not depend on how tokens are spread over microbatches or processes. A pipeline schedule has
-    the same signature. `scale` is fp16's loss scale, 1 otherwise. `before_backward` is told each loss.
+    the same signature. `scale` is fp16's loss scale, 1 otherwise. `before_backward` is told each loss. `step` counts
+    from 0.
     """
-    total = accumulate(job, microbatches, num_targets, scale, before_backward)
+    total = accumulate(job, microbatches, num_targets, scale, before_backward, step=step)
     job.mesh.sum_gradients(job.parameters.values())
     return job.mesh.sum_(total) / num_targets
 
@@ -34,10 +37,18 @@ def accumulate(
     num_targets: int,
     scale: float,
     before_backward: Callable[[torch.Tensor], None] | None = None,
+    *,
+    step: int = 0,
+    first: int = 0,
 ) -> torch.Tensor:
-    """This process's part of `forward_backward`: the sum of its token losses; no other process is waited for."""
+    """This process's part of `forward_backward`: the sum of its token losses; no other process is waited for.
+
+    `first` is the number in its step of the first microbatch given.
+    """
     total = torch.zeros((), dtype=torch.float32, device=job.device)
-    for batch in microbatches:
+    for index, batch in enumerate(microbatches, first):
+        if job.before_microbatch is not None:
+            job.before_microbatch(step, index)
         loss_sum = job.loss(batch)
         if before_backward is not None:
             before_backward(loss_sum.detach())

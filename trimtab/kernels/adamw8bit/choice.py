@@ -15,20 +15,24 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(*, device: str, requested: str = "auto") -> Choice:
+def choose(*, device: str, triton: bool = True, requested: str = "auto") -> Choice:
     """Picks the implementation, or confirms the one asked for; one that cannot run is an error.
 
     Example:
-        >>> choose(device="cpu").impl, choose(device="cuda", requested="triton").impl
+        >>> choose(device="cpu").impl, choose(device="cuda").impl
         ('reference', 'triton')
     """
+    available = device == "cuda" and triton
     if requested == "auto":
+        if available:
+            return Choice("triton", "one kernel for all weights")
         return Choice("reference", "torch's own operations, on any device")
     if requested not in IMPLS:
         raise RecipeError(f"there is no 8-bit AdamW {requested!r}", f"choose one of {', '.join(IMPLS)}")
-    if requested != "reference" and device != "cuda":
+    if requested != "reference" and not available:
+        lacking = "Triton is not installed" if device == "cuda" else f"this run is on the {device}"
         raise RecipeError(
-            f"optim_implementation: {requested} needs a CUDA device, and this run is on the {device}",
+            f"optim_implementation: {requested} needs a CUDA device and Triton, and {lacking}",
             "set optim_implementation: auto",
         )
     return Choice(requested, "named in the recipe")

@@ -77,10 +77,11 @@ def _words(rows: int, columns: int, where: dict[str, int], device: torch.device)
     start = torch.arange(0, columns, GROUP, device=device)
     index_RG = torch.arange(rows, device=device).unsqueeze(1) * columns + start + where["offset"]
     hashed_RG = words_at(index_RG, **{key: where[key] for key in ("seed", "step", "param_index")})
+    # int32 products wrap, which is what mod 2³² asks for; factors as numbers, since a tensor of them would be
+    # copied to a GPU, which waits for it
     powers = [pow(MULTIPLIER, k, 1 << 32) for k in range(GROUP)]
-    # int32 products wrap, which is what mod 2³² asks for
-    factor_G = torch.tensor(powers, device=device).to(torch.int32)
-    return (hashed_RG.unsqueeze(-1) * factor_G).view(rows, -1)[:, :columns]
+    products = [hashed_RG * (power - (power >> 31 << 32)) for power in powers]
+    return torch.stack(products, -1).view(rows, -1)[:, :columns]
 
 
 def _write_back(target_RC: torch.Tensor, weight_RKB: torch.Tensor, words_RC: torch.Tensor | None) -> None:

@@ -131,8 +131,11 @@ class Configuration(NamedTuple):
 
 
 def configuration(capability: int) -> Configuration:
-    """What is launched on a chip: a pure function, so that results do not depend on a measurement."""
-    return Configuration(blocks=4, times=8, warps=4)
+    """What is launched on a chip: a pure function, so that results do not depend on a measurement.
+
+    On an H200 of 36 that were tried; 32 times is 0.6 % faster still, and leaves too few programs for a tensor alone.
+    """
+    return Configuration(blocks=2, times=16, warps=2, stages=3)
 
 
 def make_inputs(

@@ -35,6 +35,7 @@ class _Job:
     deterministic: bool
     tokens: int | None
     softcap: float | None
+    triton: bool
 
     @property
     def needs_mask(self) -> bool:
@@ -54,6 +55,7 @@ def choose(
     deterministic: bool = False,
     tokens: int | None = None,
     softcap: float | None = None,
+    triton: bool = True,
 ) -> Choice:
     """Picks the implementation for a job, or confirms the one asked for.
 
@@ -69,8 +71,11 @@ def choose(
         deterministic: Whether the backward must give the same bits each time.
         tokens: The fewest queries of a call, where known.
         softcap: The cap on scores, if the model has one.
+        triton: Whether Triton is installed.
     """
-    job = _Job(device, capability, dtype, head_dim, packed, window, training, deterministic, tokens, softcap)
+    job = _Job(
+        device, capability, dtype, head_dim, packed, window, training, deterministic, tokens, softcap, triton
+    )
     obstacles = {impl: _obstacle(impl, job) for impl in IMPLS}
     if requested != "auto":
         if requested not in IMPLS:
@@ -98,8 +103,11 @@ def _preference(job: _Job) -> tuple[str, ...]:
     if job.device == "cuda":
         hopper = job.capability is not None and job.capability >= (9, 0)
         first = ("sdpa_cudnn", "sdpa_flash") if hopper else ("sdpa_flash", "sdpa_cudnn")
+        # Training where documents or a window have to be kept: 1.7 times as fast as the next on an H200, in 16 bits.
+        own = hopper and job.training and job.dtype != "fp32"
+        masked = ("triton", "varlen") if own else ("varlen",)
         # flex stands behind sdpa_efficient: it compiles at first use, and again for each new shape.
-        return (*first, "varlen", "sdpa_efficient", "flex", "sdpa_math", "triton", "reference")
+        return (*first, *masked, "sdpa_efficient", "flex", "sdpa_math", "triton", "reference")
     return ("sdpa_flash", "sdpa_math", "reference")
 
 
@@ -138,6 +146,8 @@ def _flex_obstacle(job: _Job) -> str | None:
 
 
 def _triton_obstacle(job: _Job, capability: tuple[int, int]) -> str | None:
+    if not job.triton:
+        return "Triton is not installed"
     if capability < (7, 5):
         return f"the device's capability {_dotted(capability)} is below 7.5"
     if job.dtype == "bf16" and capability < (8, 0):

@@ -13,11 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from trimtab.facts.errors import ModelError
 from trimtab.kernels.attention.layout import Layout
 from trimtab.kernels.attention.spec import SHORTEST_FLEX
+
+BLOCK = 128
+"""Queries and keys of a block: what FlexAttention's kernels are generated for."""
 
 # fullgraph: past the limit of recompilations torch then raises, instead of running uncompiled with a warning.
 _compiled = torch.compile(flex_attention, fullgraph=True)
@@ -64,18 +67,55 @@ def _capped(softcap: float) -> Callable[..., torch.Tensor]:
 
 
 def block_mask(
-    documents_BT: torch.Tensor | None, T: int, S: int, window: int | None, device: torch.device
+    first_BT: torch.Tensor | None, T: int, S: int, window: int | None, device: torch.device
 ) -> BlockMask:
-    """The rule of `Layout.visible` as blocks of 128 × 128: skipped, whole, or masked inside."""
+    """The rule of `Layout.visible` as blocks of 128 × 128: skipped, whole, or masked inside.
+
+    Made from the first key of each query, which never falls within a row, and so without looking at every pair:
+    queries of a block see one run of keys, from the first one's first to the last one's own.
+
+    Args:
+        first_BT: Where each token's document begins; None where a row is one document.
+        T, S: Queries and keys; the queries are the last T positions.
+        window: Keys that a query sees at most.
+    """
     shift = S - T
+    queries, keys = -(-T // BLOCK), -(-S // BLOCK)
+    start_Q = torch.arange(queries, device=device) * BLOCK
+    end_Q = (start_Q + BLOCK - 1).clamp(max=T - 1)
+    lowest_BQ, highest_BQ = (_first_key(first_BT, t_Q, shift, window) for t_Q in (start_Q, end_Q))
+    start_K = torch.arange(keys, device=device) * BLOCK
+    seen_BQK = (start_K + BLOCK > lowest_BQ[..., None]) & (start_K <= (end_Q + shift)[:, None])
+    whole_BQK = (start_K >= highest_BQ[..., None]) & (start_K + BLOCK - 1 <= (start_Q + shift)[:, None])
+    whole_BQK = whole_BQK & (start_Q + BLOCK <= T)[:, None]
 
     def may_see(b: torch.Tensor, h: torch.Tensor, t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         seen = s <= t + shift
         if window is not None:
             seen = seen & (t + shift - s < window)
-        if documents_BT is not None:
-            seen = seen & (documents_BT[b, t] == documents_BT[b, s])
+        if first_BT is not None:
+            seen = seen & (s >= first_BT[b, t])
         return seen
 
-    B = None if documents_BT is None else documents_BT.shape[0]
-    return create_block_mask(may_see, B, None, T, S, device=str(device))
+    return BlockMask.from_kv_blocks(
+        *_ordered(seen_BQK & ~whole_BQK),
+        *_ordered(whole_BQK),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=may_see,
+        seq_lengths=(T, S),
+    )
+
+
+def _first_key(
+    first_BT: torch.Tensor | None, t_Q: torch.Tensor, shift: int, window: int | None
+) -> torch.Tensor:
+    """The first key that each of some queries sees, [B or 1, Q]."""
+    first_BQ = torch.zeros_like(t_Q)[None] if first_BT is None else first_BT[:, t_Q].long()
+    return first_BQ if window is None else torch.maximum(first_BQ, t_Q + shift - window + 1)
+
+
+def _ordered(blocks_BQK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(how many key blocks, which, those first), each with an axis for heads."""
+    blocks_B1QK = blocks_BQK[:, None].to(torch.int8)
+    order_B1QK = blocks_B1QK.argsort(dim=-1, descending=True, stable=True)
+    return blocks_B1QK.sum(-1, dtype=torch.int32), order_B1QK.to(torch.int32).contiguous()

@@ -146,6 +146,30 @@ class Layout:
             self._forms[key] = form
         return form
 
+    def ready(
+        self,
+        impl: str,
+        device: torch.device | str,
+        T: int,
+        window: int | None = None,
+        *,
+        B: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ) -> Ready:
+        """This layout in the one form that `impl` reads: what a compiled region is handed.
+
+        The forms kept here are found by lengths and windows in a dict, on all of which a compiled region would depend;
+        a ready one is tensors and a flag, so that other lengths and documents run through the same code.
+
+        Example:
+            >>> ready = Layout.packed(torch.tensor([[0, 0, 1]])).ready("triton", "cpu", 3)
+            >>> ready.prepare("triton", "cpu", 3).first_BT
+            tensor([[0, 0, 2]], dtype=torch.int32)
+        """
+        if impl == "reference":  # its scores, and so its mask, are never narrower
+            dtype = torch.promote_types(dtype, torch.float32)
+        return Ready(self.prepare(impl, device, T, window, B=B, dtype=dtype), self.documents_BT)
+
     def visible(
         self, T: int, S: int, window: int | None, device: torch.device | str | None = None
     ) -> torch.Tensor:
@@ -200,5 +224,32 @@ class Layout:
     def _blocks(self, T: int, S: int, window: int | None, device: torch.device) -> BlockMask:
         from trimtab.kernels.attention.impl_flex import block_mask
 
-        documents_BT = None if self.documents_BT is None else self.documents_BT.to(device)
-        return block_mask(documents_BT, T, S, window, device)
+        return block_mask(self._bounds(device).first_BT, T, S, window, device)
+
+
+class Ready(Layout):
+    """A layout whose form is made (`Layout.ready`); it serves one implementation, window and length."""
+
+    def __init__(self, form: Any, documents_BT: torch.Tensor | None) -> None:
+        super().__init__(documents_BT)
+        self.form = form
+        self.packed_rows = documents_BT is not None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows may hold several documents."""
+        return self.packed_rows
+
+    def prepare(
+        self,
+        impl: str,
+        device: torch.device | str,
+        T: int,
+        window: int | None = None,
+        *,
+        S: int | None = None,
+        B: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ) -> Any:
+        """The form it was made with, whatever is asked."""
+        return self.form

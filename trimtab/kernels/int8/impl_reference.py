@@ -46,17 +46,25 @@ def quantize(x: torch.Tensor, length: int, affine: bool) -> tuple[torch.Tensor, 
 
 
 def dequantize(
-    codes: torch.Tensor, scale_S: torch.Tensor, zero_S: torch.Tensor, length: int, dtype: torch.dtype
+    codes: torch.Tensor,
+    scale_S: torch.Tensor,
+    zero_S: torch.Tensor,
+    length: int,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See the door."""
     if codes.numel() == 0:
-        return codes.to(dtype)
+        return codes.to(dtype) if out is None else out
     columns = codes.shape[-1] if codes.ndim else 1
     if length:
         groups = -(-columns // length)
-        scale = scale_S.view(-1, groups).repeat_interleave(length, 1)[:, :columns].reshape(codes.shape)
+        if groups == 1:  # a scale a row is broadcast, not repeated
+            scale = scale_S.view(*codes.shape[:-1], 1) if codes.ndim else scale_S.view(())
+        else:
+            scale = scale_S.view(-1, groups).repeat_interleave(length, 1)[:, :columns].reshape(codes.shape)
     else:
-        scale = scale_S
+        scale = scale_S.view(())
     value = codes.float()
     if zero_S.numel():
         if length:
@@ -64,4 +72,5 @@ def dequantize(
         else:
             zero = zero_S
         value = value - zero.float()
-    return (value * scale).to(dtype).view(codes.shape)
+    value = value.mul_(scale)
+    return value.to(dtype).view(codes.shape) if out is None else out.copy_(value.view(codes.shape))

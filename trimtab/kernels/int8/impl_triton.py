@@ -180,11 +180,17 @@ def quantize(x: torch.Tensor, length: int, affine: bool) -> tuple[torch.Tensor, 
 
 
 def dequantize(
-    codes: torch.Tensor, scale_S: torch.Tensor, zero_S: torch.Tensor, length: int, dtype: torch.dtype
+    codes: torch.Tensor,
+    scale_S: torch.Tensor,
+    zero_S: torch.Tensor,
+    length: int,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `impl_reference.dequantize`."""
     codes = codes.contiguous()
-    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    if out is None:
+        out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     count = codes.numel()
     if count:
         columns = codes.shape[-1] if codes.ndim else 1

@@ -60,6 +60,7 @@ def _row_numbers(  # type: ignore[no-untyped-def]
     m_L = tl.full((L,), -3.0e38, tl.float32)
     s_L = tl.zeros((L,), tl.float32)
     t_L = tl.zeros((L,), tl.float32)
+    tail_L = tl.zeros((L,), tl.float32)
     # whole blocks without a mask: with one, an odd vocabulary would be read entry by entry
     whole = start + (stop - start) // (L * E) * (L * E)
     for at in range(start, whole, L * E):
@@ -72,11 +73,12 @@ def _row_numbers(  # type: ignore[no-untyped-def]
         z_LE = tl.load(row_ptr + column_LE, mask=column_LE < stop, other=0.0).to(tl.float32)
         if CAPPED:
             z_LE = softcap * _tanh(z_LE / softcap)
-        if SUMMED:
-            t_L += tl.sum(z_LE, axis=1)
-        m_L, s_L, t_L = _seen(tl.where(column_LE < stop, z_LE, -float("inf")), m_L, s_L, t_L, False)
+        if SUMMED:  # not into t_L: Triton 3.6 does not compile a loop's sum that is used in two places
+            tail_L = tl.sum(z_LE, axis=1)
+        z_LE = tl.where(column_LE < stop, z_LE, -float("inf"))
+        m_L, s_L, tail_L = _seen(z_LE, m_L, s_L, tail_L, False)
     m = tl.max(m_L, axis=0)
-    return m, tl.sum(s_L * tl.exp(m_L - m), axis=0), tl.sum(t_L, axis=0)
+    return m, tl.sum(s_L * tl.exp(m_L - m), axis=0), tl.sum(t_L, axis=0) + tl.sum(tail_L, axis=0)
 
 
 @triton.jit

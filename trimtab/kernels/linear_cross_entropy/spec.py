@@ -151,14 +151,21 @@ def make_token_weights(case: Case, device: str = "cpu") -> torch.Tensor | None:
 
 
 def _schedule(
-    N: int, C: int, V: int, dtype: str, reduction: str, weight_grad: bool, memory_bytes: int | None
+    N: int,
+    C: int,
+    V: int,
+    dtype: str,
+    reduction: str,
+    weight_grad: bool,
+    memory_bytes: int | None,
+    gradient_dtype: str | None = None,
 ) -> memory_schedule.Schedule:
     return memory_schedule.schedule(
         N,
         C,
         V,
         BYTES[dtype],
-        BYTES[dtype],
+        BYTES[gradient_dtype or dtype],
         memory_bytes=memory_bytes,
         by_token=reduction == "none",
         weight_grad=weight_grad,
@@ -182,10 +189,34 @@ def flops(
         >>> flops(8, 2, 4, impl="reference") == 3 * 2 * 8 * 2 * 4
         True
     """
-    again = impl == "chunked" and recomputes(V, reduction)
-    if impl == "triton":
-        again = _schedule(N, C, V, dtype, reduction, weight_grad, memory_bytes).way == "blocks"
+    again = impl != "reference" and not with_loss(
+        impl, N, C, V, dtype, reduction=reduction, weight_grad=weight_grad, memory_bytes=memory_bytes
+    )
     return (2 + int(weight_grad) + int(again)) * 2 * N * C * V
+
+
+def with_loss(
+    impl: str,
+    N: int,
+    C: int,
+    V: int,
+    dtype: str,
+    *,
+    reduction: str = "sum",
+    weight_grad: bool = True,
+    memory_bytes: int | None = None,
+    gradient_dtype: str | None = None,
+) -> bool:
+    """Whether the gradients are computed with the loss, in the forward pass, and wait; else in the backward.
+
+    Example:
+        >>> with_loss("triton", 4096, 1024, 151_936, "bf16", memory_bytes=1250 * 2**20)
+        True
+    """
+    if impl == "triton":
+        plan = _schedule(N, C, V, dtype, reduction, weight_grad, memory_bytes, gradient_dtype)
+        return plan.way == "rows"
+    return impl == "chunked" and not recomputes(V, reduction)
 
 
 def bytes_moved(N: int, C: int, V: int, dtype: str) -> int:
@@ -203,8 +234,11 @@ def saved_bytes(
     reduction: str = "sum",
     weight_grad: bool = True,
     memory_bytes: int | None = None,
+    gradient_dtype: str | None = None,
 ) -> int:
     """Bytes kept from forward to backward beyond hidden and weight themselves.
+
+    `gradient_dtype` is the format in which weight's gradient is added up, where it is not `dtype`.
 
     Example:
         >>> saved_bytes("chunked", 4096, 1024, 151_936, "bf16") / 2**20
@@ -217,9 +251,10 @@ def saved_bytes(
     if impl == "reference":
         return 4 * N * V
     if impl == "triton":
-        plan = _schedule(N, C, V, dtype, reduction, weight_grad, memory_bytes)
+        plan = _schedule(N, C, V, dtype, reduction, weight_grad, memory_bytes, gradient_dtype)
         if plan.way == "rows":  # the gradients themselves, in their own dtypes
-            return (N + (V if weight_grad else 0)) * C * BYTES[dtype]
+            of_weight = V * C * BYTES[gradient_dtype or dtype] if weight_grad else 0
+            return N * C * BYTES[dtype] + of_weight
         return N * (4 + 4 + 4)  # factors, log-sum-exps, distances from them
     if recomputes(V, reduction):
         return N * (4 + 4 + 8 + 1)  # log-probabilities, log-sum-exps, labels and which of them count
@@ -236,18 +271,20 @@ def scratch_bytes(
     reduction: str = "sum",
     weight_grad: bool = True,
     memory_bytes: int | None = None,
+    gradient_dtype: str | None = None,
 ) -> int:
     """Bytes held for a moment beyond what is saved and the gradients, at the larger of both passes."""
     width = BYTES[dtype]
     if impl == "reference":
         return N * V * (8 if dtype == "fp32" else 8 + width)
     if impl == "triton":
-        plan = _schedule(N, C, V, dtype, reduction, weight_grad, memory_bytes)
+        plan = _schedule(N, C, V, dtype, reduction, weight_grad, memory_bytes, gradient_dtype)
         forward = plan.rows * memory_schedule.row_stride(V) * width
         if plan.way == "rows":
             return forward
         # The forward's logits lie where the gradients will be; hidden's is added up in fp32.
-        gradients = memory_schedule.gradient_bytes(N, C, V, width, width, weight_grad)
+        wide = BYTES[gradient_dtype or dtype]
+        gradients = memory_schedule.gradient_bytes(N, C, V, width, wide, weight_grad)
         least = max(4 * N * C, (4 - width) * N * C + plan.scratch_bytes)
         return max(forward - gradients, least)
     rows = chunk_tokens(N, V)

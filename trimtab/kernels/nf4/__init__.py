@@ -34,11 +34,10 @@ def __getattr__(name: str) -> Any:
 def choose(impl: str, tensor: torch.Tensor) -> str:
     """The implementation that `impl` stands for.
 
-    "auto" is torch everywhere: the Triton version has been compared bit for bit in the interpreter only, so it is
-    taken where it is asked for by name.
+    "auto" is Triton for a tensor on a CUDA device and torch elsewhere: both give the same bits.
     """
     if impl == "auto":
-        return "reference"
+        return "triton" if tensor.is_cuda else "reference"
     if impl not in ("reference", "triton"):
         raise ValueError(f"nf4 has no impl {impl!r}: auto, reference or triton")
     return impl
@@ -82,11 +81,13 @@ def dequantize(
     *,
     dtype: torch.dtype | None = None,
     transposed: bool = False,
+    out: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
     """The tensor back, in `dtype` (that of the original unless given): computed in fp32, rounded once.
 
-    `transposed` swaps the last two dimensions and gives a contiguous result, as backward passes want it.
+    `transposed` swaps the last two dimensions and gives a contiguous result, as backward passes want it. `out`, a
+    contiguous tensor of the result's shape, is written to instead of new memory, in its own dtype, and returned.
 
     Example:
         >>> import torch
@@ -95,7 +96,8 @@ def dequantize(
     """
     from trimtab.kernels.nf4 import ops
 
-    return ops.dequantize(weight, dtype or weight.dtype, transposed, choose(impl, weight.codes))
+    assert out is None or dtype in (None, out.dtype), (dtype, out.dtype)
+    return ops.dequantize(weight, dtype or weight.dtype, transposed, out, choose(impl, weight.codes))
 
 
 def matmul(x_MK: torch.Tensor, weight: NF4Weight, *, impl: str = "auto") -> torch.Tensor:

@@ -105,18 +105,25 @@ def dequantize(
     block: int,
     nested_block: int,
     transposed: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """→ `shape` in `dtype`; transposed: the last two dimensions swapped, contiguous. Rounded once, from fp32."""
+    """→ `shape` in `dtype`; transposed: the last two dimensions swapped, contiguous. Rounded once, from fp32.
+
+    With `out` the values are written there, and it is returned.
+    """
     scale_K = scales(absmax_K, nested_absmax_J, nested_quant_map, offset, nested_block)
     count = 1
     for size in shape:
         count *= size
-    out_N = torch.empty(count, dtype=dtype, device=codes.device)
+    straight = out is not None and not transposed
+    out_N = out.view(-1) if out is not None and straight else codes.new_empty(count, dtype=dtype)
     for start in range(0, count, CHUNK):
         stop = min(start + CHUNK, count)
         packed = codes[start // 2 : (stop + 1) // 2]
         nibbles = torch.stack((packed >> 4, packed & 15), 1).view(-1)[: stop - start]
         scale_N = scale_K[start // block : spec.num_blocks(stop, block)].repeat_interleave(block)
         out_N[start:stop] = flushed(quant_map[nibbles.int()] * scale_N[: stop - start]).to(dtype)
-    out = out_N.view(shape)
-    return out.transpose(-1, -2).contiguous() if transposed else out
+    if not transposed:
+        return out_N.view(shape) if out is None else out
+    turned = out_N.view(shape).transpose(-1, -2)
+    return turned.contiguous() if out is None else out.copy_(turned)

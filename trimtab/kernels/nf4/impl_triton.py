@@ -326,11 +326,13 @@ def dequantize(
     block: int,
     nested_block: int,
     transposed: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `impl_reference.dequantize`."""
     if transposed:
         shape = (*shape[:-2], shape[-1], shape[-2])
-    out = torch.empty(shape, dtype=dtype, device=codes.device)
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=codes.device)
     count = out.numel()
     if not count:
         return out

@@ -50,7 +50,7 @@ def write(weight: NF4Weight, name: str) -> dict[str, torch.Tensor]:
 
 def read(state: Mapping[str, torch.Tensor], name: str) -> NF4Weight:
     """The parameter `name`; tensors stay where they are. A wrong size, type or table is an error that says so."""
-    facts = _facts(state, name)
+    facts = read_facts(state, name)
     codes = _entry(state, name)
     if codes.dtype != torch.uint8:  # quant_storage: the same bytes, called bf16 or fp32 to travel with others
         codes = codes.contiguous().view(torch.uint8)
@@ -106,8 +106,8 @@ def _checked(key: str, tensor: torch.Tensor, dtype: torch.dtype, count: int) -> 
     return tensor.reshape(-1).contiguous()
 
 
-def _facts(state: Mapping[str, torch.Tensor], name: str) -> dict[str, Any]:
-    """The JSON text, with every field that sizes are computed from checked before it is used."""
+def read_facts(state: Mapping[str, torch.Tensor], name: str) -> dict[str, Any]:
+    """The JSON text of parameter `name`, with every field that sizes are computed from checked before it is used."""
     fp4 = f"{name}.quant_state.bitsandbytes__fp4"
     if fp4 in state:
         raise ModelError(f"{name} is in FP4, not NF4", "quantize it again with quant_type nf4")

@@ -34,6 +34,10 @@ _library.define(
     f"nf4_dequantize({STATE}ScalarType dtype, int block, int nested_block, bool transposed) -> Tensor",
     tags=_tags,
 )
+_library.define(
+    f"nf4_dequantize_into({STATE}int block, int nested_block, bool transposed, Tensor(a!) out) -> ()",
+    tags=_tags,
+)
 _library.define(f"nf4_matmul(Tensor x, {STATE}int block, int nested_block) -> Tensor", tags=_tags)
 
 
@@ -55,6 +59,14 @@ def _dequantize(*arguments: Any) -> torch.Tensor:
     return impl_triton.dequantize(*arguments)
 
 
+def _dequantize_into(*arguments: Any) -> None:
+    from trimtab.kernels.nf4 import impl_triton
+
+    out = arguments[-1]
+    reordered: tuple[Any, ...] = (*arguments[:7], out.dtype, *arguments[7:])
+    impl_triton.dequantize(*reordered)
+
+
 def _matmul(x: torch.Tensor, *state: Any) -> torch.Tensor:
     from trimtab.kernels.nf4 import impl_triton_matmul
 
@@ -64,6 +76,7 @@ def _matmul(x: torch.Tensor, *state: Any) -> torch.Tensor:
 _library.impl("nf4_quantize", _quantize, "CompositeExplicitAutograd")
 _library.impl("nf4_quantize_scales", _quantize_scales, "CompositeExplicitAutograd")
 _library.impl("nf4_dequantize", _dequantize, "CompositeExplicitAutograd")
+_library.impl("nf4_dequantize_into", _dequantize_into, "CompositeExplicitAutograd")
 _library.impl("nf4_matmul", _matmul, "CompositeExplicitAutograd")
 
 
@@ -86,6 +99,11 @@ def _(codes: torch.Tensor, *rest: Any) -> torch.Tensor:
     if transposed:
         shape = [*shape[:-2], shape[-1], shape[-2]]
     return codes.new_empty(shape, dtype=dtype)
+
+
+@torch.library.register_fake("trimtab::nf4_dequantize_into")
+def _(*arguments: Any) -> None:
+    return None
 
 
 @torch.library.register_fake("trimtab::nf4_matmul")
@@ -199,15 +217,32 @@ def _state(weight: NF4Weight) -> State:
     )
 
 
-def dequantize(weight: NF4Weight, dtype: torch.dtype, transposed: bool, impl: str) -> torch.Tensor:
+def dequantize(
+    weight: NF4Weight, dtype: torch.dtype, transposed: bool, out: torch.Tensor | None, impl: str
+) -> torch.Tensor:
     """See the door; `impl` is resolved."""
     if transposed and len(weight.shape) < 2:
         raise RecipeError(f"a tensor of shape {weight.shape} has no transpose", "ask for it as it is")
+    if out is not None:
+        check_out(weight, out, transposed)
+        rest = (weight.block, weight.nested_block, transposed)
+        if impl == "triton":
+            torch.ops.trimtab.nf4_dequantize_into(*_state(weight), *rest, out)
+            return out
+        return impl_reference.dequantize(*_state(weight), out.dtype, *rest, out)
     if impl == "triton":
         return torch.ops.trimtab.nf4_dequantize(
             *_state(weight), dtype, weight.block, weight.nested_block, transposed
         )
     return impl_reference.dequantize(*_state(weight), dtype, weight.block, weight.nested_block, transposed)
+
+
+def check_out(weight: NF4Weight, out: torch.Tensor, transposed: bool) -> None:
+    """That a tensor can take the values: the shape, contiguous, on the weight's device."""
+    shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2]) if transposed else weight.shape
+    assert tuple(out.shape) == shape, (out.shape, shape)
+    assert out.is_contiguous(), out.stride()
+    assert out.device == weight.codes.device, (out.device, weight.codes.device)
 
 
 def matmul(x_MK: torch.Tensor, weight: NF4Weight, impl: str) -> torch.Tensor:
@@ -216,5 +251,5 @@ def matmul(x_MK: torch.Tensor, weight: NF4Weight, impl: str) -> torch.Tensor:
     if impl == "triton":
         return torch.ops.trimtab.nf4_matmul(x_MK, *_state(weight), weight.block, weight.nested_block)
     with torch.no_grad():
-        weight_NK = dequantize(weight, x_MK.dtype, False, impl)
+        weight_NK = dequantize(weight, x_MK.dtype, False, None, impl)
     return torch.nn.functional.linear(x_MK, weight_NK)

@@ -8,6 +8,8 @@ in registers, and writes it once. The parts are added up in a fixed order, so tw
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -139,14 +141,19 @@ torch.library.impl("trimtab::add_rms_norm", ("cpu", "cuda"), _forward)
 torch.library.impl("trimtab::rms_norm_backward", ("cpu", "cuda"), _backward)
 
 
+def _scales(x: torch.Tensor) -> torch.Tensor:
+    # Not shape.numel(): that would fix a length that torch.compile leaves open.
+    return x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32)
+
+
 @torch.library.register_fake("trimtab::rms_norm")
 def _(x, w, eps):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+    return x.new_empty(x.shape), _scales(x)
 
 
 @torch.library.register_fake("trimtab::add_rms_norm")
 def _(x, residual, w, eps):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(x.shape), _scales(x)
 
 
 @torch.library.register_fake("trimtab::rms_norm_backward")

@@ -1,0 +1,247 @@
+"""Adapters on a decoder: names stay, gradients are right, nothing needless is kept, bad settings are refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from lora_cases import IDS_BT, TIED, UNTIED, adapted, base, logits, scatter
+
+from trimtab.adapt import (
+    LoraSettings,
+    active_adapters,
+    adapter_names,
+    add_adapters,
+    init_adapters,
+    trained_parameters,
+    use_adapters,
+)
+from trimtab.adapt import spec as adapt_spec
+from trimtab.adapt.lora import set_masks
+from trimtab.adapt.lora_dropout import Masks, kept
+from trimtab.adapt.lora_products import add_lora, lora_linear
+from trimtab.facts.errors import RecipeError
+from trimtab.model import build, init_weights
+
+VARIANTS = {
+    "plain": LoraSettings(r=4, lora_alpha=8),
+    "rslora": LoraSettings(r=4, lora_alpha=8, use_rslora=True),
+    "dora": LoraSettings(r=4, lora_alpha=8, use_dora=True),
+    "names": LoraSettings(r=3, target_modules=("q_proj", "model.layers.1.mlp.down_proj")),
+    "pattern": LoraSettings(r=3, target_modules=r".*\.layers\.1\..*_proj"),
+    "ranks": LoraSettings(r=2, rank_pattern={"down_proj": 5}, alpha_pattern={r"layers\.0\..*q_proj": 3.0}),
+    "whole": LoraSettings(r=2, target_modules=("q_proj",), modules_to_save=("embed_tokens", "norm")),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("shape", [TIED, UNTIED], ids=["tied", "untied"])
+def test_no_name_of_the_model_changes_and_the_spec_knows_what_is_trained(name, shape) -> None:
+    settings = VARIANTS[name]
+    decoder = add_adapters(build(shape, dtype="bf16", device="meta", attention="reference"), settings)
+    names = [n for n, _ in decoder.named_parameters() if ".lora_" not in n]
+    assert names == [n for n, _ in shape.parameters()]
+    declared = {n: (dims, dtype) for n, dims, dtype in adapt_spec.trained(shape, settings, "bf16")}
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    real = {n: (tuple(p.shape), short[p.dtype]) for n, p in trained_parameters(decoder).items()}
+    assert real == declared
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_fresh_adapter_changes_nothing(name: str) -> None:
+    decoder = base(UNTIED)
+    before = logits(decoder)
+    add_adapters(decoder, VARIANTS[name])
+    init_adapters(decoder, seed=0)
+    torch.testing.assert_close(logits(decoder), before, rtol=2e-6, atol=2e-6)
+    scatter(decoder)
+    assert not torch.allclose(logits(decoder), before, atol=1e-3)
+
+
+def test_initialization_depends_on_seed_and_name_alone() -> None:
+    one, two = (add_adapters(base(), LoraSettings(r=4)) for _ in range(2))
+    init_adapters(one, seed=5)
+    init_adapters(two, seed=5)
+    first, second = trained_parameters(one), trained_parameters(two)
+    assert all(torch.equal(first[n], second[n]) for n in first)
+    init_adapters(two, seed=6)
+    a = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    assert not torch.equal(first[a], second[a])
+    assert first[a].abs().max() <= 32**-0.5
+    assert float(first[a].detach().std()) == pytest.approx(32**-0.5 / 3**0.5, rel=0.15)
+
+
+def test_gradients_are_those_of_the_formula() -> None:
+    torch.manual_seed(0)
+    x, a, b = (torch.randn(*d, dtype=torch.float64, requires_grad=True) for d in ((2, 5, 7), (3, 7), (6, 3)))
+    weight, bias = torch.randn(6, 7, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x, a, b: lora_linear(x, weight, bias, a, b, 0.7), (x, a, b))
+    assert torch.autograd.gradcheck(lambda x, a, b: add_lora(x @ weight.T, x, a, b, 0.7), (x, a, b))
+    key = Masks(["a"], torch.device("cpu")).words_K2[0]
+    dropped = lambda x, a, b: add_lora(x @ weight.T, x, a, b, 0.7, p=0.4, key_2=key)  # noqa: E731
+    assert torch.autograd.gradcheck(dropped, (x, a, b))
+    plain = x @ weight.T + bias + 0.7 * (x @ a.T) @ b.T
+    torch.testing.assert_close(lora_linear(x, weight, bias, a, b, 0.7), plain)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_model_s_gradients_are_those_of_plain_operations(name: str) -> None:
+    """fp64, against the merged weight computed by autograd: the layer's own backward, DoRA's constant length."""
+    settings = VARIANTS[name]
+    shape = UNTIED
+    decoder = adapted(settings, shape, dtype="fp64")
+    for parameter in decoder.parameters():
+        parameter.data = parameter.data.double()
+    trained = trained_parameters(decoder)
+    decoder.loss(IDS_BT, IDS_BT).backward()
+    ours = {n: p.grad.clone() for n, p in trained.items()}
+    for p in trained.values():
+        p.grad = None
+    plain = init_weights(build(shape, dtype="fp64", device="cpu", attention="reference"), seed=0)
+    weights = dict(decoder.named_parameters())
+    for target in adapt_spec.resolve(shape, settings):
+        a, b = (weights[f"{target.name}.lora_{f}.default.weight"] for f in "AB")
+        weight = weights[f"{target.name}.weight"] + target.scaling * b @ a
+        if settings.use_dora:
+            lengths = weights[f"{target.name}.lora_magnitude_vector.default.weight"]
+            weight = weight * (lengths / weight.detach().norm(dim=1))[:, None]
+        weights[f"{target.name}.weight"] = weight
+    weights = {n: w for n, w in weights.items() if ".lora_" not in n}
+
+    class Loss(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = plain
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.inner.loss(ids, ids)
+
+    inner = {f"inner.{n}": w for n, w in weights.items()}
+    torch.func.functional_call(Loss(), inner, (IDS_BT,)).backward()
+    for n, p in trained.items():
+        torch.testing.assert_close(ours[n], p.grad, rtol=1e-6, atol=1e-9, msg=n)
+
+
+def test_only_x_and_its_thin_product_are_kept() -> None:
+    """Weights aside, autograd holds the layer's input and x·A, whatever the formats."""
+    x = torch.randn(64, 48, dtype=torch.bfloat16, requires_grad=True)
+    weight, a, b = torch.randn(40, 48, dtype=torch.bfloat16), torch.randn(4, 48), torch.randn(40, 4)
+    a.requires_grad_(), b.requires_grad_()
+    held: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        lora_linear(x, weight, None, a, b, 2.0)
+    standing = {t.data_ptr() for t in (x, weight, a, b)}
+    extra = [tuple(t.shape) for t in held if t.data_ptr() not in standing]
+    assert extra == [(64, 4)]
+
+
+def test_masks_repeat_and_are_fair() -> None:
+    masks = Masks(["one", "two"], torch.device("cpu"))
+    masks.set(0, step=3, microbatch=1)
+    first = kept(2000, 256, masks.words_K2[0], 0.1)
+    masks.set(0, step=3, microbatch=2)
+    assert not torch.equal(kept(2000, 256, masks.words_K2[0], 0.1), first)
+    masks.set(0, step=3, microbatch=1)
+    assert torch.equal(kept(2000, 256, masks.words_K2[0], 0.1), first)
+    other = kept(2000, 256, masks.words_K2[1], 0.1)
+    for mask in (first, other):
+        # 512,000 draws: the mean is within 4 standard deviations, rows and columns spread as they should.
+        assert float(mask.float().mean()) == pytest.approx(0.9, abs=4 * (0.09 / mask.numel()) ** 0.5)
+        assert float(mask.float().mean(0).std()) == pytest.approx((0.09 / 2000) ** 0.5, rel=0.2)
+        assert float(mask.float().mean(1).std()) == pytest.approx((0.09 / 256) ** 0.5, rel=0.1)
+    pairs = ((first, other), (first[1:], first[:-1]), (first[:, 1:], first[:, :-1]))
+    for one, two in pairs:
+        together = torch.corrcoef(torch.stack([one.flatten().float(), two.flatten().float()]))[0, 1]
+        assert abs(float(together)) < 4 / one.numel() ** 0.5
+
+
+def test_dropout_is_the_same_when_recomputed_and_off_when_evaluating() -> None:
+    from trimtab.model import recompute_blocks
+
+    settings = LoraSettings(r=4, lora_dropout=0.3)
+    decoder = adapted(settings)
+    masks = set_masks(decoder, torch.device("cpu"))
+    assert masks is not None
+    grads = []
+    for recompute in (False, True):
+        recompute_blocks(decoder, recompute)
+        masks.set(1, step=2, microbatch=0)
+        loss = decoder.train().loss(IDS_BT, IDS_BT)
+        loss.backward()
+        grads.append((loss.detach(), {n: p.grad for n, p in trained_parameters(decoder).items()}))
+        for p in trained_parameters(decoder).values():
+            p.grad = None
+    assert torch.equal(grads[0][0], grads[1][0])
+    assert all(torch.equal(g, grads[1][1][n]) for n, g in grads[0][1].items())
+    masks.set(1, step=3, microbatch=0)
+    assert not torch.equal(decoder.loss(IDS_BT, IDS_BT), grads[0][0])
+    decoder.eval()
+    assert torch.equal(logits(decoder), logits(adapted(LoraSettings(r=4)).eval()))
+
+
+def test_several_adapters_are_switched_and_added() -> None:
+    decoder = base()
+    plain = logits(decoder)
+    for index, name in enumerate(("one", "two")):
+        add_adapters(decoder, LoraSettings(r=2 + index), adapter=name)
+        init_adapters(decoder, seed=index, adapter=name)
+        scatter(decoder, name, seed=index)
+    assert adapter_names(decoder) == ["one", "two"]
+    assert active_adapters(decoder) == ["two"]
+    assert all(".two." in name for name in trained_parameters(decoder))
+    two = logits(decoder)
+    use_adapters(decoder, "one")
+    one = logits(decoder)
+    use_adapters(decoder, [])
+    assert torch.equal(logits(decoder), plain)
+    use_adapters(decoder, ["one", "two"])
+    both = logits(decoder)
+    assert not torch.allclose(one, two, atol=1e-3)
+    assert not torch.allclose(both, one, atol=1e-3)
+    use_adapters(decoder, "two")
+    assert torch.equal(logits(decoder), two)
+    with pytest.raises(RecipeError, match="no adapter three; there are one, two"):
+        use_adapters(decoder, "three")
+
+
+def test_a_copy_is_a_copy() -> None:
+    decoder = adapted(LoraSettings(r=2))
+    other = copy.deepcopy(decoder)
+    before = logits(decoder)
+    scatter(other, seed=9)
+    other.model.layers[0].self_attn.q_proj.weight.data.zero_()
+    assert torch.equal(logits(decoder), before)
+    assert not torch.allclose(logits(other), before, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"target_modules": ("q_proj", "query")}, ["no query", "q_proj", "down_proj", "lm_head"]),
+        ({"target_modules": r"layers\.0\.q_proj"}, ["no module's whole name matches", "q_proj"]),
+        ({"target_modules": "all-linar("}, ["no regular expression"]),
+        ({"r": 0}, ["lora.r is 0"]),
+        ({"r": 33}, ["lora.r is 33", "of rank 32 at most", "rank_pattern"]),
+        ({"r": 2, "rank_pattern": {"gate": 4}}, ["names gate", "gate_proj"]),
+        ({"r": 2, "modules_to_save": ("head",)}, ["no head", "lm_head", "input_layernorm"]),
+        ({"r": 2, "modules_to_save": ("q_proj",)}, ["both in lora.target_modules"]),
+        ({"r": 2, "target_modules": ("lm_head",), "lora_dropout": 0.1}, ["lm_head"]),
+        ({"r": 2, "target_modules": ("embed_tokens",), "use_dora": True}, ["DoRA"]),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be(settings: dict, words: list[str]) -> None:
+    with pytest.raises(RecipeError) as found:
+        add_adapters(base(UNTIED), LoraSettings(**settings))
+    for word in words:
+        assert word in str(found.value)
+
+
+def test_a_tied_embedding_is_no_target() -> None:
+    with pytest.raises(RecipeError, match="also the model's head"):
+        add_adapters(base(TIED), LoraSettings(target_modules=("embed_tokens",)))

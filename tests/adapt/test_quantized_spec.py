@@ -1,0 +1,83 @@
+"""What the spec of quantized layers declares, against what they really allocate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quantized_world import SHAPE, empty
+from torch.utils.flop_counter import FlopCounterMode
+
+from trimtab.adapt import quantized_ops, spec_quantized, workspace
+from trimtab.adapt.quantized import quantized_layers
+from trimtab.facts.dtypes import TORCH_NAMES
+from trimtab.facts.errors import RecipeError
+from trimtab.facts.shapes import ModelShape
+from trimtab.model import init_weights
+from trimtab.trainer.memory import LiveBytes, storage_bytes
+
+CASES = [
+    ("nf4", "fp32", True, 64),
+    ("nf4", "bf16", True, 64),
+    ("nf4", "bf16", False, 128),
+    ("int8", "fp32", False, 64),
+    ("int8", "bf16", False, 64),
+]
+ROWS = 6
+
+
+@pytest.mark.parametrize(("kind", "dtype", "double", "block"), CASES)
+def test_workspace_and_scratch_are_what_products_allocate(
+    kind: str, dtype: str, double: bool, block: int
+) -> None:
+    decoder = init_weights(empty(kind=kind, dtype=dtype, double=double, block=block), 0)
+    options = {"double": double, "block": block}
+    held = spec_quantized.workspace_bytes(SHAPE, dtype)
+    scratch = spec_quantized.scratch_bytes(SHAPE, kind, impl="reference", **options)
+    kind_of = getattr(torch, TORCH_NAMES[dtype])
+    inputs = {
+        name: [torch.randn(ROWS, size, dtype=kind_of) for size in (layer.in_features, layer.out_features)]
+        for name, layer in quantized_layers(decoder)
+    }
+    # An operator's inside is hidden from whoever watches operators; so its parts are called by name.
+    for function, given in ((quantized_ops.product, 0), (quantized_ops.product_of_gradient, 1)):
+        workspace.release()
+        with LiveBytes() as live:
+            for name, layer in quantized_layers(decoder):
+                function(inputs[name][given], layer.packed, layer.packing)
+        assert live.now == workspace.held_bytes("cpu") == held, "nothing else stays"
+        assert live.peak == pytest.approx(held + scratch, rel=0.03)
+
+
+@pytest.mark.parametrize(("kind", "dtype", "double", "block"), CASES)
+def test_declared_bytes_are_those_of_a_model(kind: str, dtype: str, double: bool, block: int) -> None:
+    decoder = empty(kind=kind, dtype=dtype, double=double, block=block, skip=("v_proj",))
+    options = {"double": double, "block": block, "skip": ("v_proj",)}
+    found = storage_bytes([*decoder.parameters(), *decoder.buffers()])
+    assert found == spec_quantized.weight_bytes(SHAPE, kind, dtype, **options)
+    assert found != spec_quantized.weight_bytes(SHAPE, kind, dtype, **{**options, "skip": ()})
+
+
+def test_layers_are_the_ones_that_are_declared() -> None:
+    names = {f"{name}.weight": layer.packing.shape for name, layer in quantized_layers(empty())}
+    assert names == spec_quantized.linear_shapes(SHAPE)
+
+
+def test_flops_are_those_of_a_plain_product() -> None:
+    layer = next(layer for _, layer in quantized_layers(init_weights(empty(), 0)))
+    dims = layer.packing.shape
+    with FlopCounterMode(display=False) as counter:
+        out = quantized_ops.product(torch.randn(ROWS, dims[1]), layer.packed, layer.packing)
+        quantized_ops.product_of_gradient(out, layer.packed, layer.packing)
+    assert counter.get_total_flops() == 2 * spec_quantized.flops(ROWS, dims)
+
+
+def test_an_8b_model_fits_where_it_should() -> None:
+    llama = ModelShape("llama", 128_256, 4096, 14_336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
+    packed = spec_quantized.weight_bytes(llama, "nf4", "bf16")
+    assert packed / 2**30 == pytest.approx(5.31, abs=0.01)
+    assert spec_quantized.workspace_bytes(llama, "bf16") == 2 * 4096 * 14_336
+    assert spec_quantized.loading_peak_bytes(llama, "nf4", "bf16", impl="triton") < 1.03 * packed
+    assert spec_quantized.loading_peak_bytes(llama, "nf4", "bf16", impl="reference") < 1.3 * packed
+    assert spec_quantized.scratch_bytes(llama, "nf4", impl="triton") == 0
+    with pytest.raises(RecipeError, match="nf4 or int8"):
+        spec_quantized.weight_bytes(llama, "fp4", "bf16")

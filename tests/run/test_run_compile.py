@@ -1,0 +1,109 @@
+"""`torch_compile` in whole runs: decided once, kept, resumed bit by bit, counted in the log."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from tiny_model import tiny_shape, write_recipe
+from whole_run import Silent, losses, records, relative
+
+from trimtab import launch
+from trimtab.facts import compilers
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.errors import ResourceError
+from trimtab.facts.shapes import ModelShape
+from trimtab.recipe import load, loads
+from trimtab.run.choices import Choices, choose_all
+
+CPU = DeviceFacts("a CPU", "cpu", memory_bytes=2**34)
+GPU = DeviceFacts("a GPU", "cuda", memory_bytes=2**34, capability=(9, 0), bf16=True)
+LARGE = tiny_shape(vocab_size=2_000_000, max_positions=2048)
+
+
+def choices(line: str, device: DeviceFacts, shape: ModelShape = LARGE) -> Choices:
+    recipe = loads(f"model: x\ndata: {{train: y}}\n{line}")
+    return choose_all(recipe, shape, device, threads=1)
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Which of Triton and the compilers are there."""
+    there = {"gcc": True, "g++": True, "triton": True}
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(compilers.shutil, "which", lambda name: name if there.get(name) else None)
+    monkeypatch.setattr(compilers, "find_spec", lambda name: object() if there.get(name) else None)
+    return there
+
+
+def test_auto_compiles_large_models_on_a_gpu_with_a_compiler(tools: dict[str, bool]) -> None:
+    assert choices("", GPU).compile["on"] is True
+    assert choices("", GPU, tiny_shape(max_positions=2048)).compile["on"] is False
+    assert choices("", CPU).compile["on"] is False
+    tools["gcc"] = False
+    assert choices("", GPU).compile == {
+        "on": False,
+        "dynamic": True,
+        "reason": "there is no C compiler (install gcc)",
+    }
+
+
+def test_what_is_asked_for_is_done_or_refused(tools: dict[str, bool]) -> None:
+    assert choices("torch_compile: true", CPU).compile["on"] is True
+    assert choices("torch_compile: false", GPU).compile["on"] is False
+    tools["g++"] = False
+    with pytest.raises(ResourceError, match="no C\\+\\+ compiler"):
+        choices("torch_compile: true", CPU)
+    tools["triton"] = False
+    with pytest.raises(ResourceError, match="Triton is not installed"):
+        choices("torch_compile: true", GPU)
+
+
+def test_packed_windows_have_one_length() -> None:
+    assert choices("torch_compile: false", CPU).compile["dynamic"] is False
+    assert choices("torch_compile: false\npacking: false", CPU).compile["dynamic"] is True
+
+
+def test_an_old_folder_says_nothing_of_compiling() -> None:
+    kept = choices("", CPU).to_dict()
+    del kept["compile"], kept["optimizer"]
+    assert Choices.from_dict(kept).compile == {}
+
+
+@pytest.mark.slow
+def test_a_compiled_run_is_counted_and_resumes_bit_by_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._dynamo as dynamo
+
+    changes = {"torch_compile": True, "save_steps": 2, "max_steps": 4, "num_train_epochs": None}
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+
+    def recipe(name: str, **more: object) -> Path:
+        return write_recipe(tmp_path, output_dir=str(tmp_path / name), **{**changes, **more})
+
+    dynamo.utils.counters.clear()
+    launch.train(load(recipe("whole")), Silent())
+    first, last = records(tmp_path / "whole", "compile")
+    assert first["first_step_seconds"] > 0
+    assert (first["step"], last["step"]) == (1, 4)
+    assert first["count"] == last["count"] == 1, "one program for every layer and step"
+    assert json.loads((tmp_path / "whole" / "choices.json").read_text())["compile"]["on"] is True
+
+    def stop(step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    half = launch.train(load(recipe("half")), Silent(), after_step=stop)
+    assert half.status == "interrupted"
+    dynamo.reset()
+    assert launch.resume(tmp_path / "half", [], Silent()).status == "finished"
+    assert losses(tmp_path / "half") == losses(tmp_path / "whole")
+
+    launch.train(load(recipe("plain", torch_compile=False)), Silent())
+    assert relative(losses(tmp_path / "whole"), losses(tmp_path / "plain")) < 1e-5
+    assert records(tmp_path / "plain", "compile") == []

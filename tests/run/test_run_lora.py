@@ -1,0 +1,243 @@
+"""LoRA from the command line: training, resuming bit by bit, using the run, and everything that goes out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import pytest
+import torch
+from tiny_model import write_recipe, write_tiny_model
+
+import trimtab
+from trimtab.checkpoint import read_manifest
+from trimtab.cli.main import main
+
+SMALL: dict[str, Any] = {
+    "num_train_epochs": None,
+    "max_steps": 6,
+    "eval_steps": None,
+    "save_steps": 3,
+    "logging_steps": 1,
+    "eval_on_start": False,
+    "lr_scheduler_type": "constant",
+    "gradient_accumulation_steps": 2,
+}
+DEEP = {
+    "r": 4,
+    "lora_alpha": 16,
+    "lora_dropout": 0.2,
+    "use_dora": True,
+    "modules_to_save": ["embed_tokens"],
+    "rank_pattern": {"down_proj": 2},
+}
+
+
+def call(*words: object) -> tuple[int, str]:
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        code = main([str(word) for word in words])
+    return code, shown.getvalue()
+
+
+def losses(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if record["kind"] == "train"]
+
+
+def new_run(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    code, said = call("train", write_recipe(folder, **{**SMALL, **changes}))
+    assert code == 0, said
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody may change."""
+    return new_run(tmp_path_factory.mktemp("lora"), lora={"r": 4, "lora_alpha": 16})
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return new_run(tmp_path_factory.mktemp("deep"), lora=DEEP, embedding_learning_rate=1e-3)
+
+
+def test_a_checkpoint_holds_what_is_trained_and_names_its_base(plain: Path) -> None:
+    manifest = read_manifest(plain / "checkpoints" / "step-00000006")
+    parameters = [name for name in manifest.tensors if name.startswith("parameters.")]
+    assert len(parameters) == 2 * 7 * 2
+    assert all(".lora_" in name for name in manifest.tensors)
+    assert manifest.base is not None
+    assert manifest.base["source"] == str(plain.parent / "model")
+    (file,) = manifest.base["files"].values()
+    stored = plain.parent / "model" / "model.safetensors"
+    assert file["size"] == stored.stat().st_size
+    assert len(file["sha256"]) == 64
+    assert losses(plain)[-1] < losses(plain)[0]
+
+
+@pytest.mark.parametrize("which", ["plain", "deep"])
+def test_resuming_repeats_the_unstopped_run_bit_by_bit(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    whole: Path = request.getfixturevalue(which)
+    stopped = tmp_path / "run"
+    shutil.copytree(whole, stopped)
+    shutil.rmtree(stopped / "checkpoints" / "step-00000006")
+    (stopped / "checkpoints" / "latest").write_text("step-00000003\n")
+    code, said = call("train", "--resume", stopped)
+    assert code == 0, said
+    assert "continuing from step 3" in said
+    assert losses(stopped) == losses(whole)
+    one, two = (
+        trimtab.load(run, dtype="fp32", device="cpu").opened.decoder.state_dict() for run in (whole, stopped)
+    )
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_run_is_used_like_any_other(plain: Path) -> None:
+    code, said = call("generate", plain, "the cat", "--max-new-tokens", 4)
+    assert code == 0, said
+    code, said = call("eval", plain, plain.parent / "general.jsonl", "--no-probe", "--json",
+                      "--cache-dir", plain.parent / "cache")  # fmt: skip
+    assert code == 0, said
+    measured = next(json.loads(line) for line in said.splitlines() if line.startswith("{"))
+    assert 0 < measured["loss"] < 20
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("which", ["plain", "deep"])
+def test_export_and_merge_are_the_trained_model_elsewhere(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run: Path = request.getfixturevalue(which)
+    assert call("export", "peft", run, tmp_path / "adapter") == (0, ANY)
+    assert call("merge", run, tmp_path / "merged", "--dtype", "fp32") == (0, ANY)
+    kinds = {json.loads(path.read_text())["kind"]: path for path in (run / "receipts").iterdir()}
+    checks = {kind: json.loads(path.read_text())["checks"] for kind, path in kinds.items()}
+    assert [check["name"] for check in checks["peft"]] == ["weights", "logits"]
+    assert [check["name"] for check in checks["merge"]] == [
+        "merge",
+        "names and shapes",
+        "weights",
+        "logits",
+        "tokenizer",
+    ]
+    ids_BT = torch.arange(20)[None] * 3
+    model = trimtab.load(run, dtype="fp32", device="cpu").opened.decoder
+    with torch.no_grad():
+        ours = model.logits(model(ids_BT))
+        base = AutoModelForCausalLM.from_pretrained(run.parent / "model", dtype=torch.float32)
+        plain = base(ids_BT).logits
+        with_adapter = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(ids_BT).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids_BT).logits
+    torch.testing.assert_close(with_adapter, ours, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged, ours, rtol=1e-5, atol=1e-5)
+    assert float((plain - ours).abs().max()) > 1e-2
+
+
+def test_an_adapter_goes_back_onto_its_base_and_starts_another_run(plain: Path, tmp_path: Path) -> None:
+    assert call("export", "peft", plain, tmp_path / "adapter")[0] == 0
+    model = plain.parent / "model"
+    outputs = [
+        call("generate", *words, "the cat", "--max-new-tokens", 6)[1]
+        for words in ((plain,), (model, "--adapter", tmp_path / "adapter"))
+    ]
+    assert outputs[0].splitlines()[0] == outputs[1].splitlines()[0]
+    shutil.copytree(model, tmp_path / "next" / "model")
+    run = new_run(
+        tmp_path / "next", lora={"adapter": str(tmp_path / "adapter")}, max_steps=2, save_steps=None
+    )
+    kept = json.loads((run / "choices.json").read_text())
+    assert kept["lora"]["r"] == 4
+    assert kept["lora"]["lora_alpha"] == 16
+    manifest = read_manifest(run / "checkpoints" / "step-00000002")
+    assert len(manifest.tensors) == len(read_manifest(plain / "checkpoints" / "step-00000006").tensors)
+    # It goes on from where the first run ended, not from the base.
+    assert losses(run)[0] < losses(plain)[0] - 0.05
+
+
+def test_a_merge_that_changes_nothing_or_is_not_finite_is_refused(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "a", lora={"r": 2}, learning_rate=1e-12, max_steps=1)
+    code, said = call("merge", run, tmp_path / "merged")
+    assert code == 4
+    assert "changes no weight in bf16" in said
+    assert not (tmp_path / "merged").exists()
+    from safetensors.torch import load_file, save_file
+
+    assert call("export", "peft", run, tmp_path / "adapter")[0] == 0
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = {name: torch.full_like(tensor, 1e30) for name, tensor in load_file(path).items()}
+    save_file(tensors, path)
+    code, said = call(
+        "merge", tmp_path / "a" / "model", tmp_path / "merged", "--adapter", tmp_path / "adapter"
+    )
+    assert code == 4
+    assert "NaN or infinity" in said
+    assert not (tmp_path / "merged").exists()
+
+
+def test_another_base_is_refused(plain: Path, tmp_path: Path) -> None:
+    """Same sizes, other numbers: only a checksum tells."""
+    home = tmp_path / "home"
+    shutil.copytree(plain.parent, home)
+    for path in (home / "run" / "recipe.yaml", home / "run" / "choices.json"):
+        path.write_text(path.read_text().replace(str(plain.parent), str(home)))
+    shutil.rmtree(home / "model")
+    write_tiny_model(home / "model", seed=7)
+    assert call("export", "peft", plain, tmp_path / "adapter")[0] == 0
+    for words, code in (
+        (("train", "--resume", home / "run"), 5),
+        (("merge", home / "model", tmp_path / "x", "--adapter", tmp_path / "adapter"), 4),
+    ):
+        found, said = call(*words)
+        assert found == code, said
+        assert "for another base" in said
+        assert "other content" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora": {"target_modules": ["q_proj", "wq"]}}, ["no wq", "there are", "q_proj"]),
+        ({"lora": {"r": 0}}, ["lora.r"]),
+        ({"lora": {"r": 4000}}, ["lora.r is 4000", "at most"]),
+        ({"lora": {"rank": 8}}, ["unknown key 'rank'", "r"]),
+        ({"lora": {"adapter": "./nowhere", "r": 8}}, ["brings its own r", "lora.r"]),
+        ({"lora": {"alpha_pattern": {"q_proj": -1.0}}}, ["alpha_pattern"]),
+    ],
+)
+def test_recipes_that_cannot_be(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    code, said = call("train", write_recipe(tmp_path, **{**SMALL, **changes}))
+    assert code == 2, said
+    for word in words:
+        assert word in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_export_hf_of_a_run_with_adapters_names_the_way(plain: Path, tmp_path: Path) -> None:
+    code, said = call("export", "hf", plain, tmp_path / "x")
+    assert code == 2
+    assert "trimtab merge" in said
+
+
+def test_python_switches_adapters(plain: Path, deep: Path, tmp_path: Path) -> None:
+    model = trimtab.load(plain, dtype="fp32", device="cpu")
+    alone = model.generate("the cat", max_new_tokens=6)
+    model.save_adapter(tmp_path / "adapter")
+    base = trimtab.load(plain.parent / "model", dtype="fp32", device="cpu")
+    before = base.generate("the cat", max_new_tokens=6)
+    base.add_adapter(tmp_path / "adapter", "mine")
+    assert base.adapters == ["mine"]
+    assert base.generate("the cat", max_new_tokens=6) == alone
+    base.use_adapters()
+    assert base.generate("the cat", max_new_tokens=6) == before

@@ -1,0 +1,74 @@
+"""Model → model: adapters, quantized layout, recompute policy, compiled regions. Nothing here trains.
+
+    settings = LoraSettings(r=16, lora_alpha=32, target_modules="all-linear")
+    add_adapters(decoder, settings)
+    load_weights(decoder, "my-model")
+    init_adapters(decoder, seed=0)
+
+Names resolve when they are used (PEP 562), so that the room's `spec.py` files import no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.adapt.compiling import Regions, compilations, compile_regions
+    from trimtab.adapt.lora import (
+        LoRALinear,
+        active_adapters,
+        adapter_names,
+        add_adapters,
+        init_adapters,
+        trained_parameters,
+        use_adapters,
+    )
+    from trimtab.adapt.merging import merge_adapters
+    from trimtab.adapt.peft_files import load_adapter, save_adapter
+    from trimtab.adapt.quantized import QuantizedLinear, quantize_layout
+    from trimtab.adapt.spec import LoraSettings
+
+_PLACES = {
+    "LoRALinear": "lora",
+    "LoraSettings": "spec",
+    "QuantizedLinear": "quantized",
+    "Regions": "compiling",
+    "active_adapters": "lora",
+    "adapter_names": "lora",
+    "add_adapters": "lora",
+    "compilations": "compiling",
+    "compile_regions": "compiling",
+    "init_adapters": "lora",
+    "load_adapter": "peft_files",
+    "merge_adapters": "merging",
+    "quantize_layout": "quantized",
+    "save_adapter": "peft_files",
+    "trained_parameters": "lora",
+    "use_adapters": "lora",
+}
+
+__all__ = [
+    "LoRALinear",
+    "LoraSettings",
+    "QuantizedLinear",
+    "Regions",
+    "active_adapters",
+    "adapter_names",
+    "add_adapters",
+    "compilations",
+    "compile_regions",
+    "init_adapters",
+    "load_adapter",
+    "merge_adapters",
+    "quantize_layout",
+    "save_adapter",
+    "trained_parameters",
+    "use_adapters",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -1,0 +1,209 @@
+"""Adapted layers of one input in one operator: q, k and v together, gate and up together, or one alone.
+
+    H = X·[A₁; A₂; …]ᵀ          yᵢ = X·Wᵢᵀ + sᵢ · Hᵢ·Bᵢᵀ
+
+    dH = [s₁·dy₁·B₁, s₂·dy₂·B₂, …]      d[A₁; A₂; …] = dHᵀ·X      dBᵢ = sᵢ · dyᵢᵀ·Hᵢ      dX = Σ dyᵢ·Wᵢ + dH·[A₁; A₂; …]
+
+Against the layers one by one: x is read once for all A and once for their gradients, what an adapter adds goes into
+the product's own memory instead of a second [N, out], and dX is added up in place instead of in five tensors. Frozen
+weights may be packed; then each is dequantized into the shared workspace, multiplied and forgotten. Kept for the
+backward pass: x and H. Products run in x's format; A and B, usually fp32, are cast as they are used.
+"""
+
+# N tokens, I input features, O output features, R rank (of all layers together in H)
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from trimtab.adapt import quantized_ops, workspace
+from trimtab.adapt.quantized_ops import NUM_PACKED, Packed, Packing
+
+PLAIN = "plain"
+"""The kind of a weight that is an ordinary tensor [O, I]."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One layer of a group: its frozen weight and its adapter.
+
+    Example:
+        >>> weight, a, b = torch.zeros(3, 4), torch.ones(2, 4), torch.ones(3, 2)
+        >>> lora_group(torch.ones(1, 4), [Part.plain(weight, a, b, 0.5)])
+        [tensor([[4., 4., 4.]])]
+    """
+
+    packed: Packed
+    text: str
+    """`Packing.text`."""
+    a_RI: torch.Tensor
+    b_OR: torch.Tensor
+    scaling: float
+
+    @staticmethod
+    def plain(weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scaling: float) -> Part:
+        """Of an ordinary weight."""
+        packing = Packing(PLAIN, weight_OI.shape[0], weight_OI.shape[1], 0, 0, "torch")
+        return Part((weight_OI,), packing.text, a_RI, b_OR, scaling)
+
+
+def lora_group(x: torch.Tensor, parts: Sequence[Part]) -> list[torch.Tensor]:
+    """Each layer's output [..., Oᵢ] of one x [..., I], in x's format; differentiable in x and all A and B."""
+    packed = [tensor for part in parts for tensor in part.packed if tensor is not None]
+    texts = ";".join(part.text for part in parts)
+    a, b = [part.a_RI for part in parts], [part.b_OR for part in parts]
+    scales = [part.scaling for part in parts]
+    *outputs, _ = torch.ops.trimtab.lora_group(x, packed, a, b, scales, texts)
+    return outputs
+
+
+_NAMED = {PLAIN: 1, "int8": 2}
+
+
+def _weights(packed: list[torch.Tensor], texts: str) -> Iterator[tuple[Packing, Packed]]:
+    """The packed tensors of each layer, padded with None to the operators' number."""
+    start = 0
+    for text in texts.split(";"):
+        packing = Packing.read(text)
+        count = _NAMED.get(packing.kind, NUM_PACKED if packing.nested_block else 3)
+        tensors = packed[start : start + count]
+        start += count
+        yield packing, (*tensors, *(None,) * (NUM_PACKED - count))
+
+
+def _product(x_NI: torch.Tensor, packed: Packed, packing: Packing) -> torch.Tensor:
+    if packing.kind == PLAIN:
+        weight_OI = packed[0]
+        assert weight_OI is not None
+        return F.linear(x_NI, weight_OI.to(x_NI.dtype))
+    return quantized_ops.product(x_NI, packed, packing)
+
+
+def _stacked(factors_RI: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """All A of a group as one matrix, in the format of the products."""
+    if len(factors_RI) == 1:
+        return factors_RI[0].to(dtype)
+    return torch.cat([factor.to(dtype) for factor in factors_RI])
+
+
+def _forward(
+    x: torch.Tensor,
+    packed: list[torch.Tensor],
+    a: list[torch.Tensor],
+    b: list[torch.Tensor],
+    scales: list[float],
+    texts: str,
+) -> list[torch.Tensor]:
+    x_NI = x.reshape(-1, x.shape[-1])
+    h_NR = x_NI @ _stacked(a, x.dtype).t()
+    outputs, start = [], 0
+    for (packing, tensors), b_OR, scaling in zip(_weights(packed, texts), b, scales, strict=True):
+        y_NO = _product(x_NI, tensors, packing)
+        stop = start + b_OR.shape[1]
+        y_NO.addmm_(h_NR[:, start:stop], b_OR.to(x.dtype).t(), alpha=scaling)
+        outputs.append(y_NO.view(*x.shape[:-1], packing.out_features))
+        start = stop
+    return [*outputs, h_NR]
+
+
+def _gradient(
+    dy: list[torch.Tensor],
+    x: torch.Tensor,
+    h_NR: torch.Tensor,
+    packed: list[torch.Tensor],
+    a: list[torch.Tensor],
+    b: list[torch.Tensor],
+    scales: list[float],
+    texts: str,
+    wants_dx: bool,
+) -> list[torch.Tensor]:
+    """dx (empty where nobody asks), then all dA, then all dB."""
+    x_NI = x.reshape(-1, x.shape[-1])
+    dy_GNO = [grad.reshape(x_NI.shape[0], -1) for grad in dy]
+    dh_NR = torch.empty_like(h_NR)
+    db, start = [], 0
+    for dy_NO, b_OR, scaling in zip(dy_GNO, b, scales, strict=True):
+        stop = start + b_OR.shape[1]
+        torch.mm(dy_NO, b_OR.to(dy_NO.dtype), out=dh_NR[:, start:stop])
+        dh_NR[:, start:stop].mul_(scaling)
+        db.append((dy_NO.t() @ h_NR[:, start:stop]).mul_(scaling).to(b_OR.dtype))
+        start = stop
+    da_RI = dh_NR.t() @ x_NI
+    da = [
+        # each its own memory: an operator's results may not share any
+        piece.to(factor.dtype, copy=len(a) > 1)
+        for piece, factor in zip(da_RI.split([factor.shape[0] for factor in a]), a, strict=True)
+    ]
+    if not wants_dx:
+        return [x.new_empty(0), *da, *db]
+    dx_NI = dh_NR @ _stacked(a, x.dtype)
+    for dy_NO, (packing, tensors) in zip(dy_GNO, _weights(packed, texts), strict=True):
+        _add_product(dx_NI, dy_NO, tensors, packing)
+    return [dx_NI.view(x.shape), *da, *db]
+
+
+def _add_product(dx_NI: torch.Tensor, dy_NO: torch.Tensor, packed: Packed, packing: Packing) -> None:
+    """dX += dY·W, in place."""
+    if packing.kind == PLAIN:
+        weight_OI = packed[0]
+        assert weight_OI is not None
+        dx_NI.addmm_(dy_NO, weight_OI.to(dy_NO.dtype))
+        return
+    with workspace.lend(packing.shape, dy_NO.dtype, dy_NO.device) as weight_OI:
+        dx_NI.addmm_(dy_NO, quantized_ops.dequantize(packing, packed, dy_NO.dtype, weight_OI))
+
+
+_library = torch.library.Library("trimtab", "FRAGMENT")
+_tags = (torch.Tag.pt2_compliant_tag,)
+_REST = "Tensor[] packed, Tensor[] a, Tensor[] b, float[] scales, str packings"
+_library.define(f"lora_group(Tensor x, {_REST}) -> Tensor[]", tags=_tags)
+_library.define(
+    f"lora_group_gradient(Tensor[] dy, Tensor x, Tensor h, {_REST}, bool wants_dx) -> Tensor[]", tags=_tags
+)
+_library.impl("lora_group", _forward, "CompositeExplicitAutograd")
+_library.impl("lora_group_gradient", _gradient, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("trimtab::lora_group")
+def _(x: torch.Tensor, packed: Any, a: Any, b: Any, scales: Any, texts: str) -> list[torch.Tensor]:
+    sizes = [Packing.read(text).out_features for text in texts.split(";")]
+    rows = 1
+    for size in x.shape[:-1]:
+        rows = rows * size
+    rank = sum(factor.shape[0] for factor in a)
+    return [*(x.new_empty((*x.shape[:-1], size)) for size in sizes), x.new_empty((rows, rank))]
+
+
+@torch.library.register_fake("trimtab::lora_group_gradient")
+def _(
+    dy: Any, x: torch.Tensor, h: Any, packed: Any, a: Any, b: Any, scales: Any, texts: str, wants_dx: bool
+) -> list[torch.Tensor]:
+    factors = [factor.new_empty(factor.shape) for factor in (*a, *b)]
+    return [x.new_empty(x.shape if wants_dx else (0,)), *factors]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    x, packed, a, b, ctx.scales, ctx.texts = inputs
+    ctx.counts = (len(packed), len(a))
+    ctx.save_for_backward(x, output[-1], *packed, *a, *b)
+
+
+def _backward(ctx: Any, grads: list[torch.Tensor]) -> Any:
+    """Of the outputs; H is kept for this pass and goes nowhere else."""
+    x, h_NR, *tensors = ctx.saved_tensors
+    num_packed, num = ctx.counts
+    packed, a, b = tensors[:num_packed], tensors[num_packed : num_packed + num], tensors[num_packed + num :]
+    wants_dx = bool(ctx.needs_input_grad[0])
+    dx, *factors = torch.ops.trimtab.lora_group_gradient(
+        list(grads[:-1]), x, h_NR, packed, a, b, ctx.scales, ctx.texts, wants_dx
+    )
+    frozen = [None] * num_packed
+    return dx if wants_dx else None, frozen, factors[:num], factors[num:], None, None
+
+
+torch.library.register_autograd("trimtab::lora_group", _backward, setup_context=_save)

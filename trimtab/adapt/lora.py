@@ -1,0 +1,192 @@
+"""Low-rank adapters on a decoder: added, named, switched, initialized.
+
+    add_adapters(decoder, LoraSettings(r=16))       on the meta device too
+    load_weights(decoder, "my-model")
+    init_adapters(decoder, seed=0)
+    use_adapters(decoder, "default")
+
+No name of the model changes; see `lora_layers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from trimtab.adapt import targets
+from trimtab.adapt.lora_dropout import Masks
+from trimtab.adapt.lora_layers import LoRAEmbedding, LoRALinear
+from trimtab.adapt.spec import DEFAULT, LoraSettings, Target, resolve
+from trimtab.facts.errors import ModelError, RecipeError
+from trimtab.model.decoder import Decoder
+
+__all__ = ["LoRAEmbedding", "LoRALinear", "add_adapters", "init_adapters", "use_adapters"]
+
+
+def add_adapters(decoder: Decoder, settings: LoraSettings, *, adapter: str = DEFAULT) -> Decoder:
+    """Put adapters on a decoder, active and trainable, everything else frozen; on any device, meta included.
+
+    No name of the model changes. The adapters' numbers are undefined until `init_adapters` or `load_adapter`. Called
+    again with another name it adds a second adapter beside the first.
+
+    Args:
+        decoder: from `build`, quantized layout and all.
+        settings: which modules, rank, alpha and so on.
+        adapter: its name.
+
+    Example:
+        >>> add_adapters(decoder, LoraSettings(r=8))  # doctest: +SKIP
+        >>> load_weights(decoder, "my-model")  # doctest: +SKIP
+        >>> init_adapters(decoder, seed=0)  # doctest: +SKIP
+    """
+    if not adapter.replace("-", "_").isidentifier():
+        raise RecipeError(f"{adapter!r} cannot be an adapter's name", "use letters, digits, - and _")
+    if adapter in adapter_names(decoder):
+        raise RecipeError(f"the model has an adapter {adapter} already", "give this one another name")
+    for target in resolve(decoder.shape, settings):
+        _adapted(decoder, target).add(adapter, settings, r=target.r, scaling=target.scaling)
+    use_adapters(decoder, adapter)
+    train_only(decoder, adapter, settings)
+    return decoder
+
+
+def _adapted(decoder: Decoder, target: Target) -> LoRALinear | LoRAEmbedding:
+    """The adapted layer at a target's place, put there if it is not yet."""
+    module = decoder.get_submodule(target.name)
+    if isinstance(module, LoRALinear | LoRAEmbedding):
+        return module
+    kind = LoRAEmbedding if target.matrix.is_embedding else LoRALinear
+    wrapped = kind(module, target.name)
+    wrapped.train(module.training)
+    above, _, last = target.name.rpartition(".")
+    setattr(decoder.get_submodule(above), last, wrapped)
+    return wrapped
+
+
+def train_only(decoder: Decoder, adapter: str, settings: LoraSettings) -> None:
+    """Freeze everything but one adapter and the modules it trains whole."""
+    for parameter in decoder.parameters():
+        parameter.requires_grad_(False)
+    whole = set(targets.select_modules(decoder.shape, settings.modules_to_save))
+    found = dict(decoder.named_parameters())
+    for name in whole:
+        if name not in found:
+            raise RecipeError(
+                f"lora.modules_to_save names {name.removesuffix('.weight')}, which is kept in few bits and cannot be "
+                "trained",
+                "leave it out, or load the model without load_in_4bit and load_in_8bit",
+            )
+        found[name].requires_grad_(True)
+    for layer in adapted_layers(decoder):
+        for parameter in layer.own_parameters(adapter).values():
+            parameter.requires_grad_(True)
+
+
+def adapted_layers(decoder: nn.Module) -> Iterator[LoRALinear | LoRAEmbedding]:
+    """Every adapted layer, in the model's order."""
+    for module in decoder.modules():
+        if isinstance(module, LoRALinear | LoRAEmbedding):
+            yield module
+
+
+def adapter_names(decoder: nn.Module) -> list[str]:
+    """Names of the adapters that a model has."""
+    return list(dict.fromkeys(name for layer in adapted_layers(decoder) for name in layer.settings))
+
+
+def active_adapters(decoder: nn.Module) -> list[str]:
+    """Names of the adapters that take part in the computation."""
+    return list(dict.fromkeys(name for layer in adapted_layers(decoder) for name in layer.active))
+
+
+def use_adapters(decoder: nn.Module, names: str | Sequence[str]) -> None:
+    """Which adapters take part: one, several (their parts are added), or none with an empty list.
+
+    Example:
+        >>> use_adapters(decoder, "french")  # doctest: +SKIP
+        >>> use_adapters(decoder, [])  # the base model  # doctest: +SKIP
+    """
+    wanted = (names,) if isinstance(names, str) else tuple(names)
+    there = adapter_names(decoder)
+    for name in wanted:
+        if name not in there:
+            raise RecipeError(f"the model has no adapter {name}", f"there are {', '.join(there) or 'none'}")
+    for layer in adapted_layers(decoder):
+        active = tuple(name for name in wanted if name in layer.settings)
+        if len(active) > 1 and any(layer.settings[name].use_dora for name in active):
+            raise RecipeError("adapters with DoRA cannot be added up", "use one at a time")
+        layer.active = active
+    _use_whole(decoder, wanted)
+
+
+def remove_adapter(decoder: nn.Module, adapter: str) -> None:
+    """Take an adapter off a model, and out of use."""
+    use_adapters(decoder, [name for name in active_adapters(decoder) if name != adapter])
+    for layer in adapted_layers(decoder):
+        layer.remove(adapter)
+    decoder.__dict__.get("whole_modules", {}).pop(adapter, None)
+
+
+def keep_whole(decoder: Decoder, adapter: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Modules that an adapter replaces as a whole (`modules_to_save`); the model's own are kept to switch back."""
+    parameters = dict(decoder.named_parameters())
+    kept = decoder.__dict__.setdefault("whole_modules", {"": {}})
+    kept[adapter] = {
+        name: tensor.to(parameters[name].device, parameters[name].dtype) for name, tensor in tensors.items()
+    }
+    for name in tensors:
+        kept[""].setdefault(name, parameters[name].data)
+
+
+def _use_whole(decoder: nn.Module, wanted: tuple[str, ...]) -> None:
+    kept = decoder.__dict__.get("whole_modules")
+    if kept is None:
+        return
+    parameters = dict(decoder.named_parameters())
+    for name, own in kept[""].items():
+        having = [adapter for adapter in wanted if name in kept.get(adapter, {})]
+        if len(having) > 1:
+            raise RecipeError(
+                f"adapters {' and '.join(having)} both replace {name.removesuffix('.weight')}",
+                "use one at a time",
+            )
+        parameters[name].data = kept[having[0]][name] if having else own
+
+
+def init_adapters(decoder: Decoder, seed: int, *, adapter: str = DEFAULT) -> None:
+    """Fresh numbers for an adapter, a function of (seed, name): the model computes what it did before.
+
+    After the weights are loaded: DoRA's lengths are taken from them.
+    """
+    for layer in adapted_layers(decoder):
+        if adapter in layer.settings:
+            layer.reset(adapter, seed)
+
+
+def trained_parameters(decoder: nn.Module) -> dict[str, nn.Parameter]:
+    """What is trained, by name."""
+    return {name: p for name, p in decoder.named_parameters() if p.requires_grad}
+
+
+def set_masks(decoder: Decoder, device: torch.device) -> Masks | None:
+    """The keys of the dropout masks, shared by all adapted layers; None where nothing is dropped."""
+    layers = [layer for layer in adapted_layers(decoder) if isinstance(layer, LoRALinear)]
+    if not any(settings.lora_dropout for layer in layers for settings in layer.settings.values()):
+        return None
+    masks = Masks([layer.path for layer in layers], device)
+    for layer, key_2 in zip(layers, masks.words_K2, strict=True):
+        layer.mask_key_2 = key_2
+    return masks
+
+
+def check_finite(decoder: nn.Module, adapter: str = DEFAULT) -> None:
+    """ModelError if an adapter holds NaN or infinity."""
+    for layer in adapted_layers(decoder):
+        for name, parameter in layer.own_parameters(adapter).items():
+            if not bool(torch.isfinite(parameter).all()):
+                raise ModelError(
+                    f"adapter {adapter}: {layer.path}.{name} holds NaN or infinity",
+                    "use an earlier checkpoint",
+                )

@@ -1,0 +1,234 @@
+"""adapter_config.json, peft's description of an adapter, to our settings and back. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from trimtab.adapt import targets
+from trimtab.adapt.spec import LoraSettings, resolve
+from trimtab.facts.errors import ModelError, RecipeError
+from trimtab.facts.shapes import ModelShape
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Before every name in a file of peft's."""
+BASE_KEY = "trimtab_base"
+"""In the safetensors header of an adapter that trimtab wrote: the base's source, revision and checksums."""
+
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),
+    "trainable_token_indices": (None,),
+    "layer_replication": (None,),
+    "target_parameters": (None, [], {}),
+    "use_qalora": (False,),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+}
+"""Keys that change the arithmetic, and the values with which they change nothing."""
+_MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` that also change the base's own weights."""
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """What an adapter's folder says of itself."""
+
+    folder: Path
+    settings: LoraSettings
+    whole: tuple[str, ...]
+    """Parameters that it replaces as a whole, by our names."""
+    base_name: str | None
+    base: dict[str, Any] | None
+    """Source, revision and checksums of the base, where trimtab wrote it."""
+
+
+def read_adapter_folder(folder: str | Path) -> AdapterFolder:
+    """An adapter's settings, from its config and the names in its weights; no numbers are read.
+
+    The modules are those that the file has tensors for, whatever words the config uses for them.
+
+    Example:
+        >>> read_adapter_folder("my-adapter").settings.r  # doctest: +SKIP
+        16
+    """
+    folder = Path(folder)
+    config = _read_config(folder)
+    names, dtypes, metadata = _read_header(folder)
+    modules = tuple(name.removesuffix(".lora_A.weight") for name in names if name.endswith(".lora_A.weight"))
+    modules += tuple(
+        name.removesuffix(".lora_embedding_A") for name in names if name.endswith(".lora_embedding_A")
+    )
+    if not modules:
+        raise ModelError(f"{folder / WEIGHTS} holds no LoRA weights", "give the folder of a LoRA adapter")
+    whole = tuple(plain_name(name) for name in names if ".lora_" not in name and not is_base_copy(name))
+    formats = {dtypes[name] for name in names if ".lora_" in name}
+    settings = LoraSettings(
+        r=config["r"],
+        lora_alpha=config.get("lora_alpha", 8),
+        target_modules=modules,
+        lora_dropout=config.get("lora_dropout") or 0.0,
+        use_rslora=bool(config.get("use_rslora")),
+        use_dora=bool(config.get("use_dora")),
+        rank_pattern=_used(config.get("rank_pattern"), modules),
+        alpha_pattern=_used(config.get("alpha_pattern"), modules),
+        modules_to_save=tuple(sorted({name.rpartition(".")[0] for name in whole})),
+        dtype="bf16" if formats == {"BF16"} else "fp32",
+    )
+    base = json.loads(metadata[BASE_KEY]) if BASE_KEY in metadata else None
+    return AdapterFolder(folder, settings, whole, config.get("base_model_name_or_path"), base)
+
+
+def fitted(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
+    """An adapter as a model of this shape takes it; ModelError if its modules are not the model's.
+
+    A head that is stored beside the embedding it is tied to is left out.
+    """
+    if shape.tie_embeddings and f"{targets.EMBEDDING}.weight" in found.whole:
+        kept = tuple(name for name in found.settings.modules_to_save if name != targets.HEAD)
+        settings = dataclasses.replace(found.settings, modules_to_save=kept)
+        found = dataclasses.replace(found, settings=settings)
+    there = targets.matrices(shape)
+    missing = [name for name in found.settings.target_modules if name not in there]
+    if missing:
+        raise other_base(found, f"it has weights for {missing[0]}, and this model has no such module")
+    known = targets.modules(shape)
+    strange = [name for name in found.settings.modules_to_save if name not in known]
+    if strange:
+        raise other_base(found, f"it replaces {strange[0]}, and this model has no such module")
+    try:
+        resolve(shape, found.settings)
+    except RecipeError as error:
+        raise other_base(found, error.cause) from error
+    return found
+
+
+def other_base(found: AdapterFolder, cause: str) -> ModelError:
+    """The answer to an adapter on a model that it was not made for."""
+    made_for = f"; it was made for {found.base_name}" if found.base_name else ""
+    return ModelError(
+        f"the adapter {found.folder} does not fit this model: {cause}{made_for}", "load it with its own base"
+    )
+
+
+def plain_name(key: str) -> str:
+    """Our name of a tensor of the model's own: peft's words for its wrappers taken out."""
+    return key.replace(".modules_to_save", "").replace(".base_layer", "")
+
+
+def is_base_copy(key: str) -> bool:
+    """Whether a tensor is the base's own, which peft writes along where embeddings or head are adapted."""
+    return ".base_layer." in key
+
+
+def _used(patterns: Mapping[str, Any] | None, modules: tuple[str, ...]) -> dict[str, Any]:
+    """Of a config's patterns those that mean a module of the file: others are harmless in peft."""
+    return {
+        key: value
+        for key, value in (patterns or {}).items()
+        if any(targets.matching(key, name) for name in modules)
+    }
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ModelError(f"{folder} is not an adapter's folder (no {CONFIG} in it)", "give one that peft or "
+                         "`trimtab export peft` wrote")  # fmt: skip
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error})", "get the adapter again") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise ModelError(f"{path} describes no LoRA adapter (peft_type {kind})", "only LoRA can be loaded")
+    if not isinstance(config.get("r"), int) or config["r"] < 1:
+        raise ModelError(f"{path}: r is {config.get('r')}", "a rank is at least 1")
+    for key, harmless in _REFUSED.items():
+        if key in config and config[key] not in harmless:
+            raise ModelError(
+                f"{path}: {key} is {config[key]!r}, which is not supported", "merge it with peft first"
+            )
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_MOVES_BASE):
+        raise ModelError(
+            f"{path}: init_lora_weights is {init!r}: the adapter belongs to a base whose weights were changed with it",
+            "convert it with peft (save_pretrained(path_initial_model_for_weight_conversion=…)), or merge it there",
+        )
+    return config
+
+
+def _read_header(folder: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:
+    """(names without the prefix, their formats, the header's texts) of the weights."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        pickled = (folder / "adapter_model.bin").is_file()
+        raise ModelError(
+            f"{folder} has no {WEIGHTS}"
+            + (", only a pickle, and reading one can run hidden code" if pickled else ""),
+            "save the adapter with safe_serialization=True" if pickled else "complete the download",
+        )
+    try:
+        with safe_open(path, framework="numpy") as file:
+            keys = list(file.keys())
+            dtypes = {key.removeprefix(PREFIX): file.get_slice(key).get_dtype() for key in keys}
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path} is not a whole safetensors file ({error})", "get the adapter again"
+        ) from error
+    return list(dtypes), dtypes, metadata
+
+
+def config_of(
+    shape: ModelShape, settings: LoraSettings, *, base_name: str, revision: str | None, tied_head: bool
+) -> dict[str, Any]:
+    """The content of adapter_config.json for peft.
+
+    `tied_head`: the head is stored beside the embedding it is tied to, so that any version of peft replaces both.
+    """
+    saved = _written_modules(shape, settings) + ([targets.HEAD] if tied_head else [])
+    alpha = settings.lora_alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "revision": revision,
+        "inference_mode": True,
+        "r": settings.r,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_dropout": settings.lora_dropout,
+        "target_modules": _written_targets(shape, settings),
+        "rank_pattern": dict(settings.rank_pattern),
+        "alpha_pattern": dict(settings.alpha_pattern),
+        "use_rslora": settings.use_rslora,
+        "use_dora": settings.use_dora,
+        "modules_to_save": saved or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+    }
+
+
+def _written_targets(shape: ModelShape, settings: LoraSettings) -> list[str]:
+    """Short names where they mean exactly these modules, whole ones otherwise."""
+    names = [target.name for target in resolve(shape, settings)]
+    short = targets.short_names(names)
+    return short if [m.name for m in targets.select(shape, short)] == names else names
+
+
+def _written_modules(shape: ModelShape, settings: LoraSettings) -> list[str]:
+    """Short names where peft, which compares the ends of names letter by letter, takes them as we do."""
+    meant = {name.rpartition(".")[0] for name in targets.select_modules(shape, settings.modules_to_save)}
+    short = targets.short_names(sorted(meant))
+    taken = {name for name in targets.modules(shape) if name.endswith(tuple(short))}
+    return short if taken == meant else sorted(meant)

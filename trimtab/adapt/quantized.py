@@ -1,0 +1,356 @@
+"""Linear layers whose frozen weight is kept in 4 or 8 bits: the base of QLoRA.
+
+    decoder = build(shape, dtype="bf16", device="meta", attention="varlen")
+    quantize_layout(decoder, "nf4", device="cuda")          # no memory yet
+    decoder.to_empty(device="cuda")                         # 4.13 bits a value
+    load_weights(decoder, "my-model")                       # reads, moves and quantizes one weight at a time
+
+The bytes are bitsandbytes' own: the same codes and scales, whether they are made here or there, on a CPU or a GPU.
+"""
+
+# N output features, K input features
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.adapt import quantized_ops, spec_quantized
+from trimtab.adapt.quantized_ops import Packing
+from trimtab.facts.errors import ModelError, RecipeError
+from trimtab.kernels import int8, nf4
+from trimtab.kernels.int8 import Int8Tensor
+from trimtab.kernels.nf4 import NF4Weight
+from trimtab.kernels.nf4 import spec as nf4_spec
+from trimtab.model.decoder import Decoder
+
+NAMES = ("codes", "scales", "quant_map", "nested_absmax", "nested_quant_map", "offset")
+"""The packed tensors, in the operators' order. NF4 without double quantization has the first three, INT8 two."""
+
+
+class QuantizedLinear(nn.Module):
+    """x [..., K] → x · Wᵀ + bias [..., N], with W in NF4 or INT8; differentiable in x (and in the bias).
+
+    W is no parameter: it has no gradient, no optimizer state and no place in a checkpoint. It is filled by `take`
+    (from 16 or 32 bits) or `take_packed` (from quantized files), tensor by tensor, as `load_weights` does.
+    Computes in x's dtype, or in autocast's where that is on.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        bias: whether there is one; a parameter under its usual name, frozen until somebody asks.
+        kind: "nf4" or "int8".
+        block: NF4: values that share a scale.
+        double: NF4: scales in 8 bits.
+        dtype: of the weight before it is quantized, and of the bias unless that has its own.
+        bias_dtype: of the bias.
+        impl: "reference" or "triton": `spec_quantized.choose`.
+        device: of the (uninitialized) tensors.
+
+    Example:
+        >>> layer = QuantizedLinear(64, 8, bias=False, kind="nf4", dtype=torch.float32)
+        >>> layer.take(torch.randn(8, 64))
+        >>> layer(torch.randn(2, 3, 64)).shape, layer.dequantized().shape
+        (torch.Size([2, 3, 8]), torch.Size([8, 64]))
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        kind: str,
+        dtype: torch.dtype,
+        block: int = spec_quantized.BLOCK,
+        double: bool = True,
+        impl: str = "reference",
+        device: torch.device | str = "cpu",
+        bias_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if kind not in spec_quantized.KINDS:
+            known = " or ".join(spec_quantized.KINDS)
+            raise RecipeError(f"weights cannot be kept as {kind!r}", f"choose {known}")
+        if kind == "nf4" and block not in nf4_spec.BLOCKS:
+            raise RecipeError(
+                f"NF4 has no blocks of {block}", f"one of {', '.join(map(str, nf4_spec.BLOCKS))}"
+            )
+        self.in_features, self.out_features = in_features, out_features
+        self.dtype = dtype
+        nested = nf4_spec.NESTED_BLOCK if kind == "nf4" and double else 0
+        self._lay_out(
+            Packing(kind, out_features, in_features, block if kind == "nf4" else 0, nested, impl), device
+        )
+        self.bias: nn.Parameter | None = None
+        if bias:
+            values = torch.empty(out_features, dtype=bias_dtype or dtype, device=device)
+            self.bias = nn.Parameter(values, requires_grad=False)
+
+    def _lay_out(self, packing: Packing, device: torch.device | str) -> None:
+        """Registers uninitialized buffers for a packing."""
+        self.packing, self.text = packing, packing.text
+        sizes = _sizes(packing)
+        for name in NAMES:
+            tensor = None
+            if name in sizes:
+                size, dtype = sizes[name]
+                tensor = torch.empty(size, dtype=dtype, device=device)
+            self.register_buffer(name, tensor)
+
+    @property
+    def kind(self) -> str:
+        """nf4 or int8."""
+        return self.packing.kind
+
+    @property
+    def impl(self) -> str:
+        """The code that dequantizes, chosen at layout."""
+        return self.packing.impl
+
+    @property
+    def packed(self) -> quantized_ops.Packed:
+        """The packed tensors in the operators' order; None where there is none."""
+        return (
+            self.codes,
+            self.scales,
+            self.quant_map,
+            self.nested_absmax,
+            self.nested_quant_map,
+            self.offset,
+        )  # type: ignore[return-value]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x · Wᵀ without the bias."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return torch.ops.trimtab.packed_linear(x, *self.packed, self.text)
+
+    @torch.no_grad()
+    def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """W [N, K] as the products see it, in `dtype` (that of the original unless given); a fresh tensor."""
+        weight_NK: torch.Tensor = torch.ops.trimtab.packed_weight(
+            *self.packed, self.text, dtype or self.dtype
+        )
+        return weight_NK
+
+    @torch.no_grad()
+    def take(self, weight_NK: torch.Tensor) -> None:
+        """Quantizes a weight into this layer. It is rounded to `dtype` where it lies, then moved, then packed.
+
+        Raises:
+            ModelError: NaN or infinity, or another shape.
+        """
+        if tuple(weight_NK.shape) != self.packing.shape:
+            raise ModelError(f"a weight {list(weight_NK.shape)} for a layer {list(self.packing.shape)}")
+        codes = self.packed[0]
+        assert codes is not None
+        assert not codes.is_meta, "give the layer memory first: to_empty"
+        weight_NK = weight_NK.detach().to(self.dtype).to(codes.device)
+        if self.kind == "int8":
+            self.take_packed(int8.quantize(weight_NK, granularity="row", impl=self.impl))
+            return
+        packing = self.packing
+        double = packing.nested_block > 0
+        self.take_packed(nf4.quantize(weight_NK, block=packing.block, double=double, impl=self.impl))
+
+    @torch.no_grad()
+    def take_packed(self, weight: NF4Weight | Int8Tensor) -> None:
+        """Copies a weight that is quantized already, bit for bit; the packing must be this layer's."""
+        if isinstance(weight, Int8Tensor):
+            assert not weight.affine
+            assert weight.length == self.in_features
+            found = {"codes": weight.codes, "scales": weight.scale}
+        else:
+            found = {"scales" if key == "absmax" else key: value for key, value in weight.tensors().items()}
+            if "offset" in found:
+                found["offset"] = found["offset"].view(1)
+        self._check_packing(weight)
+        for name, tensor in found.items():
+            getattr(self, name).copy_(tensor)
+
+    def _check_packing(self, weight: NF4Weight | Int8Tensor) -> None:
+        if isinstance(weight, NF4Weight):
+            nested = weight.nested_block if weight.double else 0
+            found = ("nf4", tuple(weight.shape), weight.block, nested)
+        else:
+            found = ("int8", tuple(weight.codes.shape), 0, 0)
+        mine = self.packing
+        if found != (mine.kind, mine.shape, mine.block, mine.nested_block):
+            raise ModelError(
+                f"a weight in {_words(*found)} for a layer in "
+                f"{_words(mine.kind, mine.shape, mine.block, mine.nested_block)}",
+                "quantize the original weights again, or lay the model out as its files are",
+            )
+
+    def requires_grad_(self, requires_grad: bool = True) -> QuantizedLinear:
+        """A quantized weight cannot be trained: there is nothing between two codes."""
+        if requires_grad:
+            raise RecipeError(
+                f"a weight in {self.kind} cannot be trained directly: a step would fall between two codes",
+                "train an adapter on it (lora), or load the model without quantization",
+            )
+        super().requires_grad_(False)
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
+        """Moves the packed tensors as bytes, so that `decoder.to(torch.bfloat16)` does not round the scales."""
+        dtypes = {name: tensor.dtype for name in NAMES if (tensor := self._buffers[name]) is not None}
+        for name in dtypes:
+            self._buffers[name] = self._buffers[name].view(torch.uint8)  # type: ignore[union-attr]
+        super()._apply(fn, recurse)
+        for name, dtype in dtypes.items():
+            self._buffers[name] = self._buffers[name].view(dtype)  # type: ignore[union-attr]
+        return self
+
+    def extra_repr(self) -> str:
+        what = _words(self.kind, self.packing.shape, self.packing.block, self.packing.nested_block)
+        return f"{what}, bias={self.bias is not None}, impl={self.impl}"
+
+
+def _sizes(packing: Packing) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each packed tensor."""
+    rows, count = packing.out_features, packing.out_features * packing.in_features
+    if packing.kind == "int8":
+        return {"codes": (packing.shape, torch.int8), "scales": ((rows,), torch.float32)}
+    blocks = nf4_spec.num_blocks(count, packing.block)
+    sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "codes": (((count + 1) // 2,), torch.uint8),
+        "scales": ((blocks,), torch.uint8 if packing.nested_block else torch.float32),
+        "quant_map": ((16,), torch.float32),
+    }
+    if packing.nested_block:
+        nested = nf4_spec.num_blocks(blocks, packing.nested_block)
+        sizes |= {
+            "nested_absmax": ((nested,), torch.float32),
+            "nested_quant_map": ((256,), torch.float32),
+            "offset": ((1,), torch.float32),
+        }
+    return sizes
+
+
+def _words(kind: str, shape: tuple[int, ...], block: int, nested: int) -> str:
+    scales = f" (blocks of {block}, scales in {'8' if nested else '32'} bits)" if kind == "nf4" else ""
+    return f"{kind} {list(shape)}{scales}"
+
+
+def quantize_layout(
+    decoder: Decoder,
+    kind: str,
+    *,
+    block: int = spec_quantized.BLOCK,
+    double: bool = True,
+    skip: tuple[str, ...] = spec_quantized.NEVER,
+    dtype: torch.dtype | None = None,
+    impl: str = "auto",
+    device: torch.device | str | None = None,
+) -> Decoder:
+    """Replaces the blocks' linear layers by quantized ones under the same names, in place.
+
+    On the meta device the new layers are empty, to be given memory (`to_empty`) and weights (`load_weights`); a
+    decoder with weights has them quantized here, one at a time.
+
+    Args:
+        decoder: from `build`.
+        kind: "nf4" or "int8".
+        block: NF4: values that share a scale.
+        double: NF4: scales in 8 bits, 4.13 bits a value instead of 4.5.
+        skip: layers to leave as they are, by path or by their last word (`"down_proj"`). The head always is.
+        dtype: what weights are rounded to before they are quantized; by default the decoder's format. A model that
+            is used in another format than it was trained in keeps its codes by this.
+        impl: "auto" chooses by device, once; it is kept in each layer (`layer.impl`).
+        device: where the weights will lie; by default where the decoder is.
+
+    Example:
+        >>> from trimtab.facts.shapes import ModelShape
+        >>> from trimtab.model import build, init_weights
+        >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> decoder = build(tiny, dtype="fp32", device="meta", attention="reference")
+        >>> decoder = quantize_layout(decoder, "nf4", device="cpu").to_empty(device="cpu")
+        >>> describe(init_weights(decoder, seed=0))
+        '7 linear layers in nf4 (blocks of 64, scales in 8 bits), read by reference'
+    """
+    where = torch.device(device) if device is not None else decoder.model.embed_tokens.weight.device
+    assert where.type != "meta", "say on which device the weights will lie: device="
+    chosen = spec_quantized.choose(device=where.type, requested=impl).impl
+    for name, linear in _linears(decoder, (*skip, *spec_quantized.NEVER)):
+        layer = QuantizedLinear(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            kind=kind,
+            dtype=dtype or linear.weight.dtype,
+            bias_dtype=linear.weight.dtype,
+            block=block,
+            double=double,
+            impl=chosen,
+            device=linear.weight.device,
+        )
+        if not linear.weight.is_meta:
+            layer.take(linear.weight)
+            if layer.bias is not None:
+                layer.bias.data.copy_(linear.bias.data)
+        decoder.set_submodule(name, layer)
+    return decoder
+
+
+def _linears(decoder: Decoder, skip: tuple[str, ...]) -> list[tuple[str, nn.Linear]]:
+    found = [(name, module) for name, module in decoder.named_modules() if type(module) is nn.Linear]
+    last_words = {name.rpartition(".")[2] for name, _ in found}
+    known = last_words | {name for name, _ in found} | set(spec_quantized.NEVER)
+    if unknown := [name for name in skip if name not in known]:
+        raise RecipeError(
+            f"no linear layer is called {unknown[0]!r}, which was not to be quantized",
+            f"the model has {', '.join(sorted(last_words))}",
+        )
+    return [(name, module) for name, module in found if not spec_quantized.skipped(name, skip)]
+
+
+def quantized_layers(decoder: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
+    """The quantized layers by name, in order; one that adapters stand on (`adapt.lora`) too."""
+    for name, module in decoder.named_modules():
+        layer = module.__dict__.get("base", module)
+        if isinstance(layer, QuantizedLinear):
+            yield name, layer
+
+
+def describe(decoder: nn.Module) -> str:
+    """The quantized layers in a line, for the run's printed choices."""
+    layers = [layer for _, layer in quantized_layers(decoder)]
+    if not layers:
+        return "no quantized layers"
+    first = layers[0].packing
+    scales = ""
+    if first.kind == "nf4":
+        scales = f" (blocks of {first.block}, scales in {'8' if first.nested_block else '32'} bits)"
+    return f"{len(layers)} linear layers in {first.kind}{scales}, read by {first.impl}"
+
+
+def packed_state(layer: QuantizedLinear, name: str = "weight") -> dict[str, torch.Tensor]:
+    """A layer's weight as bitsandbytes' entries of a state dict: NF4 only."""
+    weight = nf4_weight(layer)
+    return weight.to_bitsandbytes(name)
+
+
+def nf4_weight(layer: QuantizedLinear) -> NF4Weight:
+    """The packed tensors as `trimtab.kernels.nf4` has them."""
+    assert layer.kind == "nf4"
+    fields: dict[str, Any] = dict(zip(NAMES, layer.packed, strict=True))
+    fields["absmax"] = fields.pop("scales")
+    if fields["offset"] is not None:
+        fields["offset"] = fields["offset"].view(())
+    shape, block = layer.packing.shape, layer.packing.block
+    return NF4Weight(
+        **fields,
+        shape=shape,
+        dtype=layer.dtype,
+        block=block,
+        nested_block=layer.packing.nested_block or nf4_spec.NESTED_BLOCK,
+    )

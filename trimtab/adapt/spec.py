@@ -1,0 +1,187 @@
+"""LoRA's settings and what adapters cost, from a model's shape alone. No torch.
+
+    y = W·x + s · B·(A·x)          A [r, in], B [out, r], s = alpha / r, or alpha / √r with rsLoRA
+
+N tokens, C hidden size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.adapt import targets
+from trimtab.adapt.targets import ALL_LINEAR, Matrix
+from trimtab.facts.dtypes import BYTES, nbytes
+from trimtab.facts.errors import RecipeError
+from trimtab.facts.shapes import ModelShape
+
+DEFAULT = "default"
+"""The name of an adapter that was given none; peft's."""
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """What decides an adapter's shape and arithmetic; names are peft's.
+
+    Example:
+        >>> LoraSettings(r=8, lora_alpha=16).scaling(8, 16.0)
+        2.0
+    """
+
+    r: int = 16
+    lora_alpha: float = 32
+    target_modules: str | tuple[str, ...] = ALL_LINEAR
+    lora_dropout: float = 0.0
+    use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    modules_to_save: tuple[str, ...] = ()
+    dtype: str = "fp32"
+    """Number format of A and B: fp32 or bf16."""
+
+    def scaling(self, r: int, alpha: float) -> float:
+        """s of one module."""
+        return alpha / math.sqrt(r) if self.use_rslora else alpha / r
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        plain = dataclasses.asdict(self)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> LoraSettings:
+        """The inverse of `to_dict`."""
+        plain: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
+        }
+        return LoraSettings(**plain)
+
+
+@dataclass(frozen=True)
+class Target:
+    """An adapter on one module."""
+
+    matrix: Matrix
+    r: int
+    alpha: float
+    scaling: float
+
+    @property
+    def name(self) -> str:
+        """The module's."""
+        return self.matrix.name
+
+
+def resolve(shape: ModelShape, settings: LoraSettings) -> list[Target]:
+    """The adapters that the settings mean on this model.
+
+    Raises:
+        RecipeError: a module that does not exist, a rank below 1 or beyond its matrix, a pattern without meaning.
+    """
+    found = []
+    unused = {*settings.rank_pattern, *settings.alpha_pattern}
+    for key in unused:
+        targets.check_pattern(key, "lora.rank_pattern and lora.alpha_pattern")
+    for matrix in targets.select(shape, settings.target_modules):
+        rank_key = _key_for(settings.rank_pattern, matrix.name)
+        alpha_key = _key_for(settings.alpha_pattern, matrix.name)
+        unused -= {rank_key, alpha_key}
+        r = settings.r if rank_key is None else settings.rank_pattern[rank_key]
+        alpha = settings.lora_alpha if alpha_key is None else settings.alpha_pattern[alpha_key]
+        _check_rank(r, matrix)
+        found.append(Target(matrix, r, alpha, settings.scaling(r, alpha)))
+    if unused:
+        raise RecipeError(
+            f"lora.rank_pattern or lora.alpha_pattern names {sorted(unused)[0]}, which no adapted module matches",
+            f"adapted are {', '.join(targets.short_names(target.name for target in found))}",
+        )
+    _check_kinds(found, settings)
+    return found
+
+
+def _key_for(patterns: Mapping[str, Any], name: str) -> str | None:
+    return next((key for key in patterns if targets.matching(key, name)), None)
+
+
+def _check_rank(r: int, matrix: Matrix) -> None:
+    most = min(matrix.out_features, matrix.in_features)
+    if r < 1:
+        raise RecipeError(f"lora.r is {r} for {matrix.name}", "a rank is at least 1")
+    if r > most:
+        raise RecipeError(
+            f"lora.r is {r} and {matrix.name} is {matrix.out_features} × {matrix.in_features}, of rank {most} at most",
+            f"set r to at most {most}, or give this module its own with lora.rank_pattern",
+        )
+
+
+def _check_kinds(found: list[Target], settings: LoraSettings) -> None:
+    if settings.use_dora and any(target.matrix.is_embedding for target in found):
+        raise RecipeError(
+            "lora.use_dora is on and embed_tokens is among the targets",
+            "DoRA is for linear layers; leave it out",
+        )
+    if settings.lora_dropout and any(target.name == targets.HEAD for target in found):
+        raise RecipeError(
+            "lora.lora_dropout drops inputs of a layer, and the loss uses lm_head's matrix as a whole",
+            "set lora_dropout: 0, or leave lm_head out of lora.target_modules",
+        )
+    whole = {name.rpartition(".")[2] for name in settings.modules_to_save}
+    both = [target.name for target in found if target.name.rpartition(".")[2] in whole]
+    if both:
+        raise RecipeError(
+            f"{both[0]} is both in lora.target_modules and in lora.modules_to_save", "keep it in one of them"
+        )
+
+
+def adapter_parameters(
+    shape: ModelShape, settings: LoraSettings, adapter: str = DEFAULT
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, dims) of every tensor of an adapter's own, in the model's order."""
+    for target in resolve(shape, settings):
+        rows, columns = target.matrix.adapter_dims
+        if target.matrix.is_embedding:
+            yield f"{target.name}.lora_embedding_A.{adapter}", (target.r, columns)
+            yield f"{target.name}.lora_embedding_B.{adapter}", (rows, target.r)
+            continue
+        yield f"{target.name}.lora_A.{adapter}.weight", (target.r, columns)
+        yield f"{target.name}.lora_B.{adapter}.weight", (rows, target.r)
+        if settings.use_dora:
+            yield f"{target.name}.lora_magnitude_vector.{adapter}.weight", (rows,)
+
+
+def trained(
+    shape: ModelShape, settings: LoraSettings, weights_dtype: str
+) -> list[tuple[str, tuple[int, ...], str]]:
+    """(name, dims, number format) of everything that is trained: adapters, and modules trained whole.
+
+    Example:
+        >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> found = trained(tiny, LoraSettings(r=2, target_modules=("q_proj",)), "bf16")
+        >>> [(name.rpartition("q_proj.")[2], dims, dtype) for name, dims, dtype in found]
+        [('lora_A.default.weight', (2, 16), 'fp32'), ('lora_B.default.weight', (16, 2), 'fp32')]
+    """
+    own = [(name, dims, settings.dtype) for name, dims in adapter_parameters(shape, settings)]
+    saved = set(targets.select_modules(shape, settings.modules_to_save))
+    return [*own, *((name, dims, weights_dtype) for name, dims in shape.parameters() if name in saved)]
+
+
+def parameter_bytes(shape: ModelShape, settings: LoraSettings) -> int:
+    """Bytes of an adapter's own tensors."""
+    return nbytes(settings.dtype, sum(math.prod(dims) for _, dims in adapter_parameters(shape, settings)))
+
+
+def flops_per_token(shape: ModelShape, settings: LoraSettings) -> float:
+    """Multiplications and additions that adapters add a token: forward, and twice that backward."""
+    linear = [t for t in resolve(shape, settings) if not t.matrix.is_embedding]
+    return 3 * sum(2.0 * t.r * sum(t.matrix.adapter_dims) for t in linear)
+
+
+def saved_bytes(shape: ModelShape, settings: LoraSettings, tokens: int, dtype: str) -> int:
+    """Bytes that adapters keep for the backward pass besides their inputs: A·x of each, N × r."""
+    linear = [t for t in resolve(shape, settings) if not t.matrix.is_embedding and t.name != targets.HEAD]
+    return sum(tokens * t.r * BYTES[dtype] for t in linear)

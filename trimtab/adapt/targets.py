@@ -1,0 +1,137 @@
+"""Which modules of a model a name, a list of names or a pattern means; the rules are peft's. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from trimtab.facts.errors import RecipeError
+from trimtab.facts.shapes import ModelShape
+
+ALL_LINEAR = "all-linear"
+"""Every linear layer of the blocks; the head is not among them, as in peft."""
+EMBEDDING = "model.embed_tokens"
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A module that an adapter can sit on."""
+
+    name: str
+    out_features: int
+    in_features: int
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is looked up by token instead of multiplied with."""
+        return self.name == EMBEDDING
+
+    @property
+    def adapter_dims(self) -> tuple[int, int]:
+        """(rows that B has, columns that A has); an embedding [V, C] is C rows of V columns to an adapter."""
+        return (
+            (self.in_features, self.out_features)
+            if self.is_embedding
+            else (self.out_features, self.in_features)
+        )
+
+
+def matrices(shape: ModelShape) -> dict[str, Matrix]:
+    """Every module with a matrix, by name: the embedding, the blocks' linear layers, the head where it has its own.
+
+    Example:
+        >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> list(matrices(tiny))[-3:]
+        ['model.layers.0.mlp.up_proj', 'model.layers.0.mlp.down_proj', 'lm_head']
+    """
+    found = {}
+    for name, dims in shape.parameters():
+        if len(dims) == 2:
+            module = name.removesuffix(".weight")
+            found[module] = Matrix(module, *dims)
+    return found
+
+
+def modules(shape: ModelShape) -> list[str]:
+    """Every module with parameters of its own, norms too."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name, _ in shape.parameters()))
+
+
+def short_names(names: Iterable[str]) -> list[str]:
+    """The last part of each name, once, in order: what people write.
+
+    Example:
+        >>> short_names(["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj", "lm_head"])
+        ['up_proj', 'lm_head']
+    """
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def select(shape: ModelShape, wanted: str | Sequence[str]) -> list[Matrix]:
+    """The modules that `target_modules` means, in the model's order.
+
+    A text is `all-linear` or a regular expression over whole names; a list holds names, whole or their last parts.
+    RecipeError for a name or a pattern that means nothing, with what exists.
+    """
+    there = matrices(shape)
+    if isinstance(wanted, str):
+        names = _by_pattern(there, wanted)
+    else:
+        names = _by_names(list(there), wanted, "lora.target_modules")
+    if EMBEDDING in names and shape.tie_embeddings:
+        raise RecipeError(
+            "lora.target_modules names embed_tokens, whose matrix is also the model's head",
+            "train it whole with lora.modules_to_save: [embed_tokens], or leave it out",
+        )
+    return [there[name] for name in there if name in names]
+
+
+def select_modules(shape: ModelShape, wanted: Sequence[str]) -> list[str]:
+    """Names of the parameters of the modules that `modules_to_save` means."""
+    names = _by_names(modules(shape), wanted, "lora.modules_to_save") if wanted else set()
+    return [name for name, _ in shape.parameters() if name.rpartition(".")[0] in names]
+
+
+def matching(pattern: str, name: str) -> bool:
+    """Whether a key of `rank_pattern` or `alpha_pattern` means a module: its end, or a regular expression of it."""
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+
+
+def check_pattern(pattern: str, key: str) -> None:
+    """RecipeError for a text that is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise RecipeError(f"{key}: {pattern!r} is no regular expression ({error})", "correct it") from error
+
+
+def _by_pattern(there: dict[str, Matrix], pattern: str) -> set[str]:
+    if pattern == ALL_LINEAR:
+        return {name for name in there if name not in (EMBEDDING, HEAD)}
+    check_pattern(pattern, "lora.target_modules")
+    names = {name for name in there if re.fullmatch(pattern, name)}
+    if not names:
+        raise RecipeError(
+            f"lora.target_modules: no module's whole name matches {pattern!r}",
+            f"names are like model.layers.0.self_attn.q_proj; there are {', '.join(short_names(there))}; a list "
+            "takes these short names, and all-linear every linear layer",
+        )
+    return names
+
+
+def _by_names(there: Sequence[str], wanted: Sequence[str], key: str) -> set[str]:
+    found: set[str] = set()
+    unknown = []
+    for word in wanted:
+        names = {name for name in there if name == word or name.endswith(f".{word}")}
+        found |= names
+        if not names:
+            unknown.append(word)
+    if unknown:
+        raise RecipeError(
+            f"{key}: the model has no {', '.join(unknown)}",
+            f"there are {', '.join(short_names(there))}",
+        )
+    return found

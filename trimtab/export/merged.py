@@ -1,0 +1,56 @@
+"""A model with its adapters merged in, as a Hugging Face folder with a receipt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.adapt.merging import merge_adapters
+from trimtab.export.hf import export_hf, probe_logits
+from trimtab.export.receipt import Check, Receipt
+from trimtab.facts.errors import ModelError
+from trimtab.facts.units import format_count
+from trimtab.model.decoder import Decoder
+from trimtab.text import Tokenizer
+
+ALLOWED = 1e-4
+"""Largest distance of the merged model's logits from those of base and adapter, as a share of the logits' rms, both
+in fp32: on SmolLM2's shape rounding alone gives 2e-6."""
+
+
+def export_merged(
+    decoder: Decoder, tokenizer: Tokenizer | None, folder: str | Path, *, dtype: str, **options: Any
+) -> Receipt:
+    """Merge a decoder's active adapters into its weights, in place, and write the result as `export_hf` does.
+
+    Before anything is written the merged weights must be finite and differ from the base's in `dtype`, and the merged
+    model's logits must be those of base and adapter.
+
+    Args:
+        decoder: in fp32, with the adapters active; plain afterwards.
+        tokenizer: saved beside it.
+        folder: must not exist, or be empty, unless `overwrite`.
+        dtype: "fp32", "bf16" or "fp16" on disk.
+        options: `whole_changed` as in `merge_adapters`; the others as in `export_hf`.
+
+    Raises:
+        ModelError: the merge changes nothing or is not finite, or what was written is not the model.
+    """
+    expected_BTV = probe_logits(decoder)
+    merged = merge_adapters(decoder, dtype=dtype, whole_changed=options.pop("whole_changed", 0))
+    found_BTV = probe_logits(decoder)
+    rms = float(expected_BTV.square().mean().sqrt())
+    worst = float((found_BTV - expected_BTV).abs().max()) / max(rms, torch.finfo(torch.float32).tiny)
+    if not worst <= ALLOWED:
+        raise ModelError(
+            f"the merged model's logits are {worst:.3g} of their size from those of base and adapter",
+            "nothing was written; load the model in fp32 for merging",
+        )
+    check = Check(
+        "merge",
+        f"{merged.layers} layers, {format_count(merged.changed)} of {format_count(merged.numbers)} numbers changed "
+        f"in {dtype}; logits within {worst:.2g} of base and adapter",
+    )
+    return export_hf(decoder, tokenizer, folder, dtype=dtype, kind="merge", checked=[check], **options)

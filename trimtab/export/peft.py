@@ -1,0 +1,134 @@
+"""An adapter in peft's files, read back and compared before the folder appears."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trimtab.adapt.lora import remove_adapter, use_adapters
+from trimtab.adapt.peft_config import CONFIG
+from trimtab.adapt.peft_files import load_adapter, save_adapter, stored_tensors
+from trimtab.adapt.spec import DEFAULT
+from trimtab.export.hf import digest_of, probe_ids, probe_logits, versions
+from trimtab.export.reader import read_tensors
+from trimtab.export.receipt import Check, Receipt
+from trimtab.facts.errors import ModelError
+from trimtab.facts.units import format_count
+from trimtab.model.decoder import Decoder
+from trimtab.model.save import staged_folder
+from trimtab.model.weights import sha256_of
+
+_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_CHECKED = "read_back"
+"""The name under which the written adapter is put beside the one it was written from."""
+
+
+def export_peft(
+    decoder: Decoder,
+    folder: str | Path,
+    *,
+    base: Mapping[str, Any],
+    adapter: str = DEFAULT,
+    receipt: str | Path | None = None,
+    source: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> Receipt:
+    """Write a folder that peft loads, and prove that it is the adapter.
+
+    Before the folder appears under its name: an independent reader compares every tensor's bytes with the model in
+    memory, and the written adapter, put beside the first on the same base, must give bit-equal logits.
+
+    Args:
+        decoder: with the adapter on it.
+        folder: must not exist, or be empty, unless `overwrite` (then it must hold an adapter).
+        base: source, revision and checksums of the base; `{"source": NAME}` where no more is known.
+        adapter: which one.
+        receipt: where the receipt is written; None writes none.
+        source: what is known of the adapter's origin, for the receipt.
+        overwrite: replace an adapter's folder.
+
+    Raises:
+        ModelError: the folder exists, or what was written is not the adapter.
+    """
+    folder = Path(folder)
+    use_adapters(decoder, adapter)
+    with staged_folder(folder, overwrite=overwrite, holds=CONFIG) as staging:
+        save_adapter(
+            decoder,
+            staging,
+            adapter=adapter,
+            base_name=str(base["source"]),
+            revision=base.get("revision"),
+            base=base if base.get("files") else None,
+        )
+        tensors = stored_tensors(decoder, adapter)
+        checks = [_check_bytes(tensors, staging)]
+        check, digest = _check_logits(decoder, staging, adapter)
+        checks.append(check)
+        files = {
+            path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            for path in sorted(staging.iterdir())
+        }
+    result = Receipt(
+        kind="peft",
+        folder=str(folder),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        dtype=", ".join(sorted({_FORMATS[tensor.dtype] for tensor in tensors.values()})),
+        num_parameters=sum(tensor.numel() for tensor in tensors.values()),
+        num_tensors=len(tensors),
+        files=files,
+        checks=checks,
+        token_ids=probe_ids(decoder),
+        logits_sha256=digest,
+        versions=versions(),
+        source={**(source or {}), "base": dict(base)},
+    )
+    if receipt is not None:
+        result.write(receipt)
+    return result
+
+
+def _check_bytes(tensors: dict[str, torch.Tensor], folder: Path) -> Check:
+    """Names, sizes and bytes in the file against the model in memory."""
+    stored = read_tensors(folder)
+    differing = sorted(stored.keys() ^ tensors.keys())
+    if differing:
+        raise _not_the_adapter(f"{differing[0]} is only in one of file and model")
+    for name, tensor in tensors.items():
+        in_memory = tensor.to("cpu").contiguous().view(-1).view(torch.uint8)
+        if stored[name].dims != tuple(tensor.shape) or not np.array_equal(
+            in_memory.numpy(), stored[name].raw()
+        ):
+            raise _not_the_adapter(f"{name} is another in the file than in memory")
+    count = format_count(sum(tensor.numel() for tensor in tensors.values()))
+    return Check("weights", f"{len(tensors)} tensors, {count} numbers byte for byte, by a reader of its own")
+
+
+def _check_logits(decoder: Decoder, folder: Path, adapter: str) -> tuple[Check, str]:
+    expected_BTV = probe_logits(decoder)
+    try:
+        load_adapter(decoder, folder, adapter=_CHECKED)
+        found_BTV = probe_logits(decoder)
+    finally:
+        remove_adapter(decoder, _CHECKED)
+        use_adapters(decoder, adapter)
+    if not torch.equal(found_BTV, expected_BTV):
+        worst = float((found_BTV - expected_BTV).abs().max())
+        raise _not_the_adapter(f"logits differ by up to {worst:.3g}")
+    use_adapters(decoder, [])
+    moved = float((probe_logits(decoder) - expected_BTV).abs().max())
+    use_adapters(decoder, adapter)
+    detail = f"bit-equal to the adapter's own on its base, {expected_BTV.shape[1]} tokens; {moved:.3g} from the base's"
+    return Check("logits", detail), digest_of(found_BTV)
+
+
+def _not_the_adapter(cause: str) -> ModelError:
+    return ModelError(
+        f"the files written are not the adapter: {cause}",
+        "nothing was published; check the disk and try again",
+    )

@@ -1,0 +1,50 @@
+"""Which loss runs and what it may hold, decided once, with the reason. No torch."""
+
+# N tokens, C hidden size, V vocabulary
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from trimtab.facts.dtypes import BYTES
+from trimtab.facts.units import format_bytes
+from trimtab.kernels.linear_cross_entropy.schedule import LEAST_BYTES, row_stride
+
+SHARE = 16
+"""The loss may hold this part of a device's memory: 9 GB of an H200's, 1.5 GB of a 24 GB card's."""
+
+
+class Choice(NamedTuple):
+    """The implementation, its `memory_bytes` and why."""
+
+    impl: str
+    memory_bytes: int | None
+    reason: str
+
+
+def choose(*, triton: bool, memory_bytes: int, dtype: str, tokens: int, vocabulary: int) -> Choice:
+    """Picks the loss for a job.
+
+    Args:
+        triton: whether the device runs Triton kernels.
+        memory_bytes: what the device has.
+        dtype: the format computed in.
+        tokens: of a microbatch.
+        vocabulary: entries of the head.
+
+    Example:
+        >>> choose(triton=True, memory_bytes=24 * 2**30, dtype="bf16", tokens=4096, vocabulary=151_936)[:2]
+        ('triton', 1244659712)
+        >>> choose(triton=False, memory_bytes=0, dtype="fp32", tokens=512, vocabulary=1000).impl
+        'chunked'
+    """
+    if not triton:
+        return Choice("chunked", None, "a few rows of logits at a time, on any device")
+    logits = tokens * row_stride(vocabulary) * BYTES[dtype]
+    allowed = min(logits, max(memory_bytes // SHARE, LEAST_BYTES))
+    held = "all logits at once" if allowed == logits else f"of {format_bytes(logits)} of logits"
+    return Choice(
+        "triton",
+        allowed,
+        f"one pass over the logits between the products; {format_bytes(allowed)} may be held, {held}",
+    )

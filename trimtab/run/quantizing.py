@@ -1,0 +1,67 @@
+"""A run's frozen weights in few bits, as its choices have it: laid out on meta, alike the files they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.adapt import quantize_layout, spec_quantized
+from trimtab.facts.errors import RecipeError
+from trimtab.model.building import torch_dtype
+from trimtab.model.decoder import Decoder
+from trimtab.model.weights import stored_packing
+
+
+def lay_out(
+    decoder: Decoder, quantization: Mapping[str, Any] | None, weights: Path | None, device: torch.device | str
+) -> None:
+    """Replaces a decoder's linear layers, on meta, by the quantized ones that a run chose, if it did.
+
+    Args:
+        decoder: without memory yet.
+        quantization: a run's choice (`Choices.quantization`).
+        weights: where they will be read from, None for fresh ones. Files that are quantized already must be so alike.
+        device: where they will lie.
+    """
+    if quantization is None:
+        return
+    kind, double, block = quantization["kind"], quantization["double"], quantization["block"]
+    stored = None if weights is None else stored_packing(weights)
+    if stored is not None:
+        _check_stored(stored.kind, stored.double, kind, double, weights)
+        block = stored.block
+    quantize_layout(
+        decoder,
+        kind,
+        block=block or spec_quantized.BLOCK,
+        double=double,
+        dtype=torch_dtype(quantization["dtype"]),
+        impl=quantization["impl"],
+        device=device,
+    )
+
+
+def _check_stored(
+    stored_kind: str, stored_double: bool, kind: str, double: bool, weights: Path | None
+) -> None:
+    keys = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}
+    if stored_kind != kind:
+        raise RecipeError(
+            f"{weights} holds weights in {stored_kind}, and {keys[kind]} asks for {kind}",
+            f"set {keys[stored_kind]}: true instead, or give the model's unquantized weights",
+        )
+    if stored_double != double:
+        raise RecipeError(
+            f"{weights} holds weights whose scales are in {'8' if stored_double else '32'} bits",
+            f"set bnb_4bit_use_double_quant: {str(stored_double).lower()}",
+        )
+
+
+def requantized(quantization: Mapping[str, Any] | None, device: str) -> dict[str, Any] | None:
+    """A run's choice on this machine's device: the same bytes, read by the code that runs here."""
+    if quantization is None:
+        return None
+    return {**quantization, "impl": spec_quantized.choose(device=device).impl}
