@@ -136,6 +136,16 @@ def test_a_stream_sees_what_the_cache_holds(
     )
 
 
+def test_a_stream_that_is_left_says_what_it_left_out(chats: Path, tokenizer: Tokenizer) -> None:
+    told: list[Progress] = []
+    stream = open_corpus(str(chats), tokenizer, streaming=True, num_proc=1, progress=told.append)
+    loader = make_loader([stream], max_seq_length=T, batch_size=4)
+    loader.next_step()
+    assert not any(note.message for note in told)
+    loader.close()
+    assert any("examples are longer than max_seq_length (48)" in (note.message or "") for note in told)
+
+
 def test_a_stream_without_anything_to_train_on_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")

@@ -164,6 +164,17 @@ def test_streaming_trains_on_answers_too(tmp_path: Path) -> None:
     assert view.of("train")[-1]["tokens"] > 0
 
 
+def test_answers_that_never_stop_are_told(tmp_path: Path, finished: tuple[Path, Watching]) -> None:
+    view = Watching()
+    template = TEMPLATE.replace("{{ eos_token }}", "")
+    launch.train(load(recipe(tmp_path, template=template, num_train_epochs=None, max_steps=1)), view)
+    assert any(
+        "end with no special token: a model trained on them does not learn to stop" in m
+        for m in view.messages
+    )
+    assert not any("no special token" in message for message in finished[1].messages)
+
+
 def test_sources_of_several_forms_are_trained_on_together(tmp_path: Path) -> None:
     rows = [{"instruction": f"the {i} dog", "input": "", "output": f"runs {i}"} for i in range(10)]
     (tmp_path / "alpaca.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

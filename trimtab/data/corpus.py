@@ -324,6 +324,17 @@ LEFT_OUT = {
 """Why documents are left out, in words."""
 
 
+def left_out(count: int, why: str) -> str:
+    """Why so many documents are not there, as a sentence.
+
+    Example:
+        >>> left_out(2, "empty")
+        '2 documents are empty and were left out'
+    """
+    what, are, were = ("document", "is", "was") if count == 1 else ("documents", "are", "were")
+    return f"{count} {what} {are} {LEFT_OUT[why]} and {were} left out"
+
+
 def nothing_left(name: str, skipped: Mapping[str, int]) -> DataError:
     """The complaint about a source without a single usable document."""
     counted = [f"{skipped[why]} {words}" for why, words in LEFT_OUT.items() if skipped.get(why)]

@@ -79,6 +79,12 @@ def example_of(place: str, value: Any, form: Format, *, template: bool, keep_end
     try:
         if not isinstance(value, dict):
             raise RowError(f"is {type_name(value)}, not an object", "write one object a row")
+        missing = [name for name in form.needed if name not in value]
+        if missing:
+            raise RowError(
+                f"has no column {missing[0]!r} (it has {', '.join(value) or 'none'})",
+                f"all rows of a source have one format, here {form.name}; name others as sources of their own",
+            )
         cleaned, repaired = _clean(value)
         found = _READERS[form.name](cleaned, form, template)
     except RowError as error:

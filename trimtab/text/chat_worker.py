@@ -162,8 +162,15 @@ class Renderer:
         variables = {**request["variables"], "tools": example["tools"]}
         messages, which = example["messages"], request["train_on"]
 
+        known: dict[tuple[int, bool], str] = {}
+
         def prefix(part: list[Any], prompt: bool) -> str:
-            return self.render(part, {**variables, "add_generation_prompt": prompt})[0]
+            place = (len(part), prompt)
+            if any(one is not other for one, other in zip(part, messages, strict=False)):
+                return self.render(part, {**variables, "add_generation_prompt": prompt})[0]
+            if place not in known:
+                known[place] = self.render(part, {**variables, "add_generation_prompt": prompt})[0]
+            return known[place]
 
         text, marks = self.render(messages, {**variables, "add_generation_prompt": False})
         chosen, rewritten = chat_spans.answers(messages, example["skipped"]), False
