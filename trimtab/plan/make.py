@@ -114,6 +114,7 @@ def make_plan(
         processed=processed,
         layers=job.layers,
         mlp_tiles=job.mlp_tiles,
+        lora=job.lora,
         num_devices=num_devices,
     )
     num_tensors = len(job.trained.parameters)

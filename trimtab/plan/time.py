@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trimtab.adapt import spec as adapt_spec
 from trimtab.adapt import spec_recompute
+from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import spec as model_spec
@@ -40,6 +42,7 @@ def estimate(
     processed: int | None,
     layers: Sequence[str],
     mlp_tiles: int = 1,
+    lora: LoraSettings | None = None,
     num_devices: int = 1,
 ) -> Time:
     """Time of a run.
@@ -52,9 +55,12 @@ def estimate(
         processed: tokens that pass through the model in the whole run, padding included; None if unknown.
         layers: the recompute policy of each layer.
         mlp_tiles: parts of the tokens that feed-forward halves are computed in.
+        lora: the adapters' settings, where they are trained and everything else is frozen.
         num_devices: devices that share the work.
     """
-    per_token = model_spec.flops_per_token(shape, tokens)
+    per_token = model_spec.flops_per_token(shape, tokens, frozen=lora is not None)
+    if lora is not None:
+        per_token += adapt_spec.flops_per_token(shape, lora)
     for layer, policy in enumerate(layers):
         again = spec_recompute.again(shape, policy, tokens, layer=layer, mlp_tiles=mlp_tiles)
         per_token += again.products + again.attention
