@@ -90,7 +90,7 @@ class _Pinned:
         failed = int(runtime.cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
         if failed:
             raise ResourceError(
-                f"the host did not pin {format_bytes(num_bytes)} of memory for recompute: offload (CUDA error {failed})",
+                f"the host did not pin {format_bytes(num_bytes)} for recompute: offload (CUDA error {failed})",
                 "set recompute: block, or raise the limit of locked memory (ulimit -l)",
             )
         # The tensor is held until then, so that the address is still its own.
