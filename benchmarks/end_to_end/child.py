@@ -42,13 +42,15 @@ def main(words: list[str]) -> int:
     device = order["device"]
     if order.get("ceilings"):
         _write(results, {"name": "device", **_ceilings(device)})
+    kept: dict[str, Any] = {}
     for case in order["cases"]:
         record: dict[str, Any] = {"name": case.name, "case": asdict(case)}
         started = time.perf_counter()
         try:
-            record |= run(case, order, device)
+            record |= run(case, order, device, kept)
         except torch.OutOfMemoryError:
             record["failed"] = "out of memory"
+            kept.clear()
         except Exception as error:  # noqa: BLE001 - whatever a contestant raises is its result
             record["failed"] = f"{type(error).__name__}: {_first_line(error)}"
         record["process_s"] = round(time.perf_counter() - started, 2)
@@ -57,8 +59,8 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def run(case: Case, order: dict[str, Any], device: str) -> dict[str, Any]:
-    """One case's numbers."""
+def run(case: Case, order: dict[str, Any], device: str, kept: dict[str, Any]) -> dict[str, Any]:
+    """One case's numbers; `kept` holds a peer's model for its next length."""
     root = Path(order["weights"])
     folder = world.model_folder(root, case.job.model, device)
     adapter = world.adapter_folder(root, case.job.model)
@@ -71,7 +73,8 @@ def run(case: Case, order: dict[str, Any], device: str) -> dict[str, Any]:
         return {"absent": absent}
     tokens = world.make_tokens(case.job)
     started = time.perf_counter()
-    step = peers.build(case.contestant, case.job, folder, adapter, tokens, device)
+    longest = max(one.job.tokens for one in order["cases"])
+    step = peers.build(case, folder, adapter, tokens, device, kept, longest)
     return _measured(step, case, device, started)
 
 
@@ -110,7 +113,7 @@ def _longest(case: Case, folder: Path, adapter: Path, order: dict[str, Any], dev
             started = time.perf_counter()
             prepared = ours.prepared_for(one, folder, adapter, device, None)
             step, chosen = ours.build(prepared, folder, world.make_tokens(one.job))
-            record = _measured(step, replace(one, cold=True), device, started)
+            record = _measured(step, replace(one, start="cold"), device, started)
         except torch.OutOfMemoryError:
             _clean_up(device)
             tokens = int(tokens * CUT) // 16 * 16
@@ -146,7 +149,7 @@ def _measured(step: peers.Step, case: Case, device: str, started: float) -> dict
         return time.perf_counter() - begin
 
     first = once()
-    if not case.cold:
+    if not case.start:
         once()  # allocators and autotuners have their say a second time
         until = time.perf_counter() + BUDGET_S
         while len(times) < FEWEST or (len(times) < STEPS and time.perf_counter() < until):

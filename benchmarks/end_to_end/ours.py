@@ -57,7 +57,10 @@ def prepared_for(case: Case, folder: Path, adapter: Path, device: str, limit_gib
         limit = round(case.cap_gb * GB)
     elif limit_gib is not None:
         limit = round(limit_gib * 2**30) + OUTSIDE[device]
-    return prepare(build_recipe(recipe_of(case.job, folder, adapter, device, limit)))
+    recipe = recipe_of(case.job, folder, adapter, device, limit)
+    if case.contestant == "trimtab eager":
+        recipe["torch_compile"] = False
+    return prepare(build_recipe(recipe))
 
 
 def build(prepared: Prepared, folder: Path, tokens: Tokens) -> tuple[Step, dict[str, Any]]:
