@@ -78,7 +78,17 @@ def test_shipped_recipes_load_and_match_the_schema(path: Path) -> None:
     assert accepts(schema(), read(text, path.name)[0])
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b-math", "smollm2-135m-math"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3-0.6b-math",
+        "smollm2-135m-math",
+        "smollm2-135m-lora",
+        "qwen3-0.6b-qlora",
+        "qwen3-8b-qlora",
+        "llama3.1-8b-qlora",
+    ],
+)
 def test_every_line_of_the_reference_recipes_says_what_it_is_for(name: str) -> None:
     text = (ROOT / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
     assert not [line for line in text.splitlines() if line.strip() and "#" not in line]
@@ -121,7 +131,7 @@ def test_the_small_job_differs_only_in_its_model() -> None:
 
 
 def test_names_equal_the_rooms_own_lists() -> None:
-    from trimtab.data.spec import DOCUMENT_MODES
+    from trimtab.data.spec import DOCUMENT_MODES, FORMATS, TRAIN_ON
     from trimtab.kernels.attention.spec import IMPLS
     from trimtab.optim.spec import OPTIMIZERS, SCHEDULES
     from trimtab.starter import FIELDS
@@ -131,6 +141,8 @@ def test_names_equal_the_rooms_own_lists() -> None:
     assert typing.get_args(keys.Schedule) == tuple(SCHEDULES)
     assert typing.get_args(keys.MathField) == tuple(FIELDS)
     assert typing.get_args(keys.Documents) == tuple(DOCUMENT_MODES)
+    assert typing.get_args(keys.RowFormat) == FORMATS
+    assert typing.get_args(keys.TrainOn) == TRAIN_ON
 
 
 def test_no_torch() -> None:

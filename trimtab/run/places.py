@@ -32,13 +32,16 @@ def model_folder(name: str, *, revision: str | None = None, weights: bool = True
 
 
 def tokenizer_of(recipe: Recipe, model: Path, commit: str | None) -> tuple[Tokenizer, str | None]:
-    """(tokenizer, commit of the place it comes from) that a recipe asks for, its added tokens included."""
+    """(tokenizer, commit of the place it comes from) that a recipe asks for: added tokens, another chat template."""
     place = model
     if recipe.model.tokenizer is not None:
         place, commit = model_folder(recipe.model.tokenizer, weights=False)
     tokenizer = text.load(place)
     if recipe.model.added_tokens:
         tokenizer = with_tokens(tokenizer, recipe.model.added_tokens)
+    if recipe.model.chat_template is not None:
+        template = text.read_template(recipe.model.chat_template)
+        tokenizer = dataclasses.replace(tokenizer, chat_template=template)
     return tokenizer, commit
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,16 +59,11 @@ class OpenedModel:
     """Numbers of modules trained as a whole (`modules_to_save`) that differ from the base's."""
 
 
-def load_tokenizer(folder: Path, shape: ModelShape, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer of a folder or GGUF file, checked against the size of the embeddings.
-
-    `chat_template` is a Jinja file, or a template itself, to be used instead of its own.
-    """
+def load_tokenizer(folder: Path, shape: ModelShape) -> Tokenizer:
+    """The tokenizer of a folder or GGUF file, checked against the size of the embeddings."""
     tokenizer = text.load(folder)
     text.check_fits(tokenizer, shape.vocab_size)
-    if chat_template is None:
-        return tokenizer
-    return dataclasses.replace(tokenizer, chat_template=text.read_template(chat_template))
+    return tokenizer
 
 
 def open_model(
