@@ -166,7 +166,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--tokens", action="append", default=[], metavar="GB=N", help="longest: try N tokens")
     made.add_argument(
-        "--most-tokens", type=int, default=2**20, help="longest: no step longer than this is tried"
+        "--most-tokens", type=int, default=2**19, help="longest: no step longer than this is tried"
     )
     made.add_argument("--commit", help="what is measured, where git cannot tell")
     made.add_argument("--fresh", action="store_true", help="measure again what the file already has")

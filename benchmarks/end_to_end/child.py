@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from benchmarks.end_to_end import peers, world
-from benchmarks.end_to_end.jobs import OURS, Case, Job
+from benchmarks.end_to_end.jobs import OURS, Case, Job, config_of
 
 STEPS = 10
 """After the first: so many, or as many as the seconds allow."""
 BUDGET_S = 12.0
 FEWEST = 2
-RETRIES = 3
-"""A proposal of the longest context that does not fit is cut by this much, so often."""
+TRIES = 3
 CUT = 0.97
+"""A length that was proposed and does not fit is cut by this."""
 
 
 def read_order(path: Path) -> dict[str, Any]:
@@ -102,35 +102,39 @@ def _longest(case: Case, folder: Path, adapter: Path, order: dict[str, Any], dev
     from benchmarks.end_to_end import ours
     from trimtab.facts.devices import host_memory
 
-    most = min(prepared_positions(case.job.model), order["most_tokens"])
-    proposed = ours.longest(case, folder, adapter, device, most=most)
+    root, cap_gb = Path(order["weights"]), case.cap_gb
+    name, _, layers = case.job.model.partition("/")
+    whole, its_adapter = world.config_folder(root, name), world.adapter_folder(root, name)
+    proposed = ours.longest(case, whole, its_adapter, device)
     if proposed == 0:
         return {"failed": "nothing fits", "proposed": 0}
-    tokens = order["tokens"].get(f"{case.cap_gb:g}") or proposed
-    for _ in range(RETRIES):
-        one = replace(case, job=replace(case.job, tokens=tokens))
+    if layers:
+        cap_gb = ours.cap_of_part(case, (whole, folder), (its_adapter, adapter), device)
+    tokens = order["tokens"].get(f"{case.cap_gb:g}") or min(proposed, order["most_tokens"], _positions(name))
+    for _ in range(TRIES):
+        one = replace(case, job=replace(case.job, tokens=tokens), cap_gb=cap_gb, start="cold")
         try:
             started = time.perf_counter()
             prepared = ours.prepared_for(one, folder, adapter, device, None)
             step, chosen = ours.build(prepared, folder, world.make_tokens(one.job))
-            record = _measured(step, replace(one, start="cold"), device, started)
+            record = _measured(step, one, device, started)
         except torch.OutOfMemoryError:
             _clean_up(device)
-            tokens = int(tokens * CUT) // 16 * 16
+            tokens = int(tokens * CUT) // 256 * 256
             continue
         return record | {
             "proposed": proposed,
             "confirmed": tokens,
             "chosen": chosen,
+            "layers": layers or None,
+            "allocator_cap_bytes": prepared.choices.memory["allocator_bytes"],
             "host_total_bytes": host_memory()[0],
         }
     return {"failed": f"out of memory down to {tokens} tokens", "proposed": proposed}
 
 
-def prepared_positions(model: str) -> int:
+def _positions(model: str) -> int:
     """How long a sequence of the model may be."""
-    from benchmarks.end_to_end.jobs import config_of
-
     return int(config_of(model)["max_position_embeddings"])
 
 
