@@ -215,6 +215,18 @@ def bare(layer: Layer) -> Callable[[], object]:
     return lambda: [(x[name] @ weight.t(), dy[name] @ weight) for name, weight in weights.items()]
 
 
+def orders(layer: Layer) -> dict[str, Callable[[], object]]:
+    """Which goes first into an output, the adapter's thin product or the weight's: the largest projection, forward."""
+    at = layer.adapted["up"]
+    a_RI, b_OR = (factor.detach().bfloat16() for factor in at.factors("default"))
+    weight_OI, x_NI = at.dense_weight(), layer.inputs["mlp"].detach()[0]
+    h_NR = x_NI @ a_RI.t()
+    return {
+        "up: weight's product, then the adapter's": lambda: (x_NI @ weight_OI.t()).addmm_(h_NR, b_OR.t()),
+        "up: adapter's product, then the weight's": lambda: (h_NR @ b_OR.t()).addmm_(x_NI, weight_OI.t()),
+    }
+
+
 def build(layer: Layer) -> Bench:
     """The contestants, each with its comparison."""
     truth, reference = plain(layer, torch.float64), plain(layer, torch.bfloat16)
@@ -258,7 +270,8 @@ def main() -> None:
     for name, reason in bench.absent.items():
         print(f"{name}: left out, {reason}")
     agreeing = {name: c.run for name, c in bench.contestants.items() if verdicts[name] is None}
-    times = time_together({**agreeing, "products on bf16 weights alone": bare(layer)}, budget_ms=500)
+    others = {"products on bf16 weights alone": bare(layer), **orders(layer)}
+    times = time_together({**agreeing, **others}, budget_ms=500)
     peaks = {name: peak_bytes(run) for name, run in agreeing.items()}
     measured = ceilings()
     flops = sum(2 * spec_quantized.flops(arguments.tokens, dims) for dims in llama_8b().values())

@@ -4,10 +4,11 @@
 
     dH = [s₁·dy₁·B₁, s₂·dy₂·B₂, …]      d[A₁; A₂; …] = dHᵀ·X      dBᵢ = sᵢ · dyᵢᵀ·Hᵢ      dX = Σ dyᵢ·Wᵢ + dH·[A₁; A₂; …]
 
-Against the layers one by one: x is read once for all A and once for their gradients, what an adapter adds goes into
-the product's own memory instead of a second [N, out], and dX is added up in place instead of in five tensors. Frozen
-weights may be packed; then each is dequantized into the shared workspace, multiplied and forgotten. Kept for the
-backward pass: x and H. Products run in x's format; A and B, usually fp32, are cast as they are used.
+Against the layers one by one: x is read once for all A and once for their gradients, and dX is added up in place
+instead of in five tensors. What an adapter gives is written first and the large product is added to it. That product
+adds in fp32 and rounds once, and it reads what is there while it computes, not in a pass of its own. Frozen weights may
+be packed; then each is dequantized into the shared workspace, multiplied and forgotten. Kept for the backward pass: x
+and H. Products run in x's format; A and B, usually fp32, are cast as they are used.
 """
 
 # N tokens, I input features, O output features, R rank (of all layers together in H)
@@ -15,11 +16,11 @@ backward pass: x and H. Products run in x's format; A and B, usually fp32, are c
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from trimtab.adapt import quantized_ops, workspace
 from trimtab.adapt.quantized_ops import NUM_PACKED, Packed, Packing
@@ -76,12 +77,18 @@ def _weights(packed: list[torch.Tensor], texts: str) -> Iterator[tuple[Packing, 
         yield packing, (*tensors, *(None,) * (NUM_PACKED - count))
 
 
-def _product(x_NI: torch.Tensor, packed: Packed, packing: Packing) -> torch.Tensor:
+@contextmanager
+def _weight(
+    packed: Packed, packing: Packing, dtype: torch.dtype, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """W [O, I] in the format of the products, for as long as the block lasts."""
     if packing.kind == PLAIN:
         weight_OI = packed[0]
         assert weight_OI is not None
-        return F.linear(x_NI, weight_OI.to(x_NI.dtype))
-    return quantized_ops.product(x_NI, packed, packing)
+        yield weight_OI.to(dtype)
+        return
+    with workspace.lend(packing.shape, dtype, device) as space_OI:
+        yield quantized_ops.dequantize(packing, packed, dtype, space_OI)
 
 
 def _stacked(factors_RI: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -103,9 +110,13 @@ def _forward(
     h_NR = x_NI @ _stacked(a, x.dtype).t()
     outputs, start = [], 0
     for (packing, tensors), b_OR, scaling in zip(_weights(packed, texts), b, scales, strict=True):
-        y_NO = _product(x_NI, tensors, packing)
         stop = start + b_OR.shape[1]
-        y_NO.addmm_(h_NR[:, start:stop], b_OR.to(x.dtype).t(), alpha=scaling)
+        y_NO = h_NR[:, start:stop] @ (b_OR * scaling).to(x.dtype).t()
+        if quantized_ops.is_fused(packing, x_NI.shape[0]):
+            y_NO += quantized_ops.product(x_NI, tensors, packing)
+        else:
+            with _weight(tensors, packing, x.dtype, x.device) as weight_OI:
+                y_NO.addmm_(x_NI, weight_OI.t())
         outputs.append(y_NO.view(*x.shape[:-1], packing.out_features))
         start = stop
     return [*outputs, h_NR]
@@ -129,8 +140,7 @@ def _gradient(
     db, start = [], 0
     for dy_NO, b_OR, scaling in zip(dy_GNO, b, scales, strict=True):
         stop = start + b_OR.shape[1]
-        torch.mm(dy_NO, b_OR.to(dy_NO.dtype), out=dh_NR[:, start:stop])
-        dh_NR[:, start:stop].mul_(scaling)
+        torch.mm(dy_NO, (b_OR * scaling).to(dy_NO.dtype), out=dh_NR[:, start:stop])
         db.append((dy_NO.t() @ h_NR[:, start:stop]).mul_(scaling).to(b_OR.dtype))
         start = stop
     da_RI = dh_NR.t() @ x_NI
@@ -143,19 +153,9 @@ def _gradient(
         return [x.new_empty(0), *da, *db]
     dx_NI = dh_NR @ _stacked(a, x.dtype)
     for dy_NO, (packing, tensors) in zip(dy_GNO, _weights(packed, texts), strict=True):
-        _add_product(dx_NI, dy_NO, tensors, packing)
+        with _weight(tensors, packing, dy_NO.dtype, dy_NO.device) as weight_OI:
+            dx_NI.addmm_(dy_NO, weight_OI)
     return [dx_NI.view(x.shape), *da, *db]
-
-
-def _add_product(dx_NI: torch.Tensor, dy_NO: torch.Tensor, packed: Packed, packing: Packing) -> None:
-    """dX += dY·W, in place."""
-    if packing.kind == PLAIN:
-        weight_OI = packed[0]
-        assert weight_OI is not None
-        dx_NI.addmm_(dy_NO, weight_OI.to(dy_NO.dtype))
-        return
-    with workspace.lend(packing.shape, dy_NO.dtype, dy_NO.device) as weight_OI:
-        dx_NI.addmm_(dy_NO, quantized_ops.dequantize(packing, packed, dy_NO.dtype, weight_OI))
 
 
 _library = torch.library.Library("trimtab", "FRAGMENT")

@@ -15,10 +15,9 @@ from typing import Any
 
 from trimtab.adapt import targets
 from trimtab.adapt.targets import ALL_LINEAR, Matrix
-from trimtab.facts.dtypes import nbytes
+from trimtab.facts.dtypes import BYTES, nbytes
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
-from trimtab.model.spec import Frozen
 
 DEFAULT = "default"
 """The name of an adapter that was given none; peft's."""
@@ -182,26 +181,7 @@ def flops_per_token(shape: ModelShape, settings: LoraSettings) -> float:
     return 3 * sum(2.0 * t.r * sum(t.matrix.adapter_dims) for t in linear)
 
 
-def frozen(shape: ModelShape, settings: LoraSettings) -> Frozen:
-    """What adapters make a block keep for its backward pass: their inputs, A·x of each, and with DoRA what it scales.
-
-    Where ranks differ between layers, the layer that keeps most stands for all.
-
-    Example:
-        >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
-        >>> frozen(tiny, LoraSettings(r=2, target_modules=("q_proj", "up_proj"))).feed_forward
-        2
-    """
-    layers: dict[str, dict[str, int]] = {}
-    adapted = set()
-    for target in resolve(shape, settings):
-        place, _, last = target.name.rpartition(".")
-        layer, _, half = place.rpartition(".")
-        if not layer.startswith("model.layers."):
-            continue
-        adapted.add(last)
-        numbers = target.r + (target.matrix.out_features if settings.use_dora else 0)
-        halves = layers.setdefault(layer, {"self_attn": 0, "mlp": 0})
-        halves[half] += numbers
-    most = {half: max((of[half] for of in layers.values()), default=0) for half in ("self_attn", "mlp")}
-    return Frozen(frozenset(adapted), most["self_attn"], most["mlp"])
+def saved_bytes(shape: ModelShape, settings: LoraSettings, tokens: int, dtype: str) -> int:
+    """Bytes that adapters keep for the backward pass besides their inputs: A·x of each, N × r."""
+    linear = [t for t in resolve(shape, settings) if not t.matrix.is_embedding and t.name != targets.HEAD]
+    return sum(tokens * t.r * BYTES[dtype] for t in linear)
