@@ -115,6 +115,7 @@ def make_plan(
         layers=job.layers,
         mlp_tiles=job.mlp_tiles,
         num_devices=num_devices,
+        lora=job.lora,
     )
     num_tensors = len(job.trained.parameters)
     disk = plan_disk.estimate(
