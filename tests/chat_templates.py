@@ -62,6 +62,21 @@ THINKING = (
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
     "{% endif %}"
 )
+# As above with calls of tools, whose results are said by the user; only the last answer gets an empty thought.
+TOOL_THINKING = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\\n<result>' + m.content + '</result>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\\n' }}{% set thought = m.reasoning_content or '' %}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or thought) %}"
+    "{{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function | tojson + '</call>' }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 # The prompt for an answer begins the thinking, which earlier answers do not show.
 THINKING_PROMPT = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' + m.content }}{% endif %}"

@@ -87,16 +87,23 @@ def test_one_program_for_all_layers_and_lengths(attention: str, packed: bool) ->
     assert compilations()[0] == (2 if packed else 1)
 
 
-def test_recomputed_blocks_are_programs_of_their_own() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policies", "tiles", "programs"),
+    [
+        (["none", "pointwise", "selective", "block"], 1, 4),
+        # Half of the layer before the tiles; the tiles without gradients, and with.
+        (["block", "block", "none", "offload"], 2, 3),
+    ],
+)
+def test_each_policy_is_a_program(policies: list[str], tiles: int, programs: int) -> None:
     plain, compiled = made(), made()
-    recomputed(compiled)
-    compiled.model.layers[0].recompute = False
-    compile_regions(compiled, backend="aot_eager")
+    compile_regions(recompute_policies.apply(compiled, policies, mlp_tiles=tiles), backend="aot_eager")
     for length in (16, 24):
         ids_BT, layout = batch(length)
         for got, want in zip(trained(compiled, ids_BT, layout), trained(plain, ids_BT, layout), strict=True):
             torch.testing.assert_close(got, want)
-    assert compilations()[0] == 2
+    assert compilations()[0] == programs
 
 
 def test_each_window_is_a_program() -> None:
@@ -179,14 +186,17 @@ def test_a_graph_break_is_an_error() -> None:
         trained(decoder, ids_BT, layout)
 
 
-def test_paused_regions_show_their_parts() -> None:
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_paused_regions_show_their_parts(tiles: int) -> None:
     decoder, seen = made(), []
-    compile_regions(decoder, backend="aot_eager")
-    decoder.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: seen.append(float(args[0].sum())))
+    compile_regions(recompute_policies.apply(decoder, ["none"] * 4, mlp_tiles=tiles), backend="aot_eager")
+    decoder.model.layers[0].mlp.register_forward_pre_hook(
+        lambda _, args: seen.append(float(args[0].detach().sum()))
+    )
     ids_BT, layout = batch(16)
     with Regions(decoder).paused():
         trained(decoder, ids_BT, layout)
-    assert len(seen) == 1
+    assert len(seen) == (1 if tiles == 1 else 2 * tiles), "each tile is computed again"
     assert decoder.regions is not None
 
 

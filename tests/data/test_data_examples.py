@@ -194,6 +194,10 @@ def test_broken_characters_are_repaired_and_counted(tmp_path: Path, tokenizer: T
 
 BAD_ROWS = {
     "a number": (3, r"a.jsonl:2: is a number, not an object"),
+    "another format": (
+        {"text": "x"},
+        r"a.jsonl:2: has no column 'messages' \(it has text\); all rows of a source have one format, here messages",
+    ),
     "messages a number": ({"messages": 3}, r"a.jsonl:2: messages is a number, not a list of messages"),
     "messages not JSON": ({"messages": "hello"}, r"a.jsonl:2: messages is a string and not JSON"),
     "a message a string": ({"messages": ["hello"]}, r"a.jsonl:2: messages\[0\] is a string, not a message"),
@@ -246,6 +250,24 @@ def test_a_second_file_of_another_form_is_refused(tmp_path: Path, tokenizer: Tok
     (folder / "b.txt").write_text("Some text.")
     with pytest.raises(DataError, match=r"holds examples \(a.jsonl\) and texts \(b.txt\)"):
         open_corpus(SourceSpec(str(folder)), tokenizer, cache_dir=tmp_path / "cache", num_proc=1)
+
+
+def test_a_second_table_without_the_columns_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, row in (("a", {"messages": [QUESTION, ANSWER]}), ("b", {"text": "x"})):
+        parquet.write_table(pyarrow.Table.from_pylist([row]), folder / f"{name}.parquet")
+    with pytest.raises(DataError, match=r"b.parquet:1: has no column 'messages'"):
+        open_corpus(SourceSpec(str(folder)), tokenizer, cache_dir=tmp_path / "cache", num_proc=1)
+
+
+def test_a_text_column_beside_columns_of_examples_is_refused() -> None:
+    for more in ({"format": "messages"}, {"columns": {"messages": "dialog"}}):
+        with pytest.raises(DataError, match="keep one of the two"):
+            SourceSpec("a.jsonl", text_column="text", **more)  # type: ignore[arg-type]
 
 
 def test_templates_that_are_missing_or_refuse_are_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout
 from trimtab.model import build, init_weights
@@ -98,3 +99,14 @@ def test_sums_that_can_be_done_by_hand() -> None:
 def test_the_spec_imports_no_torch() -> None:
     code = "import sys, trimtab.model.spec, trimtab.model.source; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_whole_rows_may_have_an_attention_of_their_own() -> None:
+    decoder = init_weights(
+        build(LLAMA, dtype="fp32", device="cpu", attention="varlen", whole="sdpa_math"), seed=0
+    )
+    plain = init_weights(build(LLAMA, dtype="fp32", device="cpu", attention="sdpa_math"), seed=0)
+    ids_BT = torch.arange(12).view(2, 6)
+    torch.testing.assert_close(decoder(ids_BT), plain(ids_BT), rtol=0, atol=0)
+    with pytest.raises(ModelError, match="varlen"):
+        decoder(ids_BT, layout=Layout.packed(torch.zeros(2, 6, dtype=torch.int32)))

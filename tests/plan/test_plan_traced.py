@@ -10,12 +10,21 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from trimtab import optim  # noqa: E402
-from trimtab.adapt import recompute  # noqa: E402
+from trimtab.adapt import (  # noqa: E402
+    LoraSettings,
+    add_adapters,
+    init_adapters,
+    quantize_layout,
+    recompute,
+    trained_parameters,
+    workspace,
+)
+from trimtab.adapt.lora import set_masks  # noqa: E402
 from trimtab.facts.dtypes import TORCH_NAMES, nbytes  # noqa: E402
 from trimtab.facts.shapes import ModelShape  # noqa: E402
 from trimtab.kernels.attention import Layout  # noqa: E402
 from trimtab.model import build, init_weights  # noqa: E402
-from trimtab.plan.memory import Job, predict  # noqa: E402
+from trimtab.plan.memory import Job, predict, unpacking_bytes, workspace_bytes  # noqa: E402
 from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
 
 TINY = ModelShape(
@@ -80,6 +89,24 @@ CASES = {
 }
 
 
+ADAPTED = {"lora": LoraSettings(r=4), "accumulation": 1}
+NF4 = {"quantization": {"kind": "nf4", "block": 64, "double": True, "impl": "reference"}}
+CASES |= {
+    "adapters": vary(FEW, **ADAPTED),
+    "adapters, whole vocabulary": vary(**ADAPTED),
+    "adapters, recomputed": vary(FEW, **ADAPTED, policies=("block",) * 4),
+    "adapters, a mix": vary(FEW, **ADAPTED, policies=("block", "selective", "pointwise", "none")),
+    "adapters, in tiles": vary(FEW, **ADAPTED, policies=("block",) * 4, tokens=512, mlp_tiles=4),
+    "few adapters": vary(FEW, lora=LoraSettings(r=4, target_modules=("q_proj", "v_proj"))),
+    "DoRA": vary(FEW, lora=LoraSettings(r=4, use_dora=True), accumulation=1),
+    "packed": vary(FEW, **ADAPTED, **NF4),
+    "packed, recomputed": vary(FEW, **ADAPTED, **NF4, policies=("block",) * 4),
+    "packed, recomputed, in tiles": vary(
+        FEW, **ADAPTED, **NF4, policies=("block",) * 4, mlp_tiles=8, tokens=1024
+    ),
+}
+
+
 class Step:
     """A model and optimizer of a job, and one training step."""
 
@@ -95,11 +122,17 @@ class Step:
             pointwise=job.pointwise,
         )
         init_weights(self.decoder, 0)
+        if job.quantization is not None:
+            quantize_layout(self.decoder, job.quantization["kind"])
+        if job.lora is not None:
+            add_adapters(self.decoder, job.lora)
+            init_adapters(self.decoder, seed=0)
+            set_masks(self.decoder, torch.device(job.device))
         recompute.apply(self.decoder, job.layers, mlp_tiles=job.mlp_tiles)
         for p in self.decoder.parameters():
-            if job.gradient_dtype != job.weights_dtype:
+            if p.requires_grad and p.dtype != torch.float32 and job.gradient_dtype == "fp32":
                 p.grad_dtype = getattr(torch, TORCH_NAMES[job.gradient_dtype])
-        named = list(self.decoder.named_parameters())
+        named = list(trained_parameters(self.decoder).items())
         self.optimizer = optim.build(
             job.optimizer,
             named,
@@ -130,7 +163,9 @@ class Step:
 def test_predicted_peak_is_what_a_step_allocates(name: str) -> None:
     job, memory = CASES[name], predict(CASES[name])
     step = Step(job)
-    assert storage_bytes(step.decoder.parameters()) == memory.before.weights
+    held = [*step.decoder.parameters(), *(b for n, b in step.decoder.named_buffers() if "rotary" not in n)]
+    assert storage_bytes(held) == memory.before.weights
+    workspace.release()  # what an earlier case left there would not be seen to come
     assert storage_bytes(step.optimizer.tensors().values()) == memory.before.optimizer
     with LiveBytes() as live:
         step.forward_backward()
@@ -143,7 +178,8 @@ def test_predicted_peak_is_what_a_step_allocates(name: str) -> None:
         if job.gradient_dtype != job.weights_dtype:
             copy -= nbytes(job.weights_dtype, job.shape.vocab_size * job.shape.hidden_size)
         moments["the embedding, at the end of backward"] += copy
-    predicted = max(moments.values())
+    # What an operator holds inside itself is not seen by a dispatch mode.
+    predicted = max(moments.values()) - workspace_bytes(job) - unpacking_bytes(job)
     assert live.peak == pytest.approx(predicted, rel=0.03)
     assert predicted >= 0.985 * live.peak, "a plan must not promise less than a step takes"
 

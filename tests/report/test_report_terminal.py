@@ -275,3 +275,41 @@ def test_no_torch_is_needed() -> None:
     rooms = "trimtab.report.live, trimtab.report.page, trimtab.report.closing"
     code = f"import sys; import {rooms}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+EXAMPLE: dict[str, Any] = {
+    "kind": "example",
+    "source": "a",
+    "origin": "a\x1b[31m.jsonl:1",
+    "tokens": 30,
+    "trained": 9,
+    "cut": False,
+    "runs": [("user: [/b] \x1b[2J", False), ("an [red]answer\u202e", True), ("\n\n", False)],
+}
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_an_example_shows_what_is_trained_on_and_is_inert(terminal: bool) -> None:
+    shown = console(terminal=terminal)
+    LiveView(console=shown).record(EXAMPLE)
+    text = text_of(shown)
+    assert is_inert(text)
+    plain_text = OURS.sub("", text)
+    assert "user: [/b] \\x1b[2J" in plain_text
+    assert "9 of 30 tokens" in plain_text
+    if terminal:
+        assert "\x1b[1;32man [red]answer\\u202e\x1b[0m" in text  # green
+        assert "⟦" not in text
+    else:
+        assert "\x1b" not in text
+        assert "⟦an [red]answer\\u202e⟧" in text
+
+
+def test_a_long_example_is_shortened_and_its_answer_still_seen() -> None:
+    shown = console()
+    runs = [("q" * 100_000, False), ("a" * 100_000, True)] * 50
+    LiveView(console=shown).record({**EXAMPLE, "runs": runs, "cut": True})
+    text = text_of(shown)
+    assert len(text) < 6000
+    assert "⟦aaa" in text
+    assert text.rstrip().endswith("(cut here: max_seq_length)")

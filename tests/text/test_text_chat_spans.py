@@ -85,6 +85,42 @@ def test_calls_of_tools_are_answers_and_results_are_not() -> None:
     assert trained(templates.TOOLS, messages, tools=[{"name": "add"}]) == expected
 
 
+def test_thinking_and_calls_of_tools_in_one_conversation() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    messages = [
+        *chat("1+1?", "2", "2+2?"),
+        call,
+        {"role": "tool", "content": "4"},
+        {**call, "reasoning_content": "once more"},
+        {"role": "tool", "content": "4"},
+        {"role": "tool", "content": "sure"},
+        {"role": "assistant", "content": "It is 4."},
+    ]
+    assert trained(templates.TOOL_THINKING, messages) == [
+        "2<|im_end|>",
+        '<call>{"name": "add"}</call><|im_end|>',
+        '<think>\nonce more\n</think>\n\n<call>{"name": "add"}</call><|im_end|>',
+        "<think>\n\n</think>\n\nIt is 4.<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "rewritten"), [("CHATML", False), ("MISTRAL_LATE_SYSTEM", True), ("THINKING", True)]
+)
+def test_templates_that_write_a_beginning_otherwise_are_told(template: str, rewritten: bool) -> None:
+    conversation = Conversation(chat("Hi", "Ho", "He", "Ha", system="Be brief."))
+    with ChatProcess(getattr(templates, template), specials=SPECIALS) as process:
+        (made,) = process.examples([conversation], VARIABLES, "completions")
+    assert made.rewritten == rewritten
+
+
+def test_a_conversation_that_begins_with_an_answer() -> None:
+    messages = [{"role": "assistant", "content": "Welcome!"}, *chat("Hi", "Ho")]
+    first = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"  # nothing is there at first
+    expected = ["Welcome!<|im_end|>", "Ho<|im_end|>"]
+    assert trained(first + templates.CHATML, messages) == expected
+
+
 def test_last_and_all_and_answers_that_are_context() -> None:
     assert trained(templates.CHATML, TWO, "last") == [" Fine. \n<|im_end|>"]
     assert trained(templates.CHATML_MARKED, TWO, "last") == [" Fine. \n<|im_end|>"]

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import _dynamo as dynamo
 
-from trimtab.adapt.recompute import compiled
+from trimtab.adapt.recompute import compiled, uncompiled
 from trimtab.model.decoder import Decoder
 
 MOST_PROGRAMS = 64
@@ -87,6 +87,7 @@ class Regions:
         """Inside, the plain blocks run: hooks on their parts may look at numbers."""
         regions, self.decoder.regions = self.decoder.regions, None
         try:
-            yield
+            with uncompiled(self.decoder):
+                yield
         finally:
             self.decoder.regions = regions

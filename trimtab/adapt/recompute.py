@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -108,6 +108,16 @@ def compiled(
 
 def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     return nullcontext(), nullcontext()
+
+
+@contextmanager
+def uncompiled(decoder: Decoder) -> Iterator[None]:
+    """Inside, no part of a block runs compiled."""
+    with ExitStack() as stack:
+        for block in decoder.model.layers:
+            if isinstance(block.recompute, _InTiles):
+                stack.enter_context(block.recompute.uncompiled())
+        yield
 
 
 def _way(policy: str, mlp_tiles: int) -> Way | None:
@@ -235,10 +245,20 @@ class _InTiles:
             policy, _attend_plain
         )
         self.feed: Callable[[Block, torch.Tensor], torch.Tensor] = _feed
+        self.plain = (self.attend, self.feed)
 
     def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Both halves as graphs of their own, in training."""
         self.attend, self.feed = compiler(self.attend), compiler(self.feed)
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Inside, both halves run as they are written."""
+        kept, (self.attend, self.feed) = (self.attend, self.feed), self.plain
+        try:
+            yield
+        finally:
+            self.attend, self.feed = kept
 
     def __call__(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trimtab.facts.dtypes import BYTES
 from trimtab.facts.shapes import ModelShape
@@ -95,32 +96,28 @@ def layer_bytes(
     device: str = "cpu",
     pointwise: str = "reference",
     mlp_tiles: int = 1,
+    learning: model_spec.Learning = model_spec.EVERYTHING,
 ) -> LayerBytes:
     """Bytes of one layer, for one microbatch; arguments as in `trimtab.model.spec.saved_bytes`.
 
     Args:
         policy: one of `POLICIES`. On a CPU `offload` keeps the input where it is, as `block` does.
         mlp_tiles: parts of the tokens that the feed-forward half is computed in.
+        learning: what learns in the layer.
     """
-    block = model_spec.block_bytes(
-        shape,
-        batch,
-        tokens,
-        dtype,
-        attention,
-        weights_dtype=weights_dtype,
-        device=device,
-        pointwise=pointwise,
-    )
+    options: dict[str, Any] = {
+        "weights_dtype": weights_dtype,
+        "device": device,
+        "pointwise": pointwise,
+        "learning": learning,
+    }
+    block = model_spec.block_bytes(shape, batch, tokens, dtype, attention, **options)
     H, K, D, N = shape.num_heads, shape.num_kv_heads, shape.head_dim, batch * tokens
     tile = 0
     plain = block.total
     if mlp_tiles > 1:
         rows = tile_rows(N, mlp_tiles)
-        part = model_spec.block_bytes(
-            shape, 1, rows, dtype, attention, weights_dtype=weights_dtype, device=device, pointwise=pointwise
-        )
-        tile = part.feed_forward
+        tile = model_spec.block_bytes(shape, 1, rows, dtype, attention, **options).feed_forward
         plain = block.attention_half + block.stream  # and the stream between the halves
     if policy == "none":
         return LayerBytes(plain, 0, tile=tile)

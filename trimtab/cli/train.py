@@ -32,7 +32,8 @@ def train(
     """Train what a recipe describes, or continue a run that stopped.
 
     Before anything is trained you see what will be trained, which attention and number formats are used and
-    why, and how much memory and disk it needs; a run that cannot fit is refused with what would make it fit.
+    why, and how much memory and disk it needs; a run that cannot fit is refused with what would make it fit. Of
+    conversations one example is shown, what is trained on in colour.
 
         trimtab train own-text data.train=./my-texts
         trimtab train recipe.yaml learning_rate=1e-4 max_steps=200

@@ -49,6 +49,8 @@ class Summary:
     """Examples without a single token to train on, left out: conversations without an answer, empty completions."""
     unanswered: int = 0
     """Conversations whose last messages no answer follows; these messages were left out."""
+    rewritten: int = 0
+    """Conversations whose earlier turns the chat template writes otherwise once an answer follows."""
     trained: int = 0
     """Tokens that are trained on; all of them where documents are texts."""
     files: int = 0
@@ -276,7 +278,7 @@ def _build(
     reader = SegmentReader(source, template=frame.chat is not None)
     skipped = {"empty": 0, "short": 0, "repaired": 0}
     if rendering is not None:
-        skipped |= {"untrained": 0, "unanswered": 0, "trained": 0}
+        skipped |= {"untrained": 0, "unanswered": 0, "rewritten": 0, "trained": 0}
     told = content_hash = 0
     for segment in tokenize(reader, frame, num_proc, rendering):
         if segment.first:
@@ -291,8 +293,9 @@ def _build(
             if segment.last:
                 writer.end_document(segment.file, segment.row, content_hash)
                 skipped["repaired"] += segment.repaired
-                if segment.unanswered:
-                    skipped["unanswered"] += 1
+                for what in ("unanswered", "rewritten"):
+                    if getattr(segment, what):
+                        skipped[what] += 1
         if writer.num_tokens - told > 1 << 17:
             told = writer.num_tokens
             progress(
@@ -319,6 +322,17 @@ LEFT_OUT = {
     "untrained": "without a token to train on (no answer in them)",
 }
 """Why documents are left out, in words."""
+
+
+def left_out(count: int, why: str) -> str:
+    """Why so many documents are not there, as a sentence.
+
+    Example:
+        >>> left_out(2, "empty")
+        '2 documents are empty and were left out'
+    """
+    what, are, were = ("document", "is", "was") if count == 1 else ("documents", "are", "were")
+    return f"{count} {what} {are} {LEFT_OUT[why]} and {were} left out"
 
 
 def nothing_left(name: str, skipped: Mapping[str, int]) -> DataError:

@@ -79,6 +79,12 @@ def example_of(place: str, value: Any, form: Format, *, template: bool, keep_end
     try:
         if not isinstance(value, dict):
             raise RowError(f"is {type_name(value)}, not an object", "write one object a row")
+        missing = [name for name in form.needed if name not in value]
+        if missing:
+            raise RowError(
+                f"has no column {missing[0]!r} (it has {', '.join(value) or 'none'})",
+                f"all rows of a source have one format, here {form.name}; name others as sources of their own",
+            )
         cleaned, repaired = _clean(value)
         found = _READERS[form.name](cleaned, form, template)
     except RowError as error:
@@ -182,7 +188,10 @@ def _message(message: Any, place: str) -> Message:
         known = ", ".join(ROLES)
         said = "has no role" if role is None else f"has the role {role!r}"
         raise RowError(f"{place} {said}", f"use one of {known}")
-    rest = {key: inner for key, inner in message.items() if key not in (who, what)}
+    # Templates ask whether a key is there: one that is empty is not.
+    rest = {
+        key: inner for key, inner in message.items() if key not in (who, what) and inner not in (None, [])
+    }
     content = _content(message.get(what), place)
     if content is None and not rest.get("tool_calls"):
         raise RowError(f"{place} has no {what}", "every message needs a text, which may be empty")

@@ -29,6 +29,16 @@ class Format:
     name: str
     columns: Mapping[str, str]
 
+    @property
+    def needed(self) -> list[str]:
+        """The columns that every row must have."""
+        return [self.columns.get(part, part) for part in PARTS[self.name][0]]
+
+    @property
+    def used(self) -> frozenset[str]:
+        """The columns that are looked at."""
+        return frozenset(self.columns.get(part, part) for part in _parts(self.name))
+
     def get(self, value: Mapping[str, Any], part: str) -> Any:
         """The part of a row; None where there is none."""
         return value.get(self.columns.get(part, part))

@@ -21,7 +21,7 @@ def highlighted(
     corpus: Corpus | StreamCorpus, tokenizer: Tokenizer, *, max_seq_length: int = 1024, number: int = 0
 ) -> dict[str, Any]:
     """One piece of a corpus as a record: `origin`, `tokens`, how many of them are `trained`, whether it was `cut` at
-    the window's end, and `runs`, its text as [text, trained on or not].
+    the window's end, whether it `stops` (a special token is trained on), and `runs`, its text as [text, trained on].
 
     Args:
         corpus: of examples or of texts, cached or streamed.
@@ -34,6 +34,8 @@ def highlighted(
         [('<|user|>Hi<|assistant|>', False), ('Hello!<|end|>', True)]
     """
     piece, cut = _piece(corpus, max_seq_length, number)
+    added = tokenizer.backend.get_added_tokens_decoder()
+    special = {*tokenizer.stop_ids, *(token_id for token_id, token in added.items() if token.special)}
     flags = [i > 0 and (piece.trained is None or bool(piece.trained[i])) for i in range(len(piece.ids))]
     return {
         "kind": "example",
@@ -42,6 +44,9 @@ def highlighted(
         "tokens": len(piece.ids),
         "trained": sum(flags),
         "cut": cut,
+        "stops": any(
+            flag and int(token_id) in special for token_id, flag in zip(piece.ids, flags, strict=True)
+        ),
         "runs": runs_of(tokenizer, piece.ids.tolist(), flags),
     }
 

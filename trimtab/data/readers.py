@@ -32,6 +32,8 @@ class Segment:
     repaired: bool = False
     example: Example | None = None
     """Instead of a text: what a chat template makes one of."""
+    rewritten: bool = False
+    """Set when it is rendered: whether the template writes earlier turns otherwise once an answer follows."""
 
     @property
     def size(self) -> int:
@@ -55,8 +57,8 @@ def read(file: SourceFile, spec: SourceSpec, *, start: int = 1, meter: Meter | N
 
 def read_parquet(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
     """The texts of a Parquet file's text column."""
-    column = _parquet_column(file, parquet_schema(file), column)
-    return ((row, text or "", True) for row, text in parquet_values(file, column, start, meter))
+    name = _parquet_column(file, parquet_schema(file), column)
+    return ((row, value[name] or "", True) for row, value in parquet_values(file, [name], start, meter))
 
 
 def _parquet_column(file: SourceFile, schema: Any, column: str | None) -> str:
@@ -176,7 +178,7 @@ class SegmentReader:
         if form is None or file.kind not in TABLES:
             yield from cut(read(file, spec, start=start, meter=self._meter), index)
             return
-        for row, value in read_values(file, start=start, meter=self._meter):
+        for row, value in read_values(file, start=start, meter=self._meter, columns=form.used):
             made = example_of(
                 f"{file.path}:{row}",
                 value,

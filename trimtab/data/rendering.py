@@ -117,6 +117,8 @@ class Renderer:
             if error.index is None:
                 raise
             raise DataError(f"{self._place(segments[error.index])}: {error.cause}", error.remedy) from None
+        for segment, one in zip(segments, rendered, strict=True):
+            segment.rewritten = one.rewritten
         return [Text(one.text.encode("utf-8", "replace"), False, one.spans) for one in rendered]
 
     def _place(self, segment: Segment) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from trimtab.data.readers_text import Meter, checked_field, csv_values, json_values, jsonl_values
@@ -11,8 +11,17 @@ from trimtab.data.sources import SourceFile
 from trimtab.facts.errors import DataError, MissingDependency
 
 
-def read_values(file: SourceFile, *, start: int = 1, meter: Meter | None = None) -> Iterator[tuple[int, Any]]:
-    """(row, value) of a table from row `start` on; a value is what JSON has, usually a dict by column."""
+def read_values(
+    file: SourceFile,
+    *,
+    start: int = 1,
+    meter: Meter | None = None,
+    columns: Collection[str] | None = None,
+) -> Iterator[tuple[int, Any]]:
+    """(row, value) of a table from row `start` on; a value is what JSON has, usually a dict by column.
+
+    `columns` are those that are wanted: of a Parquet file no other is read.
+    """
     if file.kind == "jsonl":
         return jsonl_values(file, start, meter)
     if file.kind == "json":
@@ -20,7 +29,11 @@ def read_values(file: SourceFile, *, start: int = 1, meter: Meter | None = None)
     if file.kind == "csv":
         return _csv(file, start, meter)
     assert file.kind == "parquet", file.kind
-    return ((row, _without_none(value)) for row, value in parquet_values(file, None, start, meter))
+    wanted = [name for name in parquet_schema(file).names if columns is None or name in columns]
+    return (
+        (row, {name: _without_none(inner) for name, inner in value.items()})
+        for row, value in parquet_values(file, wanted, start, meter)
+    )
 
 
 def _csv(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, Any]]:
@@ -38,12 +51,9 @@ def _without_none(value: Any) -> Any:
 
 
 def parquet_values(
-    file: SourceFile, column: str | None, start: int, meter: Meter | None
-) -> Iterator[tuple[int, Any]]:
-    """(row, value) of a Parquet file, a few at a time; row groups before `start` are not touched.
-
-    A value is that of one column, or a dict of all.
-    """
+    file: SourceFile, columns: list[str], start: int, meter: Meter | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(row, value by column) of a Parquet file, a few at a time; row groups before `start` are not touched."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -57,11 +67,10 @@ def parquet_values(
                 row += table.metadata.row_group(group).num_rows
                 group += 1
             groups = list(range(group, table.num_row_groups))
-            columns = None if column is None else [column]
             # 64 rows: documents of a megabyte each still fit in memory easily.
             for batch in table.iter_batches(batch_size=64, row_groups=groups, columns=columns):
                 try:
-                    values = (batch if column is None else batch.column(0)).to_pylist()
+                    values = batch.to_pylist()
                 except UnicodeDecodeError as error:
                     raise DataError(
                         f"{file.path} is not UTF-8 within 64 rows of row {row + 1}",

@@ -70,6 +70,11 @@ class SourceSpec:
                 f"documents: {self.documents!r} is not known for {self.source}",
                 f"use one of {', '.join(DOCUMENT_MODES)}",
             )
+        if self.text_column is not None and (self.format not in ("auto", "text") or self.columns):
+            raise DataError(
+                f"{self.source} has a text_column, which is of texts, and a format or columns of examples",
+                "keep one of the two",
+            )
         if self.first is not None and self.first < 1:
             raise DataError(f"first: {self.first} keeps nothing of {self.source}", "give 1 or more")
         if not 0 < self.weight < float("inf"):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.data.batch import Piece
-from trimtab.data.corpus import LEFT_OUT, nothing_left
+from trimtab.data.corpus import LEFT_OUT, left_out, nothing_left
 from trimtab.data.loader import cut_note, nothing_packed
 from trimtab.data.order import shuffled
 from trimtab.data.packing import check_length, pack_chunk
@@ -147,12 +147,12 @@ def chunks_of(
     for cursor, piece in reading:
         if len(held) >= CHUNK_PIECES or tokens >= chunk_tokens(max_seq_length):
             windows = _windows(held, max_seq_length, packing, key, number)
-            yield Chunk(windows, cursor, reader.done_bytes, reading.skipped)
+            yield Chunk(windows, cursor, reader.done_bytes, reading.skipped.copy())
             held, tokens, number = [], 0, number + 1
         held.append(piece)
         tokens += len(piece.ids)
     windows = _windows(held, max_seq_length, packing, key, number)
-    yield Chunk(windows, None, reader.total_bytes, reading.skipped)
+    yield Chunk(windows, None, reader.total_bytes, reading.skipped.copy())
 
 
 def _windows(
@@ -238,7 +238,9 @@ class WindowStream:
         return window
 
     def close(self) -> None:
-        """Ends the reading thread and its processes."""
+        """Ends the reading thread and its processes; says what was left out of the pass under way."""
+        if self._chunk is not None:
+            self._tell(self._chunk.skipped)
         self._drop_ahead()
         self._thread.shutdown(wait=True)
 
@@ -249,9 +251,9 @@ class WindowStream:
         return nothing_left(name, skipped)
 
     def _tell(self, skipped: Counter[str]) -> None:
-        """What was left out of a pass, where it is over; of a resumed one, since the resume."""
+        """What was left out of a pass, or of the part of it that was read since the run began or was continued."""
         name, said = self.corpus.name, []
-        said += [f"{skipped[w]} documents are {words}" for w, words in LEFT_OUT.items() if skipped[w]]
+        said += [f"{name}: {left_out(skipped[why], why)}" for why in LEFT_OUT if skipped[why]]
         if skipped["cut"]:
             said.append(cut_note(name, skipped["cut"], skipped["lost"], self.max_seq_length))
         for text in said:

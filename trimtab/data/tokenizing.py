@@ -123,6 +123,7 @@ class TokenSegment:
     repaired: bool
     trained: np.ndarray | None = None
     unanswered: bool = False
+    rewritten: bool = False
 
     @property
     def unusable(self) -> str | None:
@@ -174,6 +175,7 @@ def tokenize(
                 segment.repaired,
                 mask,
                 unanswered,
+                segment.rewritten,
             )
             start = end
 

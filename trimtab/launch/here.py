@@ -141,6 +141,11 @@ def _go(
     example = opened.example(tokenizer)
     if example is not None:
         view.record(example)
+        if not (example["stops"] or example["cut"]):
+            view.message(
+                f"answers in {example['source']} end with no special token: a model trained on them does not learn to "
+                "stop; let the chat template write {{ eos_token }} or the like after them"
+            )
     run = assembling.assemble(
         recipe,
         choices,

@@ -63,6 +63,8 @@ class Attention(nn.Module):
         super().__init__()
         C, D = shape.hidden_size, shape.head_dim
         self.layer, self.head_dim, self.impl, self.pointwise = layer, D, impl, pointwise
+        self.whole = impl
+        """What runs where every row is one document."""
         self.window = shape.window(layer)
         self.q_proj = nn.Linear(C, shape.num_heads * D, bias=shape.qkv_bias)
         self.k_proj = nn.Linear(C, shape.num_kv_heads * D, bias=shape.qkv_bias)
@@ -87,7 +89,8 @@ class Attention(nn.Module):
         v_BSKD = v_BTKD
         if cache is not None:
             k_BSKD, v_BSKD = cache.update(self.layer, k_BSKD, v_BSKD)
-        o_BTHD = attention(q_BTHD, k_BSKD, v_BSKD, layout=layout, window=self.window, impl=self.impl)
+        impl = self.impl if layout.is_packed or cache is not None else self.whole
+        o_BTHD = attention(q_BTHD, k_BSKD, v_BSKD, layout=layout, window=self.window, impl=impl)
         return self.o_proj(o_BTHD.reshape(B, T, -1))
 
     def _placed(

@@ -7,7 +7,8 @@ I intermediate size, H query heads, K key/value heads, D head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from trimtab.facts.dtypes import BYTES, nbytes
 from trimtab.facts.shapes import ModelShape
@@ -37,6 +38,50 @@ class Saved:
     def kept(self) -> int:
         """Between the forward and the backward pass."""
         return self.blocks + self.final + self.outside
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What learns in a block, as far as it decides what is kept for the backward pass.
+
+    Example:
+        >>> Learning(frozenset({"q_proj"}), norms=False, ranks={"q_proj": 16}).keeps("k_proj", "v_proj")
+        False
+    """
+
+    linears: frozenset[str]
+    """Last names of the linear layers whose weight or adapter learns: they keep their input."""
+    norms: bool = True
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Of adapters, by the layer they are on: they keep so many numbers a token."""
+    scaled: bool = False
+    """Whether adapters scale their layer's output (DoRA), which is kept for that."""
+
+    def keeps(self, *names: str) -> bool:
+        """Whether one of these layers keeps its input."""
+        return not self.linears.isdisjoint(names)
+
+    def own(self, names: tuple[str, ...], shape: ModelShape) -> int:
+        """Numbers a token that adapters on these layers keep besides inputs."""
+        total = sum(self.ranks.get(name, 0) for name in names)
+        if self.scaled:
+            total += sum(out_features(shape, name) for name in names if name in self.ranks)
+        return total
+
+
+ATTENTION_LINEARS, MLP_LINEARS = (
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("gate_proj", "up_proj", "down_proj"),
+)
+EVERYTHING = Learning(frozenset((*ATTENTION_LINEARS, *MLP_LINEARS)))
+
+
+def out_features(shape: ModelShape, name: str) -> int:
+    """Of a block's linear layer, by its last name."""
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    width = shape.intermediate_size
+    wide = {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate_proj": width, "up_proj": width}
+    return wide.get(name, shape.hidden_size)
 
 
 @dataclass(frozen=True)
@@ -72,6 +117,7 @@ def saved_bytes(
     packed: bool = True,
     device: str = "cpu",
     pointwise: str = "reference",
+    learning: Learning = EVERYTHING,
 ) -> Saved:
     """Bytes kept for the backward pass of one microbatch.
 
@@ -85,10 +131,11 @@ def saved_bytes(
         packed: whether rows hold several documents; some implementations then need a mask.
         device: "cpu", or "cuda", where torch's fused norm keeps less.
         pointwise: the implementation of norms, rotary positions and gates.
+        learning: what learns in the blocks.
     """
     N, F = batch * tokens, shape.head_dim // 2
     stream = stream_dtype(dtype, weights_dtype)
-    final = _norm(N, shape.hidden_size, 1, stream, device, pointwise)
+    final = _norm(N, shape.hidden_size, 1, stream, device, pointwise, learning.norms)
     outside = N * 8 + 2 * N * F * 4 + _masks(shape, batch, tokens, dtype, attention, packed)
     # All blocks are alike; their windows differ, and no implementation keeps less for a window.
     block = block_bytes(
@@ -130,7 +177,7 @@ def _masks(shape: ModelShape, batch: int, tokens: int, dtype: str, attention: st
     )
 
 
-def _norm(N: int, width: int, rows: int, dtype: str, device: str, pointwise: str) -> int:
+def _norm(N: int, width: int, rows: int, dtype: str, device: str, pointwise: str, learns: bool = True) -> int:
     """What an RMS norm of N · rows vectors keeps besides its output: a fused one its input and 1/rms.
 
     On the CPU torch composes it of parts: the input and its normalized form, both in fp32, and 1/rms.
@@ -138,7 +185,7 @@ def _norm(N: int, width: int, rows: int, dtype: str, device: str, pointwise: str
     vectors, wide = N * rows, max(BYTES[dtype], 4)
     if device == "cuda" or pointwise == "triton":
         return vectors * (width * BYTES[dtype] + 4)
-    return vectors * (2 * width * wide + wide)
+    return vectors * ((2 if learns else 1) * width * wide + wide)
 
 
 def block_bytes(
@@ -151,6 +198,7 @@ def block_bytes(
     weights_dtype: str | None = None,
     device: str = "cpu",
     pointwise: str = "reference",
+    learning: Learning = EVERYTHING,
 ) -> BlockBytes:
     """Bytes that one block keeps; arguments as in `saved_bytes`."""
     N, C, I = B * T, shape.hidden_size, shape.intermediate_size  # noqa: E741
@@ -158,20 +206,24 @@ def block_bytes(
     width = BYTES[dtype]
     stream = stream_dtype(dtype, weights_dtype)
     autocast = stream != dtype
+    kernels = (device, pointwise, learning.norms)
     # A norm, and its output, the input of q, k, v or of gate, up; autocast casts it anew for each.
-    norm = _norm(N, C, 1, stream, device, pointwise)
-    first = norm + N * C * width * (3 if autocast else 1)
+    first = second = _norm(N, C, 1, stream, *kernels)
+    if learning.keeps("q_proj", "k_proj", "v_proj"):
+        first += N * C * width * (3 if autocast else 1)
     if shape.qk_norm and pointwise == "triton":
         first += N * (H + K) * D * width  # as they were before norm and turn, which are one
     elif shape.qk_norm:
-        first += _norm(N, D, H + K, "fp32" if autocast else dtype, device, pointwise)
+        first += _norm(N, D, H + K, "fp32" if autocast else dtype, *kernels)
     first += attention_spec.saved_bytes(attention, B, T, T, H, K, D, dtype)
-    if attention not in attention_spec.TILED:
+    if attention not in attention_spec.TILED and learning.keeps("o_proj"):
         first += N * H * D * width  # the output projection's input; tiled ones keep it themselves
-    # gate, up and their product; composed of parts also silu(gate)
-    second = (
-        norm + N * C * width * (2 if autocast else 1) + (3 if pointwise == "triton" else 4) * N * I * width
-    )
+    if learning.keeps("gate_proj", "up_proj"):
+        second += N * C * width * (2 if autocast else 1)
+    # gate and up; composed of parts also silu(gate); and their product, the last layer's input
+    second += N * I * width * ((2 if pointwise == "triton" else 3) + learning.keeps("down_proj"))
+    first += N * width * learning.own(ATTENTION_LINEARS, shape)
+    second += N * width * learning.own(MLP_LINEARS, shape)
     return BlockBytes(N * C * BYTES[stream], first, second)
 
 

@@ -160,7 +160,7 @@ def job_of(
         in_backward=recipe.optim_in_backward,
         loss_impl=choices.get("loss", {}).get("impl", "chunked"),
         loss_memory=choices.get("loss", {}).get("memory_bytes"),
-        attention=choices["attention"]["impl"],
+        attention=choices["attention"].get("whole", choices["attention"]["impl"]),
         device=device.kind,
         bf16=device.bf16,
         packed=recipe.packing,

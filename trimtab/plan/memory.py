@@ -184,6 +184,7 @@ def layer_bytes(job: Job, policy: str) -> spec_recompute.LayerBytes:
         device=job.device,
         pointwise=job.pointwise,
         mlp_tiles=job.mlp_tiles,
+        learning=job.trained.learning,
     )
 
 
@@ -240,7 +241,7 @@ def layers_of(job: Job, gradients: int) -> Layers:
         stream=job.batch * job.tokens * shape.hidden_size * BYTES[_stream(job)],
         gradients=0 if job.accumulation > 1 else matrices // max(shape.num_layers, 1),
         beyond={policy: _beyond(job, policy, update) for policy in spec_recompute.POLICIES},
-        cast=model_spec.cast_bytes(shape, job.dtype, job.weights_dtype),
+        cast=0 if job.lora else model_spec.cast_bytes(shape, job.dtype, job.weights_dtype),
     )
 
 
@@ -267,6 +268,11 @@ def _moments(job: Job, gradients: int) -> Iterator[tuple[str, int]]:
 
 def moments_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[str, int]]:
     """(moment, bytes above weights and optimizer states, less those of the blocks)."""
+    standing = workspace_bytes(job)
+    return ((name, held + standing) for name, held in _moments_around(job, gradients, layers))
+
+
+def _moments_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[str, int]]:
     shape, N = job.shape, job.batch * job.tokens
     earlier = gradients if job.accumulation > 1 else 0
     saved = model_spec.saved_bytes(
@@ -279,6 +285,7 @@ def moments_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[s
         packed=job.packed,
         device=job.device,
         pointwise=job.pointwise,
+        learning=job.trained.learning,
     )
     # A loader hands over the whole step's batches on the host; the microbatch at work is on the device.
     kept = saved.outside + data_spec.batch_bytes(job.batch, job.tokens) + unpacked_bytes(job)
@@ -330,6 +337,11 @@ def _made_gradient(job: Job, count: int) -> int:
     return made if job.weights_dtype == job.gradient_dtype else made + nbytes(job.gradient_dtype, count)
 
 
+def _largest_gradient(job: Job, names: tuple[str, ...]) -> int:
+    """Of the tensors on these layers of a block: the largest gradient as backward makes it."""
+    return max((_made_gradient(job, p.count) for p in job.trained.in_block(names)), default=0)
+
+
 def _beyond(job: Job, policy: str, update: int) -> int:
     """The most that a layer's backward holds beyond what the layer kept: what comes back, and the larger of its halves.
 
@@ -344,7 +356,7 @@ def _beyond(job: Job, policy: str, update: int) -> int:
     tiled = job.mlp_tiles > 1
     rows = spec_recompute.tile_rows(N, job.mlp_tiles) if tiled else N
     between = N * C * BYTES[_stream(job)]
-    feed_forward = rows * I * width + max(rows * I * width, _made_gradient(job, C * I))
+    feed_forward = rows * I * width + max(rows * I * width, _largest_gradient(job, model_spec.MLP_LINEARS))
     kernel = 0
     if (
         job.device == "cuda" or job.attention not in attention_spec.TILED
@@ -352,13 +364,39 @@ def _beyond(job: Job, policy: str, update: int) -> int:
         kernel = attention_spec.scratch_bytes(
             job.attention, job.batch, job.tokens, job.tokens, H, K, D, job.dtype
         )
-    attention = (2 * N * H * D + 2 * N * K * D) * width + kernel + _made_gradient(job, C * H * D)
+    attention = (
+        (2 * N * H * D + 2 * N * K * D) * width
+        + kernel
+        + _largest_gradient(job, model_spec.ATTENTION_LINEARS)
+    )
     attention = max(attention - (between if tiled else (4 * N * I + N * C) * width), _turning(job), update)
     if tiled:
         feed_forward = _tiles_scratch(job, rows)
+    unpacking = unpacking_bytes(job)
     if tiled and policy in ("pointwise", "selective"):
-        return max(feed_forward, back + attention)  # the tiles are done before the first half comes back
-    return back + max(feed_forward, attention, update)
+        return (
+            max(feed_forward, back + attention) + unpacking
+        )  # the tiles are done before the first half comes back
+    return back + max(feed_forward, attention, update) + unpacking
+
+
+def unpacking_bytes(job: Job) -> int:
+    """What reading packed weights takes for a moment, besides the workspace."""
+    if job.quantization is None:
+        return 0
+    packed = job.quantization
+    return spec_quantized.scratch_bytes(
+        job.shape,
+        packed["kind"],
+        impl=packed["impl"],
+        block=packed["block"] or spec_quantized.BLOCK,
+        double=packed["double"],
+    )
+
+
+def workspace_bytes(job: Job) -> int:
+    """One dequantized weight, from the first product on."""
+    return 0 if job.quantization is None else spec_quantized.workspace_bytes(job.shape, job.dtype)
 
 
 def _turning(job: Job) -> int:
@@ -381,10 +419,14 @@ def _tiles_scratch(job: Job, rows: int) -> int:
     it keeps, its output, the gradients of two factors and of one weight), or its weights' gradients, all made.
     """
     shape, width = job.shape, BYTES[job.dtype]
-    stream, weight = shape.hidden_size * BYTES[_stream(job)], shape.hidden_size * shape.intermediate_size
-    made = nbytes(job.weights_dtype, weight)
-    tile = layer_bytes(job, "none").tile + rows * stream + 2 * rows * shape.intermediate_size * width + made
-    return job.batch * job.tokens * stream + nbytes("fp32", 3 * weight) + max(tile, 3 * made)
+    stream = shape.hidden_size * BYTES[_stream(job)]
+    learned = job.trained.in_block(model_spec.MLP_LINEARS)
+    sums, made = nbytes("fp32", sum(p.count for p in learned)), sum(nbytes(p.dtype, p.count) for p in learned)
+    largest = max((nbytes(p.dtype, p.count) for p in learned), default=0)
+    tile = (
+        layer_bytes(job, "none").tile + rows * stream + 2 * rows * shape.intermediate_size * width + largest
+    )
+    return job.batch * job.tokens * stream + sums + max(tile, made)
 
 
 def _update_scratch(job: Job) -> int:

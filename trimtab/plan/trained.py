@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from trimtab.adapt import spec as adapt_spec
@@ -78,6 +80,26 @@ class Trained:
     def _tied(self) -> bool:
         return not any(p.name == f"{HEAD}.weight" for p in self.parameters)
 
+    @cached_property
+    def learning(self) -> model_spec.Learning:
+        """What learns in a block; of blocks that differ the one that keeps most."""
+        layers: dict[str, list[Parameter]] = {}
+        for parameter in self.parameters:
+            if match := _IN_BLOCK.match(parameter.name):
+                layers.setdefault(match[1], []).append(parameter)
+        found = [_learning(parameters) for parameters in layers.values()]
+        nothing = model_spec.Learning(frozenset(), norms=False)
+        return max(found, key=lambda one: (len(one.linears), sum(one.ranks.values())), default=nothing)
+
+    def in_block(self, names: tuple[str, ...]) -> list[Parameter]:
+        """The trained tensors on linear layers with these last names, of the first block that has any."""
+        own = [
+            (m[1], p)
+            for p in self.parameters
+            if (m := _IN_BLOCK.match(p.name)) and _layer_of(p.name) in names
+        ]
+        return [p for layer, p in own if layer == own[0][0]]
+
     def state_bytes(self, optimizer: str) -> int:
         """Bytes of all optimizer states."""
         return sum(optim_spec.state_bytes(optimizer, p.dims, p.dtype) for p in self.parameters)
@@ -88,6 +110,26 @@ class Trained:
             optim_spec.scratch_bytes(optimizer, p.dims, p.dtype, device=device, impl=impl)
             for p in self.parameters
         )
+
+
+_IN_BLOCK = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def _layer_of(name: str) -> str:
+    """`model.layers.0.mlp.up_proj.lora_A.default.weight` → `up_proj`."""
+    parts = name.split(".")
+    return next((part for part in parts if part.endswith(("_proj", "norm"))), "")
+
+
+def _learning(parameters: list[Parameter]) -> model_spec.Learning:
+    names = {_layer_of(p.name) for p in parameters}
+    ranks = {_layer_of(p.name): p.dims[0] for p in parameters if ".lora_A." in p.name}
+    return model_spec.Learning(
+        frozenset(name for name in names if name.endswith("_proj")),
+        norms=any(name.endswith("norm") for name in names),
+        ranks=ranks,
+        scaled=any(".lora_magnitude_vector." in p.name for p in parameters),
+    )
 
 
 def trained(

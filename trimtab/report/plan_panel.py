@@ -61,7 +61,8 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("data", f"{data['steps']} steps"))
     optimizer, attention = section(choices, "optimizer"), section(choices, "attention")
     if attention:
-        rows.append(("attention", f"{attention['impl']}: {attention['reason']}"))
+        impl = attention.get("whole", attention["impl"])
+        rows.append(("attention", f"{impl}: {attention['reason']}"))
     if choices.get("precision"):
         rows.append(("precision", str(choices["precision"])))
     if optimizer:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from trimtab import data, hub, starter
 from trimtab.data import Batch, Progress, SourceSpec
-from trimtab.data.corpus import LEFT_OUT, default_cache_dir
+from trimtab.data.corpus import LEFT_OUT, default_cache_dir, left_out
 from trimtab.data.sources import classify
 from trimtab.facts.errors import DataError
 from trimtab.hub.resolved import looks_local
@@ -180,17 +180,21 @@ def _without(corpus: Any, evaluation: dict[str, list[Any]]) -> Any:
 def _notes(corpus: Any) -> Iterator[str]:
     """What a person should know of a corpus that was just opened."""
     summary = corpus.summary
-    for why, words in LEFT_OUT.items():
+    for why in LEFT_OUT:
         count = getattr(summary, why)
         if count:
-            one = count == 1
-            yield f"{count} {'document is' if one else 'documents are'} {words} and {'was' if one else 'were'} left out"
+            yield left_out(count, why)
     form = corpus.form
     if form is None:
         return
     if summary.unanswered:
         yield (
             f"the last messages of {summary.unanswered} conversations, which no answer follows, were left out"
+        )
+    if summary.rewritten:
+        yield (
+            f"in {summary.rewritten} conversations the chat template writes what comes before an answer otherwise "
+            "once the answer is there (leaving out earlier thinking, say); they are trained on as it writes them whole"
         )
     if summary.tokens:
         yield (

@@ -55,6 +55,8 @@ class Rendered:
 
     text: str
     spans: list[tuple[int, int]]
+    rewritten: bool = False
+    """Whether the template writes what comes before an answer otherwise once the answer is there."""
 
 
 class TemplateFailed(ModelError):
@@ -128,7 +130,7 @@ class ChatProcess:
         ]
         request = {"examples": plain, "variables": dict(variables), "train_on": train_on}
         return [
-            Rendered(one["text"], [(start, end) for start, end in one["spans"]])
+            Rendered(one["text"], [(start, end) for start, end in one["spans"]], one["rewritten"])
             for one in self._ask(request)["examples"]
         ]
 

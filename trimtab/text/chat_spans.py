@@ -22,6 +22,8 @@ Render = Callable[[list[Message], bool], str]
 _STAND_INS = ("\ufdd2answer\ufdd3", "\ufdd4another\ufdd5")
 """Noncharacters at both ends: they begin and end like no text, and no template trims them."""
 
+FAILS, DIFFERS = "the template refuses a part of the conversation", "the template writes a part otherwise"
+
 
 class NotFound(Exception):
     """An answer whose place cannot be told; the text says why."""
@@ -52,42 +54,46 @@ def find(
     chosen: Sequence[int],
     specials: Sequence[str],
     failures: tuple[type[Exception], ...],
-) -> list[Span]:
-    """Character spans of the chosen answers in `full`, each through its closing special token.
+) -> tuple[list[Span], bool]:
+    """(character spans of the chosen answers in `full`, each through its closing special token; whether the template
+    writes what comes before an answer otherwise when it is asked for one than in the whole text).
 
     Example:
         >>> def render(messages, prompt):
         ...     return "".join(f"[{m['role']}]{m['content']}</s>\\n" for m in messages) + "[assistant]" * prompt
         >>> chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
         >>> text = render(chat, False)
-        >>> [text[a:b] for a, b in find(render, text, chat, [1], ["</s>"], (ValueError,))]
+        >>> spans, _ = find(render, text, chat, [1], ["</s>"], (ValueError,))
+        >>> [text[start:end] for start, end in spans]
         ['Ho</s>']
     """
     spans: list[Span] = []
+    rewritten = False
     for i in chosen:
-        span = _by_prefix(render, full, messages, i, failures)
-        if span is None:
-            span = _by_stand_in(render, full, messages, i, specials, failures)
-        start, end = span
+        found = _by_prefix(render, full, messages, i, failures)
+        rewritten = rewritten or found == DIFFERS
+        if isinstance(found, str):
+            found = _by_stand_in(render, full, messages, i, specials, failures)
+        start, end = found
         if spans and start < spans[-1][1]:
             raise NotFound(f"answers {len(spans)} and {len(spans) + 1} overlap in what it writes")
         if start < end:
             spans.append((start, _closed(full, start, end, specials)))
-    return spans
+    return spans, rewritten
 
 
 def _by_prefix(
     render: Render, full: str, messages: list[Message], i: int, failures: tuple[type[Exception], ...]
-) -> Span | None:
-    """From the prompt's end to the answer's; None where the two are no beginnings of the whole."""
+) -> Span | str:
+    """From the prompt's end to the answer's; why not, where the two are no beginnings of the whole."""
     try:
         before = render(messages[:i], True)
         through = full if i == len(messages) - 1 else render(messages[: i + 1], False)
     except failures:
-        return None
+        return FAILS
     if full.startswith(through) and through.startswith(before):
         return len(before), len(through)
-    return None
+    return DIFFERS
 
 
 def _by_stand_in(

@@ -156,27 +156,33 @@ class Renderer:
         return [self.render(messages, request["variables"])[0] for messages in request["conversations"]]
 
     def example(self, example: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-        """One conversation as {"text", "spans"}: what is trained on, in characters."""
+        """One conversation as {"text", "spans", "rewritten"}: what is trained on, in characters."""
         from trimtab.text import chat_spans
 
         variables = {**request["variables"], "tools": example["tools"]}
         messages, which = example["messages"], request["train_on"]
 
+        known: dict[tuple[int, bool], str] = {}
+
         def prefix(part: list[Any], prompt: bool) -> str:
-            return self.render(part, {**variables, "add_generation_prompt": prompt})[0]
+            place = (len(part), prompt)
+            if any(one is not other for one, other in zip(part, messages, strict=False)):
+                return self.render(part, {**variables, "add_generation_prompt": prompt})[0]
+            if place not in known:
+                known[place] = self.render(part, {**variables, "add_generation_prompt": prompt})[0]
+            return known[place]
 
         text, marks = self.render(messages, {**variables, "add_generation_prompt": False})
-        chosen = chat_spans.answers(messages, example["skipped"])
+        chosen, rewritten = chat_spans.answers(messages, example["skipped"]), False
         if which == "all":
             spans: list[Any] = [(0, len(text))]
         elif marks is not None:
             spans = chat_spans.chosen_marks(marks, chat_spans.answers(messages), chosen, which == "last")
         else:
             specials = self.setup["specials"]
-            spans = chat_spans.find(
-                prefix, text, messages, chosen[-1:] if which == "last" else chosen, specials, failures()
-            )
-        return {"text": text, "spans": spans}
+            asked = chosen[-1:] if which == "last" else chosen
+            spans, rewritten = chat_spans.find(prefix, text, messages, asked, specials, failures())
+        return {"text": text, "spans": spans, "rewritten": rewritten}
 
 
 def unmark(text: str) -> tuple[str, list[tuple[int, int]]]:

@@ -1,0 +1,276 @@
+"""What is trained on, from the cache to the batch: packed, cut, streamed and restored without a mask lost or moved."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_templates import CHATML, LLAMA3, chat_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.data import Batch, SourceSpec, eval_batches, highlighted, make_loader, open_corpus
+from trimtab.data.batch import Piece, collate
+from trimtab.data.corpus import Corpus
+from trimtab.data.packing import pack_documents
+from trimtab.data.progress import Progress
+from trimtab.facts.errors import DataError
+from trimtab.text.tokenizer import Tokenizer
+
+T = 48
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return chat_tokenizer(CHATML)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations of every length; some lose their end at T tokens, some their only answer, some have none."""
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    draw = np.random.default_rng(5)
+    rows = []
+    for i in range(240):
+        messages = []
+        for turn in range(int(draw.integers(1, 4))):
+            words = " ".join(["two"] * int(draw.integers(1, 30)))
+            messages.append({"role": "user", "content": f"What is {i} plus {words}?"})
+            if i % 17 or turn:
+                messages.append({"role": "assistant", "content": f"It is {i}, " * int(draw.integers(1, 5))})
+        rows.append({"messages": messages})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(chats: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return open_corpus(str(chats), tokenizer, cache_dir=tmp_path_factory.mktemp("cache"), num_proc=1)
+
+
+def pieces(batch: Batch) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """(origin, ids, labels) of every piece of a batch."""
+    found = []
+    for b, origins in enumerate(batch.origins):
+        for number, origin in enumerate(origins):
+            here = batch.documents_BT[b] == number
+            ids, labels = batch.input_ids_BT[b][here].tolist(), batch.labels_BT[b][here].tolist()
+            found.append((origin, tuple(ids), tuple(labels)))
+    return found
+
+
+def epoch_of(loader: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    found = []
+    while True:
+        found += [piece for batch in loader.next_step() for piece in pieces(batch)]
+        if loader.epoch == int(loader.epoch):
+            return found
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_labels_are_the_answers_cut_at_the_window(corpus: Corpus, packing: bool) -> None:
+    loader = make_loader([corpus], max_seq_length=T, batch_size=4, packing=packing)
+    found = {origin: (ids, labels) for origin, ids, labels in epoch_of(loader)}
+    kept = 0
+    for document in range(corpus.num_documents):
+        ids, mask = corpus.tokens(document).tolist()[:T], corpus.trained(document)
+        assert mask is not None
+        expected = [t if flag else -100 for t, flag in zip(ids[1:], mask[1:T], strict=True)] + [-100]
+        if set(expected) == {-100}:
+            assert corpus.origin(document) not in found
+            continue
+        kept += 1
+        assert found[corpus.origin(document)] == (tuple(ids), tuple(expected))
+    assert kept == len(found) < corpus.num_documents
+    assert corpus.summary.untrained > 0
+
+
+def test_what_is_cut_is_counted_and_said(corpus: Corpus) -> None:
+    loader = make_loader([corpus], max_seq_length=T, batch_size=4)
+    packed = loader.packed[0]  # type: ignore[union-attr]
+    lengths = corpus.lengths_N
+    lost = sum(not corpus.trained(d)[1:T].any() for d in range(corpus.num_documents))  # type: ignore[index]
+    assert (packed.cut, packed.lost) == (int((lengths > T).sum()), lost)
+    assert lost > 0
+    (note,) = loader.notes()
+    assert note.startswith(f"{corpus.name}: {packed.cut} examples are longer than max_seq_length (48)")
+    assert f"; {lost} of them have nothing to train on before the cut and are left out" in note
+    assert not make_loader([corpus], max_seq_length=4096, batch_size=4).notes()
+    with pytest.raises(
+        DataError, match=r"in all \d+ examples of .* is within 4 tokens; raise max_seq_length"
+    ):
+        make_loader([corpus], max_seq_length=4, batch_size=4)
+
+
+def test_targets_are_counted_for_each_step(corpus: Corpus) -> None:
+    loader = make_loader([corpus], max_seq_length=T, batch_size=3, accumulation=2)
+    for _ in range(loader.steps_per_epoch or 0):
+        for batch in loader.next_step():
+            assert batch.num_targets == int((batch.labels_BT != -100).sum())
+            if batch.origins[0]:
+                assert all((row != -100).any() for row in batch.labels_BT), (
+                    "every window has something to learn"
+                )
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_stream_sees_what_the_cache_holds(
+    chats: Path, corpus: Corpus, tokenizer: Tokenizer, packing: bool
+) -> None:
+    told: list[Progress] = []
+    stream = open_corpus(str(chats), tokenizer, streaming=True, num_proc=1, progress=told.append)
+    cached = make_loader([corpus], max_seq_length=T, batch_size=4, packing=packing)
+    streamed = make_loader([stream], max_seq_length=T, batch_size=4, packing=packing)
+    expected = Counter(epoch_of(cached))
+    assert Counter(epoch_of(streamed)) == expected
+    said = [note.message for note in told if note.message]
+    assert any("have nothing to train on before the cut" in text for text in said if text)
+    assert any("without a token to train on" in text for text in said if text)
+    streamed.close()
+    assert highlighted(stream, tokenizer, max_seq_length=T) == highlighted(
+        corpus, tokenizer, max_seq_length=T
+    )
+
+
+def test_a_stream_that_is_left_says_what_it_left_out(chats: Path, tokenizer: Tokenizer) -> None:
+    told: list[Progress] = []
+    stream = open_corpus(str(chats), tokenizer, streaming=True, num_proc=1, progress=told.append)
+    loader = make_loader([stream], max_seq_length=T, batch_size=4)
+    loader.next_step()
+    assert not any(note.message for note in told)
+    loader.close()
+    assert any("examples are longer than max_seq_length (48)" in (note.message or "") for note in told)
+
+
+def test_a_stream_without_anything_to_train_on_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
+    stream = open_corpus(str(path), tokenizer, streaming=True, num_proc=1)
+    loader = make_loader([stream], max_seq_length=T, batch_size=1)
+    with pytest.raises(DataError, match=r"holds nothing to train on: 1 without a token to train on"):
+        loader.next_step()
+    loader.close()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_restoring_anywhere_gives_the_same_rest(
+    chats: Path, tokenizer: Tokenizer, streaming: bool, tmp_path: Path
+) -> None:
+    def loader() -> Any:
+        opened = open_corpus(str(chats), tokenizer, cache_dir=tmp_path, num_proc=1, streaming=streaming)
+        return make_loader([opened], max_seq_length=T, batch_size=2, accumulation=2, seed=4)
+
+    first, positions, seen = loader(), [], []
+    for _ in range(60):
+        positions.append(json.dumps(first.position()))
+        seen.append([piece for batch in first.next_step() for piece in pieces(batch)])
+    assert first.epoch > 1
+    again = loader()
+    for start in (0, 1, 7, 30, 59):
+        again.restore(json.loads(positions[start]))
+        assert [piece for batch in again.next_step() for piece in pieces(batch)] == seen[start]
+    first.close(), again.close()
+
+
+def test_settings_are_part_of_the_cache_and_of_a_place(
+    chats: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """Another template, choice of answers, column or variable is another entry, and no resume mixes the two."""
+
+    def opened(given: Tokenizer, **spec: Any) -> Corpus:
+        return open_corpus(SourceSpec(str(chats), **spec), given, cache_dir=tmp_path, num_proc=1)
+
+    first = opened(tokenizer)
+    others = [
+        opened(tokenizer, train_on="last"),
+        opened(tokenizer, train_on="all"),
+        opened(tokenizer, variables={"x": 1}),
+        opened(chat_tokenizer(LLAMA3)),
+        opened(chat_tokenizer(CHATML + "{# a remark #}")),
+    ]
+    assert len({corpus.entry.path for corpus in (first, *others)}) == 6
+    assert opened(tokenizer).entry.path == first.entry.path
+    place = make_loader([first], max_seq_length=T, batch_size=2).position()
+    for other in others:
+        with pytest.raises(DataError, match="not what the run began with"):
+            make_loader([other], max_seq_length=T, batch_size=2).restore(place)
+    with pytest.raises(DataError, match="it is read with other settings"):
+        others[0].check(first.manifest())
+
+
+def test_a_damaged_mask_is_noticed_and_made_again(chats: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    said: list[Progress] = []
+
+    def opened() -> Corpus:
+        return open_corpus(str(chats), tokenizer, cache_dir=tmp_path, num_proc=1, progress=said.append)
+
+    path = opened().entry.path / "trained.bin"
+    good = path.read_bytes()
+    for damaged in (good[:-1], bytes([1 - good[0]]) + good[1:]):
+        path.unlink()
+        path.write_bytes(damaged)
+        said.clear()
+        corpus = opened()
+        assert any("damaged" in (note.message or "") for note in said)
+        assert corpus.entry.trained is not None
+        assert corpus.entry.trained.tobytes() == good
+
+
+def test_held_out_conversations_are_measured_on_their_answers(corpus: Corpus) -> None:
+    train, held = corpus.split(share=0.2)
+    assert train.num_documents + held.num_documents == corpus.num_documents
+    batches = eval_batches(held, batch_size=4, max_seq_length=4096)
+    found = {piece[0]: piece for batch in batches for piece in pieces(batch)}
+    assert len(found) == held.num_documents
+    assert sum(batch.num_targets for batch in batches) == sum(
+        int(held.trained(d)[1:].sum())  # type: ignore[index]
+        for d in range(held.num_documents)
+    )
+    one = corpus._view(np.arange(corpus.num_documents) == 3, "one")
+    with pytest.raises(DataError, match=r"is one example, of which no part can be held out; .*eval_share: 0"):
+        one.split(share=0.5)
+
+
+lengths_and_masks = st.lists(
+    st.integers(2, 40).flatmap(
+        lambda n: st.tuples(st.just(n), st.lists(st.integers(0, 1), min_size=n, max_size=n))
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(lengths_and_masks, st.integers(4, 24), st.booleans())
+def test_packed_examples_lose_no_label_and_gain_none(
+    drawn: list[tuple[int, list[int]]], window: int, packing: bool
+) -> None:
+    """Every kept example stands in one window, from its beginning, whole or cut; no label crosses a seam."""
+    masks = [np.array(mask, np.uint8) for _, mask in drawn]
+    ids = [np.arange(1000 * d, 1000 * d + n) for d, (n, _) in enumerate(drawn)]
+    keep_N = np.array([mask[1:window].any() for mask in masks])
+    packed = pack_documents(np.array([n for n, _ in drawn]), window, packing, keep_N=keep_N)
+    windows = []
+    for w in range(packed.num_windows):
+        parts = []
+        for p in packed.window(w).tolist():
+            d, n = int(packed.pieces.document_P[p]), int(packed.pieces.length_P[p])
+            assert packed.pieces.start_P[p] == 0
+            assert n == min(window, len(ids[d]))
+            parts.append(Piece(ids[d][:n], f"f:{d}", masks[d][:n]))
+        windows.append(parts)
+    used = sorted(int(piece.ids[0]) // 1000 for parts in windows for piece in parts)
+    assert used == np.flatnonzero(keep_N).tolist()
+    assert packed.dropped == sum(len(i) for i in ids) - sum(len(p.ids) for w in windows for p in w)
+    if not windows:
+        return
+    batch = collate(windows, window)
+    labels = sorted(batch.labels_BT[batch.labels_BT != -100].tolist())
+    expected = [int(i) for d in used for i in ids[d][1:window][masks[d][1:window] == 1]]
+    assert labels == sorted(expected)
+    assert batch.num_targets == len(expected)
+    inputs, shifted = batch.input_ids_BT[:, 1:], batch.labels_BT[:, :-1]
+    assert (inputs[shifted != -100] == shifted[shifted != -100]).all()
