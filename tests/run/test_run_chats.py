@@ -16,7 +16,9 @@ from trimtab.data.batch import Piece, collate
 from trimtab.facts.errors import DataError, ModelError, RecipeError, TrimtabError
 from trimtab.kernels.attention import Layout
 from trimtab.model import build, load_weights, read_shape
+from trimtab.recipe import build as build_recipe
 from trimtab.recipe import load
+from trimtab.run.places import absolute
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
@@ -213,6 +215,23 @@ def test_mistakes_are_said_before_training(
     with pytest.raises(kind, match=message):
         launch.train(load(recipe(tmp_path, **changes)), Watching())
     assert not (tmp_path / "run" / "choices.json").exists()
+
+
+def test_templates_of_any_length_and_files_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file system is asked about a template: it may be longer than any name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    for named, expected in (
+        ("{# " + "long " * 100 + "#}" + TEMPLATE, "{# long"),
+        ("{{ '[*]' }}" * 200, "{{ '[*]' }}"),
+        ("chat.jinja", str(tmp_path / "chat.jinja")),
+    ):
+        resolved = absolute(
+            build_recipe({"model": {"name": "x", "chat_template": named}, "data": {"train": "y"}})
+        )
+        assert (resolved.model.chat_template or "").startswith(expected)
 
 
 def test_the_command_line_shows_evaluates_and_answers(
