@@ -18,6 +18,7 @@ from trimtab.kernels.attention import Layout
 from trimtab.model import build, load_weights, read_shape
 from trimtab.recipe import build as build_recipe
 from trimtab.recipe import load
+from trimtab.report import read_run
 from trimtab.run.places import absolute
 
 TEMPLATE = (
@@ -98,6 +99,8 @@ def test_only_answers_are_trained_on_and_shown(finished: tuple[Path, Watching]) 
         (" under the house<|end|>", True),
         ("\n", False),
     ]
+    (kept,) = read_run(folder / "run").of("example")
+    assert [tuple(run) for run in kept["runs"]] == example["runs"]
     answers = [
         len(tokenizer.encode(f" {message['content']}<|end|>"))
         for line in (folder / "chats.jsonl").read_text().splitlines()
@@ -156,6 +159,7 @@ def test_a_resumed_run_repeats_the_unstopped_one(finished: tuple[Path, Watching]
     launch.resume(tmp_path / "run", [], other)
     unstopped = [record["loss"] for record in view.of("train")]
     assert [record["loss"] for record in other.of("train")] == unstopped[5:]
+    assert len(read_run(tmp_path / "run").of("example")) == 1
 
 
 def test_streaming_trains_on_answers_too(tmp_path: Path) -> None:
