@@ -244,14 +244,13 @@ def _linear_numbers(shape: ModelShape, *, biases: bool) -> int:
     return total
 
 
-def flops_per_token(shape: ModelShape, tokens: int, *, training: bool = True, frozen: bool = False) -> float:
+def flops_per_token(shape: ModelShape, tokens: int, *, training: bool = True) -> float:
     """Multiplications and additions a token, head and attention included, nothing computed again.
 
     Args:
         shape: the model.
         tokens: length of a document; packed rows attend within documents, so give those.
         training: forward and backward (three times the matrix products), or forward alone.
-        frozen: whether the matrices have no gradients of their own (adapters are counted apart): twice, then.
 
     Example:
         >>> from trimtab.facts.shapes import ModelShape
@@ -267,7 +266,7 @@ def flops_per_token(shape: ModelShape, tokens: int, *, training: bool = True, fr
     if not training:
         return matrices + attention + head
     backward = sum(attention_flops(shape, layer, tokens, backward=True) for layer in range(shape.num_layers))
-    return (2 if frozen else 3) * (matrices + head) + attention + backward
+    return 3 * (matrices + head) + attention + backward
 
 
 def product_flops(shape: ModelShape) -> float:

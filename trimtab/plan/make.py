@@ -114,8 +114,8 @@ def make_plan(
         processed=processed,
         layers=job.layers,
         mlp_tiles=job.mlp_tiles,
-        lora=job.lora,
         num_devices=num_devices,
+        lora=job.lora,
     )
     num_tensors = len(job.trained.parameters)
     disk = plan_disk.estimate(

@@ -42,8 +42,8 @@ def estimate(
     processed: int | None,
     layers: Sequence[str],
     mlp_tiles: int = 1,
-    lora: LoraSettings | None = None,
     num_devices: int = 1,
+    lora: LoraSettings | None = None,
 ) -> Time:
     """Time of a run.
 
@@ -55,12 +55,12 @@ def estimate(
         processed: tokens that pass through the model in the whole run, padding included; None if unknown.
         layers: the recompute policy of each layer.
         mlp_tiles: parts of the tokens that feed-forward halves are computed in.
-        lora: the adapters' settings, where they are trained and everything else is frozen.
         num_devices: devices that share the work.
+        lora: the adapters, where the model's own weights have no gradients.
     """
-    per_token = model_spec.flops_per_token(shape, tokens, frozen=lora is not None)
+    per_token = model_spec.flops_per_token(shape, tokens)
     if lora is not None:
-        per_token += adapt_spec.flops_per_token(shape, lora)
+        per_token += adapt_spec.flops_per_token(shape, lora) - adapt_spec.frozen_flops_per_token(shape, lora)
     for layer, policy in enumerate(layers):
         again = spec_recompute.again(shape, policy, tokens, layer=layer, mlp_tiles=mlp_tiles)
         per_token += again.products + again.attention

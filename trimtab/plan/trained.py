@@ -51,6 +51,8 @@ class Trained:
     """Of all weights, frozen ones and adapters included."""
     adapters: bool
     """Whether most of the model is frozen below adapters."""
+    tied: bool = False
+    """Whether the head is the embedding."""
 
     @property
     def count(self) -> int:
@@ -74,11 +76,7 @@ class Trained:
     @property
     def head(self) -> int:
         """Bytes of the head's gradient: its own, or that of the embedding it is tied to."""
-        return self.named(HEAD) or (self.named(EMBEDDING) if self._tied else 0)
-
-    @property
-    def _tied(self) -> bool:
-        return not any(p.name == f"{HEAD}.weight" for p in self.parameters)
+        return self.named(EMBEDDING if self.tied else HEAD)
 
     @cached_property
     def learning(self) -> model_spec.Learning:
@@ -147,7 +145,9 @@ def trained(
     """
     if lora is None:
         whole = [Parameter(name, dims, weights_dtype, gradient_dtype) for name, dims in shape.parameters()]
-        return Trained(tuple(whole), model_spec.parameter_bytes(shape, weights_dtype), adapters=False)
+        return Trained(
+            tuple(whole), model_spec.parameter_bytes(shape, weights_dtype), False, shape.tie_embeddings
+        )
     standing = model_spec.parameter_bytes(shape, weights_dtype)
     if quantization is not None:
         standing = spec_quantized.weight_bytes(
@@ -161,4 +161,6 @@ def trained(
         Parameter(name, dims, dtype, "fp32" if dtype == "fp32" else gradient_dtype)
         for name, dims, dtype in adapt_spec.trained(shape, lora, weights_dtype)
     ]
-    return Trained(tuple(parts), standing + adapt_spec.parameter_bytes(shape, lora), adapters=True)
+    return Trained(
+        tuple(parts), standing + adapt_spec.parameter_bytes(shape, lora), True, shape.tie_embeddings
+    )
