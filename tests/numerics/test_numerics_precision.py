@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_model import write_tiny_model
-from whole_run import losses, records, relative, run
+from tiny_model import write_recipe, write_tiny_model
+from whole_run import Silent, losses, records, relative, run
 
+from trimtab import launch
 from trimtab.api import load
+from trimtab.recipe import load as load_recipe
 
 # Wide enough for the 8-bit optimizer to compress its matrices.
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -70,6 +73,26 @@ def test_recomputing_changes_no_bit(folder: Path, fp32: Path) -> None:
         for name, f in (("kept", fp32), ("recomputed", done))
     }
     assert peaks["recomputed"] < 0.8 * peaks["kept"], "and it must really have been switched on"
+
+
+def test_a_run_may_be_resumed_with_other_policies_bit_by_bit(folder: Path, fp32: Path) -> None:
+    """Stopped after six steps, then continued with something else kept; the tiles stay as they were."""
+    path = write_recipe(
+        folder,
+        output_dir=str(folder / "turned"),
+        **{"eval_steps": None, "save_steps": 2, **LEARN, "recompute": ["selective", "pointwise"]},
+    )
+
+    def stop(step: int) -> None:
+        if step == 6:
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        launch.train(load_recipe(path), Silent(), after_step=stop)
+    assert len(losses(folder / "turned")) < 16
+    done = launch.resume(folder / "turned", ["recompute=block"], Silent())
+    assert done.status == "finished"
+    assert [x.hex() for x in losses(done.folder)] == [x.hex() for x in losses(fp32)]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -102,21 +102,6 @@ def make_plan(
         choices = {**choices, "memory": plan_limits.settle(recipe, job, device)}
         job = job_of(recipe, shape, device, choices)
     memory = plan_memory.predict(job)
-    steps = plan_data.total_steps(recipe, data, num_devices)
-    processed = None
-    if steps is not None:
-        processed = round(plan_data.processed_windows(recipe, data, num_devices) * recipe.max_seq_length)
-    estimate = plan_time.estimate(
-        shape,
-        device,
-        dtype=job.dtype,
-        tokens=recipe.max_seq_length,
-        processed=processed,
-        layers=job.layers,
-        mlp_tiles=job.mlp_tiles,
-        num_devices=num_devices,
-        lora=job.lora,
-    )
     num_tensors = len(job.trained.parameters)
     disk = plan_disk.estimate(
         job.trained.trained_bytes,
@@ -133,7 +118,7 @@ def make_plan(
         job=job,
         memory=memory,
         data=plan_data.describe(recipe, data, num_devices),
-        time=estimate,
+        time=_time(recipe, job, device, data, num_devices),
         disk=disk,
         choices={
             **choices,
@@ -141,6 +126,26 @@ def make_plan(
         },
         notes=tuple(_notes(recipe, job)),
         limit=plan_limits.limit_of(recipe, device)[0],
+    )
+
+
+def _time(
+    recipe: Recipe, job: plan_memory.Job, device: DeviceFacts, data: DataFacts | None, num_devices: int
+) -> plan_time.Time:
+    steps = plan_data.total_steps(recipe, data, num_devices)
+    processed = None
+    if steps is not None:
+        processed = round(plan_data.processed_windows(recipe, data, num_devices) * recipe.max_seq_length)
+    return plan_time.estimate(
+        job.shape,
+        device,
+        dtype=job.dtype,
+        tokens=recipe.max_seq_length,
+        processed=processed,
+        layers=job.layers,
+        mlp_tiles=job.mlp_tiles,
+        num_devices=num_devices,
+        lora=job.lora,
     )
 
 
