@@ -17,6 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import typer.main
 
+from benchmarks.end_to_end import table as end_to_end
 from benchmarks.kernels.table import page, read
 from trimtab.cli.main import VERBS
 from trimtab.facts import errors
@@ -49,6 +50,18 @@ allowed error gets no time. Ours are bold.
 in this harness. "peer / this" is the time of the fastest exact peer divided by this one: above 1 it is faster than all.
 "of floor" is the share of the least time that the device's measured ceilings allow for the bytes and FLOPs of the
 operation. "MiB" is what a run holds above its inputs, results included.
+
+"""
+
+_END_TO_END = """\
+<!-- Made by `python tools/docs.py` from benchmarks/results/end-to-end-h200.jsonl. -->
+# Whole training steps
+
+`python -m benchmarks.end_to_end` on a CUDA GPU: one micro-step (forward, backward, 8-bit AdamW) of trimtab and of the
+peers, each in a process of its own, on the same random weights, windows and first adapter; medians of synchronized
+steps. "trimtab" has all of the memory, "trimtab tight" the `memory_limit` that the thriftiest peer needed. A ratio
+above 1 says how many times as fast as that peer ours is. The floor is the step's products at the rate of the device's
+best product. Packed windows hold documents of 400 tokens on average, none of which sees another.
 
 """
 
@@ -102,6 +115,9 @@ def files(folder: Path = DOCS) -> Iterator[tuple[Path, str]]:
     """(path, text) of everything that is generated under a docs folder."""
     yield folder / "reference" / "cli.md", cli_page()
     yield folder / "reference" / "kernels.md", kernels_page()
+    if (RESULTS / "end-to-end-h200.jsonl").exists():
+        records = end_to_end.read(RESULTS / "end-to-end-h200.jsonl")
+        yield folder / "reference" / "end-to-end.md", _END_TO_END + end_to_end.page(records)
     yield from recipe_docs.files(folder)
 
 

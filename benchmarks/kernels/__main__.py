@@ -11,11 +11,8 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import importlib.metadata
 import json
 import pkgutil
-import platform
-import subprocess
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -25,6 +22,7 @@ from typing import Any
 import torch
 
 import benchmarks.kernels as here
+from benchmarks import provenance
 from benchmarks.kernels.case import Case, Contestant
 from benchmarks.kernels.table import markdown, read
 from trimtab.lab.timing import Ceilings, ceilings, peak_bytes, time_together
@@ -56,22 +54,7 @@ def all_cases(only: list[str]) -> list[Case]:
 
 def versions() -> dict[str, str]:
     """Of Python, CUDA and whatever of `PACKAGES` is installed."""
-    known = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
-    installed = importlib.metadata.packages_distributions()
-    for package in PACKAGES:
-        if package in installed:
-            known[package] = importlib.metadata.version(installed[package][0])
-    return known
-
-
-def commit() -> str:
-    """The checkout's, marked where files were changed; "unknown" outside a repository."""
-    words = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent)
-    except FileNotFoundError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+    return {"cuda": str(torch.version.cuda), **provenance.versions(PACKAGES)}
 
 
 def verified(contestant: Contestant) -> dict[str, Any]:
@@ -110,7 +93,7 @@ def run_all(cases: list[Case], path: Path, options: argparse.Namespace) -> list[
     """Measures what the file does not have for this commit, device and these versions."""
     measured = ceilings()
     where = {
-        "commit": options.commit or commit(),
+        "commit": options.commit or provenance.commit(),
         "device": measured.device,
         "versions": versions(),
     }

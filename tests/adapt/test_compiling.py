@@ -22,15 +22,20 @@ from trimtab.adapt import (
     init_adapters,
     quantize_layout,
 )
+from trimtab.adapt import recompute as recompute_policies
 from trimtab.adapt.compiling import use_cache_folder
 from trimtab.adapt.lora import set_masks
 from trimtab.facts.shapes import ModelShape
 from trimtab.generate.cache import KVCache
 from trimtab.kernels.attention import Layout
-from trimtab.model import Decoder, build, init_weights, recompute_blocks
+from trimtab.model import Decoder, build, init_weights
 
 PLAIN = ModelShape("qwen3", 64, 32, 64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True)
 LENGTHS = (32, 40, 33, 7, 24, 56, 9, 100, 64, 2)
+
+
+def recomputed(decoder: Decoder, on: bool = True) -> Decoder:
+    return recompute_policies.apply(decoder, ["block" if on else "none"] * len(decoder.model.layers))
 
 
 @pytest.fixture(autouse=True)
@@ -82,16 +87,23 @@ def test_one_program_for_all_layers_and_lengths(attention: str, packed: bool) ->
     assert compilations()[0] == (2 if packed else 1)
 
 
-def test_recomputed_blocks_are_programs_of_their_own() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policies", "tiles", "programs"),
+    [
+        (["none", "pointwise", "selective", "block"], 1, 4),
+        # Half of the layer before the tiles; the tiles without gradients, and with.
+        (["block", "block", "none", "offload"], 2, 3),
+    ],
+)
+def test_each_policy_is_a_program(policies: list[str], tiles: int, programs: int) -> None:
     plain, compiled = made(), made()
-    recompute_blocks(compiled)
-    compiled.model.layers[0].recompute = False
-    compile_regions(compiled, backend="aot_eager")
+    compile_regions(recompute_policies.apply(compiled, policies, mlp_tiles=tiles), backend="aot_eager")
     for length in (16, 24):
         ids_BT, layout = batch(length)
         for got, want in zip(trained(compiled, ids_BT, layout), trained(plain, ids_BT, layout), strict=True):
             torch.testing.assert_close(got, want)
-    assert compilations()[0] == 2
+    assert compilations()[0] == programs
 
 
 def test_each_window_is_a_program() -> None:
@@ -139,7 +151,7 @@ def test_adapters_and_quantized_weights_are_one_program(kind: str | None, settin
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     set_masks(decoder, torch.device("cpu"))
-    recompute_blocks(decoder)
+    recomputed(decoder)
     compile_regions(decoder, backend="aot_eager")
     for length in (16, 24):
         ids_BT, layout = batch(length)
@@ -174,14 +186,17 @@ def test_a_graph_break_is_an_error() -> None:
         trained(decoder, ids_BT, layout)
 
 
-def test_paused_regions_show_their_parts() -> None:
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_paused_regions_show_their_parts(tiles: int) -> None:
     decoder, seen = made(), []
-    compile_regions(decoder, backend="aot_eager")
-    decoder.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: seen.append(float(args[0].sum())))
+    compile_regions(recompute_policies.apply(decoder, ["none"] * 4, mlp_tiles=tiles), backend="aot_eager")
+    decoder.model.layers[0].mlp.register_forward_pre_hook(
+        lambda _, args: seen.append(float(args[0].detach().sum()))
+    )
     ids_BT, layout = batch(16)
     with Regions(decoder).paused():
         trained(decoder, ids_BT, layout)
-    assert len(seen) == 1
+    assert len(seen) == (1 if tiles == 1 else 2 * tiles), "each tile is computed again"
     assert decoder.regions is not None
 
 
@@ -228,7 +243,7 @@ def test_triton_kernels_live_in_the_graph() -> None:
 def test_generated_code_has_the_plain_decoders_numbers(recompute: bool, tmp_path: Path) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
     plain, compiled = made(), made()
-    recompute_blocks(compiled, recompute)
+    recomputed(compiled, recompute)
     compile_regions(compiled)
     for length in (32, 40):
         ids_BT, layout = batch(length)

@@ -19,9 +19,10 @@ from trimtab.adapt import (
     init_adapters,
     quantize_layout,
 )
+from trimtab.adapt import recompute as recompute_policies
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout
-from trimtab.model import Decoder, build, init_weights, recompute_blocks
+from trimtab.model import Decoder, build, init_weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,6 +35,10 @@ SHAPE = ModelShape(
 LENGTHS = (384, 256, 512, 300, 257, 1000, 640, 131, 512, 777, 900, 384)
 PACKED = ("varlen", "flex", "triton", "sdpa_efficient")
 WHOLE = ("sdpa_flash", "sdpa_cudnn")
+
+
+def recomputed(decoder: Decoder, on: bool = True) -> Decoder:
+    return recompute_policies.apply(decoder, ["block" if on else "none"] * len(decoder.model.layers))
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +86,7 @@ def test_few_programs_over_many_lengths(attention: str, pointwise: str) -> None:
 
 @pytest.mark.parametrize("attention", ["varlen", "triton"])
 def test_one_length_is_one_program_whatever_the_documents(attention: str) -> None:
-    compiled = compile_regions(recompute_blocks(made(attention)), dynamic=attention == "varlen")
+    compiled = compile_regions(recomputed(made(attention)), dynamic=attention == "varlen")
     for seed in range(4):
         documents_BT = torch.randint(0, 3 + 5 * seed, (2, 512), generator=torch.Generator().manual_seed(seed))
         ids_BT, _ = batch(512, packed=True)
@@ -125,7 +130,7 @@ def test_qlora_is_one_program_over_many_lengths(recompute: bool) -> None:
     for name, parameter in decoder.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
-    recompute_blocks(decoder, recompute)
+    recomputed(decoder, recompute)
     compile_regions(decoder)
     for length in LENGTHS[:6]:
         ids_BT, layout = batch(length, packed=True)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from trimtab.adapt import workspace
 from trimtab.adapt.fused_lora import Part, lora_group
 from trimtab.adapt.quantized import QuantizedLinear
 from trimtab.kernels.exactness import SHARE, judge
@@ -134,7 +135,7 @@ def test_the_operators_are_sound(kind: str) -> None:
     packed = [t for part in parts for t in part.packed if t is not None]
     a, b = [part.a_RI for part in parts], [part.b_OR for part in parts]
     rest = (packed, a, b, [part.scaling for part in parts], ";".join(part.text for part in parts))
-    torch.library.opcheck(torch.ops.trimtab.lora_group, (x, *rest))
+    torch.library.opcheck(torch.ops.trimtab.lora_group, (x, torch.randn(3, 6), *rest, False))
     dy = [torch.randn(3, size) for size in SIZES[:2]]
     with torch.no_grad():
         for wants_dx in (True, False):
@@ -160,3 +161,75 @@ def test_compiled_whole_for_any_number_of_tokens(kind: str) -> None:
             torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
             results.append([*outputs, x.grad, *(p.a_RI.grad for p in parts), *(p.b_OR.grad for p in parts)])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+GPU = pytest.mark.gpu
+
+
+@GPU
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("rows", [1, 2, 300])
+def test_on_a_gpu(kind: str, rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts, weights = [], []
+    for size, rank, scaling in zip((512, 256, 1024), (16, 8, 16), SCALES, strict=True):
+        layer = QuantizedLinear(
+            512, size, bias=False, kind=kind, dtype=torch.bfloat16, impl="triton", device="cuda"
+        )
+        layer.take(torch.randn(size, 512, generator=generator) * 0.02)
+        a = (torch.randn(rank, 512, generator=generator) * 0.05).cuda().requires_grad_(True)
+        b = (torch.randn(size, rank, generator=generator) * 0.05).cuda().requires_grad_(True)
+        parts.append(Part(layer.packed, layer.text, a, b, scaling))
+        weights.append(layer.dequantized())
+    x = torch.randn(rows, 512, generator=generator).bfloat16().cuda().requires_grad_(True)
+    outputs = lora_group(x, parts)
+    grads = [torch.randn_like(y) for y in outputs]
+    torch.autograd.backward(outputs, grads)
+    found = [y.detach() for y in outputs]
+    found += [x.grad, *(p.a_RI.grad for p in parts), *(p.b_OR.grad for p in parts)]
+    truth = one_by_one(x, parts, weights, grads, torch.float64)
+    plain = one_by_one(x, parts, weights, grads, torch.bfloat16)
+    for mine, exact, reference in zip(found, truth, plain, strict=True):
+        assert judge("", mine, truth=exact, reference=reference, share=SHARE["bf16"])
+
+
+@GPU
+def test_streams_do_not_share_a_workspace() -> None:
+    layers, expected = [], []
+    x = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    for seed in range(2):
+        layer = QuantizedLinear(
+            2048, 4096, bias=False, kind="nf4", dtype=torch.bfloat16, impl="triton", device="cuda"
+        )
+        layer.take(torch.randn(4096, 2048, generator=torch.Generator().manual_seed(seed)) * 0.02)
+        layers.append(layer)
+        expected.append(layer(x))
+    streams = [torch.cuda.Stream() for _ in layers]
+    torch.cuda.synchronize()
+    results: list[list[torch.Tensor]] = [[], []]
+    for _ in range(20):
+        for layer, stream, kept in zip(layers, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                kept.append(layer(x))
+    torch.cuda.synchronize()
+    for kept, right in zip(results, expected, strict=True):
+        assert all(torch.equal(y, right) for y in kept)
+
+
+@GPU
+def test_a_pass_holds_one_dequantized_weight() -> None:
+    workspace.release()
+    layer = QuantizedLinear(
+        4096, 4096, bias=False, kind="nf4", dtype=torch.bfloat16, impl="triton", device="cuda"
+    )
+    layer.take(torch.randn(4096, 4096) * 0.02)
+    x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    layer(x).sum().backward()
+    torch.cuda.synchronize()
+    above = torch.cuda.max_memory_allocated() - before
+    weight = 2 * 4096 * 4096
+    assert weight <= above <= weight + 4 * x.numel() * 2 + 2**21
+    assert workspace.held_bytes("cuda") == weight

@@ -162,15 +162,15 @@ def test_masks_repeat_and_are_fair() -> None:
 
 
 def test_dropout_is_the_same_when_recomputed_and_off_when_evaluating() -> None:
-    from trimtab.model import recompute_blocks
+    from trimtab.adapt import recompute
 
     settings = LoraSettings(r=4, lora_dropout=0.3)
     decoder = adapted(settings)
     masks = set_masks(decoder, torch.device("cpu"))
     assert masks is not None
     grads = []
-    for recompute in (False, True):
-        recompute_blocks(decoder, recompute)
+    for policy in ("none", "block"):
+        recompute.apply(decoder, [policy] * len(decoder.model.layers))
         masks.set(1, step=2, microbatch=0)
         loss = decoder.train().loss(IDS_BT, IDS_BT)
         loss.backward()

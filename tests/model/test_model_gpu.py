@@ -8,9 +8,10 @@ import pytest
 import torch
 from test_model_spec import LLAMA, MISTRAL, QWEN2, QWEN3, B, T, really_saved
 
+from trimtab.adapt import recompute
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout
-from trimtab.model import build, init_weights, load_weights, recompute_blocks, save_folder
+from trimtab.model import build, init_weights, load_weights, save_folder
 from trimtab.model.spec import saved_bytes
 
 pytestmark = [
@@ -54,7 +55,7 @@ def test_loss_and_gradients_as_on_the_cpu(shape: ModelShape, tmp_path: Path) -> 
     for device in ("cpu", "cuda"):
         decoder = build(shape, dtype="fp32", device=device, attention="reference")
         load_weights(decoder, tmp_path / "m")
-        recompute_blocks(decoder, device == "cuda")
+        recompute.apply(decoder, ["block" if device == "cuda" else "none"] * shape.num_layers)
         loss = decoder.loss(
             ids_BT.to(device), labels_BT.to(device), None, Layout.packed(DOCUMENTS), reduction="mean"
         )

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.kernels.triton_tools import interpreted
+from trimtab.adapt import recompute as policies
 from trimtab.facts.shapes import ModelShape
-from trimtab.model import build, init_weights, recompute_blocks
+from trimtab.model import build, init_weights
 
 pytest.importorskip("triton")
 from trimtab.kernels import partial_sums
@@ -26,7 +27,7 @@ def trained(pointwise: str, qk_norm: bool, dtype: str, device: str, recompute: b
         for name, parameter in decoder.named_parameters():
             parameter.mul_(1.0 if "norm" in name else 10.0)  # far from linear
     if recompute:
-        recompute_blocks(decoder)
+        policies.apply(decoder, ["block"] * shape.num_layers)
     ids_BT = torch.arange(14, device=device).view(2, 7) * 3 % 64
     logits = decoder.logits(decoder(ids_BT))
     logits.float().square().mean().backward()

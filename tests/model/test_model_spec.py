@@ -5,14 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
 
+from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout
-from trimtab.model import build, init_weights, recompute_blocks
+from trimtab.model import build, init_weights
 from trimtab.model.spec import flops_per_token, parameter_bytes, saved_bytes
 
 LLAMA = ModelShape(
@@ -74,32 +74,6 @@ def test_saved_bytes_under_autocast(shape: ModelShape) -> None:
     assert abs(said / real - 1) < 0.04, (said, real)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_recomputing_keeps_the_inputs_and_gives_the_same_gradients(autocast: bool) -> None:
-    ids_BT = torch.randint(0, 128, (B, T), generator=torch.Generator().manual_seed(0))
-    gradients, saved = [], []
-    for recompute in (False, True):
-        decoder = init_weights(build(LLAMA, dtype="fp32", device="cpu", attention="sdpa_flash"), seed=0)
-        recompute_blocks(decoder, recompute)
-        names = [name for name, _ in decoder.named_parameters()]
-        assert names == [name for name, _ in LLAMA.parameters()]
-        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            if not autocast:
-                saved.append(really_saved(lambda model=decoder: model(ids_BT), decoder))
-            loss = decoder.loss(ids_BT, ids_BT.roll(-1, 1))
-        loss.backward()
-        gradients.append([parameter.grad for parameter in decoder.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    if not autocast:
-        plan = saved_bytes(
-            LLAMA, batch=B, tokens=T, dtype="fp32", attention="sdpa_flash", recompute=True, packed=False
-        )
-        # Checkpointing also holds the arguments that are shared (angles); within a few per cent all the same.
-        assert abs(plan.kept / saved[1] - 1) < 0.04, (plan, saved)
-        assert saved[1] < saved[0] / 4
-        assert plan.working > 0
-
-
 def test_arithmetic_is_counted_as_torch_counts_it() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -119,9 +93,20 @@ def test_sums_that_can_be_done_by_hand() -> None:
     # A window of 9 makes attention cost 9 keys a token however long the document is.
     assert long - flops_per_token(MISTRAL, 8000) < 1
     assert short < long
-    assert flops_per_token(LLAMA, 64, recompute=True) > flops_per_token(LLAMA, 64) > 0
+    assert flops_per_token(LLAMA, 64) > 3 * flops_per_token(LLAMA, 64, training=False) > 0
 
 
 def test_the_spec_imports_no_torch() -> None:
     code = "import sys, trimtab.model.spec, trimtab.model.source; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_whole_rows_may_have_an_attention_of_their_own() -> None:
+    decoder = init_weights(
+        build(LLAMA, dtype="fp32", device="cpu", attention="varlen", whole="sdpa_math"), seed=0
+    )
+    plain = init_weights(build(LLAMA, dtype="fp32", device="cpu", attention="sdpa_math"), seed=0)
+    ids_BT = torch.arange(12).view(2, 6)
+    torch.testing.assert_close(decoder(ids_BT), plain(ids_BT), rtol=0, atol=0)
+    with pytest.raises(ModelError, match="varlen"):
+        decoder(ids_BT, layout=Layout.packed(torch.zeros(2, 6, dtype=torch.int32)))

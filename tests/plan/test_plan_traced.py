@@ -10,11 +10,21 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from trimtab import optim  # noqa: E402
+from trimtab.adapt import (  # noqa: E402
+    LoraSettings,
+    add_adapters,
+    init_adapters,
+    quantize_layout,
+    recompute,
+    trained_parameters,
+    workspace,
+)
+from trimtab.adapt.lora import set_masks  # noqa: E402
 from trimtab.facts.dtypes import TORCH_NAMES, nbytes  # noqa: E402
 from trimtab.facts.shapes import ModelShape  # noqa: E402
 from trimtab.kernels.attention import Layout  # noqa: E402
-from trimtab.model import build, init_weights, recompute_blocks  # noqa: E402
-from trimtab.plan.memory import Job, predict  # noqa: E402
+from trimtab.model import build, init_weights  # noqa: E402
+from trimtab.plan.memory import Job, predict, unpacking_bytes, workspace_bytes  # noqa: E402
 from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
 
 TINY = ModelShape(
@@ -40,33 +50,60 @@ def vary(shape: dict | None = None, **changes: object) -> Job:
 
 SHORT = {"batch": 1, "tokens": 32}
 WIDE = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 1024}
+FEW = {"vocab_size": 64}  # so that the peak is in a layer
+BF16 = {"dtype": "bf16", "weights_dtype": "bf16", "gradient_dtype": "bf16", "optimizer": "adamw_8bit"}
 CASES = {
     "plain": BASE,
     "no accumulation": vary(accumulation=1),
     "untied": vary({"tie_embeddings": False}),
     "untied, no accumulation": vary({"tie_embeddings": False}, accumulation=1),
     "attention matrices": vary(attention="reference", batch=1, tokens=512),
-    "recomputed": vary(recompute=True),
-    "bf16": vary(dtype="bf16", weights_dtype="bf16", gradient_dtype="bf16", optimizer="adamw_8bit"),
+    "recomputed": vary(policies=("block",) * 4),
+    "pointwise": vary(FEW, policies=("pointwise",) * 4),
+    "selective": vary(FEW, policies=("selective",) * 4),
+    "selective, no accumulation": vary(FEW, policies=("selective",) * 4, accumulation=1),
+    "a mix": vary(FEW, policies=("offload", "block", "selective", "none")),
+    "a mix, the dear first": vary(FEW, policies=("none", "pointwise", "block", "selective")),
+    "recomputed, in tiles": vary(FEW, policies=("block",) * 4, mlp_tiles=4, tokens=512),
+    "recomputed, in tiles, few tokens": vary(FEW, policies=("block",) * 4, mlp_tiles=4),
+    "selective, in tiles": vary(FEW, policies=("selective",) * 4, mlp_tiles=3),
+    "kept, in tiles": vary(FEW, mlp_tiles=8, tokens=512),
+    "in tiles, bf16": vary(FEW, mlp_tiles=4, tokens=512, policies=("block",) * 4, **BF16),
+    "bf16": vary(**BF16),
     "bf16, fp32 gradients": vary(dtype="bf16", weights_dtype="bf16", optimizer="adamw_bf16"),
     "autocast": vary(dtype="bf16"),
     "small vocabulary": vary({"vocab_size": 64}),
-    "small vocabulary, recomputed": vary({"vocab_size": 64, "num_layers": 8}, recompute=True),
+    "small vocabulary, recomputed": vary({"vocab_size": 64, "num_layers": 8}, policies=("block",) * 8),
     "large vocabulary, untied": vary({"vocab_size": 32_768, "tie_embeddings": False}, **SHORT),
     "large vocabulary": vary({"vocab_size": 32_768}, **SHORT),
     "logits twice": vary({"vocab_size": 40_000, "tie_embeddings": False}),
     "logits twice, bf16": vary(
         {"vocab_size": 40_000, "tie_embeddings": False},
-        dtype="bf16",
-        weights_dtype="bf16",
-        gradient_dtype="bf16",
-        optimizer="adamw_8bit",
+        **BF16,
     ),
     "few tokens": vary(WIDE, batch=1, tokens=16),
     "few tokens, no accumulation": vary(WIDE, batch=1, tokens=16, accumulation=1),
     "optimizer in backward": vary(accumulation=1, in_backward=True),
     "optimizer in backward, untied": vary({"tie_embeddings": False}, accumulation=1, in_backward=True),
     "optimizer in backward, few tokens": vary(WIDE, batch=1, tokens=16, accumulation=1, in_backward=True),
+}
+
+
+ADAPTED = {"lora": LoraSettings(r=4), "accumulation": 1}
+NF4 = {"quantization": {"kind": "nf4", "block": 64, "double": True, "impl": "reference"}}
+CASES |= {
+    "adapters": vary(FEW, **ADAPTED),
+    "adapters, whole vocabulary": vary(**ADAPTED),
+    "adapters, recomputed": vary(FEW, **ADAPTED, policies=("block",) * 4),
+    "adapters, a mix": vary(FEW, **ADAPTED, policies=("block", "selective", "pointwise", "none")),
+    "adapters, in tiles": vary(FEW, **ADAPTED, policies=("block",) * 4, tokens=512, mlp_tiles=4),
+    "few adapters": vary(FEW, lora=LoraSettings(r=4, target_modules=("q_proj", "v_proj"))),
+    "DoRA": vary(FEW, lora=LoraSettings(r=4, use_dora=True), accumulation=1),
+    "packed": vary(FEW, **ADAPTED, **NF4),
+    "packed, recomputed": vary(FEW, **ADAPTED, **NF4, policies=("block",) * 4),
+    "packed, recomputed, in tiles": vary(
+        FEW, **ADAPTED, **NF4, policies=("block",) * 4, mlp_tiles=8, tokens=1024
+    ),
 }
 
 
@@ -82,13 +119,20 @@ class Step:
             attention=job.attention,
             loss_impl=job.loss_impl,
             loss_memory=job.loss_memory,
+            pointwise=job.pointwise,
         )
         init_weights(self.decoder, 0)
-        recompute_blocks(self.decoder, job.recompute)
+        if job.quantization is not None:
+            quantize_layout(self.decoder, job.quantization["kind"])
+        if job.lora is not None:
+            add_adapters(self.decoder, job.lora)
+            init_adapters(self.decoder, seed=0)
+            set_masks(self.decoder, torch.device(job.device))
+        recompute.apply(self.decoder, job.layers, mlp_tiles=job.mlp_tiles)
         for p in self.decoder.parameters():
-            if job.gradient_dtype != job.weights_dtype:
+            if p.requires_grad and p.dtype != torch.float32 and job.gradient_dtype == "fp32":
                 p.grad_dtype = getattr(torch, TORCH_NAMES[job.gradient_dtype])
-        named = list(self.decoder.named_parameters())
+        named = list(trained_parameters(self.decoder).items())
         self.optimizer = optim.build(
             job.optimizer,
             named,
@@ -109,7 +153,7 @@ class Step:
             positions_BT = torch.arange(job.tokens, device=job.device).expand(job.batch, -1).contiguous()
             documents_BT = (positions_BT >= job.tokens // 2).int()
             with torch.autocast(job.device, torch.bfloat16, enabled=job.dtype != job.weights_dtype):
-                layout = Layout.packed(documents_BT)
+                layout = Layout.packed(documents_BT) if job.packed else Layout.causal()
                 loss = self.decoder.loss(ids_BT, ids_BT.clone(), positions_BT, layout)
             loss.backward()
             del loss
@@ -119,7 +163,9 @@ class Step:
 def test_predicted_peak_is_what_a_step_allocates(name: str) -> None:
     job, memory = CASES[name], predict(CASES[name])
     step = Step(job)
-    assert storage_bytes(step.decoder.parameters()) == memory.before.weights
+    held = [*step.decoder.parameters(), *(b for n, b in step.decoder.named_buffers() if "rotary" not in n)]
+    assert storage_bytes(held) == memory.before.weights
+    workspace.release()  # what an earlier case left there would not be seen to come
     assert storage_bytes(step.optimizer.tensors().values()) == memory.before.optimizer
     with LiveBytes() as live:
         step.forward_backward()
@@ -132,7 +178,8 @@ def test_predicted_peak_is_what_a_step_allocates(name: str) -> None:
         if job.gradient_dtype != job.weights_dtype:
             copy -= nbytes(job.weights_dtype, job.shape.vocab_size * job.shape.hidden_size)
         moments["the embedding, at the end of backward"] += copy
-    predicted = max(moments.values())
+    # What an operator holds inside itself is not seen by a dispatch mode.
+    predicted = max(moments.values()) - workspace_bytes(job) - unpacking_bytes(job)
     assert live.peak == pytest.approx(predicted, rel=0.03)
     assert predicted >= 0.985 * live.peak, "a plan must not promise less than a step takes"
 
@@ -146,18 +193,18 @@ def test_the_comparison_can_fail() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("policy", ["none", "pointwise", "selective", "block", "offload"])
 @pytest.mark.parametrize("gradients", ["bf16", "fp32"])
 @pytest.mark.parametrize("loss", ["chunked", "triton, fast", "triton, low memory"])
-def test_predicted_peak_on_a_gpu(recompute: bool, gradients: str, loss: str) -> None:
+def test_predicted_peak_on_a_gpu(policy: str, gradients: str, loss: str) -> None:
     shape = ModelShape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
                        tie_embeddings=True, qk_norm=True)  # fmt: skip
     formats = {"dtype": "bf16", "weights_dtype": "bf16", "gradient_dtype": gradients, "bf16": True}
     ours = loss != "chunked"
     kernels = {"attention": "triton" if ours else "varlen", "loss_impl": loss.split(",")[0]}
-    kernels |= {"optimizer_impl": "triton" if ours else "reference"}
+    kernels |= dict.fromkeys(("optimizer_impl", "pointwise"), "triton" if ours else "reference")
     job = Job(shape, batch=4, tokens=1024, accumulation=2, optimizer="adamw_8bit", device="cuda",
-              recompute=recompute, loss_memory=1300 * 2**20 if loss == "triton, fast" else None,
+              policies=(policy,) * 28, loss_memory=1300 * 2**20 if loss == "triton, fast" else None,
               **formats, **kernels)  # fmt: skip
     gc.collect()  # what earlier tests hold in cycles would count as standing
     step, memory = Step(job), predict(job)
@@ -174,7 +221,7 @@ def test_predicted_peak_on_a_gpu(recompute: bool, gradients: str, loss: str) -> 
     update = torch.cuda.max_memory_allocated() - standing
     predicted = max(v for k, v in memory.moments.items() if k != "the optimizer step")
     print(
-        f"\nrecompute {recompute}, {gradients}, {loss}: standing {standing:,}, step {measured:,}, update {update:,}; "
+        f"\n{policy}, {gradients}, {loss}: standing {standing:,}, step {measured:,}, update {update:,}; "
         f"predicted {predicted:,} {memory.moments}"
     )
     assert standing == pytest.approx(memory.before.total, rel=0.05)

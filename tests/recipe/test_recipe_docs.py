@@ -78,7 +78,17 @@ def test_shipped_recipes_load_and_match_the_schema(path: Path) -> None:
     assert accepts(schema(), read(text, path.name)[0])
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b-math", "smollm2-135m-math"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3-0.6b-math",
+        "smollm2-135m-math",
+        "smollm2-135m-lora",
+        "qwen3-0.6b-qlora",
+        "qwen3-8b-qlora",
+        "llama3.1-8b-qlora",
+    ],
+)
 def test_every_line_of_the_reference_recipes_says_what_it_is_for(name: str) -> None:
     text = (ROOT / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
     assert not [line for line in text.splitlines() if line.strip() and "#" not in line]

@@ -287,7 +287,7 @@ def test_a_shipped_recipe_by_its_name(tmp_path: Path, monkeypatch: pytest.Monkey
     assert load("own-text", ["data.train=./my-texts"]).output_dir == "runs/own-text"
     with pytest.raises(RecipeError) as raised:
         load("own-texts")
-    assert "own-text, qwen3-0.6b-math, smollm2-135m-math" in str(raised.value)
+    assert "own-text, qwen3-0.6b-math, qwen3-0.6b-qlora" in str(raised.value)
     Path("own-text").write_text("model: starter\ndata: {train: a.txt}\noutput_dir: mine\n")
     assert load("own-text").output_dir == "mine", "a person's own file comes first"
 

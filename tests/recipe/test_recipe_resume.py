@@ -25,6 +25,8 @@ ALLOWED = [
     "answers=3",
     "answers_field=calculus",
     "gradient_checkpointing=true",
+    "recompute=block",
+    "memory_limit=8GiB",
 ]
 
 

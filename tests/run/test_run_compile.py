@@ -45,11 +45,8 @@ def test_auto_compiles_large_models_on_a_gpu_with_a_compiler(tools: dict[str, bo
     assert choices("", GPU, tiny_shape(max_positions=2048)).compile["on"] is False
     assert choices("", CPU).compile["on"] is False
     tools["gcc"] = False
-    assert choices("", GPU).compile == {
-        "on": False,
-        "dynamic": True,
-        "reason": "there is no C compiler (install gcc)",
-    }
+    missing = choices("", GPU).compile
+    assert (missing["on"], missing["reason"]) == (False, "there is no C compiler (install gcc)")
 
 
 def test_what_is_asked_for_is_done_or_refused(tools: dict[str, bool]) -> None:
@@ -63,9 +60,19 @@ def test_what_is_asked_for_is_done_or_refused(tools: dict[str, bool]) -> None:
         choices("torch_compile: true", GPU)
 
 
-def test_packed_windows_have_one_length() -> None:
+def test_windows_have_one_length_and_offsets_of_documents_do_not() -> None:
     assert choices("torch_compile: false", CPU).compile["dynamic"] is False
-    assert choices("torch_compile: false\npacking: false", CPU).compile["dynamic"] is True
+    varlen = "torch_compile: false\nmodel: {name: x, attn_implementation: varlen}\npacking: "
+    recipes = [loads(f"data: {{train: y}}\n{varlen}{packing}") for packing in ("true", "false")]
+    found = [choose_all(recipe, LARGE, GPU, threads=1).compile["dynamic"] for recipe in recipes]
+    assert found == [True, False]
+
+
+def test_whole_rows_have_the_attention_that_is_fastest_for_them() -> None:
+    packed, whole = (choices(f"packing: {word}", GPU).attention for word in ("true", "false"))
+    assert "whole" not in packed
+    assert (whole["whole"], whole["impl"]) == ("sdpa_cudnn", packed["impl"])
+    assert "whole" not in choices("packing: false\ndeterministic: true", CPU).attention
 
 
 def test_an_old_folder_says_nothing_of_compiling() -> None:

@@ -17,6 +17,9 @@ from tiny_model import write_recipe, write_tiny_model
 import trimtab
 from trimtab.checkpoint import read_manifest
 from trimtab.cli.main import main
+from trimtab.launch import prepare
+from trimtab.recipe import load
+from trimtab.run.dtypes import list_dtypes
 
 SMALL: dict[str, Any] = {
     "num_train_epochs": None,
@@ -68,6 +71,20 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return new_run(tmp_path_factory.mktemp("deep"), lora=DEEP, embedding_learning_rate=1e-3)
 
 
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters on some of the layers, all of them in 4 bits."""
+    lora = {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1}
+    return new_run(tmp_path_factory.mktemp("packed"), lora=lora, load_in_4bit=True)
+
+
+@pytest.fixture(scope="module")
+def bytes8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DoRA on layers in 8 bits, recomputed."""
+    lora = {"r": 4, "use_dora": True}
+    return new_run(tmp_path_factory.mktemp("int8"), lora=lora, load_in_8bit=True, gradient_checkpointing=True)
+
+
 def test_a_checkpoint_holds_what_is_trained_and_names_its_base(plain: Path) -> None:
     manifest = read_manifest(plain / "checkpoints" / "step-00000006")
     parameters = [name for name in manifest.tensors if name.startswith("parameters.")]
@@ -82,7 +99,7 @@ def test_a_checkpoint_holds_what_is_trained_and_names_its_base(plain: Path) -> N
     assert losses(plain)[-1] < losses(plain)[0]
 
 
-@pytest.mark.parametrize("which", ["plain", "deep"])
+@pytest.mark.parametrize("which", ["plain", "deep", "packed", "bytes8"])
 def test_resuming_repeats_the_unstopped_run_bit_by_bit(
     which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -109,6 +126,23 @@ def test_a_run_is_used_like_any_other(plain: Path) -> None:
     assert code == 0, said
     measured = next(json.loads(line) for line in said.splitlines() if line.startswith("{"))
     assert 0 < measured["loss"] < 20
+
+
+@pytest.mark.parametrize("which", ["packed", "bytes8"])
+def test_a_merge_of_packed_weights_is_what_was_trained(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    run: Path = request.getfixturevalue(which)
+    assert losses(run)[-1] < losses(run)[0]
+    assert call("merge", run, tmp_path / "merged", "--dtype", "fp32") == (0, ANY)
+    assert call("export", "peft", run, tmp_path / "adapter") == (0, ANY)
+    ids_BT = torch.arange(20)[None] * 3
+    trained, merged = (
+        trimtab.load(place, dtype="fp32", device="cpu").opened.decoder for place in (run, tmp_path / "merged")
+    )
+    with torch.no_grad():
+        one, two = (model.logits(model(ids_BT)) for model in (trained, merged))
+    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.oracle
@@ -166,6 +200,43 @@ def test_an_adapter_goes_back_onto_its_base_and_starts_another_run(plain: Path, 
     assert losses(run)[0] < losses(plain)[0] - 0.05
 
 
+@pytest.mark.oracle
+@pytest.mark.parametrize("tied", [True, False])
+def test_added_tokens_grow_the_embedding_and_are_trained(tied: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    write_tiny_model(tmp_path / "model", tie_embeddings=tied)
+    whole = ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]
+    run = new_run(
+        tmp_path,
+        model={"name": str(tmp_path / "model"), "added_tokens": ["<|tool|>", "the cat"]},
+        lora={"r": 2, "target_modules": ["q_proj"], "modules_to_save": whole},
+    )
+    rows = json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"] + 2
+    assert json.loads((run / "model" / "config.json").read_text())["vocab_size"] == rows
+    model = trimtab.load(run, dtype="fp32", device="cpu")
+    assert model.opened.tokenizer.encode("the cat") == [rows - 1]
+    parameters = dict(model.opened.decoder.named_parameters())
+    embedding = parameters["model.embed_tokens.weight"]
+    assert embedding.shape[0] == rows
+    # "the cat" is in the texts and has learnt; "<|tool|>" is not, and only the head's side of a tied row moves it.
+    start = trimtab.load(tmp_path / "model", dtype="fp32", device="cpu").opened.decoder.model.embed_tokens
+    mean = start.weight.mean(0)
+    assert float((embedding[rows - 1] - mean).abs().max()) > 1e-3
+    assert call("merge", run, tmp_path / "merged", "--dtype", "fp32") == (0, ANY)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").encode("the cat") == [rows - 1]
+    ids_BT = torch.arange(rows - 20, rows)[None]
+    with torch.no_grad():
+        ours = model.opened.decoder.logits(model.opened.decoder(ids_BT))
+        torch.testing.assert_close(theirs(ids_BT).logits, ours, rtol=1e-5, atol=1e-5)
+    assert call("export", "peft", run, tmp_path / "adapter") == (0, ANY)
+    assert AutoTokenizer.from_pretrained(tmp_path / "adapter").encode("the cat") == [rows - 1]
+    code, said = call("generate", tmp_path / "model", "x", "--adapter", tmp_path / "adapter")
+    assert code == 4
+    assert "does not fit this model" in said
+
+
 def test_a_merge_that_changes_nothing_or_is_not_finite_is_refused(tmp_path: Path) -> None:
     run = new_run(tmp_path / "a", lora={"r": 2}, learning_rate=1e-12, max_steps=1)
     code, said = call("merge", run, tmp_path / "merged")
@@ -214,6 +285,16 @@ def test_another_base_is_refused(plain: Path, tmp_path: Path) -> None:
         ({"lora": {"rank": 8}}, ["unknown key 'rank'", "r"]),
         ({"lora": {"adapter": "./nowhere", "r": 8}}, ["brings its own r", "lora.r"]),
         ({"lora": {"alpha_pattern": {"q_proj": -1.0}}}, ["alpha_pattern"]),
+        (
+            {"lora": {}, "model": {"name": "starter", "added_tokens": ["<x>"]}},
+            ["added_tokens", "embed_tokens"],
+        ),
+        ({"model": {"name": "starter", "added_tokens": ["the"]}}, ["has 'the' already"]),
+        ({"load_in_4bit": True}, ["cannot be trained directly", "lora"]),
+        (
+            {"load_in_4bit": True, "lora": {"modules_to_save": ["down_proj"], "target_modules": ["q_proj"]}},
+            ["down_proj", "cannot be trained"],
+        ),
     ],
 )
 def test_recipes_that_cannot_be(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
@@ -222,6 +303,29 @@ def test_recipes_that_cannot_be(changes: dict[str, Any], words: list[str], tmp_p
     for word in words:
         assert word in said
     assert not (tmp_path / "run").exists()
+
+
+def test_formats_of_a_run_with_adapters(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, **{**SMALL, "lora": {"r": 4}, "dtype": "bf16", "load_in_4bit": True})
+    assert call("plan", path, "--dtypes") == (0, ANY)
+    prepared = prepare(load(path))
+    rows = {row.name: row for row in list_dtypes(prepared.shape, prepared.choices).modules}
+    a = rows["model.layers.0.self_attn.q_proj.lora_A.default.weight"]
+    assert (a.weight, a.gradient) == ("fp32", "fp32")
+    assert rows["model.norm"].output == "bf16"
+
+
+@pytest.mark.parametrize(
+    "formats", [{"dtype": "bf16"}, {"dtype": "bf16", "weights_dtype": "fp32"}, {"dtype": "fp16"}]
+)
+def test_number_formats_train(formats: dict[str, str], plain: Path, tmp_path: Path) -> None:
+    """bf16 throughout, bf16 under autocast, fp16 under autocast with a scaled loss: the losses of fp32, roughly."""
+    run = new_run(tmp_path, lora={"r": 4, "lora_alpha": 16}, **formats)
+    assert losses(run) == pytest.approx(losses(plain), rel=0.02)
+    manifest = read_manifest(run / "checkpoints" / "step-00000006")
+    assert {entry.dtype for name, entry in manifest.tensors.items() if name.startswith("parameters.")} == {
+        "float32"
+    }
 
 
 def test_export_hf_of_a_run_with_adapters_names_the_way(plain: Path, tmp_path: Path) -> None:

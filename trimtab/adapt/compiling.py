@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import _dynamo as dynamo
 
+from trimtab.adapt.recompute import compiled, uncompiled
 from trimtab.model.decoder import Decoder
 
 MOST_PROGRAMS = 64
@@ -43,11 +45,9 @@ def compile_regions(decoder: Decoder, *, dynamic: bool = True, backend: str = "i
     # Epsilons and the scales of adapters are constants; left open, torch 2.13 mislays them between nested graphs.
     dynamo.config.specialize_float = True
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MOST_PROGRAMS)
+    compiler = partial(torch.compile, fullgraph=True, dynamic=dynamic, backend=backend)
     # A plain list: a module in it is not registered again, and no name changes.
-    decoder.regions = [
-        torch.compile(block, fullgraph=True, dynamic=dynamic, backend=backend)
-        for block in decoder.model.layers
-    ]
+    decoder.regions = [compiled(block, compiler) for block in decoder.model.layers]
     return decoder
 
 
@@ -87,6 +87,7 @@ class Regions:
         """Inside, the plain blocks run: hooks on their parts may look at numbers."""
         regions, self.decoder.regions = self.decoder.regions, None
         try:
-            yield
+            with uncompiled(self.decoder):
+                yield
         finally:
             self.decoder.regions = regions

@@ -4,22 +4,24 @@
 
     dH = [s₁·dy₁·B₁, s₂·dy₂·B₂, …]      d[A₁; A₂; …] = dHᵀ·X      dBᵢ = sᵢ · dyᵢᵀ·Hᵢ      dX = Σ dyᵢ·Wᵢ + dH·[A₁; A₂; …]
 
-Against the layers one by one: x is read once for all A and once for their gradients, what an adapter adds goes into
-the product's own memory instead of a second [N, out], and dX is added up in place instead of in five tensors. Frozen
-weights may be packed; then each is dequantized into the shared workspace, multiplied and forgotten. Kept for the
-backward pass: x and H. Products run in x's format; A and B, usually fp32, are cast as they are used.
+Against the layers one by one: x is read once for all A and once for their gradients, and dX is added up in place
+instead of in five tensors. What an adapter gives is written first and the large product is added to it. That product
+adds in fp32 and rounds once, and it reads what is there while it computes, not in a pass of its own. Frozen weights may
+be packed; then each is dequantized into the shared workspace, multiplied and forgotten. Kept for the backward pass: x
+and H. Products run in x's format; A and B, usually fp32, are cast as they are used.
 """
 
 # N tokens, I input features, O output features, R rank (of all layers together in H)
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from trimtab.adapt import quantized_ops, workspace
 from trimtab.adapt.quantized_ops import NUM_PACKED, Packed, Packing
@@ -52,14 +54,38 @@ class Part:
         return Part((weight_OI,), packing.text, a_RI, b_OR, scaling)
 
 
-def lora_group(x: torch.Tensor, parts: Sequence[Part]) -> list[torch.Tensor]:
-    """Each layer's output [..., Oᵢ] of one x [..., I], in x's format; differentiable in x and all A and B."""
+def lora_group(x: torch.Tensor, parts: Sequence[Part], *, last: bool = False) -> list[torch.Tensor]:
+    """Each layer's output [..., Oᵢ] of one x [..., I], in x's format; differentiable in x and all A and B.
+
+    Args:
+        x: any shape whose last size is I.
+        parts: the layers.
+        last: whether nobody will read the outputs of a pass that is computed again (`recomputing`): then the large
+            products of that pass are left out.
+    """
     packed = [tensor for part in parts for tensor in part.packed if tensor is not None]
     texts = ";".join(part.text for part in parts)
     a, b = [part.a_RI for part in parts], [part.b_OR for part in parts]
     scales = [part.scaling for part in parts]
-    *outputs, _ = torch.ops.trimtab.lora_group(x, packed, a, b, scales, texts)
+    # By itself, so that whoever computes again what the backward pass reads need not repeat the large products.
+    with torch.no_grad():
+        h_NR = x.reshape(-1, x.shape[-1]) @ _stacked(a, x.dtype).t()
+    outputs: list[torch.Tensor] = torch.ops.trimtab.lora_group(x, h_NR, packed, a, b, scales, texts, last)
     return outputs
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Inside, on this thread, a pass is computed again for what it keeps; nobody reads what its last layer gives."""
+    before = getattr(_thread, "recomputing", False)
+    _thread.recomputing = True
+    try:
+        yield
+    finally:
+        _thread.recomputing = before
 
 
 _NAMED = {PLAIN: 1, "int8": 2}
@@ -76,12 +102,18 @@ def _weights(packed: list[torch.Tensor], texts: str) -> Iterator[tuple[Packing, 
         yield packing, (*tensors, *(None,) * (NUM_PACKED - count))
 
 
-def _product(x_NI: torch.Tensor, packed: Packed, packing: Packing) -> torch.Tensor:
+@contextmanager
+def _weight(
+    packed: Packed, packing: Packing, dtype: torch.dtype, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """W [O, I] in the format of the products, for as long as the block lasts."""
     if packing.kind == PLAIN:
         weight_OI = packed[0]
         assert weight_OI is not None
-        return F.linear(x_NI, weight_OI.to(x_NI.dtype))
-    return quantized_ops.product(x_NI, packed, packing)
+        yield weight_OI.to(dtype)
+        return
+    with workspace.lend(packing.shape, dtype, device) as space_OI:
+        yield quantized_ops.dequantize(packing, packed, dtype, space_OI)
 
 
 def _stacked(factors_RI: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -93,22 +125,30 @@ def _stacked(factors_RI: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 
 def _forward(
     x: torch.Tensor,
+    h_NR: torch.Tensor,
     packed: list[torch.Tensor],
     a: list[torch.Tensor],
     b: list[torch.Tensor],
     scales: list[float],
     texts: str,
+    last: bool,
 ) -> list[torch.Tensor]:
     x_NI = x.reshape(-1, x.shape[-1])
-    h_NR = x_NI @ _stacked(a, x.dtype).t()
+    unread = last and getattr(_thread, "recomputing", False)
     outputs, start = [], 0
     for (packing, tensors), b_OR, scaling in zip(_weights(packed, texts), b, scales, strict=True):
-        y_NO = _product(x_NI, tensors, packing)
         stop = start + b_OR.shape[1]
-        y_NO.addmm_(h_NR[:, start:stop], b_OR.to(x.dtype).t(), alpha=scaling)
+        y_NO = h_NR[:, start:stop] @ (b_OR * scaling).to(x.dtype).t()
+        if unread:
+            pass
+        elif quantized_ops.is_fused(packing, x_NI.shape[0]):
+            y_NO += quantized_ops.product(x_NI, tensors, packing)
+        else:
+            with _weight(tensors, packing, x.dtype, x.device) as weight_OI:
+                y_NO.addmm_(x_NI, weight_OI.t())
         outputs.append(y_NO.view(*x.shape[:-1], packing.out_features))
         start = stop
-    return [*outputs, h_NR]
+    return outputs
 
 
 def _gradient(
@@ -129,8 +169,7 @@ def _gradient(
     db, start = [], 0
     for dy_NO, b_OR, scaling in zip(dy_GNO, b, scales, strict=True):
         stop = start + b_OR.shape[1]
-        torch.mm(dy_NO, b_OR.to(dy_NO.dtype), out=dh_NR[:, start:stop])
-        dh_NR[:, start:stop].mul_(scaling)
+        torch.mm(dy_NO, (b_OR * scaling).to(dy_NO.dtype), out=dh_NR[:, start:stop])
         db.append((dy_NO.t() @ h_NR[:, start:stop]).mul_(scaling).to(b_OR.dtype))
         start = stop
     da_RI = dh_NR.t() @ x_NI
@@ -143,40 +182,26 @@ def _gradient(
         return [x.new_empty(0), *da, *db]
     dx_NI = dh_NR @ _stacked(a, x.dtype)
     for dy_NO, (packing, tensors) in zip(dy_GNO, _weights(packed, texts), strict=True):
-        _add_product(dx_NI, dy_NO, tensors, packing)
+        with _weight(tensors, packing, dy_NO.dtype, dy_NO.device) as weight_OI:
+            dx_NI.addmm_(dy_NO, weight_OI)
     return [dx_NI.view(x.shape), *da, *db]
-
-
-def _add_product(dx_NI: torch.Tensor, dy_NO: torch.Tensor, packed: Packed, packing: Packing) -> None:
-    """dX += dY·W, in place."""
-    if packing.kind == PLAIN:
-        weight_OI = packed[0]
-        assert weight_OI is not None
-        dx_NI.addmm_(dy_NO, weight_OI.to(dy_NO.dtype))
-        return
-    with workspace.lend(packing.shape, dy_NO.dtype, dy_NO.device) as weight_OI:
-        dx_NI.addmm_(dy_NO, quantized_ops.dequantize(packing, packed, dy_NO.dtype, weight_OI))
 
 
 _library = torch.library.Library("trimtab", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
-_REST = "Tensor[] packed, Tensor[] a, Tensor[] b, float[] scales, str packings"
-_library.define(f"lora_group(Tensor x, {_REST}) -> Tensor[]", tags=_tags)
-_library.define(
-    f"lora_group_gradient(Tensor[] dy, Tensor x, Tensor h, {_REST}, bool wants_dx) -> Tensor[]", tags=_tags
-)
+_REST = "Tensor x, Tensor h, Tensor[] packed, Tensor[] a, Tensor[] b, float[] scales, str packings"
+_library.define(f"lora_group({_REST}, bool last) -> Tensor[]", tags=_tags)
+_library.define(f"lora_group_gradient(Tensor[] dy, {_REST}, bool wants_dx) -> Tensor[]", tags=_tags)
 _library.impl("lora_group", _forward, "CompositeExplicitAutograd")
 _library.impl("lora_group_gradient", _gradient, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("trimtab::lora_group")
-def _(x: torch.Tensor, packed: Any, a: Any, b: Any, scales: Any, texts: str) -> list[torch.Tensor]:
+def _(
+    x: torch.Tensor, h: Any, packed: Any, a: Any, b: Any, scales: Any, texts: str, last: bool
+) -> list[torch.Tensor]:
     sizes = [Packing.read(text).out_features for text in texts.split(";")]
-    rows = 1
-    for size in x.shape[:-1]:
-        rows = rows * size
-    rank = sum(factor.shape[0] for factor in a)
-    return [*(x.new_empty((*x.shape[:-1], size)) for size in sizes), x.new_empty((rows, rank))]
+    return [x.new_empty((*x.shape[:-1], size)) for size in sizes]
 
 
 @torch.library.register_fake("trimtab::lora_group_gradient")
@@ -188,22 +213,22 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, packed, a, b, ctx.scales, ctx.texts = inputs
+    x, h_NR, packed, a, b, ctx.scales, ctx.texts, _ = inputs
     ctx.counts = (len(packed), len(a))
-    ctx.save_for_backward(x, output[-1], *packed, *a, *b)
+    ctx.save_for_backward(x, h_NR, *packed, *a, *b)
 
 
 def _backward(ctx: Any, grads: list[torch.Tensor]) -> Any:
-    """Of the outputs; H is kept for this pass and goes nowhere else."""
+    """All of it, H's part included: H itself is handed in as a number without a gradient."""
     x, h_NR, *tensors = ctx.saved_tensors
     num_packed, num = ctx.counts
     packed, a, b = tensors[:num_packed], tensors[num_packed : num_packed + num], tensors[num_packed + num :]
     wants_dx = bool(ctx.needs_input_grad[0])
     dx, *factors = torch.ops.trimtab.lora_group_gradient(
-        list(grads[:-1]), x, h_NR, packed, a, b, ctx.scales, ctx.texts, wants_dx
+        list(grads), x, h_NR, packed, a, b, ctx.scales, ctx.texts, wants_dx
     )
     frozen = [None] * num_packed
-    return dx if wants_dx else None, frozen, factors[:num], factors[num:], None, None
+    return dx if wants_dx else None, None, frozen, factors[:num], factors[num:], None, None, None
 
 
 torch.library.register_autograd("trimtab::lora_group", _backward, setup_context=_save)

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from trimtab.adapt.fused_lora import Part, lora_group
 from trimtab.adapt.lora_products import add_lora, lora_linear
+from trimtab.adapt.quantized import QuantizedLinear
 from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.randomness import derive
 from trimtab.model.building import torch_dtype
@@ -87,6 +89,8 @@ class LoRALinear(Adapted):
         self.lora_A = nn.ModuleDict()
         self.lora_B = nn.ModuleDict()
         self.lora_magnitude_vector = nn.ModuleDict()
+        self.last = False
+        """Whether nobody reads its output when a pass is computed again (`adapt.recompute` says so)."""
 
     def add(self, adapter: str, settings: LoraSettings, *, r: int, scaling: float) -> None:
         """One more adapter, its numbers still undefined, not yet active."""
@@ -171,7 +175,9 @@ class LoRALinear(Adapted):
             return self._dora(x, self.active[0])
         first, *others = self.active
         p = self._drop(first)
-        if isinstance(base, nn.Linear) and not p:
+        if (part := self.part()) is not None:
+            y = self._biased(lora_group(x, [part], last=self.last)[0])
+        elif isinstance(base, nn.Linear) and not p:
             a_RI, b_OR = self.factors(first)
             y = lora_linear(x, base.weight, base.bias, a_RI, b_OR, self.scaling[first])
         else:
@@ -179,6 +185,35 @@ class LoRALinear(Adapted):
         for adapter in others:
             y = self._add(y, x, adapter)
         return y
+
+    def part(self) -> Part | None:
+        """This layer and its adapter as a part of a group; None where it goes alone: no adapter or several, dropout,
+        DoRA."""
+        if (
+            len(self.active) != 1
+            or self.active[0] in self.lora_magnitude_vector
+            or self._drop(self.active[0])
+        ):
+            return None
+        base, scaling = self.__dict__["base"], self.scaling[self.active[0]]
+        if isinstance(base, QuantizedLinear):
+            return Part(base.packed, base.text, *self.factors(self.active[0]), scaling)
+        return Part.plain(base.weight, *self.factors(self.active[0]), scaling)
+
+    def together(self, x: torch.Tensor, layers: tuple[nn.Module, ...]) -> list[torch.Tensor]:
+        """What each of these layers, of which this is the first, makes of x: in one operator where all of them can
+        be parts of it."""
+        parts = [layer.part() if isinstance(layer, LoRALinear) else None for layer in layers]
+        if any(part is None for part in parts):
+            return [layer(x) for layer in layers]
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        outputs = lora_group(x, [part for part in parts if part is not None])
+        return [layer._biased(y) for layer, y in zip(layers, outputs, strict=True)]  # type: ignore[operator]
+
+    def _biased(self, y: torch.Tensor) -> torch.Tensor:
+        bias_O = self.__dict__["base"].bias
+        return y if bias_O is None else y + bias_O.to(y.dtype)
 
     def _drop(self, adapter: str) -> float:
         return self.settings[adapter].lora_dropout if self.training else 0.0

@@ -36,7 +36,8 @@ class _Linear(torch.autograd.Function):
         bias_O = None if bias_O is None else bias_O.to(x.dtype)
         y_NO = F.linear(x_NI, weight_OI.to(x.dtype), bias_O)
         h_NR = x_NI @ a_RI.to(x.dtype).t()
-        y_NO.addmm_(h_NR, b_OR.to(x.dtype).t(), alpha=scaling)
+        # Not in place: a recompute policy may have kept the product as it was.
+        y_NO = torch.addmm(y_NO, h_NR, b_OR.to(x.dtype).t(), alpha=scaling)
         ctx.save_for_backward(x, weight_OI, a_RI, b_OR, h_NR)
         ctx.scaling = scaling
         return y_NO.view(*x.shape[:-1], -1)

@@ -110,10 +110,14 @@ def _nf4_state(packed: Packed) -> tuple[Any, ...]:
     return (*packed[:-1], None if offset is None else offset.view(()))
 
 
+def is_fused(packing: Packing, rows: int) -> bool:
+    """Whether so few rows are multiplied without a dequantized weight."""
+    return packing.kind == "nf4" and packing.impl == "triton" and 0 < rows <= nf4_spec.FUSED_ROWS
+
+
 def product(x: torch.Tensor, packed: Packed, packing: Packing) -> torch.Tensor:
     """x · Wᵀ: [..., K] → [..., N]. Below autograd, on real tensors."""
-    rows = x.numel() // max(packing.in_features, 1)
-    if packing.kind == "nf4" and packing.impl == "triton" and 0 < rows <= nf4_spec.FUSED_ROWS:
+    if is_fused(packing, x.numel() // max(packing.in_features, 1)):
         from trimtab.kernels.nf4 import impl_triton_matmul
 
         # One or two rows, as in generation: decoded inside the product, 15 µs instead of 27 at 4096×4096 (H200).

@@ -50,6 +50,12 @@ CEILINGS: dict[str, Ceiling] = {
 
 Entered by hand and not yet checked against the sheets one by one; they only give the least time a run can take."""
 
+HOST_LINK = {(9, 0): 55e9, (10, 0): 55e9, (12, 0): 55e9, (8, 9): 25e9, (8, 0): 25e9, (8, 6): 25e9}
+"""Bytes a second each way between pinned host memory and a GPU, by its capability: 55 GB/s measured on an H200 (PCIe
+5.0), half of it for PCIe 4.0."""
+SLOW_LINK = 12e9
+"""PCIe 3.0, and anything that is not known."""
+
 BF16_CAPABILITY = (8, 0)
 """CUDA devices from here on compute bf16; Volta and Turing do not."""
 
@@ -83,6 +89,8 @@ class DeviceFacts:
     """Products a second that were measured here, by number format; they go before the datasheet's."""
     utilization: float | None = None
     """Share of the ceiling that whole training steps were measured to reach; needed to estimate time."""
+    host_free_bytes: int | None = None
+    """Of a GPU's host: memory nobody uses at the moment; None if unknown."""
     utilization_basis: str | None = None
     """Where that share was measured: device, model, versions."""
 
@@ -104,6 +112,17 @@ class DeviceFacts:
         if known is None or dtype not in known.flops:
             return None
         return known.flops[dtype], known.source
+
+    @property
+    def host_link(self) -> float:
+        """Bytes a second to the host's memory and, at the same time, back."""
+        return HOST_LINK.get(self.capability or (0, 0), SLOW_LINK)
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes a second of the device's own memory, where its datasheet is known."""
+        known = known_ceiling(self.name) if self.kind == "cuda" else None
+        return None if known is None else known.bytes_per_second
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""

@@ -2,6 +2,40 @@
 
 from __future__ import annotations
 
+import re
+
+BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+def parse_bytes(text: str) -> int | None:
+    """A number with a unit, decimal ("24GB") or binary ("24 GiB"); None for anything else.
+
+    Example:
+        >>> parse_bytes("24GiB"), parse_bytes("1.5 GB"), parse_bytes("24")
+        (25769803776, 1500000000, None)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B)", text)
+    if match is None or match[2] not in BYTE_UNITS:
+        return None
+    return round(float(match[1]) * BYTE_UNITS[match[2]])
+
+
+def parse_share(text: str) -> float | None:
+    """A percentage above 0 and up to 100 as a share; None for anything else.
+
+    Example:
+        >>> parse_share("80%"), parse_share("120%")
+        (0.8, None)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", text)
+    share = float(match[1]) / 100 if match else 0.0
+    return share if 0 < share <= 1 else None
+
 
 def format_bytes(count: float) -> str:
     """Binary units with three significant digits.

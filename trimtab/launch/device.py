@@ -83,6 +83,7 @@ def _cuda() -> DeviceFacts:
         bf16=capability >= BF16_CAPABILITY,
         triton=find_spec("triton") is not None,
         cores=host_cores(),
+        host_free_bytes=host_memory()[1],
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trimtab import text
 from trimtab.facts.errors import CheckpointError
 from trimtab.launch.device import need_trackers
 from trimtab.launch.preparing import Frozen, Prepared, prepare
@@ -21,10 +22,12 @@ from trimtab.run import adapters, assembling, corpora, sources
 from trimtab.run.choices import Choices
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
-from trimtab.run.places import absolute, model_folder
+from trimtab.run.places import absolute, model_folder, shape_of, tokenizer_of
 
 VERSION = 1
 """Of choices.json; readers of old versions stay."""
+MEMORY_KEYS = ("memory_limit", "recompute", "gradient_checkpointing")
+"""A resume that changes one of these chooses anew what layers keep."""
 
 
 class View(Protocol):
@@ -78,7 +81,8 @@ def resume(
     with folder.lock():
         kept = _kept(folder)
         recipe = load(folder.recipe, overrides)
-        check_resume(build(kept["recipe"]), recipe)
+        before = build(kept["recipe"])
+        check_resume(before, recipe)
         need_trackers(recipe.report_to)
         if kept["threads"] > (os.cpu_count() or 1):
             view.message(
@@ -89,7 +93,8 @@ def resume(
             view.message(
                 "deterministic is off: on a GPU losses may differ in the last bits from an unstopped run"
             )
-        frozen = Frozen(Choices.from_dict(kept), folder.model, kept["model_commit"])
+        changed = any(getattr(before, key) != getattr(recipe, key) for key in MEMORY_KEYS)
+        frozen = Frozen(Choices.from_dict(kept), folder.model, kept["model_commit"], changed)
         return _go(prepare(recipe, frozen), folder, view, kept=kept, after_step=after_step)
 
 
@@ -178,11 +183,8 @@ def _go(
 
 def _begin(prepared: Prepared, folder: RunFolder) -> str | None:
     """Config and tokenizer into the run folder, from which this start and every later one reads them."""
-    recipe = prepared.recipe
-    place, commit = prepared.model, prepared.commit
-    if recipe.model.tokenizer is not None:
-        place, commit = model_folder(recipe.model.tokenizer, weights=False)
-    tokenizer = sources.load_tokenizer(place, prepared.shape, recipe.model.chat_template)
+    tokenizer, commit = tokenizer_of(prepared.recipe, prepared.model, prepared.commit)
+    text.check_fits(tokenizer, prepared.shape.vocab_size)
     sources.save_skeleton(
         prepared.model, prepared.shape, tokenizer, folder.model, prepared.choices.weights_dtype
     )
@@ -206,7 +208,7 @@ def _weights(prepared: Prepared, folder: RunFolder) -> Path:
     if recipe.model.init == "random" or saved:
         return prepared.model
     place, _ = model_folder(recipe.model.name, revision=prepared.commit)
-    if sources.read_shape(place) != prepared.shape:
+    if shape_of(recipe, place) != prepared.shape:
         raise CheckpointError(
             f"the model at {recipe.model.name} is not the one the run began with",
             "put it back, or start a new run",

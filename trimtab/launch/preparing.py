@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import ModelShape
 from trimtab.launch.device import detect, threads
 from trimtab.model.source import read_shape
 from trimtab.plan import Plan, make_plan
+from trimtab.plan.limits import settle
+from trimtab.plan.make import job_of
 from trimtab.recipe import Recipe
 from trimtab.run.choices import Choices, choose_all
-from trimtab.run.places import model_folder
+from trimtab.run.places import model_folder, shape_of
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class Frozen:
     model: Path
     """The folder with the run's own config and tokenizer."""
     commit: str | None
+    memory_changed: bool = False
+    """Whether the recipe now asks for other recomputing, or another limit."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +54,29 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None) -> Prepared:
     if frozen is None:
         device = detect(recipe.device)
         model, commit = model_folder(recipe.model.name, revision=recipe.model.revision, weights=False)
-        shape = read_shape(model)
+        shape = shape_of(recipe, model)
         choices = choose_all(recipe, shape, device, threads())
     else:
         device, model, commit = detect(frozen.choices.device), frozen.model, frozen.commit
         shape, choices = read_shape(model), frozen.choices
-    plan = make_plan(recipe, shape, device=device, choices=choices.to_dict())
+    said = choices.to_dict()
+    said["memory"] = _memory(recipe, frozen, shape, device, said)
+    plan = make_plan(recipe, shape, device=device, choices=said)
+    choices = dataclasses.replace(choices, memory=said["memory"])
     return Prepared(recipe, device, shape, model, commit, choices, plan)
+
+
+def _memory(
+    recipe: Recipe, frozen: Frozen | None, shape: ModelShape, device: DeviceFacts, choices: dict[str, Any]
+) -> dict[str, Any]:
+    """What layers keep: as it was when the run began, or chosen anew where a resume asks for something else.
+
+    The tiles and the loss's chunks stay: they decide in which order sums are rounded.
+    """
+    kept = frozen.choices.memory if frozen is not None else {}
+    if kept and frozen is not None and not frozen.memory_changed:
+        return kept
+    choices = {**choices, "memory": {}}
+    tiles = kept["mlp_tiles"] if kept else (1 if frozen is not None else None)
+    job = job_of(recipe, shape, device, choices)
+    return settle(recipe, job, device, tiles=tiles, fixed_loss=frozen is not None)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trimtab.model.building import build, init_weights
     from trimtab.model.decoder import Decoder
-    from trimtab.model.recompute import recompute_blocks
     from trimtab.model.save import save_folder
     from trimtab.model.source import read_generation_config, read_shape, read_token_ids
     from trimtab.model.weights import Provenance, check_weights, load_weights
@@ -31,7 +30,6 @@ _PLACES = {
     "read_generation_config": "source",
     "read_shape": "source",
     "read_token_ids": "source",
-    "recompute_blocks": "recompute",
     "save_folder": "save",
 }
 
@@ -45,7 +43,6 @@ __all__ = [
     "read_generation_config",
     "read_shape",
     "read_token_ids",
-    "recompute_blocks",
     "save_folder",
 ]
 

@@ -24,6 +24,7 @@ def build(
     dtype: str,
     device: str | torch.device,
     attention: str,
+    whole: str | None = None,
     loss_impl: str = "chunked",
     loss_memory: int | None = None,
     pointwise: str = "reference",
@@ -35,6 +36,7 @@ def build(
         dtype: "fp32", "bf16", "fp16" (or "fp64", for checks) of every parameter.
         device: "meta" for a model without memory, to be placed later.
         attention: the implementation, by name.
+        whole: that for rows which are one document each; the same if None.
         loss_impl: the loss's implementation, by name.
         loss_memory: bytes that the loss "triton" may hold beyond inputs and gradients.
         pointwise: that of norms, rotary positions and gates: "reference" or "triton".
@@ -50,7 +52,12 @@ def build(
     # Modules fill their parameters when they are made; on the meta device that costs neither time nor memory.
     with torch.device("meta"):
         decoder = Decoder(
-            shape, attention=attention, loss_impl=loss_impl, loss_memory=loss_memory, pointwise=pointwise
+            shape,
+            attention=attention,
+            whole=whole,
+            loss_impl=loss_impl,
+            loss_memory=loss_memory,
+            pointwise=pointwise,
         )
     decoder = decoder.to(torch_dtype(dtype))
     names = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]

@@ -7,6 +7,7 @@ V vocabulary, F rotary frequencies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -17,6 +18,11 @@ from trimtab.kernels.attention import Layout
 from trimtab.kernels.linear_cross_entropy import linear_cross_entropy
 from trimtab.model.parts import Block, Cache, RMSNorm
 from trimtab.model.rope import Rotary
+
+
+def nothing_around(layer: int, x_BTC: torch.Tensor) -> AbstractContextManager[None]:
+    """What stands around a layer's call unless something is put there."""
+    return nullcontext()
 
 
 class Trunk(nn.Module):
@@ -35,6 +41,7 @@ class Decoder(nn.Module):
     Args:
         shape: every number that decides the model.
         attention: the implementation in `trimtab.kernels.attention`, chosen once, by the caller.
+        whole: the implementation for rows that are one document each, where another is faster; `attention` if None.
         loss_impl: the implementation in `trimtab.kernels.linear_cross_entropy`.
         loss_memory: bytes that the loss "triton" may hold beyond inputs and gradients; little by default.
         pointwise: the implementation of norms, rotary positions and gates (`rms_norm`, `rope` and `gated_mlp`
@@ -52,18 +59,25 @@ class Decoder(nn.Module):
         shape: ModelShape,
         *,
         attention: str,
+        whole: str | None = None,
         loss_impl: str = "chunked",
         loss_memory: int | None = None,
         pointwise: str = "reference",
     ) -> None:
         super().__init__()
         self.shape = shape
-        self.attention = attention
+        self.attention, self.whole = attention, whole or attention
         self.loss_impl, self.loss_memory = loss_impl, loss_memory
+        self.around = nothing_around
+        """Entered around each layer's call with its number and input, outside of what is compiled; a way to keep a
+        layer's input elsewhere (`trimtab.adapt.recompute`)."""
         self.rotary = Rotary(shape)
         self.regions: list[Callable[..., torch.Tensor]] | None = None
         """The blocks as `trimtab.adapt.compile_regions` compiled them, for training alone."""
         self.model = Trunk(shape, attention, pointwise)
+        for block in self.model.layers:
+            assert isinstance(block, Block)
+            block.self_attn.whole = self.whole
         self.lm_head = (
             None if shape.tie_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         )
@@ -108,7 +122,8 @@ class Decoder(nn.Module):
                 x_BTC.requires_grad_()
         layouts = self._ready(layout, x_BTC) if cache is None else {}
         for i, block in enumerate(blocks):
-            x_BTC = block(x_BTC, cos_BTF, sin_BTF, layouts.get(self.shape.window(i), layout), cache)
+            with self.around(i, x_BTC):
+                x_BTC = block(x_BTC, cos_BTF, sin_BTF, layouts.get(self.shape.window(i), layout), cache)
         return self.model.norm(x_BTC)
 
     def _ready(self, layout: Layout, x_BTC: torch.Tensor) -> dict[int | None, Layout]:
@@ -118,7 +133,8 @@ class Decoder(nn.Module):
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         windows = {self.shape.window(i) for i in range(self.shape.num_layers)}
-        return {w: layout.ready(self.attention, x_BTC.device, T, w, B=B, dtype=dtype) for w in windows}
+        impl = self.attention if layout.is_packed else self.whole
+        return {w: layout.ready(impl, x_BTC.device, T, w, B=B, dtype=dtype) for w in windows}
 
     def logits(self, hidden_BTC: torch.Tensor) -> torch.Tensor:
         """logits_BTV in fp32 (fp64 for an fp64 model) of hidden states from `forward`."""

@@ -6,11 +6,11 @@ size, H query heads, K key/value heads, D head size, I intermediate size, F = D 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout, attention
@@ -32,6 +32,18 @@ class Cache(Protocol):
         """Keep the new tokens' keys and values; (k_BSKD, v_BSKD) of all so far."""
 
 
+def projected(x: torch.Tensor, *layers: nn.Module) -> list[torch.Tensor]:
+    """What each layer makes of the same x.
+
+    Layers that know how to share that work have a method `together` (adapters do); while somebody watches one of them
+    through a hook each runs by itself.
+    """
+    together = getattr(layers[0], "together", None)
+    if together is None or any(layer._forward_hooks for layer in layers):
+        return [layer(x) for layer in layers]
+    return together(x, layers)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last axis, computed in fp32 or wider and rounded once."""
 
@@ -51,6 +63,8 @@ class Attention(nn.Module):
         super().__init__()
         C, D = shape.hidden_size, shape.head_dim
         self.layer, self.head_dim, self.impl, self.pointwise = layer, D, impl, pointwise
+        self.whole = impl
+        """What runs where every row is one document."""
         self.window = shape.window(layer)
         self.q_proj = nn.Linear(C, shape.num_heads * D, bias=shape.qkv_bias)
         self.k_proj = nn.Linear(C, shape.num_kv_heads * D, bias=shape.qkv_bias)
@@ -68,14 +82,15 @@ class Attention(nn.Module):
         cache: Cache | None,
     ) -> torch.Tensor:
         B, T, _ = x_BTC.shape
-        q_BTHD = self.q_proj(x_BTC).view(B, T, -1, self.head_dim)
-        k_BTKD = self.k_proj(x_BTC).view(B, T, -1, self.head_dim)
-        v_BTKD = self.v_proj(x_BTC).view(B, T, -1, self.head_dim)
+        q_BTHD, k_BTKD, v_BTKD = (
+            y.view(B, T, -1, self.head_dim) for y in projected(x_BTC, self.q_proj, self.k_proj, self.v_proj)
+        )
         q_BTHD, k_BSKD = self._placed(q_BTHD, k_BTKD, cos_BTF, sin_BTF)
         v_BSKD = v_BTKD
         if cache is not None:
             k_BSKD, v_BSKD = cache.update(self.layer, k_BSKD, v_BSKD)
-        o_BTHD = attention(q_BTHD, k_BSKD, v_BSKD, layout=layout, window=self.window, impl=self.impl)
+        impl = self.impl if layout.is_packed or cache is not None else self.whole
+        o_BTHD = attention(q_BTHD, k_BSKD, v_BSKD, layout=layout, window=self.window, impl=impl)
         return self.o_proj(o_BTHD.reshape(B, T, -1))
 
     def _placed(
@@ -110,21 +125,23 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(width, C, bias=shape.mlp_bias)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(
-            gated_activation(self.gate_proj(x_BTC), self.up_proj(x_BTC), impl=self.pointwise)
-        )
+        gate_BTI, up_BTI = projected(x_BTC, self.gate_proj, self.up_proj)
+        return self.down_proj(gated_activation(gate_BTI, up_BTI, impl=self.pointwise))
 
 
 class Block(nn.Module):
     """One layer: norm, attention, norm, feed-forward, each added to the stream.
 
-    With `recompute` set (`model.recompute_blocks`) only the block's input is kept for the backward pass, and
-    the rest is computed again. It happens inside `forward`, so that compiling and sharding go around it.
+    `recompute` is another way to run the same layers (`trimtab.adapt.recompute` sets it): one that keeps less for the
+    backward pass. It is called inside `forward`, so that compiling and sharding go around it.
     """
 
     def __init__(self, shape: ModelShape, layer: int, impl: str, pointwise: str = "reference") -> None:
         super().__init__()
-        self.recompute = False
+        self.recompute: (
+            Callable[[Block, torch.Tensor, torch.Tensor, torch.Tensor, Layout], torch.Tensor] | None
+        )
+        self.recompute = None
         self.pointwise = pointwise
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, pointwise)
         self.self_attn = Attention(shape, layer, impl, pointwise)
@@ -139,23 +156,22 @@ class Block(nn.Module):
         layout: Layout,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        if not (self.recompute and torch.is_grad_enabled()):
-            return self._layers(x_BTC, cos_BTF, sin_BTF, layout, cache)
-        assert cache is None, "a cache would be filled twice by recomputation"
-        # Nothing random happens in a block, so no generator state is kept.
-        out: torch.Tensor = checkpoint(
-            self._layers, x_BTC, cos_BTF, sin_BTF, layout, None, use_reentrant=False, preserve_rng_state=False
-        )
-        return out
+        if self.recompute is None or cache is not None:
+            assert self.recompute is None or not torch.is_grad_enabled(), (
+                "recomputing would fill a cache twice"
+            )
+            return self.layers(x_BTC, cos_BTF, sin_BTF, layout, cache)
+        return self.recompute(self, x_BTC, cos_BTF, sin_BTF, layout)
 
-    def _layers(
+    def layers(
         self,
         x_BTC: torch.Tensor,
         cos_BTF: torch.Tensor,
         sin_BTF: torch.Tensor,
         layout: Layout,
-        cache: Cache | None,
+        cache: Cache | None = None,
     ) -> torch.Tensor:
+        """The block itself, all of it kept for the backward pass."""
         attended_BTC = self.self_attn(self.input_layernorm(x_BTC), cos_BTF, sin_BTF, layout, cache)
         norm = self.post_attention_layernorm
         if self.pointwise == "reference":
@@ -163,3 +179,13 @@ class Block(nn.Module):
             return x_BTC + self.mlp(norm(x_BTC))
         normed_BTC, x_BTC = add_rms_norm(attended_BTC, x_BTC, norm.weight, norm.eps, impl=self.pointwise)
         return x_BTC + self.mlp(normed_BTC)
+
+    def attend(
+        self, x_BTC: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, layout: Layout
+    ) -> torch.Tensor:
+        """The first half alone: the stream with attention added."""
+        return x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos_BTF, sin_BTF, layout, None)
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        """The second half alone, for any tokens […, C]: the stream with the feed-forward added."""
+        return x + self.mlp(self.post_attention_layernorm(x))

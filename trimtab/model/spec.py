@@ -1,12 +1,14 @@
 """What a decoder costs, from its shape alone: weights, bytes kept for backward, arithmetic. No torch.
 
-Every line of `_block` is a tensor that autograd keeps; a test holds the sums to what it really keeps. Legend:
-N = B · T tokens, C hidden size, I intermediate size, H query heads, K key/value heads, D head size.
+Every line of `block_bytes` is a tensor that autograd keeps; a test holds the sums to what it really keeps. What is
+kept of a layer that is computed again is `trimtab.adapt.spec_recompute`'s. Legend: N = B · T tokens, C hidden size,
+I intermediate size, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from trimtab.facts.dtypes import BYTES, nbytes
 from trimtab.facts.shapes import ModelShape
@@ -20,28 +22,83 @@ class Saved:
     Example:
         >>> from trimtab.facts.shapes import ModelShape
         >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
-        >>> plain = saved_bytes(tiny, batch=1, tokens=8, dtype="fp32", attention="sdpa_flash")
-        >>> thin = saved_bytes(tiny, batch=1, tokens=8, dtype="fp32", attention="sdpa_flash", recompute=True)
-        >>> thin.peak < plain.peak
+        >>> saved = saved_bytes(tiny, batch=1, tokens=8, dtype="fp32", attention="sdpa_flash")
+        >>> saved.kept == saved.blocks + saved.final + saved.outside
         True
     """
 
     blocks: int
-    """All blocks together."""
+    """All blocks together, nothing computed again."""
+    final: int
+    """The final norm, the first to be free again."""
     outside: int
-    """Token ids, cosines and sines, the final norm, the attention mask."""
-    working: int
-    """Of the one block that is being recomputed, beyond what was kept of it; 0 without recomputation."""
+    """Token ids, cosines and sines, the attention mask."""
 
     @property
     def kept(self) -> int:
         """Between the forward and the backward pass."""
-        return self.blocks + self.outside
+        return self.blocks + self.final + self.outside
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What learns in a block, as far as it decides what is kept for the backward pass.
+
+    Example:
+        >>> Learning(frozenset({"q_proj"}), norms=False, ranks={"q_proj": 16}).keeps("k_proj", "v_proj")
+        False
+    """
+
+    linears: frozenset[str]
+    """Last names of the linear layers whose weight or adapter learns: they keep their input."""
+    norms: bool = True
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Of adapters, by the layer they are on: they keep so many numbers a token."""
+    scaled: bool = False
+    """Whether adapters scale their layer's output (DoRA), which is kept for that."""
+
+    def keeps(self, *names: str) -> bool:
+        """Whether one of these layers keeps its input."""
+        return not self.linears.isdisjoint(names)
+
+    def own(self, names: tuple[str, ...], shape: ModelShape) -> int:
+        """Numbers a token that adapters on these layers keep besides inputs."""
+        total = sum(self.ranks.get(name, 0) for name in names)
+        if self.scaled:
+            total += sum(out_features(shape, name) for name in names if name in self.ranks)
+        return total
+
+
+ATTENTION_LINEARS, MLP_LINEARS = (
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("gate_proj", "up_proj", "down_proj"),
+)
+EVERYTHING = Learning(frozenset((*ATTENTION_LINEARS, *MLP_LINEARS)))
+
+
+def out_features(shape: ModelShape, name: str) -> int:
+    """Of a block's linear layer, by its last name."""
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    width = shape.intermediate_size
+    wide = {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate_proj": width, "up_proj": width}
+    return wide.get(name, shape.hidden_size)
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """What one plain block keeps for its backward pass."""
+
+    stream: int
+    """Its input alone; every stream between halves and blocks is as large."""
+    attention_half: int
+    """The input, and all that the first half keeps."""
+    feed_forward: int
+    """All that the second half keeps, the stream that it begins with included."""
 
     @property
-    def peak(self) -> int:
-        """The most held at once while going backward."""
-        return self.kept + self.working
+    def total(self) -> int:
+        """Of both halves."""
+        return self.attention_half + self.feed_forward
 
 
 def parameter_bytes(shape: ModelShape, dtype: str) -> int:
@@ -57,9 +114,10 @@ def saved_bytes(
     dtype: str,
     attention: str,
     weights_dtype: str | None = None,
-    recompute: bool = False,
     packed: bool = True,
     device: str = "cpu",
+    pointwise: str = "reference",
+    learning: Learning = EVERYTHING,
 ) -> Saved:
     """Bytes kept for the backward pass of one microbatch.
 
@@ -70,27 +128,42 @@ def saved_bytes(
         dtype: the format computed in.
         attention: the implementation, by name.
         weights_dtype: where it differs from `dtype`: fp32 weights under torch.autocast.
-        recompute: whether blocks keep only their input (`recompute_blocks`).
         packed: whether rows hold several documents; some implementations then need a mask.
         device: "cpu", or "cuda", where torch's fused norm keeps less.
+        pointwise: the implementation of norms, rotary positions and gates.
+        learning: what learns in the blocks.
     """
     N, F = batch * tokens, shape.head_dim // 2
+    stream = stream_dtype(dtype, weights_dtype)
+    final = _norm(N, shape.hidden_size, 1, stream, device, pointwise, learning.norms)
+    outside = N * 8 + 2 * N * F * 4 + _masks(shape, batch, tokens, dtype, attention, packed)
+    # All blocks are alike; their windows differ, and no implementation keeps less for a window.
+    block = block_bytes(
+        shape,
+        batch,
+        tokens,
+        dtype,
+        attention,
+        weights_dtype=weights_dtype,
+        device=device,
+        pointwise=pointwise,
+    )
+    copies = cast_bytes(shape, dtype, weights_dtype)
+    return Saved((block.total + copies) * shape.num_layers, final, outside)
+
+
+def stream_dtype(dtype: str, weights_dtype: str | None) -> str:
+    """Format of the residual stream: that of the weights under autocast."""
     autocast = weights_dtype is not None and weights_dtype != dtype
     assert not autocast or weights_dtype == "fp32", "autocast computes in fewer bits than fp32 weights"
-    stream = "fp32" if autocast else dtype
-    ids_and_angles = N * 8 + 2 * N * F * 4
-    outside = ids_and_angles + _norm(N, shape.hidden_size, 1, stream, device)
-    # All blocks are alike; their windows differ, and no implementation keeps less for a window.
-    block = _block(shape, batch, tokens, dtype, stream, attention, device)
-    blocks = block * shape.num_layers
-    if autocast:
-        # Autocast keeps one 16-bit copy of every linear's weight and bias until the backward pass is over.
-        blocks += nbytes(dtype, _linear_numbers(shape, biases=True) * shape.num_layers)
-    inputs = nbytes(stream, N * shape.hidden_size)
-    outside += _masks(shape, batch, tokens, dtype, attention, packed)
-    if not recompute:
-        return Saved(blocks, outside, 0)
-    return Saved(inputs * shape.num_layers, outside, max(block - inputs, 0))
+    return "fp32" if autocast else dtype
+
+
+def cast_bytes(shape: ModelShape, dtype: str, weights_dtype: str | None) -> int:
+    """Autocast keeps one 16-bit copy of each weight and bias of a block's linears until backward is over."""
+    if stream_dtype(dtype, weights_dtype) == dtype:
+        return 0
+    return nbytes(dtype, _linear_numbers(shape, biases=True))
 
 
 def _masks(shape: ModelShape, batch: int, tokens: int, dtype: str, attention: str, packed: bool) -> int:
@@ -104,56 +177,80 @@ def _masks(shape: ModelShape, batch: int, tokens: int, dtype: str, attention: st
     )
 
 
-def _norm(N: int, width: int, rows: int, dtype: str, device: str) -> int:
+def _norm(N: int, width: int, rows: int, dtype: str, device: str, pointwise: str, learns: bool = True) -> int:
     """What an RMS norm of N · rows vectors keeps besides its output: a fused one its input and 1/rms.
 
     On the CPU torch composes it of parts: the input and its normalized form, both in fp32, and 1/rms.
     """
     vectors, wide = N * rows, max(BYTES[dtype], 4)
-    if device == "cuda":
+    if device == "cuda" or pointwise == "triton":
         return vectors * (width * BYTES[dtype] + 4)
-    return vectors * (2 * width * wide + wide)
+    return vectors * ((2 if learns else 1) * width * wide + wide)
 
 
-def _block(shape: ModelShape, B: int, T: int, dtype: str, stream: str, attention: str, device: str) -> int:
-    """Bytes one block keeps: `stream` is the residual stream's format, `dtype` the matrix products'."""
+def block_bytes(
+    shape: ModelShape,
+    B: int,
+    T: int,
+    dtype: str,
+    attention: str,
+    *,
+    weights_dtype: str | None = None,
+    device: str = "cpu",
+    pointwise: str = "reference",
+    learning: Learning = EVERYTHING,
+) -> BlockBytes:
+    """Bytes that one block keeps; arguments as in `saved_bytes`."""
     N, C, I = B * T, shape.hidden_size, shape.intermediate_size  # noqa: E741
     H, K, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
     width = BYTES[dtype]
+    stream = stream_dtype(dtype, weights_dtype)
     autocast = stream != dtype
-    total = 2 * _norm(N, C, 1, stream, device)
-    # The norms' outputs, inputs of q, k, v and of gate, up; autocast casts them anew for each.
-    total += N * C * width * ((3 + 2) if autocast else 2)
-    if shape.qk_norm:
-        total += _norm(N, D, H, "fp32" if autocast else dtype, device)
-        total += _norm(N, D, K, "fp32" if autocast else dtype, device)
-    total += attention_spec.saved_bytes(attention, B, T, T, H, K, D, dtype)
-    if attention not in attention_spec.TILED:
-        total += N * H * D * width  # the output projection's input; tiled ones keep it themselves
-    # gate, silu(gate), up and their product
-    return total + 4 * N * I * width
+    kernels = (device, pointwise, learning.norms)
+    # A norm, and its output, the input of q, k, v or of gate, up; autocast casts it anew for each.
+    first = second = _norm(N, C, 1, stream, *kernels)
+    if learning.keeps("q_proj", "k_proj", "v_proj"):
+        first += N * C * width * (3 if autocast else 1)
+    if shape.qk_norm and pointwise == "triton":
+        first += N * (H + K) * D * width  # as they were before norm and turn, which are one
+    elif shape.qk_norm:
+        first += _norm(N, D, H + K, "fp32" if autocast else dtype, *kernels)
+    first += attention_spec.saved_bytes(attention, B, T, T, H, K, D, dtype)
+    if attention not in attention_spec.TILED and learning.keeps("o_proj"):
+        first += N * H * D * width  # the output projection's input; tiled ones keep it themselves
+    if learning.keeps("gate_proj", "up_proj"):
+        second += N * C * width * (2 if autocast else 1)
+    # gate and up; composed of parts also silu(gate); and their product, the last layer's input
+    second += N * I * width * ((2 if pointwise == "triton" else 3) + learning.keeps("down_proj"))
+    first += N * width * learning.own(ATTENTION_LINEARS, shape)
+    second += N * width * learning.own(MLP_LINEARS, shape)
+    return BlockBytes(N * C * BYTES[stream], first, second)
+
+
+def linear_numbers(shape: ModelShape) -> tuple[int, int]:
+    """Numbers in the matrices of a block's attention half and of its feed-forward half."""
+    C, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return C * (q + kv + kv) + q * C, 3 * C * shape.intermediate_size
 
 
 def _linear_numbers(shape: ModelShape, *, biases: bool) -> int:
     """Numbers in the linear layers of a block, with or without their biases."""
-    C, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    width = shape.intermediate_size
-    total = C * (q + kv + kv) + q * C + 3 * C * width
+    total = sum(linear_numbers(shape))
     if biases:
-        total += (q + kv + kv) * shape.qkv_bias + C * shape.o_bias + (2 * width + C) * shape.mlp_bias
+        q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        width = shape.intermediate_size
+        total += (q + kv + kv) * shape.qkv_bias + shape.hidden_size * shape.o_bias
+        total += (2 * width + shape.hidden_size) * shape.mlp_bias
     return total
 
 
-def flops_per_token(
-    shape: ModelShape, tokens: int, *, training: bool = True, recompute: bool = False
-) -> float:
-    """Multiplications and additions a token, head and attention included.
+def flops_per_token(shape: ModelShape, tokens: int, *, training: bool = True) -> float:
+    """Multiplications and additions a token, head and attention included, nothing computed again.
 
     Args:
         shape: the model.
         tokens: length of a document; packed rows attend within documents, so give those.
         training: forward and backward (three times the matrix products), or forward alone.
-        recompute: whether the blocks' forward pass runs twice.
 
     Example:
         >>> from trimtab.facts.shapes import ModelShape
@@ -163,14 +260,21 @@ def flops_per_token(
     """
     matrices = 2.0 * _linear_numbers(shape, biases=False) * shape.num_layers
     head = 2.0 * shape.vocab_size * shape.hidden_size
-    attention = [_attention_flops(shape, layer, tokens, backward=False) for layer in range(shape.num_layers)]
-    forward = matrices + sum(attention)
+    attention = sum(
+        attention_flops(shape, layer, tokens, backward=False) for layer in range(shape.num_layers)
+    )
     if not training:
-        return forward + head
-    backward = [_attention_flops(shape, layer, tokens, backward=True) for layer in range(shape.num_layers)]
-    return 3 * (matrices + head) + sum(attention) + sum(backward) + (forward if recompute else 0)
+        return matrices + attention + head
+    backward = sum(attention_flops(shape, layer, tokens, backward=True) for layer in range(shape.num_layers))
+    return 3 * (matrices + head) + attention + backward
 
 
-def _attention_flops(shape: ModelShape, layer: int, tokens: int, *, backward: bool) -> float:
+def product_flops(shape: ModelShape) -> float:
+    """Of one block's matrix products, a token, forward."""
+    return 2.0 * _linear_numbers(shape, biases=False)
+
+
+def attention_flops(shape: ModelShape, layer: int, tokens: int, *, backward: bool) -> float:
+    """Of one layer's attention, a token of a causal document of so many."""
     pairs = attention_spec.visible_pairs(tokens, tokens, shape.window(layer))
     return attention_spec.flops(pairs, shape.num_heads, shape.head_dim, backward=backward) / tokens

@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from trimtab.adapt import spec_quantized
+from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.units import format_bytes
+from trimtab.plan.dial import HOST_SHARE
+from trimtab.plan.limits import sentence
 from trimtab.plan.make import Plan
 from trimtab.plan.memory import Job, predict
 
@@ -26,13 +31,14 @@ class Remedy:
 
 
 def check_fits(plan: Plan, device: DeviceFacts | None = None) -> None:
-    """Raise a ResourceError if the plan needs more memory than the device has free; return if it fits.
+    """Raise a ResourceError if the plan needs more memory than there is, or than it is allowed; return if it fits.
 
     The error names what is needed and what is there, and the changes of the recipe, each with its computed
     saving, that are enough; where no single one is, those that are together.
     """
     device = device or plan.device
-    needed, there = plan.memory.needed, device.available_bytes
+    needed, there = plan.memory.needed, min(device.available_bytes, plan.limit)
+    _check_host(plan, device)
     if needed <= there:
         return
     singles = remedies(plan)
@@ -51,10 +57,33 @@ def check_fits(plan: Plan, device: DeviceFacts | None = None) -> None:
             )
         else:
             remedy = "take a smaller model or a larger device"
+    raise ResourceError(f"training needs {_needs(plan)} and {_has(plan, device, there)}", remedy)
+
+
+def _needs(plan: Plan) -> str:
+    """What the run needs, and, where nothing was named, that no setting of the dial needs less."""
+    peak = f"{format_bytes(plan.memory.needed)} at its peak ({plan.memory.moment})"
+    chosen = plan.choices.get("memory", {})
+    auto = plan.recipe.recompute == "auto" and plan.recipe.gradient_checkpointing is None
+    if not auto or set(plan.job.layers) & {"none", "pointwise", "selective"}:
+        return peak
+    return f"at least {peak}, with recompute: {sentence(chosen, plan.shape.num_layers)},"
+
+
+def _has(plan: Plan, device: DeviceFacts, there: int) -> str:
+    if there < device.available_bytes:
+        return f"memory_limit: {plan.recipe.memory_limit} allows {format_bytes(there)}"
+    return f"{device.name} has {format_bytes(there)} free"
+
+
+def _check_host(plan: Plan, device: DeviceFacts) -> None:
+    free = device.host_free_bytes
+    if free is None or plan.memory.host <= free * HOST_SHARE:
+        return
     raise ResourceError(
-        f"training needs {format_bytes(needed)} at its peak ({plan.memory.moment}) and {device.name} has "
-        f"{format_bytes(there)} free",
-        remedy,
+        f"recompute: offload keeps {format_bytes(plan.memory.host)} in the host's memory, of which "
+        f"{format_bytes(free)} are free and {HOST_SHARE:.0%} may be pinned",
+        "set recompute: auto, or fewer layers to offload, or a shorter max_seq_length",
     )
 
 
@@ -83,16 +112,28 @@ def _changes(job: Job) -> Iterator[tuple[Job, str]]:
             dataclasses.replace(job, batch=batch, accumulation=accumulation),
             f"per_device_train_batch_size: {batch} with gradient_accumulation_steps: {accumulation}",
         )
-    if not job.recompute:
-        yield dataclasses.replace(job, recompute=True), "gradient_checkpointing: true"
+    thrifty = {"cuda": ("block", "offload"), "cpu": ("block",)}[job.device]
+    for policy in thrifty[thrifty.index(job.layers[0]) + 1 if job.layers[0] in thrifty else 0 :]:
+        yield dataclasses.replace(job, policies=(policy,) * len(job.layers)), f"recompute: {policy}"
     if job.optimizer != "adamw_8bit":
         yield dataclasses.replace(job, optimizer="adamw_8bit"), "optim: adamw_8bit"
     if job.weights_dtype == "fp32" and job.bf16:
         yield dataclasses.replace(job, dtype="bf16", weights_dtype="bf16"), "dtype: bf16, weights_dtype: bf16"
     if job.weights_dtype == "bf16" and job.gradient_dtype == "fp32":
         yield dataclasses.replace(job, gradient_dtype="bf16"), "gradient_dtype: bf16"
+    if job.lora is not None and job.quantization is None:
+        yield dataclasses.replace(job, quantization=_nf4(job)), "load_in_4bit: true"
     if job.tokens >= 2 * SHORTEST:
         yield dataclasses.replace(job, tokens=job.tokens // 2), f"max_seq_length: {job.tokens // 2}"
+    # Last, since it trains something else.
+    narrow = min(job.shape.hidden_size, job.shape.num_kv_heads * job.shape.head_dim)
+    if job.lora is None and not job.in_backward and narrow >= LoraSettings().r:
+        yield dataclasses.replace(job, lora=LoraSettings()), "lora: {r: 16}, which trains adapters only"
+
+
+def _nf4(job: Job) -> dict[str, Any]:
+    impl = spec_quantized.choose(device=job.device).impl
+    return {"kind": "nf4", "block": spec_quantized.BLOCK, "double": True, "impl": impl}
 
 
 def _together(plan: Plan, there: int) -> tuple[list[Remedy], bool]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import ModelShape
 from trimtab.plan import data as plan_data
 from trimtab.plan import disk as plan_disk
+from trimtab.plan import limits as plan_limits
 from trimtab.plan import memory as plan_memory
 from trimtab.plan import time as plan_time
 from trimtab.plan.data import DataFacts
@@ -32,6 +34,8 @@ class Plan:
     disk: plan_disk.Disk
     choices: dict[str, Any]
     notes: tuple[str, ...]
+    limit: int
+    """Bytes that the run may take on its device."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON; every number in bytes, tokens, FLOPs or seconds."""
@@ -41,6 +45,7 @@ class Plan:
                 "name": self.recipe.model.name,
                 "family": self.shape.family,
                 "parameters": self.shape.num_parameters,
+                "trained": self.job.trained.count,
             },
             "memory": {
                 "before": self.memory.before.to_dict(),
@@ -49,6 +54,8 @@ class Plan:
                 "outside": self.memory.outside,
                 "needed": self.memory.needed,
                 "available": self.device.available_bytes,
+                "limit": self.limit,
+                "host": self.memory.host,
             },
             "data": self.data,
             "time": self.time.to_dict(),
@@ -75,7 +82,8 @@ def make_plan(
         device: the device it will run on.
         data: what is known of the packed data; None before it was looked at.
         choices: what every `auto` of the recipe came to: "dtype", "weights_dtype", "gradient_dtype" by
-            name and "attention" as `{"impl", "reason", "rejected"}`. They are kept in the plan as they are.
+            name and "attention" as `{"impl", "reason", "rejected"}`. They are kept in the plan as they are;
+            "memory" is settled here where it is not given.
         num_devices: devices that share the batch.
 
     Example:
@@ -90,6 +98,9 @@ def make_plan(
         558336
     """
     job = job_of(recipe, shape, device, choices)
+    if "memory" not in choices:
+        choices = {**choices, "memory": plan_limits.settle(recipe, job, device)}
+        job = job_of(recipe, shape, device, choices)
     memory = plan_memory.predict(job)
     steps = plan_data.total_steps(recipe, data, num_devices)
     processed = None
@@ -101,12 +112,14 @@ def make_plan(
         dtype=job.dtype,
         tokens=recipe.max_seq_length,
         processed=processed,
-        recompute=recipe.gradient_checkpointing,
+        layers=job.layers,
+        mlp_tiles=job.mlp_tiles,
         num_devices=num_devices,
+        lora=job.lora,
     )
-    num_tensors = sum(1 for _ in shape.parameters())
+    num_tensors = len(job.trained.parameters)
     disk = plan_disk.estimate(
-        memory.peak.weights,
+        job.trained.trained_bytes,
         memory.peak.optimizer,
         3 * num_tensors,  # a weight and two moments; 8-bit scales are small
         recipe.save_total_limit,
@@ -127,6 +140,7 @@ def make_plan(
             "optimizer": choices.get("optimizer") or {"name": recipe.optim, "reason": "named in the recipe"},
         },
         notes=tuple(_notes(recipe, job)),
+        limit=plan_limits.limit_of(recipe, device)[0],
     )
 
 
@@ -146,13 +160,26 @@ def job_of(
         optimizer_impl=choices.get("optimizer", {}).get("impl", "reference"),
         in_backward=recipe.optim_in_backward,
         loss_impl=choices.get("loss", {}).get("impl", "chunked"),
-        loss_memory=choices.get("loss", {}).get("memory_bytes"),
-        attention=choices["attention"]["impl"],
+        loss_memory=_loss_memory(choices),
+        attention=choices["attention"].get("whole", choices["attention"]["impl"]),
         device=device.kind,
         bf16=device.bf16,
         packed=recipe.packing,
-        recompute=recipe.gradient_checkpointing,
+        policies=tuple(choices.get("memory", {}).get("recompute", ())),
+        mlp_tiles=choices.get("memory", {}).get("mlp_tiles", 1),
+        pointwise=choices.get("pointwise", {}).get("impl", "reference"),
+        lora=None if choices.get("lora") is None else LoraSettings.from_dict(choices["lora"]),
+        quantization=choices.get("quantization"),
     )
+
+
+def _loss_memory(choices: dict[str, Any]) -> int | None:
+    """What the loss may hold: as it was settled with the layers, or as it was chosen before that."""
+    memory = choices.get("memory", {})
+    held: int | None = (
+        memory["loss_memory"] if "loss_memory" in memory else choices.get("loss", {}).get("memory_bytes")
+    )
+    return held
 
 
 def _has_domain_set(recipe: Recipe) -> bool:

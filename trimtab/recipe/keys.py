@@ -27,6 +27,7 @@ TrainOn = Literal["completions", "last", "all"]
 BadRows = Literal["stop", "skip"]
 MathField = Literal["math", "arithmetic", "algebra", "calculus"]
 Tracker = Literal["tensorboard", "wandb"]
+Policy = Literal["none", "pointwise", "selective", "block", "offload"]
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -80,6 +81,10 @@ class Model(Shorthand):
     attn_implementation: Annotated[Attention, Field(examples=["auto"])] = "auto"
     """The attention that runs. `auto` chooses once, says which and why, and keeps the choice with the run; a
     named one that cannot serve the job is an error and is never replaced."""
+    added_tokens: Annotated[list[str], Field(examples=[["<|tool|>", "<|answer|>"]])] = []
+    """Tokens that the tokenizer gets besides its own. The embedding grows where it has no rows to spare; new rows
+    start as the mean of the others. With `lora` they are trained by naming `embed_tokens`, and `lm_head` where the
+    model has one of its own, in `lora.modules_to_save`."""
     init: Annotated[Literal["pretrained", "random"], Field(examples=["pretrained"])] = "pretrained"
     """`random` takes only the shape and the tokenizer from the model, and starts from fresh weights."""
 
@@ -298,9 +303,23 @@ class Recipe(Section):
     gradient_dtype: Annotated[Literal["fp32", "bf16"], Field(examples=["fp32"])] = "fp32"
     """Number format in which gradients are added up. bf16 takes half the memory and loses some precision; it
     needs weights in bf16."""
-    gradient_checkpointing: Annotated[bool, Field(examples=[False])] = False
-    """Keep only the input of each layer and compute the rest again in the backward pass: less activation
-    memory, about a third more arithmetic."""
+    memory_limit: Annotated[str | None, Field(examples=["24GiB", "80%"])] = None
+    """The most memory the run may take on its device, its CUDA context included: a size (`24GiB`, `24GB`) or a share
+    of the device (`80%`). By default what is free when it starts. On a GPU the allocator is held to it."""
+    recompute: Annotated[
+        Literal["auto"] | Policy | list[Policy] | dict[Policy, Annotated[int, Field(ge=0)]],
+        Field(examples=["auto", "selective", {"block": 20, "none": 8}]),
+    ] = "auto"
+    """What each layer keeps for the backward pass, and what it computes again: `none` keeps all; `pointwise` computes
+    norms, rotary positions and gates again; `selective` all but attention; `block` everything from the layer's input;
+    `offload` the same, and the input waits in the host's memory. One word for all layers, a list with one for each, or
+    how many layers have which (the others have none). `auto` takes the fastest that fits `memory_limit`, says which,
+    and keeps the choice with the run. The numbers are the same with all of them."""
+    gradient_checkpointing: Annotated[bool | None, Field(examples=[True])] = None
+    """The familiar name: `true` is `recompute: block`, `false` is `recompute: none`."""
+    mlp_tiles: Annotated[Literal["auto"] | Count, Field(examples=["auto", 8])] = "auto"
+    """Parts of the tokens that each layer's feed-forward half is computed in, for very long windows: its activations
+    then never exist whole. 1 computes it at once; `auto` takes as few as fit."""
     load_in_4bit: Annotated[bool, Field(examples=[False])] = False
     """Keep the blocks' weights frozen in 4 bits (NF4, as bitsandbytes has it) and train adapters on them: QLoRA. Needs
     `lora`. Weights are quantized while they are read; files that bitsandbytes quantized are taken as they are."""

@@ -14,7 +14,11 @@ from trimtab.recipe.keys import Recipe, Shorthand
 from trimtab.recipe.shipped import shipped
 from trimtab.recipe.yaml_text import Path, read, write
 
-PAIRS = (("max_steps", "num_train_epochs"), ("warmup_steps", "warmup_ratio"))
+PAIRS = (
+    ("max_steps", "num_train_epochs"),
+    ("warmup_steps", "warmup_ratio"),
+    ("recompute", "gradient_checkpointing"),
+)
 """Two ways of saying one thing: an override of one replaces what the file says with the other."""
 
 

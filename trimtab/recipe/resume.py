@@ -28,6 +28,8 @@ CHANGEABLE_ON_RESUME: dict[str, str] = {
     "answers": "answers are shown, not trained on",
     "answers_field": "answers are shown, not trained on",
     "gradient_checkpointing": "the same numbers, kept or computed again",
+    "recompute": "the same numbers, kept or computed again",
+    "memory_limit": "the same numbers, kept or computed again",
 }
 """Key to the reason why it may change."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from trimtab.facts.units import parse_bytes, parse_share
+
 if TYPE_CHECKING:
     from trimtab.recipe.keys import Lora, Recipe
 
@@ -19,6 +21,7 @@ def problems(recipe: Recipe) -> list[str]:
         *_schedule(recipe),
         *_precision(recipe),
         *_optimizer(recipe),
+        *_memory(recipe),
         *_measuring(recipe),
         *_lora(recipe),
         *_quantized(recipe),
@@ -101,6 +104,17 @@ def _optimizer(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _memory(recipe: Recipe) -> Iterator[str]:
+    limit = recipe.memory_limit
+    if limit is not None and parse_bytes(limit) is None and parse_share(limit) is None:
+        yield f"memory_limit: {limit} is neither a size nor a share; write it like 24GiB, 24GB or 80%"
+    if recipe.gradient_checkpointing is not None and recipe.recompute != "auto":
+        yield (
+            f"gradient_checkpointing: {str(recipe.gradient_checkpointing).lower()} and recompute are both given; "
+            "keep recompute"
+        )
+
+
 def _measuring(recipe: Recipe) -> Iterator[str]:
     held_out = recipe.data.eval_share and not recipe.data.streaming
     sets = recipe.data.eval.domain or recipe.data.eval.general or held_out
@@ -121,6 +135,13 @@ def _lora(recipe: Recipe) -> Iterator[str]:
         yield (
             f"lora.adapter: {lora.adapter} brings its own {given[0]}; leave {keys} out, or train a fresh adapter "
             "without lora.adapter"
+        )
+    if recipe.model.added_tokens and not any(
+        name.rpartition(".")[2] == "embed_tokens" for name in lora.modules_to_save
+    ):
+        yield (
+            "model.added_tokens gives the embedding rows that adapters do not train; name embed_tokens in "
+            "lora.modules_to_save (and lm_head, where the model has one of its own)"
         )
     if any(alpha <= 0 for alpha in lora.alpha_pattern.values()):
         yield "lora.alpha_pattern holds a strength that is not above 0; give positive ones"

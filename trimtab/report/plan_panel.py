@@ -50,7 +50,7 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     if model:
         size = format_count(model["parameters"])
-        rows.append(("model", f"{model['name']} ({model['family']}, {size} parameters, all trained)"))
+        rows.append(("model", f"{model['name']} ({model['family']}, {size} parameters, {_trained(model)})"))
     data = section(plan, "data")
     if data.get("windows"):
         amount = (
@@ -61,15 +61,27 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("data", f"{data['steps']} steps"))
     optimizer, attention = section(choices, "optimizer"), section(choices, "attention")
     if attention:
-        rows.append(("attention", f"{attention['impl']}: {attention['reason']}"))
+        impl = attention.get("whole", attention["impl"])
+        rows.append(("attention", f"{impl}: {attention['reason']}"))
     if choices.get("precision"):
         rows.append(("precision", str(choices["precision"])))
     if optimizer:
         rows.append(("optimizer", _optimizer(optimizer)))
+    kept = section(choices, "memory")
+    if kept.get("sentence"):
+        rows.append(("recompute", f"{kept['sentence']}: {kept['reason']}"))
     compiled = section(choices, "compile")
     if compiled:
         rows.append(("compile", f"{'on' if compiled['on'] else 'off'}: {compiled['reason']}"))
     return rows + _needs(plan)
+
+
+def _trained(model: dict[str, Any]) -> str:
+    """What of a model is trained; plans of older versions say nothing, and train all of it."""
+    count = model.get("trained", model["parameters"])
+    if count == model["parameters"]:
+        return "all trained"
+    return f"frozen; {format_count(count)} are trained on top, {count / model['parameters']:.2%} as many"
 
 
 def _optimizer(choice: dict[str, Any]) -> str:
@@ -86,7 +98,11 @@ def _needs(plan: dict[str, Any]) -> list[tuple[str, str]]:
         device = {"cpu": "CPU", "cuda": "GPU"}.get(str(section(plan, "choices").get("device")), "device")
         beside = f", {format_bytes(memory['outside'])} of it beside tensors" if memory.get("outside") else ""
         free = f"; {format_bytes(memory['available'])} are free" if memory.get("available") else ""
+        if memory.get("limit", memory.get("available", 0)) < memory.get("available", 0):
+            free = f"; memory_limit allows {format_bytes(memory['limit'])}"
         rows.append(("memory", f"{format_bytes(memory['needed'])} on the {device}{beside}{free}"))
+    if memory.get("host"):
+        rows.append(("host", f"{format_bytes(memory['host'])} of pinned memory for inputs of layers"))
     if disk.get("checkpoint_bytes"):
         one, all_ = format_bytes(disk["checkpoint_bytes"]), format_bytes(disk["total_bytes"])
         rows.append(("disk", f"{one} a checkpoint, {all_} in all"))

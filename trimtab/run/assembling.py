@@ -11,17 +11,18 @@ from typing import Any
 import torch
 
 from trimtab import optim
-from trimtab.adapt import Regions, add_adapters, compile_regions, init_adapters, trained_parameters
+from trimtab.adapt import Regions, add_adapters, compile_regions, init_adapters, recompute, trained_parameters
 from trimtab.adapt.lora import set_masks
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.peft_files import fill_adapter
 from trimtab.adapt.targets import EMBEDDING, HEAD
+from trimtab.adapt.tokens import fill_grown
 from trimtab.checkpoint import Found, Store
 from trimtab.data import Batch
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout
-from trimtab.model import Decoder, build, check_weights, init_weights, load_weights, recompute_blocks
+from trimtab.model import Decoder, build, check_weights, init_weights, load_weights, read_shape
 from trimtab.parallel import Mesh
 from trimtab.recipe import Recipe
 from trimtab.run.adapters import settings_of
@@ -122,8 +123,8 @@ def assemble(
         best_of=next(iter(evaluation.sets), None),
         loss_scale=FIRST_LOSS_SCALE if choices.dtype == "fp16" else None,
         observers=observers,
-        before_microbatch=_masks(recipe, decoder, device, mesh),
         compiled=Regions(decoder) if decoder.regions is not None else None,
+        before_microbatch=_masks(recipe, decoder, device, mesh),
     )
     run = Run(job, TrainState(), None, folder)
     if resume:
@@ -139,15 +140,18 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
     """
     settings = settings_of(choices)
     read_weights = fresh or settings is not None
+    stored = shape
     if read_weights and recipe.model.init != "random":
-        check_weights(shape, weights)
+        stored = read_shape(weights)  # of fewer tokens, where some were added
+        check_weights(stored, weights)
     decoder = build(
         shape,
         dtype=choices.weights_dtype,
         device="meta",
         attention=choices.attention["impl"],
+        whole=choices.attention.get("whole"),
         loss_impl=choices.loss.get("impl", "chunked"),
-        loss_memory=choices.loss.get("memory_bytes"),
+        loss_memory=choices.memory["loss_memory"],
         pointwise=choices.pointwise.get("impl", "reference"),
     )
     lay_out(
@@ -158,15 +162,14 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
     )
     if settings is not None:
         add_adapters(decoder, settings)
-    if recipe.gradient_checkpointing:
-        recompute_blocks(decoder)
+    recompute.apply(decoder, choices.memory["recompute"], mlp_tiles=choices.memory["mlp_tiles"])
     if choices.compile.get("on"):
         compile_regions(decoder, dynamic=choices.compile["dynamic"])
     decoder.to_empty(device=choices.device)
     if read_weights and recipe.model.init == "random":
         init_weights(decoder, recipe.seed)
     elif read_weights:
-        load_weights(decoder, weights)
+        fill_grown(decoder, stored, lambda: load_weights(decoder, weights))
     if settings is not None and fresh:
         _fill_adapters(recipe, decoder)
     set_gradient_format(decoder, choices)
@@ -291,6 +294,10 @@ def _set_up_torch(choices: Choices) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         # Never switched off here: it may be the wish of whoever called us.
         torch.use_deterministic_algorithms(True)
+    cap = choices.memory["allocator_bytes"]
+    if choices.device == "cuda" and cap is not None:
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(max(cap / total, 0.0), 1.0))
 
 
 def _loss(

@@ -50,6 +50,8 @@ class Choices:
     """impl, memory_bytes and reason; empty likewise."""
     pointwise: dict[str, Any] = field(default_factory=dict)
     """impl and reason, of norms, rotary positions and gates; empty likewise."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What layers keep, tiles, the limit and the reason (`trimtab.plan.limits.settle`); the plan fills it in."""
     lora: dict[str, Any] | None = None
     """The adapters' settings (`adapt.LoraSettings`), those of the adapter a run started from included; None where
     every weight is trained."""
@@ -91,19 +93,7 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
             "set gradient_dtype: fp32, or dtype: bf16 if this device should compute in bf16 all the same",
         )
     settings, quantization = _lora(recipe, shape), _quantization(recipe, device, weights)
-    choice = choose(
-        device=device.kind,
-        capability=device.capability,
-        dtype=dtype,
-        head_dim=shape.head_dim,
-        packed=True,  # evaluation packs its sets whatever the training windows hold
-        window=_shortest_window(shape, recipe.max_seq_length),
-        training=True,
-        requested=recipe.model.attn_implementation,
-        deterministic=recipe.deterministic,
-        tokens=recipe.max_seq_length,
-        triton=device.triton,
-    )
+    attention = _attention(recipe, shape, device, dtype)
     loss = choose_loss(
         triton=device.runs_triton,
         memory_bytes=device.memory_bytes,
@@ -116,12 +106,12 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         dtype=dtype,
         weights_dtype=weights,
         gradient_dtype=gradients,
-        attention={"impl": choice.impl, "reason": choice.reason, "rejected": choice.rejected},
+        attention=attention,
         precision=_sentence(dtype, weights, gradients, settings, quantization),
         threads=threads,
         deterministic=recipe.deterministic,
         optimizer=_optimizer(recipe, device),
-        compile=_compile(recipe, shape, device, choice.impl),
+        compile=_compile(recipe, shape, device, attention["impl"]),
         loss=loss._asdict(),
         pointwise=_pointwise(device, autocast=dtype != weights),
         lora=None if settings is None else settings.to_dict(),
@@ -158,6 +148,32 @@ def _quantization(recipe: Recipe, device: DeviceFacts, weights: str) -> dict[str
     }
 
 
+def _attention(recipe: Recipe, shape: ModelShape, device: DeviceFacts, dtype: str) -> dict[str, Any]:
+    """The one for packed rows, which evaluation has whatever the training windows hold, and where those are never
+    packed the one for whole rows as well."""
+    job: dict[str, Any] = {
+        "device": device.kind,
+        "capability": device.capability,
+        "dtype": dtype,
+        "head_dim": shape.head_dim,
+        "window": _shortest_window(shape, recipe.max_seq_length),
+        "training": True,
+        "requested": recipe.model.attn_implementation,
+        "deterministic": recipe.deterministic,
+        "tokens": recipe.max_seq_length,
+        "triton": device.triton,
+    }
+    packed = choose(packed=True, **job)
+    found = {"impl": packed.impl, "reason": packed.reason, "rejected": packed.rejected}
+    if recipe.packing or recipe.model.attn_implementation != "auto":
+        return found
+    whole = choose(packed=False, **job)
+    if whole.impl == packed.impl:
+        return found
+    reason = f"{whole.reason}; {packed.impl} where measured texts are packed"
+    return {**found, "whole": whole.impl, "reason": reason}
+
+
 def _optimizer(recipe: Recipe, device: DeviceFacts) -> dict[str, Any]:
     if recipe.optim != "adamw_8bit":
         return {"name": recipe.optim, "impl": "torch", "reason": "named in the recipe"}
@@ -172,8 +188,8 @@ def _compile(recipe: Recipe, shape: ModelShape, device: DeviceFacts, attention: 
     obstacle = compile_obstacle(device.kind, device.capability)
     if recipe.torch_compile is True and obstacle is not None:
         raise ResourceError(f"torch_compile: true cannot work here: {obstacle}", "set torch_compile: auto")
-    # Packed windows have one length; varlen's offsets are as many as a batch has documents.
-    dynamic = not recipe.packing or attention == "varlen"
+    # Windows have one length; varlen's offsets are as many as a batch has documents.
+    dynamic = recipe.packing and attention == "varlen"
     if recipe.torch_compile != "auto":
         return {"on": recipe.torch_compile, "dynamic": dynamic, "reason": "named in the recipe"}
     if device.kind != "cuda":

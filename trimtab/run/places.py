@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 from pathlib import Path
 from typing import Any
 
-from trimtab import hub
+from trimtab import hub, text
+from trimtab.facts.shapes import ModelShape
 from trimtab.hub.resolved import looks_local
+from trimtab.model.source import read_shape
 from trimtab.recipe import Recipe, build, to_dict
 from trimtab.starter import base_folder
+from trimtab.text import Tokenizer
+from trimtab.text.added import with_tokens
 from trimtab.text.template import is_template
 
 STARTER = "starter"
@@ -25,6 +30,29 @@ def model_folder(name: str, *, revision: str | None = None, weights: bool = True
         return base_folder(), None
     resolved = hub.resolve_model(name, revision=revision, weights=weights)
     return resolved.path, resolved.commit
+
+
+def tokenizer_of(recipe: Recipe, model: Path, commit: str | None) -> tuple[Tokenizer, str | None]:
+    """(tokenizer, commit of the place it comes from) that a recipe asks for: added tokens, another chat template."""
+    place = model
+    if recipe.model.tokenizer is not None:
+        place, commit = model_folder(recipe.model.tokenizer, weights=False)
+    tokenizer = text.load(place)
+    if recipe.model.added_tokens:
+        tokenizer = with_tokens(tokenizer, recipe.model.added_tokens)
+    if recipe.model.chat_template is not None:
+        template = text.read_template(recipe.model.chat_template)
+        tokenizer = dataclasses.replace(tokenizer, chat_template=template)
+    return tokenizer, commit
+
+
+def shape_of(recipe: Recipe, model: Path) -> ModelShape:
+    """A model's shape, grown by the tokens that a recipe adds."""
+    shape = read_shape(model)
+    if recipe.model.added_tokens:
+        num_tokens = tokenizer_of(recipe, model, None)[0].vocab_size
+        shape = dataclasses.replace(shape, vocab_size=max(shape.vocab_size, num_tokens))
+    return shape
 
 
 def absolute(recipe: Recipe) -> Recipe:
@@ -64,10 +92,6 @@ def _sources(section: dict[str, Any]) -> list[dict[str, Any]]:
 def _absolute(name: Any, *, whatever: bool = False) -> Any:
     if name is None:
         return None
-    if (
-        len(name) > 1000
-    ):  # a template itself, not its file: no path is that long, and some systems refuse to look
-        return name
     path = Path(name).expanduser()
     local = whatever or path.exists() or (glob.has_magic(name) and bool(glob.glob(str(path), recursive=True)))
     return str(Path.cwd() / path) if local else name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from trimtab import text
 from trimtab.adapt import active_adapters, add_adapters, load_adapter, trained_parameters
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.spec import DEFAULT, LoraSettings, trained
+from trimtab.adapt.tokens import fill_grown
 from trimtab.checkpoint import Found, Store, read_manifest
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import CheckpointError, RecipeError
@@ -57,18 +57,15 @@ class OpenedModel:
     """Of a run with adapters: source, revision and checksums of the weights below them."""
     whole_changed: int = 0
     """Numbers of modules trained as a whole (`modules_to_save`) that differ from the base's."""
+    added_tokens: bool = False
+    """Whether the tokenizer has tokens that the base's has not."""
 
 
-def load_tokenizer(folder: Path, shape: ModelShape, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer of a folder or GGUF file, checked against the size of the embeddings.
-
-    `chat_template` is a Jinja file, or a template itself, to be used instead of its own.
-    """
+def load_tokenizer(folder: Path, shape: ModelShape) -> Tokenizer:
+    """The tokenizer of a folder or GGUF file, checked against the size of the embeddings."""
     tokenizer = text.load(folder)
     text.check_fits(tokenizer, shape.vocab_size)
-    if chat_template is None:
-        return tokenizer
-    return dataclasses.replace(tokenizer, chat_template=text.read_template(chat_template))
+    return tokenizer
 
 
 def open_model(
@@ -175,7 +172,8 @@ def _open_run(
         _load_base(decoder, base, place)
     formats, changed = _load_checkpoint(decoder, run, found, on_event)
     whole = changed if settings is not None else 0
-    return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, whole)
+    added = bool(kept["recipe"]["model"].get("added_tokens"))
+    return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, whole, added)
 
 
 def _load_base(decoder: Decoder, base: dict[str, Any], place: Path | None) -> None:
@@ -183,8 +181,9 @@ def _load_base(decoder: Decoder, base: dict[str, Any], place: Path | None) -> No
     if place is None:
         init_weights(decoder, base["seed"])
         return
-    check_weights(decoder.shape, place)
-    load_weights(decoder, place)
+    stored = read_shape(place)
+    check_weights(stored, place)
+    fill_grown(decoder, stored, lambda: load_weights(decoder, place))
 
 
 def put_adapter(

@@ -1,0 +1,213 @@
+"""Whole training steps beside Hugging Face with peft and bitsandbytes, Liger and Unsloth; the longest context.
+
+    python -m benchmarks.end_to_end [--only TEXT] [--out FILE.jsonl] [--weights DIR] [--minutes N] [--tiny]
+
+Each case is a process of its own and one JSON line of the file, with device, versions and commit; a command that was
+cut short goes on where it ended, the most telling cases first. `--tiny` runs what a CPU can, in seconds a case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.end_to_end.jobs import PEER_GIB, Case, cases, tiny_cases
+from benchmarks.end_to_end.table import markdown, problems, read
+from benchmarks.provenance import commit, versions
+
+RESULTS = Path(__file__).parents[1] / "results"
+PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "liger_kernel", "unsloth")
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
+"""Nothing is fetched: the peers would look for newer files, and one of them reports its use."""
+
+
+def limits_of(records: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The memory, GiB, of the thriftiest peer at each job: measured in this file, or once before."""
+    limits = dict(PEER_GIB)
+    for record in records.values():
+        case = record.get("case") or {}
+        if record.get("peak_bytes") and not case["contestant"].startswith("trimtab"):
+            job = Case(**{**case, "job": _job(case["job"])}).job.name
+            limits[job] = min(record["peak_bytes"] / 2**30, limits.get(job, float("inf")))
+    return limits
+
+
+def _job(fields: dict[str, Any]) -> Any:
+    from benchmarks.end_to_end.jobs import Job
+
+    return Job(**fields)
+
+
+def processes(wanted: list[Case], share: bool) -> Iterator[list[Case]]:
+    """The cases of each process: one, or with `share` all that need the same model from the same contestant."""
+    if not share:
+        yield from ([case] for case in wanted)
+        return
+    together: dict[tuple[Any, ...], list[Case]] = {}
+    for case in wanted:
+        # Under a cap, with other limits or an empty cache a process must be fresh.
+        alone = case.cap_gb is not None or bool(case.start) or case.contestant == "trimtab tight"
+        key = (case.contestant, case.job.model, case.job.method, case.name if alone else "")
+        together.setdefault(key, []).append(case)
+    yield from together.values()
+
+
+def run_process(batch: list[Case], order: dict[str, Any], cold: bool) -> list[dict[str, Any]]:
+    """Runs cases in a process of their own and returns their records; a case without one failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = Path(folder) / "order.json", Path(folder) / "results.jsonl"
+        paths[0].write_text(json.dumps(order | {"cases": [asdict(case) for case in batch]}))
+        environment = {**os.environ, **OFFLINE}
+        if cold:
+            environment |= {
+                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+                "TRITON_CACHE_DIR": f"{folder}/triton",
+            }
+        words = [sys.executable, "-m", "benchmarks.end_to_end.child", *map(str, paths)]
+        limit = sum(case.limit_s for case in batch)
+        log = Path(folder) / "log"
+        with log.open("wb") as file:
+            try:
+                code = subprocess.run(
+                    words, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=limit
+                )
+                ended = f"the process ended with {code.returncode}"
+            except subprocess.TimeoutExpired:
+                ended = f"stopped after {limit} s"
+        found = read(paths[1])
+        last = log.read_text(errors="replace").strip().splitlines()[-1:]
+    records = [found["device"]] if "device" in found else []
+    for case in batch:
+        missing = {"name": case.name, "case": asdict(case), "failed": f"{ended}: {''.join(last)[:300]}"}
+        records.append(found.get(case.name, missing))
+    return records
+
+
+def run_all(wanted: list[Case], path: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Measures what the file does not have for this commit and these versions; returns all records."""
+    device = "cpu" if options.tiny else "cuda"
+    where = {"commit": options.commit or commit(), "versions": versions(PACKAGES)}
+    if sys.platform == "linux":
+        where["host_cores"] = len(os.sched_getaffinity(0))
+    records = {} if options.fresh else read(path)
+    left = [case for case in wanted if not _done(records.get(case.name), where)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + 60 * options.minutes
+    for batch in processes(left, options.share_processes):
+        if time.monotonic() > until:
+            print(f"out of time: {batch[0].name} and what follows is left out", file=sys.stderr)
+            break
+        print(", ".join(case.name for case in batch), file=sys.stderr, flush=True)
+        order = {
+            "device": device,
+            "weights": str(options.weights.expanduser()),
+            "limits": limits_of(records),
+            "ceilings": "device" not in records,
+            "tokens": dict(word.split("=") for word in options.tokens),
+            "most_tokens": options.most_tokens,
+        }
+        order["tokens"] = {cap: int(count) for cap, count in order["tokens"].items()}
+        for record in run_process(batch, order, batch[0].start == "cold"):
+            record |= {**where, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+            record |= {"shared_process": len(batch) > 1}
+            records[record["name"]] = record
+            append(path, record)
+            print("  " + _line(record), file=sys.stderr, flush=True)
+    return records
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    """One more line, a torn one before it ended first: behind half a line it would be lost with it."""
+    with path.open("a+b") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+        torn = file.read(1) not in (b"", b"\n")
+        file.write(("\n" * torn + json.dumps(record, ensure_ascii=False) + "\n").encode())
+
+
+def _done(record: dict[str, Any] | None, where: dict[str, Any]) -> bool:
+    if record is None or record.get("failed"):
+        return False
+    return all(record.get(key) == where[key] for key in ("commit", "versions"))
+
+
+def _line(record: dict[str, Any]) -> str:
+    if "failed" in record or "absent" in record:
+        return record.get("failed") or f"absent: {record['absent']}"
+    if record["name"] == "device":
+        return f"{record['device']}"
+    time_ms = record.get("median_ms") or 1e3 * record["first_step_s"]
+    memory = "" if record["peak_bytes"] is None else f" @ {record['peak_bytes'] / 2**30:.2f} GiB"
+    return (
+        f"{time_ms:.0f} ms{memory}, first step {record['first_step_s']:.1f} s, loss {record['losses'][0]:.4f}"
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.end_to_end", description=__doc__.split("\n")[0])
+    made.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose name holds it")
+    made.add_argument("--out", type=Path, help="data (benchmarks/results/end-to-end-<device>.jsonl)")
+    weights = Path("~/.cache/trimtab/benchmarks")
+    made.add_argument("--weights", type=Path, default=weights, help="where random models are kept (16 GB)")
+    made.add_argument("--minutes", type=float, default=1e9, help="no process is begun after so many")
+    made.add_argument("--tiny", action="store_true", help="tiny models on the CPU")
+    made.add_argument(
+        "--share-processes", action="store_true", help="load a contestant's model once for its lengths"
+    )
+    made.add_argument("--tokens", action="append", default=[], metavar="GB=N", help="longest: try N tokens")
+    made.add_argument(
+        "--most-tokens", type=int, default=2**19, help="longest: no step longer than this is tried"
+    )
+    made.add_argument("--commit", help="what is measured, where git cannot tell")
+    made.add_argument("--fresh", action="store_true", help="measure again what the file already has")
+    made.add_argument("--list", action="store_true", help="name the cases and stop")
+    made.add_argument("--table", type=Path, metavar="FILE.jsonl", help="print a file's tables and stop")
+    return made
+
+
+def main(words: list[str] | None = None) -> int:
+    """0 if all is right, 1 if a case of ours failed or a loss is off, 2 where there is no GPU."""
+    options = parser().parse_args(words)
+    if options.table:
+        print(markdown(read(options.table)), end="")
+        return 0
+    found = tiny_cases() if options.tiny else cases()
+    wanted = [case for case in found if not options.only or any(text in case.name for text in options.only)]
+    if options.list:
+        print("\n".join(case.name for case in wanted))
+        return 0
+    if not wanted:
+        print(f"error: no case holds {' or '.join(options.only)}; --list names them", file=sys.stderr)
+        return 2
+    slug = "cpu-tiny" if options.tiny else _gpu()
+    if slug is None:
+        print("error: no CUDA device here; --tiny, --list and --table need none", file=sys.stderr)
+        return 2
+    records = run_all(wanted, options.out or RESULTS / f"end-to-end-{slug}.jsonl", options)
+    print(markdown(records), end="")
+    wrong = problems(records)
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _gpu() -> str | None:
+    """The GPU's name for a file, asked in a process of its own: this one leaves the device alone."""
+    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    name = done.stdout.strip().lower().replace("nvidia ", "").replace(" ", "-")
+    return name or None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""One process of the benchmark: loads a model once, runs its cases, writes a JSON line for each.
+
+python -m benchmarks.end_to_end.child ORDER.json RESULTS.jsonl
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.end_to_end import peers, world
+from benchmarks.end_to_end.jobs import OURS, Case, Job, config_of
+
+STEPS = 10
+"""After the first: so many, or as many as the seconds allow."""
+BUDGET_S = 12.0
+FEWEST = 2
+TRIES = 3
+CUT = 0.97
+"""A length that was proposed and does not fit is cut by this."""
+
+
+def read_order(path: Path) -> dict[str, Any]:
+    """The order with its cases as objects."""
+    order: dict[str, Any] = json.loads(path.read_text())
+    order["cases"] = [Case(**{**case, "job": Job(**case["job"])}) for case in order["cases"]]
+    return order
+
+
+def main(words: list[str]) -> int:
+    """Runs the order's cases; what a case raises is its result, and the next one goes on."""
+    order, results = read_order(Path(words[0])), Path(words[1])
+    device = order["device"]
+    if order.get("ceilings"):
+        _write(results, {"name": "device", **_ceilings(device)})
+    kept: dict[str, Any] = {}
+    for case in order["cases"]:
+        record: dict[str, Any] = {"name": case.name, "case": asdict(case)}
+        started = time.perf_counter()
+        try:
+            record |= run(case, order, device, kept)
+        except torch.OutOfMemoryError:
+            record["failed"] = "out of memory"
+            kept.clear()
+        except Exception as error:  # noqa: BLE001 - whatever a contestant raises is its result
+            record["failed"] = f"{type(error).__name__}: {_first_line(error)}"
+        record["process_s"] = round(time.perf_counter() - started, 2)
+        _write(results, record)
+        _clean_up(device)
+    return 0
+
+
+def run(case: Case, order: dict[str, Any], device: str, kept: dict[str, Any]) -> dict[str, Any]:
+    """One case's numbers; `kept` holds a peer's model for its next length."""
+    root = Path(order["weights"])
+    folder = world.model_folder(root, case.job.model, device)
+    adapter = world.adapter_folder(root, case.job.model)
+    if case.contestant in OURS:
+        if case.cap_gb is not None:
+            return _longest(case, folder, adapter, order, device)
+        return _ours(case, folder, adapter, order, device)
+    absent = peers.missing(case.contestant)
+    if absent is not None:
+        return {"absent": absent}
+    tokens = world.make_tokens(case.job)
+    started = time.perf_counter()
+    longest = max(one.job.tokens for one in order["cases"])
+    step = peers.build(case, folder, adapter, tokens, device, kept, longest)
+    return _measured(step, case, device, started)
+
+
+def _ours(case: Case, folder: Path, adapter: Path, order: dict[str, Any], device: str) -> dict[str, Any]:
+    from benchmarks.end_to_end import ours
+    from trimtab.adapt import compilations
+
+    limit = order["limits"].get(case.job.name) if case.contestant == "trimtab tight" else None
+    started = time.perf_counter()
+    prepared = ours.prepared_for(case, folder, adapter, device, limit)
+    before = compilations()
+    step, chosen = ours.build(prepared, folder, world.make_tokens(case.job))
+    record = _measured(step, case, device, started)
+    count, seconds = compilations()
+    return record | {
+        "chosen": chosen,
+        "limit_gib": limit,
+        "compilations": count - before[0],
+        "compile_s": seconds - before[1],
+    }
+
+
+def _longest(case: Case, folder: Path, adapter: Path, order: dict[str, Any], device: str) -> dict[str, Any]:
+    """Arithmetic proposes a length, one real step under the allocator's cap confirms it."""
+    from benchmarks.end_to_end import ours
+    from trimtab.facts.devices import host_memory
+
+    root, cap_gb = Path(order["weights"]), case.cap_gb
+    name, _, layers = case.job.model.partition("/")
+    whole, its_adapter = world.config_folder(root, name), world.adapter_folder(root, name)
+    proposed = ours.longest(case, whole, its_adapter, device)
+    if proposed == 0:
+        return {"failed": "nothing fits", "proposed": 0}
+    if layers:
+        cap_gb = ours.cap_of_part(case, (whole, folder), (its_adapter, adapter), device)
+    tokens = order["tokens"].get(f"{case.cap_gb:g}") or min(proposed, order["most_tokens"], _positions(name))
+    for _ in range(TRIES):
+        one = replace(case, job=replace(case.job, tokens=tokens), cap_gb=cap_gb, start="cold")
+        try:
+            started = time.perf_counter()
+            prepared = ours.prepared_for(one, folder, adapter, device, None)
+            step, chosen = ours.build(prepared, folder, world.make_tokens(one.job))
+            record = _measured(step, one, device, started)
+        except torch.OutOfMemoryError:
+            _clean_up(device)
+            tokens = int(tokens * CUT) // 256 * 256
+            continue
+        return record | {
+            "proposed": proposed,
+            "confirmed": tokens,
+            "chosen": chosen,
+            "layers": layers or None,
+            "allocator_cap_bytes": prepared.choices.memory["allocator_bytes"],
+            "host_total_bytes": host_memory()[0],
+        }
+    return {"failed": f"out of memory down to {tokens} tokens", "proposed": proposed}
+
+
+def _positions(model: str) -> int:
+    """How long a sequence of the model may be."""
+    return int(config_of(model)["max_position_embeddings"])
+
+
+def _measured(step: peers.Step, case: Case, device: str, started: float) -> dict[str, Any]:
+    """Times of synchronized steps after the first, losses of all, and the most memory that tensors took."""
+    _sync(device)
+    loaded = time.perf_counter()
+    load_peak = _peak(device)
+    losses: list[float] = []
+    times: list[float] = []
+
+    def once() -> float:
+        begin = time.perf_counter()
+        losses.append(float(step()))
+        _sync(device)
+        return time.perf_counter() - begin
+
+    first = once()
+    if not case.start:
+        once()  # allocators and autotuners have their say a second time
+        until = time.perf_counter() + BUDGET_S
+        while len(times) < FEWEST or (len(times) < STEPS and time.perf_counter() < until):
+            times.append(once())
+    return {
+        "load_s": round(loaded - started, 2),
+        "load_peak_bytes": load_peak,
+        "first_step_s": first,
+        "median_ms": 1e3 * statistics.median(times) if times else None,
+        "low_ms": 1e3 * min(times, default=first),
+        "high_ms": 1e3 * max(times, default=first),
+        "steps": len(times),
+        "peak_bytes": _peak(device),
+        "losses": losses,
+    }
+
+
+def _ceilings(device: str) -> dict[str, Any]:
+    if device != "cuda":
+        return {"device": "cpu", "matmul_flops_per_s": None}
+    from trimtab.lab.timing import ceilings
+
+    return asdict(ceilings())
+
+
+def _peak(device: str) -> int | None:
+    """Since the last call."""
+    if device != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def _sync(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _clean_up(device: str) -> None:
+    gc.collect()
+    torch._dynamo.reset()
+    if device == "cuda":
+        with contextlib.suppress(RuntimeError):  # after an illegal access the next case says so itself
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or "without a message").splitlines()[0][:300]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

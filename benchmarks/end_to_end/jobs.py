@@ -1,0 +1,186 @@
+"""The jobs, who runs them, in which order. No torch: the runner never touches the device itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+LORA = {"r": 16, "lora_alpha": 16}
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LEARNING_RATE = {"full": 1e-5, "qlora": 1e-4}
+DOCUMENT_TOKENS = 400
+"""The average document of packed windows; lengths are exponential."""
+
+_COMMON = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+    "initializer_range": 0.02,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000,
+        "tie_word_embeddings": True,
+        **_COMMON,
+    },
+    "llama-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 1_048_576,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000,
+        "tie_word_embeddings": False,
+        "mlp_bias": False,
+        **_COMMON,
+    },
+}
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "max_position_embeddings": 4096,
+}
+for _name in tuple(CONFIGS):  # the same families, small enough for a CPU
+    CONFIGS[f"tiny-{_name}"] = CONFIGS[_name] | _SMALL
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """A model's config.json by name; `llama-8b/8` has 8 of its layers."""
+    name, _, layers = model.partition("/")
+    return CONFIGS[name] | ({"num_hidden_layers": int(layers)} if layers else {})
+
+
+@dataclass(frozen=True)
+class Job:
+    """One micro-step: forward, backward, 8-bit AdamW, over `rows` windows of `tokens`."""
+
+    model: str
+    method: str
+    """"full" or "qlora"."""
+    rows: int
+    tokens: int
+    packed: bool = False
+    """Whether windows hold several documents, none of which sees another."""
+
+    @property
+    def name(self) -> str:
+        """For tables and `--only`.
+
+        Example:
+            >>> Job("llama-8b", "qlora", 2, 2048, packed=True).name
+            'llama-8b qlora 2×2048 packed'
+        """
+        return f"{self.model} {self.method} {self.rows}×{self.tokens}" + (" packed" if self.packed else "")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job as one contestant runs it, in a process of its own."""
+
+    job: Job
+    contestant: str
+    limit_s: int = 90
+    cap_gb: float | None = None
+    """Longest context: the memory of the card that is imitated; the job's tokens are then what arithmetic proposes."""
+    start: str = ""
+    """"cold" or "warm": the first step only, with an empty or a filled cache of compiled code."""
+
+    @property
+    def name(self) -> str:
+        """What a record is found by."""
+        if self.cap_gb is not None:
+            return f"{self.job.model} longest {self.cap_gb:g} GB/{self.contestant}"
+        return f"{self.job.name}/{self.contestant}" + (f" {self.start}" if self.start else "")
+
+
+OURS = ("trimtab", "trimtab tight", "trimtab eager")
+"""With all the memory there is; within that of the peer that takes least; and without torch.compile."""
+PEERS = ("hf", "hf recompute", "liger", "unsloth", "unsloth recompute")
+PACKED_PEERS = ("hf recompute", "liger")
+CAPS_GB = {8: "llama-8b", 12: "llama-8b", 16: "llama-8b", 24: "llama-8b"} | dict.fromkeys(
+    (40, 48, 80), "llama-8b/8"
+)
+"""Of imitated cards, and what confirms the length: the model, or so many of its layers where a step of all would take
+many minutes, under a cap that is less by what the others' weights take."""
+
+PEER_GIB = {
+    "qwen3-0.6b full 4×1024": 3.7,
+    "qwen3-0.6b full 4×4096": 4.4,
+    "llama-8b qlora 2×2048": 6.8,
+    "llama-8b qlora 1×8192": 7.8,
+    "llama-8b qlora 1×32768": 14.0,
+    "llama-8b qlora 1×65536": 22.0,
+}
+"""What the thriftiest peer took in an earlier run on an H200: the limit of "trimtab tight" until the file has one."""
+
+QWEN_SHORT, QWEN_LONG = (Job("qwen3-0.6b", "full", 4, tokens) for tokens in (1024, 4096))
+LLAMA_SHORT = Job("llama-8b", "qlora", 2, 2048)
+LLAMA_8K, LLAMA_32K, LLAMA_64K = (Job("llama-8b", "qlora", 1, tokens) for tokens in (8192, 32_768, 65_536))
+JOBS = (LLAMA_SHORT, QWEN_SHORT, LLAMA_8K, QWEN_LONG, LLAMA_32K, LLAMA_64K)
+
+
+def cases() -> list[Case]:
+    """All of them, the most telling first: what a short session leaves out is at the end."""
+    found: list[Case] = []
+    for job in JOBS[:4]:
+        found += [_case(job, name) for name in ("unsloth recompute", "trimtab", "trimtab tight")]
+    found += [Case(LLAMA_SHORT, "trimtab", start=start, limit_s=150) for start in ("cold", "warm")]
+    for job in JOBS[4:]:
+        found += [_case(job, name) for name in ("unsloth recompute", "trimtab", "trimtab tight")]
+    for job in JOBS[:4]:
+        packed = replace(job, packed=True)
+        found += [_case(packed, name) for name in ("trimtab", "hf recompute")]
+    found += [_longest(cap, model) for cap, model in CAPS_GB.items()]
+    for job in JOBS[:4]:
+        found += [_case(job, name) for name in ("hf recompute", "liger", "hf", "unsloth") if _fits(job, name)]
+    found += [_case(job, "trimtab eager") for job in JOBS[:4]]
+    for job in JOBS[4:]:
+        found += [_case(job, name) for name in ("liger", "hf recompute")]
+        found.append(_case(replace(job, packed=True), "trimtab"))
+    found += [_case(replace(job, packed=True), "liger") for job in JOBS[:4]]
+    return found
+
+
+def _fits(job: Job, contestant: str) -> bool:
+    """Unsloth keeps nothing but block inputs of quantized models: it has no other way to run them."""
+    return not (job.method == "qlora" and contestant == "unsloth")
+
+
+def _longest(cap_gb: float, model: str) -> Case:
+    return Case(Job(model, "qlora", 1, 0), "trimtab", limit_s=400, cap_gb=cap_gb)
+
+
+def _case(job: Job, contestant: str) -> Case:
+    return Case(job, contestant, limit_s=240 if job.tokens > 20_000 else 120)
+
+
+def tiny_cases() -> list[Case]:
+    """What a CPU can run of it, in seconds: every piece of code but the peers' CUDA kernels."""
+    full = Job("tiny-qwen3-0.6b", "full", 2, 64)
+    qlora = Job("tiny-llama-8b", "qlora", 2, 64)
+    found = [Case(job, name) for job in (full, qlora) for name in ("hf", "hf recompute", *OURS[:2])]
+    found += [Case(replace(job, packed=True), name) for job in (full, qlora) for name in ("hf", "trimtab")]
+    found += [_longest(cap, model) for cap, model in ((3, "tiny-llama-8b"), (2, "tiny-llama-8b/1"))]
+    return found

@@ -1,0 +1,132 @@
+"""trimtab's micro-step, put together by the functions that `trimtab train` calls: recipe, choices, plan, model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.end_to_end.jobs import LEARNING_RATE, Case, Job
+from benchmarks.end_to_end.peers import Step
+from benchmarks.end_to_end.world import Tokens
+from trimtab.adapt import trained_parameters
+from trimtab.data import Batch
+from trimtab.launch.preparing import Prepared, prepare
+from trimtab.parallel import Mesh
+from trimtab.plan import longest_context
+from trimtab.plan.memory import OUTSIDE
+from trimtab.recipe import build as build_recipe
+from trimtab.run import assembling
+from trimtab.run.precision import autocast_of
+
+GB = 10**9
+
+
+def recipe_of(job: Job, folder: Path, adapter: Path, device: str, limit_bytes: int | None) -> dict[str, Any]:
+    """What a person would write for the job; gradients in the weights' own format, as the peers have them."""
+    recipe: dict[str, Any] = {
+        "model": {"name": str(folder)},
+        "data": {"train": [{"source": "starter:math"}]},
+        "max_seq_length": job.tokens,
+        "packing": job.packed,
+        "per_device_train_batch_size": job.rows,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 100,
+        "learning_rate": LEARNING_RATE[job.method],
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": 0.0,
+        "optim": "adamw_8bit",
+        "device": device,
+    }
+    if job.method == "qlora":
+        recipe |= {"lora": {"adapter": str(adapter)}, "load_in_4bit": True}
+    else:
+        recipe["gradient_dtype"] = "bf16" if device == "cuda" else "fp32"
+    if limit_bytes is not None:
+        recipe["memory_limit"] = f"{limit_bytes}B"
+        # Gradients of a whole model need not stand beside each other where nothing is clipped or added up.
+        recipe["optim_in_backward"] = job.method == "full"
+    return recipe
+
+
+def prepared_for(case: Case, folder: Path, adapter: Path, device: str, limit_gib: float | None) -> Prepared:
+    """Every `auto` decided. `limit_gib` is of tensors; what CUDA itself takes comes on top."""
+    limit = None
+    if case.cap_gb is not None:
+        limit = round(case.cap_gb * GB)
+    elif limit_gib is not None:
+        limit = round(limit_gib * 2**30) + OUTSIDE[device]
+    recipe = recipe_of(case.job, folder, adapter, device, limit)
+    if case.contestant == "trimtab eager":
+        recipe["torch_compile"] = False
+    if case.cap_gb is not None and device == "cuda":
+        # cuDNN's backward adds up in fp32 beside the gradients, 16 KB a token here; ours does not, and is slower.
+        recipe["model"]["attn_implementation"] = "triton"
+    return prepare(build_recipe(recipe))
+
+
+def build(prepared: Prepared, folder: Path, tokens: Tokens) -> tuple[Step, dict[str, Any]]:
+    """The micro-step, and what was chosen for it."""
+    recipe, choices = prepared.recipe, prepared.choices
+    device = torch.device(choices.device)
+    assembling._set_up_torch(choices)
+    decoder = assembling._model(recipe, choices, prepared.shape, folder, fresh=True)
+    optimizer = assembling._optimizer(recipe, choices, trained_parameters(decoder))
+    loss_of = assembling._loss(decoder, device, autocast_of(choices), packing=recipe.packing)
+    in_backward = assembling._in_backward(recipe, choices, optimizer, Mesh.world())
+    batch = Batch(
+        tokens.ids_BT,
+        tokens.labels_BT,
+        tokens.positions_BT,
+        tokens.documents_BT,
+        tokens.num_targets,
+        [["benchmark"]] * len(tokens.ids_BT),
+    )
+    lr, one, no = recipe.learning_rate, torch.ones((), device=device), torch.zeros((), device=device).bool()
+    decoder.train()
+
+    def step() -> torch.Tensor:
+        loss = loss_of(batch) / batch.num_targets
+        if in_backward is not None:
+            in_backward.begin(lr=lr, skip=no)
+            loss.backward()
+            return loss.detach()
+        loss.backward()
+        optimizer.step(lr=lr, grad_scale=one, skip=no)
+        for parameter in decoder.parameters():
+            parameter.grad = None
+        return loss.detach()
+
+    chosen = {
+        "attention": choices.attention["impl"],
+        "compile": choices.compile,
+        "memory": choices.memory.get("sentence"),
+        "predicted_bytes": prepared.plan.memory.needed,
+        "host_bytes": choices.memory.get("host_bytes"),
+        "loss": choices.loss.get("impl"),
+        "pointwise": choices.pointwise.get("impl"),
+    }
+    return step, chosen
+
+
+def longest(case: Case, folder: Path, adapter: Path, device: str) -> int:
+    """Tokens of one row that arithmetic says fit under the case's cap; 0 if none do."""
+    assert case.cap_gb is not None
+    short = replace(case, job=replace(case.job, tokens=256))
+    prepared = prepared_for(short, folder, adapter, device, None)
+    return longest_context(prepared.plan.job, prepared.device, round(case.cap_gb * GB)).tokens
+
+
+def cap_of_part(case: Case, folders: tuple[Path, Path], adapters: tuple[Path, Path], device: str) -> float:
+    """The cap, GB, for a model of some of the layers: the whole one's, less what stands for the layers left out."""
+    assert case.cap_gb is not None
+    standing = []
+    for folder, adapter in zip(folders, adapters, strict=True):
+        plan = prepared_for(
+            replace(case, job=replace(case.job, tokens=256)), folder, adapter, device, None
+        ).plan
+        standing.append(plan.memory.before.total)
+    return case.cap_gb - (standing[0] - standing[1]) / GB

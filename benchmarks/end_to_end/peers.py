@@ -1,0 +1,154 @@
+"""The peers as their own documentation runs them: transformers, peft, bitsandbytes, Liger, Unsloth.
+
+Adapters in fp32 under bf16 autocast, as their trainers have it; bitsandbytes' 8-bit AdamW; labels shifted and loss
+averaged by the model. Each function returns one micro-step as a callable that returns the loss.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.end_to_end.jobs import LEARNING_RATE, LORA, TARGETS, Case, Job
+from benchmarks.end_to_end.world import Tokens
+
+Step = Callable[[], torch.Tensor]
+PACKAGES = {
+    "hf": ("transformers", "peft", "bitsandbytes"),
+    "liger": ("liger_kernel",),
+    "unsloth": ("unsloth",),
+}
+
+
+def missing(contestant: str) -> str | None:
+    """Why a peer cannot take part here; None if it can."""
+    family = contestant.split()[0]
+    names = dict.fromkeys((*PACKAGES["hf"], *PACKAGES[family]))
+    absent = [name for name in names if importlib.util.find_spec(name) is None]
+    if absent:
+        return f"{absent[0]} is not installed"
+    if family in ("liger", "unsloth") and not torch.cuda.is_available():
+        return "it needs a CUDA device"
+    return None
+
+
+def build(
+    case: Case, folder: Path, adapter: Path, tokens: Tokens, device: str, kept: dict[str, Any], longest: int
+) -> Step:
+    """A peer's micro-step, the model loaded; a quantized one is kept for the next length, its adapter set back."""
+    job = case.job
+    key = f"{case.contestant} {job.model} {job.method}"
+    if key not in kept:
+        kept.clear()
+        model = _load(case, folder, adapter, device, longest)
+        if job.method == "qlora":
+            kept[key] = model
+    else:
+        model = kept[key]
+        _set_back(model, adapter)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = _optimizer(trained, LEARNING_RATE[job.method])
+    arguments = tokens.for_peers(device, job.packed)
+    half = torch.autocast(device, dtype=torch.bfloat16) if device == "cuda" else nullcontext()
+    model.train()
+
+    def step() -> torch.Tensor:
+        with half:
+            loss: torch.Tensor = model(**arguments, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def _load(case: Case, folder: Path, adapter: Path, device: str, longest: int) -> torch.nn.Module:
+    family, _, rest = case.contestant.partition(" ")
+    # Liger's users recompute where activations are large, as its own examples do.
+    recompute = rest == "recompute" or (family == "liger" and case.job.method == "qlora")
+    if family == "unsloth":
+        return _unsloth(case.job, folder, adapter, recompute, longest)
+    return _transformers(case.job, folder, adapter, recompute, device, liger=family == "liger")
+
+
+def _set_back(model: torch.nn.Module, adapter: Path) -> None:
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    set_peft_model_state_dict(model, load_file(str(adapter / "adapter_model.safetensors")))
+
+
+def _optimizer(parameters: list[Any], lr: float) -> Any:
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(parameters, lr=lr, weight_decay=0.0)
+
+
+def _transformers(
+    job: Job, folder: Path, adapter: Path, recompute: bool, device: str, *, liger: bool
+) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    if liger:
+        _apply_liger(job)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "device_map": {"": device}}
+    if job.method == "qlora":
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    if job.method == "qlora":
+        from peft import PeftModel
+
+        model.requires_grad_(False)
+        model = PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if job.method == "qlora":
+            model.enable_input_require_grads()
+    return model
+
+
+def _apply_liger(job: Job) -> None:
+    from liger_kernel import transformers as liger
+
+    apply = {"qwen3": liger.apply_liger_kernel_to_qwen3, "llama": liger.apply_liger_kernel_to_llama}
+    apply["qwen3" if "qwen3" in job.model else "llama"](fused_linear_cross_entropy=True, cross_entropy=False)
+
+
+def _unsloth(job: Job, folder: Path, adapter: Path, recompute: bool, longest: int) -> torch.nn.Module:
+    from unsloth import FastLanguageModel  # first: it rewrites the others as it is imported
+
+    way: Any = "unsloth" if recompute else False
+    full = job.method == "full"
+    model, _ = FastLanguageModel.from_pretrained(
+        str(folder),
+        max_seq_length=longest,
+        dtype=torch.bfloat16,
+        load_in_4bit=not full,
+        full_finetuning=full,
+        use_gradient_checkpointing=way,
+    )
+    if full:
+        return model
+    model = FastLanguageModel.get_peft_model(
+        model,
+        **LORA,
+        target_modules=list(TARGETS),
+        lora_dropout=0,
+        bias="none",
+        use_gradient_checkpointing=way,
+        max_seq_length=longest,
+    )
+    _set_back(model, adapter)
+    return model

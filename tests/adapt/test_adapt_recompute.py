@@ -1,0 +1,262 @@
+"""Recompute policies: the same bits, less kept, exactly what the spec says; inside compiled blocks too."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trimtab.adapt import offload, recompute
+from trimtab.adapt.spec_recompute import POLICIES, again, canonical, counted, layer_bytes
+from trimtab.adapt.tiled import tiled
+from trimtab.facts.errors import RecipeError
+from trimtab.facts.shapes import ModelShape
+from trimtab.kernels.attention import Layout
+from trimtab.kernels.linear_cross_entropy import linear_cross_entropy
+from trimtab.model import build, init_weights
+from trimtab.model.decoder import Decoder
+from trimtab.model.spec import product_flops, saved_bytes
+from trimtab.trainer.memory import LiveBytes
+
+LLAMA = ModelShape(
+    "llama", 128, 64, 160, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=16, tie_embeddings=True
+)
+QWEN3 = ModelShape(
+    "qwen3", 128, 64, 192, num_layers=5, num_heads=4, num_kv_heads=1, head_dim=32, qk_norm=True
+)
+B, T = 2, 96
+MIXES = [*((policy,) * 5 for policy in POLICIES), POLICIES, canonical(POLICIES)]
+IDS = torch.randint(0, 128, (B, T), generator=torch.Generator().manual_seed(0))
+
+
+def decoder_of(shape: ModelShape, dtype: str = "fp32", attention: str = "sdpa_flash") -> Decoder:
+    return init_weights(build(shape, dtype=dtype, device="cpu", attention=attention), seed=0)
+
+
+def trained(decoder: Decoder, autocast: bool = False, layout: Layout | None = None) -> list[Any]:
+    """Loss and every gradient."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = decoder.loss(IDS, IDS.roll(-1, 1), None, layout)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in decoder.parameters())]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("policies", MIXES, ids=str)
+def test_the_same_bits(policies: tuple[str, ...], autocast: bool) -> None:
+    for shape in (LLAMA, QWEN3):
+        plain, other = decoder_of(shape), decoder_of(shape)
+        assert recompute.apply(other, policies) is other
+        assert [n for n, _ in other.named_parameters()] == [n for n, _ in shape.parameters()]
+        packed = Layout.packed((torch.arange(T).expand(B, T) >= 40).int())
+        want, got = trained(plain, autocast, packed), trained(other, autocast, packed)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa_math"])
+def test_the_same_bits_with_plain_attention(attention: str) -> None:
+    want, other = trained(decoder_of(QWEN3, attention=attention)), decoder_of(QWEN3, attention=attention)
+    got = trained(recompute.apply(other, POLICIES))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_kept_is_what_the_spec_says(policy: str, dtype: str, tiles: int) -> None:
+    for shape in (LLAMA, QWEN3):
+        decoder = recompute.apply(decoder_of(shape, dtype), [policy] * 5, mlp_tiles=tiles)
+        with LiveBytes() as live:
+            hidden_BTC = decoder(IDS)
+            kept = live.now - hidden_BTC.untyped_storage().nbytes()
+        inputs = {"batch": B, "tokens": T, "dtype": dtype, "attention": "sdpa_flash"}
+        saved = saved_bytes(shape, packed=False, **inputs)
+        around = saved.final + saved.outside - IDS.numel() * 8  # the ids were there before
+        assert kept == layer_bytes(shape, policy, mlp_tiles=tiles, **inputs).kept * 5 + around
+
+
+def test_a_kept_product_may_be_short_or_biased() -> None:
+    """Adapters' short products are cheap, biases another operator; neither changes a bit."""
+    shape = ModelShape(
+        "qwen2", 128, 64, 96, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, qkv_bias=True
+    )
+    want = trained(decoder_of(shape))
+    got = trained(recompute.apply(decoder_of(shape), ["pointwise", "selective"]))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_arithmetic_that_is_done_again() -> None:
+    plain = {policy: again(LLAMA, policy, T) for policy in POLICIES}
+    assert plain["none"].products == plain["pointwise"].products == plain["none"].moved == 0
+    assert plain["pointwise"].moved > 0
+    down = 2 * LLAMA.hidden_size * LLAMA.intermediate_size
+    assert plain["selective"].products == plain["block"].products == product_flops(LLAMA) - down
+    assert plain["selective"].attention == 0 < plain["block"].attention == plain["offload"].attention
+    tiled_ = {policy: again(LLAMA, policy, T, mlp_tiles=4) for policy in POLICIES}
+    assert tiled_["none"].products == 3 * down
+    assert tiled_["block"].products == product_flops(LLAMA)
+
+
+class Products(TorchDispatchMode):
+    """Counts the FLOPs of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.flops += 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_products_are_counted_as_they_are_run(policy: str, tiles: int) -> None:
+    flops = []
+    for policies, count in ((["none"] * 5, 1), ([policy] * 5, tiles)):
+        decoder = recompute.apply(decoder_of(LLAMA), policies, mlp_tiles=count)
+        with Products() as products:
+            decoder.loss(IDS, IDS.roll(-1, 1)).backward()
+        flops.append(products.flops)
+    assert (flops[1] - flops[0]) / (B * T * 5) == again(LLAMA, policy, T, mlp_tiles=tiles).products
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("policies", MIXES, ids=str)
+def test_tiles_give_the_same_numbers(policies: tuple[str, ...], autocast: bool) -> None:
+    want = trained(decoder_of(LLAMA), autocast)
+    for tiles in (2, 7, B * T + 5):
+        got = trained(recompute.apply(decoder_of(LLAMA), policies, mlp_tiles=tiles), autocast)
+        for a, b in zip(got, want, strict=True):
+            rtol = 0.03 if autocast else 1e-5
+            torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * float(b.abs().max()))
+
+
+def test_tiles_without_gradients_and_with_frozen_weights() -> None:
+    decoder = recompute.apply(decoder_of(LLAMA), ["none"] * 5, mlp_tiles=3)
+    plain = decoder_of(LLAMA)
+    with torch.no_grad():
+        torch.testing.assert_close(decoder(IDS), plain(IDS))
+    for model in (decoder, plain):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("mlp.up_proj" in name or "layers.4" in name)
+    want, got = trained(plain), trained(decoder)
+    assert any(grad is None for grad in want)
+    assert any(grad is not None for grad in want[1:])
+    for a, b in zip(got, want, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+
+
+def test_gradients_of_tiles_are_added_up_in_fp32() -> None:
+    layer = torch.nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
+    layer.weight.grad_dtype = torch.float32
+    x = torch.randn(512, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tiled(layer, x, list(layer.parameters()), 256).float().sum().backward()
+    truth = x.double().sum(0).expand(8, 8)
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(layer.weight.grad.double(), truth, rtol=0.004, atol=0.05)
+
+
+def compiled_loss(decoder: Decoder, backend: str) -> torch.Tensor:
+    """The decoder's loss with every layer compiled whole."""
+    compiler = functools.partial(torch.compile, fullgraph=True, dynamic=True, backend=backend)
+    layout = Layout.causal()
+    layout.prepare("sdpa_flash", "cpu", T)
+    x_BTC = decoder.model.embed_tokens(IDS)
+    cos_BTF, sin_BTF = decoder.rotary.cos_sin(torch.arange(T).expand_as(IDS), x_BTC.dtype)
+    for i, block in enumerate(decoder.model.layers):
+        with decoder.around(i, x_BTC):
+            x_BTC = recompute.compiled(block, compiler)(x_BTC, cos_BTF, sin_BTF, layout)
+    hidden_NC = decoder.model.norm(x_BTC).flatten(0, 1)
+    return linear_cross_entropy(hidden_NC, decoder.head_weight, IDS.roll(-1, 1).flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_compiled_blocks_are_whole_graphs_under_every_policy(tiles: int) -> None:
+    torch._dynamo.reset()
+    want = trained(recompute.apply(decoder_of(LLAMA), POLICIES, mlp_tiles=tiles))
+    decoder = recompute.apply(decoder_of(LLAMA), POLICIES, mlp_tiles=tiles)
+    loss = compiled_loss(decoder, "aot_eager")
+    loss.backward()
+    got = [loss.detach(), *(parameter.grad for parameter in decoder.parameters())]
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+
+
+class Shelf(offload.HostStore):
+    """A store without a GPU: copies on a shelf, the order of coming and going written down."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.freed: list[bool] = []
+
+    def _put(self, x: torch.Tensor) -> Any:
+        shelf, number = self, self.log.count("put")
+        storage = weakref.ref(x.untyped_storage())
+        shelf.log.append("put")
+
+        class Kept(offload._Kept):
+            def __init__(self, copy: torch.Tensor) -> None:
+                self.copy = copy
+
+            def get(self) -> torch.Tensor:
+                shelf.log.append(f"get {number}")
+                gc.collect()
+                shelf.freed.append(storage() is None)
+                return self.copy
+
+        return Kept(x.clone())
+
+
+@contextmanager
+def shelved(decoder: Decoder) -> Iterator[Shelf]:
+    shelf = Shelf()
+    decoder.around = lambda layer, x_BTC: shelf.keeping(x_BTC)
+    yield shelf
+
+
+@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_only_the_input_of_a_layer_travels_and_it_is_not_held_elsewhere(compiled: bool, tiles: int) -> None:
+    torch._dynamo.reset()
+    want = trained(recompute.apply(decoder_of(LLAMA), ["block"] * 5, mlp_tiles=tiles))
+    decoder = recompute.apply(decoder_of(LLAMA), ["block"] * 5, mlp_tiles=tiles)
+    with shelved(decoder) as shelf:
+        loss = compiled_loss(decoder, "aot_eager") if compiled else decoder.loss(IDS, IDS.roll(-1, 1))
+        loss.backward()
+    assert shelf.log == ["put"] * 5 + [f"get {i}" for i in (4, 3, 2, 1, 0)]
+    assert all(shelf.freed), "something else on the device still held a layer's input"
+    got = [loss.detach(), *(parameter.grad for parameter in decoder.parameters())]
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+
+
+def test_orders_and_counts() -> None:
+    assert canonical(POLICIES) == tuple(reversed(POLICIES))
+    assert counted(("none", "block", "none")) == {"block": 1, "none": 2}
+
+
+def test_bad_policies() -> None:
+    decoder = decoder_of(LLAMA)
+    with pytest.raises(RecipeError, match="3 recompute policies for 5 layers"):
+        recompute.apply(decoder, ["none"] * 3)
+    with pytest.raises(RecipeError, match=r"'full'.*use one of none, pointwise, selective, block, offload"):
+        recompute.apply(decoder, ["full"] * 5)
+
+
+def test_policies_can_be_taken_back() -> None:
+    decoder = recompute.apply(decoder_of(LLAMA), ["offload"] * 5, mlp_tiles=2)
+    recompute.apply(decoder, ["none"] * 5)
+    want = trained(decoder_of(LLAMA))
+    assert all(torch.equal(a, b) for a, b in zip(trained(decoder), want, strict=True))

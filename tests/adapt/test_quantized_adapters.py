@@ -1,0 +1,148 @@
+"""Adapters on quantized layers in a whole decoder: fused and one by one, compiled, recomputed, merged."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from quantized_world import SHAPE, empty, token_ids
+
+from trimtab.adapt import (
+    LoraSettings,
+    add_adapters,
+    init_adapters,
+    quantized_ops,
+    recompute,
+    trained_parameters,
+)
+from trimtab.adapt.quantized import describe, quantized_layers
+from trimtab.facts.errors import RecipeError
+from trimtab.model import init_weights
+from trimtab.model.decoder import Decoder
+
+
+def adapted(kind: str = "nf4", **settings: Any) -> Decoder:
+    """Quantized, with adapters that already do something; biases train nothing."""
+    decoder = empty(kind=kind)
+    add_adapters(decoder, LoraSettings(r=4, **settings))
+    decoder.to_empty(device="cpu")
+    init_weights(decoder, 0)
+    init_adapters(decoder, 0)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if "lora_B" in name or name.endswith(".bias"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return decoder
+
+
+def results(decoder: Decoder) -> list[torch.Tensor]:
+    """The loss and every gradient."""
+    for parameter in decoder.parameters():
+        parameter.grad = None
+    ids = token_ids()
+    loss = decoder.loss(ids, ids.roll(-1, 1), reduction="mean")
+    loss.backward()
+    found = trained_parameters(decoder)
+    assert found
+    assert all(parameter.grad is not None for parameter in found.values())
+    return [loss.detach(), *(parameter.grad.clone() for parameter in found.values())]  # type: ignore[union-attr]
+
+
+def assert_close(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max() + 1e-9
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_fused_layers_compute_what_they_do_one_by_one(kind: str) -> None:
+    decoder = adapted(kind)
+    fused = results(decoder)
+    calls: list[str] = []
+    handles = [
+        module.register_forward_hook(lambda *_, name=name: calls.append(name))
+        for name, module in decoder.named_modules()
+        if name.endswith("_proj")
+    ]
+    watched = results(decoder)
+    assert len(calls) == 14, "whoever watches a layer sees it run"
+    for handle in handles:
+        handle.remove()
+    assert_close(fused, watched)
+    assert_close(results(decoder), fused)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_gradients_are_those_of_the_dequantized_model(kind: str) -> None:
+    decoder = adapted(kind)
+    twin = copy.deepcopy(decoder)
+    for name, layer in quantized_layers(decoder):
+        plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        plain.weight = torch.nn.Parameter(layer.dequantized(), requires_grad=False)
+        if layer.bias is not None:
+            plain.bias = torch.nn.Parameter(layer.bias.detach().clone(), requires_grad=False)
+        there = twin.get_submodule(name)
+        object.__setattr__(there, "base", plain)
+        there._parameters, there._buffers = plain._parameters, plain._buffers
+    assert describe(twin) == "no quantized layers"
+    assert_close(results(decoder), results(twin))
+
+
+@pytest.mark.parametrize("policy", ["pointwise", "selective", "block"])
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_the_last_product_of_a_block_is_not_computed_again(
+    policy: str, tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = adapted()
+    expected = results(decoder)
+    recompute.apply(decoder, [policy, policy], mlp_tiles=tiles)
+    shapes: list[tuple[int, int]] = []
+    dequantize = quantized_ops.dequantize
+
+    def counted(packing: quantized_ops.Packing, *rest: Any) -> torch.Tensor:
+        shapes.append(packing.shape)
+        return dequantize(packing, *rest)
+
+    monkeypatch.setattr(quantized_ops, "dequantize", counted)
+    assert_close(results(decoder), expected)
+    down = shapes.count((SHAPE.hidden_size, SHAPE.intermediate_size))
+    assert down == 2 * 2 * tiles, "once forward and once backward in each layer"
+
+
+def test_blocks_compile_whole() -> None:
+    decoder = adapted()
+    expected = results(decoder)
+    torch._dynamo.reset()
+    for block in decoder.model.layers:
+        block.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    assert_close(results(decoder), expected)
+
+
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_dropout": 0.1}], ids=str)
+def test_other_adapters_go_one_by_one(settings: dict[str, Any]) -> None:
+    decoder = adapted(**settings)
+    decoder.eval()  # no masks are dealt here
+    results(decoder)
+
+
+def test_no_name_changes() -> None:
+    named = [name for name, _ in empty().named_parameters()]
+    kept = [name for name, _ in adapted().named_parameters() if "lora_" not in name]
+    assert sorted(kept) == sorted(named)
+
+
+def test_quantized_modules_cannot_be_trained_whole() -> None:
+    with pytest.raises(RecipeError, match=r"q_proj.*few bits"):
+        add_adapters(empty(), LoraSettings(r=4, target_modules=("v_proj",), modules_to_save=("q_proj",)))
+
+
+def test_a_deep_copy_is_a_second_model() -> None:
+    decoder = adapted()
+    twin = copy.deepcopy(decoder)
+    layer = dict(quantized_layers(twin))["model.layers.0.mlp.up_proj"]
+    layer.take(torch.zeros(layer.packing.shape))
+    ids = token_ids(SHAPE)
+    assert not torch.equal(twin(ids), decoder(ids))
+    assert torch.equal(adapted()(ids), decoder(ids))

@@ -1,0 +1,189 @@
+"""The benchmark of whole steps: the same inputs for all, cases that go on where they ended, tables, a run on a CPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.end_to_end import __main__ as runner
+from benchmarks.end_to_end import jobs, world
+from benchmarks.end_to_end.jobs import Case, Job
+from benchmarks.end_to_end.table import floor_s, markdown, page, problems, read
+
+TINY = Job("tiny-llama-8b", "qlora", 2, 64)
+LLAMA = jobs.LLAMA_SHORT
+
+
+def record(
+    case: Case, ms: float, gib: float, losses: tuple[float, ...] = (9.0, 8.0), **more: Any
+) -> dict[str, Any]:
+    return {
+        "name": case.name,
+        "case": asdict(case),
+        "median_ms": ms,
+        "peak_bytes": int(gib * 2**30),
+        "load_peak_bytes": 2**30,
+        "load_s": 3.0,
+        "first_step_s": 20.0,
+        "losses": list(losses),
+        **more,
+    }
+
+
+def records(*found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {one["name"]: one for one in found}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_labels_are_the_same_however_they_are_shifted(packed: bool) -> None:
+    tokens = world.make_tokens(replace(TINY, packed=packed))
+    theirs = tokens.for_peers("cpu", packed)["labels"]
+    shifted_BT = torch.full_like(theirs, world.IGNORED)
+    shifted_BT[:, :-1] = theirs[:, 1:]
+    assert torch.equal(shifted_BT, tokens.labels_BT)
+    ends_BT = tokens.documents_BT[:, 1:] != tokens.documents_BT[:, :-1]
+    assert bool(ends_BT.any()) is packed
+    assert bool((tokens.labels_BT[:, :-1][ends_BT] == world.IGNORED).all())
+    assert bool((tokens.positions_BT[:, 1:][ends_BT] == 0).all())
+    assert tokens.num_targets == int((tokens.positions_BT > 0).sum())
+
+
+def test_names_are_distinct_and_every_job_of_the_table_is_there() -> None:
+    found = jobs.cases()
+    assert len({case.name for case in found}) == len(found)
+    for job in jobs.JOBS:
+        mine = {case.contestant for case in found if case.job == job}
+        assert {*jobs.OURS[:2], "unsloth recompute", "hf recompute", "liger"} <= mine
+        assert Case(replace(job, packed=True), "trimtab", limit_s=0).name in {case.name for case in found}
+    assert [case.cap_gb for case in found if case.cap_gb] == [8, 12, 16, 24, 40, 48, 80]
+
+
+def test_the_limit_is_the_thriftiest_peers() -> None:
+    seen = records(
+        record(Case(LLAMA, "unsloth recompute"), 386, 6.5),
+        record(Case(LLAMA, "hf"), 500, 48.6),
+        record(Case(LLAMA, "trimtab"), 230, 4.0),
+    )
+    limits = runner.limits_of(seen)
+    assert limits[LLAMA.name] == pytest.approx(6.5, abs=1e-6)
+    assert limits[jobs.QWEN_SHORT.name] == 3.7
+
+
+def test_shared_processes_load_a_model_once() -> None:
+    wanted = [case for case in jobs.cases() if case.job.model == "llama-8b"]
+    batches = list(runner.processes(wanted, share=True))
+    assert sorted(c.name for b in batches for c in b) == sorted(c.name for c in wanted)
+    assert any(len(batch) > 3 for batch in batches)
+    for batch in batches:
+        assert len({(case.contestant, case.job.model) for case in batch}) == 1
+        assert len(batch) == 1 or not any(case.cap_gb or case.start for case in batch)
+    assert all(len(batch) == 1 for batch in runner.processes(wanted, share=False))
+
+
+def test_tables_have_ratios_and_say_why_a_cell_is_empty() -> None:
+    seen = records(
+        {"name": "device", "matmul_flops_per_s": 780e12},
+        record(Case(LLAMA, "unsloth recompute"), 386, 6.8),
+        {"name": Case(LLAMA, "hf").name, "case": asdict(Case(LLAMA, "hf")), "failed": "out of memory"},
+        record(
+            Case(LLAMA, "trimtab"), 193, 40.0, compilations=2, compile_s=9.0, chosen={"compile": {"on": True}}
+        ),
+        record(Case(LLAMA, "trimtab tight"), 300, 6.7, chosen={"compile": {"on": False}}),
+        record(
+            Case(Job("llama-8b", "qlora", 1, 0), "trimtab", cap_gb=24),
+            1.0,
+            21.0,
+            proposed=180_224,
+            confirmed=180_224,
+            chosen={"host_bytes": 2**36, "memory": "offload in all 32 layers"},
+        ),
+    )
+    text = markdown(seen)
+    steps = next(line for line in text.splitlines() if line.startswith(f"| {LLAMA.name}"))
+    cells = [cell.strip() for cell in steps.strip("|").split("|")]
+    assert cells[1] == "out of memory"
+    assert cells[5:11] == ["386 @ 6.8", "193 @ 40.0", "300 @ 6.7", "–", "2.00", "1.29"]
+    assert cells[11] == f"{1e3 * floor_s(LLAMA, 780e12):.0f}"
+    assert "| 180,224" in text
+    assert "offload in all 32 layers" in text
+    assert problems(seen) == []
+    seen["device"]["device"] = "Some GPU"
+    for one in seen.values():
+        one |= {"commit": "abc", "versions": {"torch": "2.11.0"}, "time": "2026-11-15T12:00:00"}
+    assert page(seen).startswith(
+        "Some GPU, commit abc, 2026-11-15; torch 2.11.0; a bf16 product 780 TFLOP/s."
+    )
+
+
+def test_losses_that_are_apart_and_failures_of_ours_are_problems() -> None:
+    ours, theirs = Case(LLAMA, "trimtab"), Case(LLAMA, "liger")
+    apart = records(record(ours, 1, 1, (9.0, 8.0)), record(theirs, 1, 1, (9.01, 8.0)))
+    assert len(problems(apart)) == 1
+    late = records(record(ours, 1, 1, (9.0, 8.0)), record(theirs, 1, 1, (9.0, 8.1, 7.0)))
+    assert len(problems(late)) == 1
+    failed = records({"name": ours.name, "case": asdict(ours), "failed": "ValueError: no"})
+    assert problems(failed) == [f"{ours.name}: ValueError: no"]
+
+
+def test_a_command_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def process(batch: list[Case], order: dict[str, Any], cold: bool) -> list[dict[str, Any]]:
+        ran.extend(case.name for case in batch)
+        if "hf recompute" in batch[0].contestant:
+            return [{"name": batch[0].name, "case": asdict(batch[0]), "failed": "stopped after 1 s: "}]
+        return [record(batch[0], 2.0, 1.0, chosen={"compile": {"on": False}})]
+
+    monkeypatch.setattr(runner, "run_process", process)
+    path = tmp_path / "out.jsonl"
+    words = ["--tiny", "--only", "tiny-llama-8b qlora 2×64/", "--out", str(path), "--commit", "abc"]
+    assert runner.main(words) == 0
+    assert len(ran) == 4
+    with path.open("a") as file:
+        file.write('{"name": "torn')
+    ran.clear()
+    assert runner.main(words) == 0
+    assert ran == ["tiny-llama-8b qlora 2×64/hf recompute"], "what failed is tried again"
+    ran.clear()
+    runner.main([*words[:-1], "def"])
+    assert len(ran) == 4
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    assert {"commit", "versions", "time", "losses"} <= lines[0].keys()
+
+
+def test_no_gpu_and_no_such_case_are_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert runner.main(["--only", "nonsense"]) == 2
+    assert "--list names them" in capsys.readouterr().err
+    monkeypatch.setattr(runner, "_gpu", lambda: None)
+    assert runner.main([]) == 2
+    assert "--tiny" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+def test_a_tiny_run_agrees_with_transformers_and_peft(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    words = ["--tiny", "--weights", str(tmp_path / "weights"), "--out", str(path), "--commit", "abc"]
+    only = [
+        f"tiny-llama-8b {job}"
+        for job in ("qlora 2×64/hf", "qlora 2×64/trimtab", "longest 3 GB", "qlora 2×64 packed/")
+    ]
+    for text in only:
+        words += ["--only", text]
+    assert runner.main(words) == 0
+    found = read(path)
+    losses = {name: one["losses"] for name, one in found.items() if "qlora" in name}
+    for kind in ("2×64", "2×64 packed"):
+        ours, theirs = (losses[f"tiny-llama-8b qlora {kind}/{who}"] for who in ("trimtab", "hf"))
+        assert ours == pytest.approx(theirs, abs=2e-3)
+        assert ours[-1] < ours[0]
+    for name in ("tiny-llama-8b longest 3 GB/trimtab", "tiny-llama-8b/1 longest 2 GB/trimtab"):
+        assert found[name]["confirmed"] == 4096, "as long as the model's positions"
+        assert found[name]["proposed"] > 4096

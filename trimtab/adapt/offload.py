@@ -1,0 +1,130 @@
+"""Inputs of layers kept in the host's memory between the forward and the backward pass.
+
+A layer's input is copied to pinned memory by a stream of its own while the layer computes, and comes back while the
+layer above is in its backward pass. At most two are on the device at once: the one that is used and the one that is
+on its way. Nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class HostStore:
+    """Keeps tensors in pinned host memory; `with store.keeping(x):` around the call that saves x.
+
+    Buffers are used again from step to step. One store serves one decoder: what was put in last comes out first.
+
+    Example:
+        >>> store = HostStore("cuda")                          # doctest: +SKIP
+        >>> with store.keeping(x):                             # doctest: +SKIP
+        ...     y = checkpoint(layer, x, use_reentrant=False)  # doctest: +SKIP
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._free: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        self._newest: weakref.ref[_Kept] | None = None
+        self.host_bytes = 0
+        """Pinned so far."""
+
+    @contextmanager
+    def keeping(self, x: torch.Tensor) -> Iterator[None]:
+        """Whatever is saved in here and is x goes to the host; everything else stays where it is."""
+        place = (x.data_ptr(), x.dtype, x.shape, x.stride())
+        kept: list[_Kept] = []  # x may be saved more than once; it travels once
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) != place:
+                return tensor
+            if not kept:
+                kept.append(self._put(tensor.detach()))
+            return kept[0]
+
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed.get() if isinstance(packed, _Kept) else packed
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    def _put(self, x: torch.Tensor) -> _Kept:
+        below = self._newest() if self._newest is not None else None
+        if below is not None:
+            below.leave()
+        kept = _Kept(self, x, below)
+        self._newest = weakref.ref(kept)
+        return kept
+
+    def _take(self, num_bytes: int) -> torch.Tensor:
+        """A pinned buffer of at least so many bytes that no copy is using, or soon none will."""
+        for i, (buffer, used) in enumerate(self._free):
+            if buffer.numel() >= num_bytes:
+                del self._free[i]
+                if used is not None:
+                    self._out.wait_event(used)
+                return buffer
+        self.host_bytes += num_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def _give(self, buffer: torch.Tensor, last_use: list[torch.cuda.Event]) -> None:
+        self._free.append((buffer, last_use[-1] if last_use else None))
+        self._free.sort(key=lambda entry: entry[0].numel())
+
+
+class _Kept:
+    """One tensor on its way to the host, there, or on its way back."""
+
+    def __init__(self, store: HostStore, x: torch.Tensor, below: _Kept | None) -> None:
+        self._store, self._below = store, below
+        self._device: torch.Tensor | None = x
+        """Here until the next one is put in, which is when the device may forget it, and again when fetched."""
+        self._buffer = store._take(x.numel() * x.element_size())
+        self._host = self._buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+        self._arrived = torch.cuda.Event()
+        self._uses: list[torch.cuda.Event] = []
+        stream = store._out
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(stream):
+            self._host.copy_(x, non_blocking=True)
+            self._arrived.record(stream)
+        self._place = x.device
+        # The buffer is free when autograd has dropped this; copies still under way are waited for by the next user.
+        weakref.finalize(self, store._give, self._buffer, self._uses)
+
+    def leave(self) -> None:
+        """Frees the device's copy, once the host's is complete."""
+        if self._device is not None:
+            torch.cuda.current_stream(self._place).wait_event(self._arrived)
+            self._device = None
+
+    def fetch(self) -> None:
+        """Starts the way back."""
+        if self._device is not None:
+            return
+        current, back = torch.cuda.current_stream(self._place), self._store._back
+        # Allocated on the stream that will use it; its memory may still be in use by work queued there.
+        self._device = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._place)
+        back.wait_stream(current)
+        with torch.cuda.stream(back):
+            self._device.copy_(self._host, non_blocking=True)
+            returned = torch.cuda.Event()
+            returned.record(back)
+        self._uses.append(returned)
+
+    def get(self) -> torch.Tensor:
+        """The tensor on the device; the one that was put in before this one starts its way back."""
+        self.fetch()
+        if self._uses:
+            torch.cuda.current_stream(self._place).wait_event(self._uses[-1])
+        if self._below is not None:
+            self._below.fetch()
+            self._below = None
+        x = self._device
+        assert x is not None
+        self._device = None  # autograd holds it from here on, as long as it needs it
+        return x

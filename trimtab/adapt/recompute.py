@@ -1,0 +1,311 @@
+"""How much of each layer is kept for the backward pass, and how much is computed again: applied from outside.
+
+| policy | kept of a layer | computed again |
+|---|---|---|
+| none | everything that the backward pass reads | nothing |
+| pointwise | results of matrix products and of attention | norms, rotary positions, gates |
+| selective | the layer's input, attention's output and row sums | all but attention |
+| block | the layer's input | everything |
+| offload | the layer's input, in the host's memory | everything |
+
+What is dear is kept first. A number that attention gives costs 2 · T multiply-adds of a causal document of T tokens,
+one of a product 2 · C of the width it sums over: 512 to 8192 for each byte kept, against none to speak of for norms,
+rotary positions and gates, which are a third of what a plain layer keeps. Attention's output is as small as the input
+and, from some thousand tokens on, the dearest of all: only `block` gives it up. Every policy gives the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from trimtab.adapt.fused_lora import recomputing
+from trimtab.adapt.lora_layers import LoRALinear
+from trimtab.adapt.spec_recompute import POLICIES
+from trimtab.adapt.tiled import tiled
+from trimtab.facts.errors import RecipeError
+from trimtab.kernels.attention import Layout
+from trimtab.model.decoder import Decoder, nothing_around
+from trimtab.model.parts import Block
+
+ATTENTION_OPERATORS = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn",
+    "trimtab::attention_forward",
+    "flex_attention",
+)
+"""By name, so that one that this torch does not have is no mistake. Attention that is made of plain products
+("reference", "sdpa_math") is computed again whole."""
+
+PRODUCT_OPERATORS = ("aten::mm", "aten::addmm", "trimtab::packed_linear", "trimtab::lora_group")
+"""Of linear layers, plain, packed and adapted; the input comes first, but for `addmm`."""
+
+Way = Callable[[Block, torch.Tensor, torch.Tensor, torch.Tensor, Layout], torch.Tensor]
+
+
+def apply(decoder: Decoder, policies: Sequence[str], *, mlp_tiles: int = 1) -> Decoder:
+    """Gives each layer its policy; in place, no parameter and no name changes.
+
+    Before compiling, which goes around it. The decoder may still be on the meta device.
+
+    Args:
+        decoder: the model, adapters included.
+        policies: one of `POLICIES` for each layer, the first layer's first. On a CPU "offload" is "block": its
+            memory is the host's.
+        mlp_tiles: parts of the tokens that the feed-forward half of every layer is computed in, each part computed
+            again in the backward pass, so that its activations never exist whole; 1 computes it at once.
+
+    Example:
+        >>> apply(decoder, ["block"] * 28).loss(ids_BT, labels_BT).backward()  # doctest: +SKIP
+    """
+    blocks = list(decoder.model.layers)
+    if len(policies) != len(blocks):
+        raise RecipeError(
+            f"{len(policies)} recompute policies for {len(blocks)} layers", "give one for each layer"
+        )
+    for policy in policies:
+        if policy not in POLICIES:
+            raise RecipeError(f"there is no recompute policy {policy!r}", f"use one of {', '.join(POLICIES)}")
+    assert mlp_tiles >= 1
+    for block, policy in zip(blocks, policies, strict=True):
+        assert isinstance(block, Block)
+        block.recompute = _way(policy, mlp_tiles)
+        if isinstance(block.mlp.down_proj, LoRALinear):
+            # Its output ends the block: computed again, it would only be thrown away.
+            block.mlp.down_proj.last = block.recompute is not None
+    offloaded = frozenset(i for i, policy in enumerate(policies) if policy == "offload")
+    decoder.around = _Offloading(offloaded) if offloaded else nothing_around
+    return decoder
+
+
+def compiled(
+    block: torch.nn.Module, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """What to call instead of a block whose graphs `compiler` makes: all of it, or both halves if one is in tiles.
+
+    Args:
+        block: after `apply`.
+        compiler: such as `functools.partial(torch.compile, fullgraph=True)`.
+
+    Example:
+        >>> compiled(block, torch.compile)(x_BTC, cos_BTF, sin_BTF, layout)  # doctest: +SKIP
+    """
+    assert isinstance(block, Block)
+    if not isinstance(block.recompute, _InTiles):
+        return compiler(block)
+    # The loop over tiles stays outside: a graph would hold every tile's copy of the same operations.
+    block.recompute.compile(compiler)
+    return block
+
+
+def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return nullcontext(), nullcontext()
+
+
+@contextmanager
+def uncompiled(decoder: Decoder) -> Iterator[None]:
+    """Inside, no part of a block runs compiled."""
+    with ExitStack() as stack:
+        for block in decoder.model.layers:
+            if isinstance(block.recompute, _InTiles):
+                stack.enter_context(block.recompute.uncompiled())
+        yield
+
+
+def _way(policy: str, mlp_tiles: int) -> Way | None:
+    if mlp_tiles > 1:
+        return _InTiles(policy, mlp_tiles)
+    if policy == "none":
+        return None
+    return {"pointwise": _pointwise, "selective": _selective}.get(policy, _whole)
+
+
+def _whole(
+    block: Block, x_BTC: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, layout: Layout
+) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return block.layers(x_BTC, cos_BTF, sin_BTF, layout)
+    return _checkpoint(block.layers, x_BTC, cos_BTF, sin_BTF, layout)
+
+
+def _pointwise(
+    block: Block, x_BTC: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, layout: Layout
+) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return block.layers(x_BTC, cos_BTF, sin_BTF, layout)
+    return _checkpoint(block.layers, x_BTC, cos_BTF, sin_BTF, layout, context_fn=_keeping_products(block))
+
+
+def _selective(
+    block: Block, x_BTC: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, layout: Layout
+) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return block.layers(x_BTC, cos_BTF, sin_BTF, layout)
+    return _checkpoint(block.layers, x_BTC, cos_BTF, sin_BTF, layout, context_fn=_keeping_attention)
+
+
+def _checkpoint(
+    run: Callable[..., torch.Tensor], *inputs: Any, context_fn: Callable[[], Any] = _no_contexts
+) -> torch.Tensor:
+    if not torch.compiler.is_compiling():  # a graph leaves out what nobody reads by itself
+        context_fn = functools.partial(_and_recomputing, context_fn)
+    # What is random in a block is a function of step and place, so that no generator's state is kept.
+    options: dict[str, Any] = {} if context_fn is _no_contexts else {"context_fn": context_fn}
+    out: torch.Tensor = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+    return out
+
+
+def _and_recomputing(context_fn: Callable[[], Any]) -> Any:
+    """The contexts of a checkpoint; the second pass is told that it is one."""
+    first, second = context_fn()
+    return first, _both(second)
+
+
+@contextmanager
+def _both(around: AbstractContextManager[Any]) -> Iterator[None]:
+    with around, recomputing():
+        yield
+
+
+def _keeping_attention() -> Any:
+    return create_selective_checkpoint_contexts(_keep_attention)
+
+
+def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keep = _name(operator) in ATTENTION_OPERATORS
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keeping_products(block: Block) -> Callable[[], Any]:
+    """Of attention and of products that sum over the stream's width or more: short ones (adapters') cost little.
+
+    The block's last product, which sums over the feed-forward's width, is not needed in the backward pass.
+    """
+    attention, feed_forward = block.self_attn, block.mlp
+    least = min(attention.q_proj.in_features, attention.o_proj.in_features)
+    return functools.partial(_keep_products_contexts, least, feed_forward.down_proj.in_features)
+
+
+def _keep_products_contexts(least: int, last: int) -> Any:
+    return create_selective_checkpoint_contexts(functools.partial(_keep_products, least, last))
+
+
+def _keep_products(
+    least: int, last: int, context: Any, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    name = _name(operator)
+    keep = name in ATTENTION_OPERATORS
+    if name in PRODUCT_OPERATORS:
+        summed = args[1 if name == "aten::addmm" else 0].shape[-1]
+        keep = summed >= least and summed != last
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _name(operator: Any) -> str:
+    return operator.name().split(".")[0] if hasattr(operator, "overloadpacket") else str(operator.name())
+
+
+def _attend_plain(
+    block: Block, x_BTC: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, layout: Layout
+) -> torch.Tensor:
+    return block.attend(x_BTC, cos_BTF, sin_BTF, layout)
+
+
+def _attend_pointwise(
+    block: Block, x_BTC: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, layout: Layout
+) -> torch.Tensor:
+    return _checkpoint(block.attend, x_BTC, cos_BTF, sin_BTF, layout, context_fn=_keeping_products(block))
+
+
+def _attend_selective(
+    block: Block, x_BTC: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, layout: Layout
+) -> torch.Tensor:
+    return _checkpoint(block.attend, x_BTC, cos_BTF, sin_BTF, layout, context_fn=_keeping_attention)
+
+
+def _feed(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return block.feed(x)
+
+
+class _InTiles:
+    """A block whose feed-forward half runs in tiles: they compute themselves again, whatever the policy is."""
+
+    def __init__(self, policy: str, tiles: int) -> None:
+        self.tiles = tiles
+        self.whole = policy in ("block", "offload")
+        self.attend: Way = {"pointwise": _attend_pointwise, "selective": _attend_selective}.get(
+            policy, _attend_plain
+        )
+        self.feed: Callable[[Block, torch.Tensor], torch.Tensor] = _feed
+        self.plain = (self.attend, self.feed)
+
+    def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Both halves as graphs of their own, in training."""
+        self.attend, self.feed = compiler(self.attend), compiler(self.feed)
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Inside, both halves run as they are written."""
+        kept, (self.attend, self.feed) = (self.attend, self.feed), self.plain
+        try:
+            yield
+        finally:
+            self.attend, self.feed = kept
+
+    def __call__(
+        self,
+        block: Block,
+        x_BTC: torch.Tensor,
+        cos_BTF: torch.Tensor,
+        sin_BTF: torch.Tensor,
+        layout: Layout,
+    ) -> torch.Tensor:
+        inputs = (block, x_BTC, cos_BTF, sin_BTF, layout)
+        if not torch.is_grad_enabled():
+            return tiled(block.feed, _attend_plain(*inputs), (), self.tiles, _mask_keys(block))
+        return _checkpoint(self._layers, *inputs) if self.whole else self._layers(*inputs)
+
+    def _layers(
+        self,
+        block: Block,
+        x_BTC: torch.Tensor,
+        cos_BTF: torch.Tensor,
+        sin_BTF: torch.Tensor,
+        layout: Layout,
+    ) -> torch.Tensor:
+        learned = [*block.post_attention_layernorm.parameters(), *block.mlp.parameters()]
+        x_BTC = self.attend(block, x_BTC, cos_BTF, sin_BTF, layout)
+        feed = functools.partial(self.feed, block)
+        return tiled(feed, x_BTC, learned, self.tiles, _mask_keys(block))
+
+
+def _mask_keys(block: Block) -> list[torch.Tensor]:
+    """Of the adapters' dropout in the feed-forward half."""
+    keys = (getattr(module, "mask_key_2", None) for module in block.mlp.modules())
+    return [key for key in keys if key is not None]
+
+
+class _Offloading:
+    """Sends the inputs of some layers to the host; on a CPU, where they are already, it does nothing."""
+
+    def __init__(self, layers: frozenset[int]) -> None:
+        self.layers = layers
+        self.store: Any = None
+
+    def __call__(self, layer: int, x_BTC: torch.Tensor) -> AbstractContextManager[None]:
+        if layer not in self.layers or not torch.is_grad_enabled() or x_BTC.device.type != "cuda":
+            return nullcontext()
+        if self.store is None:
+            from trimtab.adapt.offload import HostStore
+
+            self.store = HostStore(x_BTC.device)
+        kept: AbstractContextManager[None] = self.store.keeping(x_BTC)
+        return kept

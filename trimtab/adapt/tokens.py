@@ -1,0 +1,56 @@
+"""Embeddings and head with more rows than the weights that are read into them: for tokens that were added."""
+
+# V rows of the base, C hidden size
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from trimtab.facts.shapes import ModelShape
+from trimtab.model.decoder import Decoder
+
+
+def fill_grown(decoder: Decoder, base: ModelShape, load: Callable[[], object]) -> None:
+    """Let `load` fill a decoder as if it were of the shape `base`, which may have fewer tokens; then the new rows.
+
+    Each new row is the mean of the others, so that a new token is at first as likely as an average one.
+
+    Example:
+        >>> fill_grown(decoder, read_shape("my-model"), lambda: load_weights(decoder, "my-model"))  # doctest: +SKIP
+    """
+    if base.vocab_size == decoder.shape.vocab_size:
+        load()
+        return
+    with _smaller(decoder, base):
+        load()
+    with torch.no_grad():
+        for module in _tables(decoder):
+            weight = module._parameters["weight"]
+            assert weight is not None
+            weight[base.vocab_size :] = (
+                weight[: base.vocab_size].mean(0, dtype=torch.float32).to(weight.dtype)
+            )
+
+
+@contextmanager
+def _smaller(decoder: Decoder, base: ModelShape) -> Iterator[None]:
+    """The decoder with views of its first rows for embedding and head."""
+    shape, whole = decoder.shape, {module: module._parameters["weight"] for module in _tables(decoder)}
+    try:
+        decoder.shape = base
+        for module, weight in whole.items():
+            assert weight is not None
+            module._parameters["weight"] = nn.Parameter(weight.data[: base.vocab_size], requires_grad=False)
+        yield
+    finally:
+        decoder.shape = shape
+        for module, weight in whole.items():
+            module._parameters["weight"] = weight
+
+
+def _tables(decoder: Decoder) -> list[nn.Module]:
+    return [module for module in (decoder.model.embed_tokens, decoder.lm_head) if module is not None]

@@ -1,0 +1,166 @@
+"""What of a model is trained and what stands frozen beside it: bytes of weights, gradients and optimizer states."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from trimtab.adapt import spec as adapt_spec
+from trimtab.adapt import spec_quantized
+from trimtab.adapt.spec import LoraSettings
+from trimtab.adapt.targets import EMBEDDING, HEAD
+from trimtab.facts.dtypes import nbytes
+from trimtab.facts.shapes import ModelShape
+from trimtab.model import spec as model_spec
+from trimtab.optim import spec as optim_spec
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A trained tensor."""
+
+    name: str
+    dims: tuple[int, ...]
+    dtype: str
+    """Of the numbers themselves."""
+    gradient_dtype: str
+    """In which its gradient is added up."""
+
+    @property
+    def count(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.dims)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Trained and frozen parts of a model.
+
+    Example:
+        >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> part = trained(tiny, "bf16", "fp32", LoraSettings(r=2, target_modules=("q_proj",)))
+        >>> part.weight_bytes - model_spec.parameter_bytes(tiny, "bf16"), part.gradient_bytes, part.count
+        (256, 256, 64)
+    """
+
+    parameters: tuple[Parameter, ...]
+    weight_bytes: int
+    """Of all weights, frozen ones and adapters included."""
+    adapters: bool
+    """Whether most of the model is frozen below adapters."""
+    tied: bool = False
+    """Whether the head is the embedding."""
+
+    @property
+    def count(self) -> int:
+        """Trained numbers."""
+        return sum(parameter.count for parameter in self.parameters)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of the trained weights alone: what a checkpoint holds of them."""
+        return sum(nbytes(p.dtype, p.count) for p in self.parameters)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of all gradients that a backward pass leaves."""
+        return sum(nbytes(p.gradient_dtype, p.count) for p in self.parameters)
+
+    def named(self, module: str) -> int:
+        """Bytes of the gradient of a module that is trained as a whole; 0 where it is frozen."""
+        return sum(nbytes(p.gradient_dtype, p.count) for p in self.parameters if p.name == f"{module}.weight")
+
+    @property
+    def head(self) -> int:
+        """Bytes of the head's gradient: its own, or that of the embedding it is tied to."""
+        return self.named(EMBEDDING if self.tied else HEAD)
+
+    @cached_property
+    def learning(self) -> model_spec.Learning:
+        """What learns in a block; of blocks that differ, the one where most does."""
+        return _learning([parameter for _, parameter in self._fullest])
+
+    def in_block(self, names: tuple[str, ...]) -> list[Parameter]:
+        """The trained tensors on linear layers with these last names, of the block that has most."""
+        return [parameter for name, parameter in self._fullest if name in names]
+
+    @cached_property
+    def _fullest(self) -> list[tuple[str, Parameter]]:
+        layers: dict[str, list[tuple[str, Parameter]]] = {}
+        for parameter in self.parameters:
+            if match := _IN_BLOCK.match(parameter.name):
+                layers.setdefault(match[1], []).append((_layer_of(parameter.name), parameter))
+        return max(layers.values(), key=lambda found: sum(p.count for _, p in found), default=[])
+
+    def state_bytes(self, optimizer: str) -> int:
+        """Bytes of all optimizer states."""
+        return sum(optim_spec.state_bytes(optimizer, p.dims, p.dtype) for p in self.parameters)
+
+    def update_scratch(self, optimizer: str, *, device: str, impl: str) -> int:
+        """Most bytes held for a moment while one parameter is updated."""
+        return max(
+            optim_spec.scratch_bytes(optimizer, p.dims, p.dtype, device=device, impl=impl)
+            for p in self.parameters
+        )
+
+
+_IN_BLOCK = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def _layer_of(name: str) -> str:
+    """`model.layers.0.mlp.up_proj.lora_A.default.weight` → `up_proj`."""
+    parts = name.split(".")
+    return next((part for part in parts if part.endswith(("_proj", "norm"))), "")
+
+
+def _learning(parameters: list[Parameter]) -> model_spec.Learning:
+    names = {_layer_of(p.name) for p in parameters}
+    ranks = {_layer_of(p.name): p.dims[0] for p in parameters if ".lora_A." in p.name}
+    return model_spec.Learning(
+        frozenset(name for name in names if name.endswith("_proj")),
+        norms=any(name.endswith("norm") for name in names),
+        ranks=ranks,
+        scaled=any(".lora_magnitude_vector." in p.name for p in parameters),
+    )
+
+
+def trained(
+    shape: ModelShape,
+    weights_dtype: str,
+    gradient_dtype: str,
+    lora: LoraSettings | None = None,
+    quantization: dict[str, Any] | None = None,
+) -> Trained:
+    """The parts of a model that a run trains: all of it, or adapters on frozen weights, packed or not.
+
+    Args:
+        shape: the model.
+        weights_dtype: of its own weights.
+        gradient_dtype: in which gradients of bf16 weights are added up; those of fp32 weights are fp32.
+        lora: the adapters' settings, or None where everything is trained.
+        quantization: how frozen weights are packed (`Choices.quantization`), or None.
+    """
+    if lora is None:
+        whole = [Parameter(name, dims, weights_dtype, gradient_dtype) for name, dims in shape.parameters()]
+        return Trained(
+            tuple(whole), model_spec.parameter_bytes(shape, weights_dtype), False, shape.tie_embeddings
+        )
+    standing = model_spec.parameter_bytes(shape, weights_dtype)
+    if quantization is not None:
+        standing = spec_quantized.weight_bytes(
+            shape,
+            quantization["kind"],
+            weights_dtype,
+            block=quantization["block"] or spec_quantized.BLOCK,
+            double=quantization["double"],
+        )
+    parts = [
+        Parameter(name, dims, dtype, "fp32" if dtype == "fp32" else gradient_dtype)
+        for name, dims, dtype in adapt_spec.trained(shape, lora, weights_dtype)
+    ]
+    return Trained(
+        tuple(parts), standing + adapt_spec.parameter_bytes(shape, lora), True, shape.tie_embeddings
+    )
