@@ -10,8 +10,10 @@ import pytest
 from chat_templates import SPECIALS, VARIABLES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from text_fixtures import smollm2_path
 
 from trimtab.facts.errors import ModelError
+from trimtab.text import load
 from trimtab.text.chat import ChatProcess, Conversation, Rendered, TemplateFailed
 
 
@@ -154,6 +156,12 @@ def test_a_conversation_that_is_refused_leaves_the_others() -> None:
     assert first == last
     assert isinstance(refused, TemplateFailed)
     assert "no system role" in str(refused)
+
+
+def test_the_template_of_a_real_model() -> None:
+    tokenizer = load(smollm2_path())
+    assert tokenizer.chat_template is not None
+    assert trained(tokenizer.chat_template, TWO) == ["Hello!<|im_end|>", " Fine. \n<|im_end|>"]
 
 
 def test_a_date_is_the_same_on_every_day() -> None:
