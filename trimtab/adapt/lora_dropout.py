@@ -25,6 +25,10 @@ def _signed(value: int) -> int:
 _FIRST, _SECOND = _signed(MULTIPLIERS[0]), _signed(MULTIPLIERS[1])
 
 
+CHUNK = 1 << 22
+"""Elements whose masks are made at once: the words of a whole [8192, 14336] would be half a gigabyte, several times."""
+
+
 def _mix(words: torch.Tensor) -> torch.Tensor:
     """A 32-bit finalizer; shifts are arithmetic in torch, so the copies of the sign are masked away."""
     words = (words ^ ((words >> 17) & 0x7FFF)) * _FIRST
@@ -32,7 +36,7 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
     return words ^ ((words >> 15) & 0x1FFFF)
 
 
-def kept(rows: int, columns: int, key_2: torch.Tensor, p: float) -> torch.Tensor:
+def kept(rows: int, columns: int, key_2: torch.Tensor, p: float, *, first: int = 0) -> torch.Tensor:
     """bool [N, C]: true with probability 1 − p.
 
     Args:
@@ -40,8 +44,10 @@ def kept(rows: int, columns: int, key_2: torch.Tensor, p: float) -> torch.Tensor
         columns: C.
         key_2: two int32 words on the device of the result.
         p: the share that is dropped.
+        first: the number of the first row.
     """
-    row_N1 = _mix(torch.arange(rows, dtype=torch.int32, device=key_2.device)[:, None] ^ key_2[0])
+    numbers_N = torch.arange(first, first + rows, dtype=torch.int32, device=key_2.device)
+    row_N1 = _mix(numbers_N[:, None] ^ key_2[0])
     column_C = _mix(torch.arange(columns, dtype=torch.int32, device=key_2.device) ^ key_2[1])
     # 31 bits without the sign, against p of their range.
     return (_mix(row_N1 + column_C) & 0x7FFFFFFF) >= round(p * (1 << 31))
@@ -49,8 +55,16 @@ def kept(rows: int, columns: int, key_2: torch.Tensor, p: float) -> torch.Tensor
 
 def drop(x_NC: torch.Tensor, key_2: torch.Tensor, p: float) -> torch.Tensor:
     """x with a share `p` of its elements zero and the others divided by 1 − p."""
-    factor_NC = kept(x_NC.shape[0], x_NC.shape[1], key_2, p).to(x_NC.dtype)
-    return factor_NC.mul_(1.0 / (1.0 - p)).mul_(x_NC)
+    N, C = x_NC.shape
+    if torch.compiler.is_compiling() or N * C <= CHUNK:  # one kernel, or little enough
+        return kept(N, C, key_2, p).to(x_NC.dtype).mul_(1.0 / (1.0 - p)).mul_(x_NC)
+    out_NC = torch.empty_like(x_NC)
+    rows = max(1, CHUNK // C)
+    for first in range(0, N, rows):
+        part_nC = x_NC[first : first + rows]
+        factor_nC = kept(part_nC.shape[0], C, key_2, p, first=first).to(x_NC.dtype).mul_(1.0 / (1.0 - p))
+        torch.mul(part_nC, factor_nC, out=out_NC[first : first + rows])
+    return out_NC
 
 
 class Masks:
