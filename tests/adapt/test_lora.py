@@ -166,7 +166,7 @@ def test_masks_in_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch)
     key_2 = Masks(["one"], torch.device("cpu")).words_K2[0]
     x = torch.randn(37, 24)
     whole = lora_dropout.drop(x, key_2, 0.3)
-    monkeypatch.setattr(lora_dropout, "CHUNK", 100)
+    monkeypatch.setattr(lora_dropout, "DROPOUT_CHUNK", 100)
     assert torch.equal(lora_dropout.drop(x, key_2, 0.3), whole)
     assert 0.2 < float((whole == 0).float().mean()) < 0.4
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from trimtab.adapt.spec import DROPOUT_CHUNK
 from trimtab.facts.randomness import derive
 from trimtab.kernels.stochastic_rounding.spec import MULTIPLIERS
 
@@ -23,10 +24,6 @@ def _signed(value: int) -> int:
 
 
 _FIRST, _SECOND = _signed(MULTIPLIERS[0]), _signed(MULTIPLIERS[1])
-
-
-CHUNK = 1 << 22
-"""Elements whose masks are made at once: the words of a whole [8192, 14336] would be half a gigabyte, several times."""
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:
@@ -56,10 +53,10 @@ def kept(rows: int, columns: int, key_2: torch.Tensor, p: float, *, first: int =
 def drop(x_NC: torch.Tensor, key_2: torch.Tensor, p: float) -> torch.Tensor:
     """x with a share `p` of its elements zero and the others divided by 1 − p."""
     N, C = x_NC.shape
-    if torch.compiler.is_compiling() or N * C <= CHUNK:  # one kernel, or little enough
+    if torch.compiler.is_compiling() or N * C <= DROPOUT_CHUNK:  # one kernel, or little enough
         return kept(N, C, key_2, p).to(x_NC.dtype).mul_(1.0 / (1.0 - p)).mul_(x_NC)
     out_NC = torch.empty_like(x_NC)
-    rows = max(1, CHUNK // C)
+    rows = max(1, DROPOUT_CHUNK // C)
     for first in range(0, N, rows):
         part_nC = x_NC[first : first + rows]
         factor_nC = kept(part_nC.shape[0], C, key_2, p, first=first).to(x_NC.dtype).mul_(1.0 / (1.0 - p))
