@@ -135,7 +135,7 @@ def test_the_operators_are_sound(kind: str) -> None:
     packed = [t for part in parts for t in part.packed if t is not None]
     a, b = [part.a_RI for part in parts], [part.b_OR for part in parts]
     rest = (packed, a, b, [part.scaling for part in parts], ";".join(part.text for part in parts))
-    torch.library.opcheck(torch.ops.trimtab.lora_group, (x, *rest))
+    torch.library.opcheck(torch.ops.trimtab.lora_group, (x, torch.randn(3, 6), *rest, False))
     dy = [torch.randn(3, size) for size in SIZES[:2]]
     with torch.no_grad():
         for wants_dx in (True, False):

@@ -9,7 +9,14 @@ import pytest
 import torch
 from quantized_world import SHAPE, empty, token_ids
 
-from trimtab.adapt import LoraSettings, add_adapters, init_adapters, trained_parameters
+from trimtab.adapt import (
+    LoraSettings,
+    add_adapters,
+    init_adapters,
+    quantized_ops,
+    recompute,
+    trained_parameters,
+)
 from trimtab.adapt.quantized import describe, quantized_layers
 from trimtab.facts.errors import RecipeError
 from trimtab.model import init_weights
@@ -81,6 +88,27 @@ def test_gradients_are_those_of_the_dequantized_model(kind: str) -> None:
         there._parameters, there._buffers = plain._parameters, plain._buffers
     assert describe(twin) == "no quantized layers"
     assert_close(results(decoder), results(twin))
+
+
+@pytest.mark.parametrize("policy", ["pointwise", "selective", "block"])
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_the_last_product_of_a_block_is_not_computed_again(
+    policy: str, tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = adapted()
+    expected = results(decoder)
+    recompute.apply(decoder, [policy, policy], mlp_tiles=tiles)
+    shapes: list[tuple[int, int]] = []
+    dequantize = quantized_ops.dequantize
+
+    def counted(packing: quantized_ops.Packing, *rest: Any) -> torch.Tensor:
+        shapes.append(packing.shape)
+        return dequantize(packing, *rest)
+
+    monkeypatch.setattr(quantized_ops, "dequantize", counted)
+    assert_close(results(decoder), expected)
+    down = shapes.count((SHAPE.hidden_size, SHAPE.intermediate_size))
+    assert down == 2 * 2 * tiles, "once forward and once backward in each layer"
 
 
 def test_blocks_compile_whole() -> None:

@@ -15,6 +15,7 @@ and H. Products run in x's format; A and B, usually fp32, are cast as they are u
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,14 +54,38 @@ class Part:
         return Part((weight_OI,), packing.text, a_RI, b_OR, scaling)
 
 
-def lora_group(x: torch.Tensor, parts: Sequence[Part]) -> list[torch.Tensor]:
-    """Each layer's output [..., Oᵢ] of one x [..., I], in x's format; differentiable in x and all A and B."""
+def lora_group(x: torch.Tensor, parts: Sequence[Part], *, last: bool = False) -> list[torch.Tensor]:
+    """Each layer's output [..., Oᵢ] of one x [..., I], in x's format; differentiable in x and all A and B.
+
+    Args:
+        x: any shape whose last size is I.
+        parts: the layers.
+        last: whether nobody will read the outputs of a pass that is computed again (`recomputing`): then the large
+            products of that pass are left out.
+    """
     packed = [tensor for part in parts for tensor in part.packed if tensor is not None]
     texts = ";".join(part.text for part in parts)
     a, b = [part.a_RI for part in parts], [part.b_OR for part in parts]
     scales = [part.scaling for part in parts]
-    *outputs, _ = torch.ops.trimtab.lora_group(x, packed, a, b, scales, texts)
+    # By itself, so that whoever computes again what the backward pass reads need not repeat the large products.
+    with torch.no_grad():
+        h_NR = x.reshape(-1, x.shape[-1]) @ _stacked(a, x.dtype).t()
+    outputs: list[torch.Tensor] = torch.ops.trimtab.lora_group(x, h_NR, packed, a, b, scales, texts, last)
     return outputs
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Inside, on this thread, a pass is computed again for what it keeps; nobody reads what its last layer gives."""
+    before = getattr(_thread, "recomputing", False)
+    _thread.recomputing = True
+    try:
+        yield
+    finally:
+        _thread.recomputing = before
 
 
 _NAMED = {PLAIN: 1, "int8": 2}
@@ -100,26 +125,30 @@ def _stacked(factors_RI: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 
 def _forward(
     x: torch.Tensor,
+    h_NR: torch.Tensor,
     packed: list[torch.Tensor],
     a: list[torch.Tensor],
     b: list[torch.Tensor],
     scales: list[float],
     texts: str,
+    last: bool,
 ) -> list[torch.Tensor]:
     x_NI = x.reshape(-1, x.shape[-1])
-    h_NR = x_NI @ _stacked(a, x.dtype).t()
+    unread = last and getattr(_thread, "recomputing", False)
     outputs, start = [], 0
     for (packing, tensors), b_OR, scaling in zip(_weights(packed, texts), b, scales, strict=True):
         stop = start + b_OR.shape[1]
         y_NO = h_NR[:, start:stop] @ (b_OR * scaling).to(x.dtype).t()
-        if quantized_ops.is_fused(packing, x_NI.shape[0]):
+        if unread:
+            pass
+        elif quantized_ops.is_fused(packing, x_NI.shape[0]):
             y_NO += quantized_ops.product(x_NI, tensors, packing)
         else:
             with _weight(tensors, packing, x.dtype, x.device) as weight_OI:
                 y_NO.addmm_(x_NI, weight_OI.t())
         outputs.append(y_NO.view(*x.shape[:-1], packing.out_features))
         start = stop
-    return [*outputs, h_NR]
+    return outputs
 
 
 def _gradient(
@@ -160,23 +189,19 @@ def _gradient(
 
 _library = torch.library.Library("trimtab", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
-_REST = "Tensor[] packed, Tensor[] a, Tensor[] b, float[] scales, str packings"
-_library.define(f"lora_group(Tensor x, {_REST}) -> Tensor[]", tags=_tags)
-_library.define(
-    f"lora_group_gradient(Tensor[] dy, Tensor x, Tensor h, {_REST}, bool wants_dx) -> Tensor[]", tags=_tags
-)
+_REST = "Tensor x, Tensor h, Tensor[] packed, Tensor[] a, Tensor[] b, float[] scales, str packings"
+_library.define(f"lora_group({_REST}, bool last) -> Tensor[]", tags=_tags)
+_library.define(f"lora_group_gradient(Tensor[] dy, {_REST}, bool wants_dx) -> Tensor[]", tags=_tags)
 _library.impl("lora_group", _forward, "CompositeExplicitAutograd")
 _library.impl("lora_group_gradient", _gradient, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("trimtab::lora_group")
-def _(x: torch.Tensor, packed: Any, a: Any, b: Any, scales: Any, texts: str) -> list[torch.Tensor]:
+def _(
+    x: torch.Tensor, h: Any, packed: Any, a: Any, b: Any, scales: Any, texts: str, last: bool
+) -> list[torch.Tensor]:
     sizes = [Packing.read(text).out_features for text in texts.split(";")]
-    rows = 1
-    for size in x.shape[:-1]:
-        rows = rows * size
-    rank = sum(factor.shape[0] for factor in a)
-    return [*(x.new_empty((*x.shape[:-1], size)) for size in sizes), x.new_empty((rows, rank))]
+    return [x.new_empty((*x.shape[:-1], size)) for size in sizes]
 
 
 @torch.library.register_fake("trimtab::lora_group_gradient")
@@ -188,22 +213,22 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, packed, a, b, ctx.scales, ctx.texts = inputs
+    x, h_NR, packed, a, b, ctx.scales, ctx.texts, _ = inputs
     ctx.counts = (len(packed), len(a))
-    ctx.save_for_backward(x, output[-1], *packed, *a, *b)
+    ctx.save_for_backward(x, h_NR, *packed, *a, *b)
 
 
 def _backward(ctx: Any, grads: list[torch.Tensor]) -> Any:
-    """Of the outputs; H is kept for this pass and goes nowhere else."""
+    """All of it, H's part included: H itself is handed in as a number without a gradient."""
     x, h_NR, *tensors = ctx.saved_tensors
     num_packed, num = ctx.counts
     packed, a, b = tensors[:num_packed], tensors[num_packed : num_packed + num], tensors[num_packed + num :]
     wants_dx = bool(ctx.needs_input_grad[0])
     dx, *factors = torch.ops.trimtab.lora_group_gradient(
-        list(grads[:-1]), x, h_NR, packed, a, b, ctx.scales, ctx.texts, wants_dx
+        list(grads), x, h_NR, packed, a, b, ctx.scales, ctx.texts, wants_dx
     )
     frozen = [None] * num_packed
-    return dx if wants_dx else None, frozen, factors[:num], factors[num:], None, None
+    return dx if wants_dx else None, None, frozen, factors[:num], factors[num:], None, None, None
 
 
 torch.library.register_autograd("trimtab::lora_group", _backward, setup_context=_save)

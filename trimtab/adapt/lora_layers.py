@@ -89,6 +89,8 @@ class LoRALinear(Adapted):
         self.lora_A = nn.ModuleDict()
         self.lora_B = nn.ModuleDict()
         self.lora_magnitude_vector = nn.ModuleDict()
+        self.last = False
+        """Whether nobody reads its output when a pass is computed again (`adapt.recompute` says so)."""
 
     def add(self, adapter: str, settings: LoraSettings, *, r: int, scaling: float) -> None:
         """One more adapter, its numbers still undefined, not yet active."""
@@ -174,7 +176,7 @@ class LoRALinear(Adapted):
         first, *others = self.active
         p = self._drop(first)
         if (part := self.part()) is not None:
-            y = self._biased(lora_group(x, [part])[0])
+            y = self._biased(lora_group(x, [part], last=self.last)[0])
         elif isinstance(base, nn.Linear) and not p:
             a_RI, b_OR = self.factors(first)
             y = lora_linear(x, base.weight, base.bias, a_RI, b_OR, self.scaling[first])

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from trimtab.adapt.fused_lora import recomputing
+from trimtab.adapt.lora_layers import LoRALinear
 from trimtab.adapt.spec_recompute import POLICIES
 from trimtab.adapt.tiled import tiled
 from trimtab.facts.errors import RecipeError
@@ -76,6 +78,9 @@ def apply(decoder: Decoder, policies: Sequence[str], *, mlp_tiles: int = 1) -> D
     for block, policy in zip(blocks, policies, strict=True):
         assert isinstance(block, Block)
         block.recompute = _way(policy, mlp_tiles)
+        if isinstance(block.mlp.down_proj, LoRALinear):
+            # Its output ends the block: computed again, it would only be thrown away.
+            block.mlp.down_proj.last = block.recompute is not None
     offloaded = frozenset(i for i, policy in enumerate(policies) if policy == "offload")
     decoder.around = _Offloading(offloaded) if offloaded else nothing_around
     return decoder
@@ -99,6 +104,10 @@ def compiled(
     # The loop over tiles stays outside: a graph would hold every tile's copy of the same operations.
     block.recompute.compile(compiler)
     return block
+
+
+def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return nullcontext(), nullcontext()
 
 
 @contextmanager
@@ -143,10 +152,27 @@ def _selective(
     return _checkpoint(block.layers, x_BTC, cos_BTF, sin_BTF, layout, context_fn=_keeping_attention)
 
 
-def _checkpoint(run: Callable[..., torch.Tensor], *inputs: Any, **options: Any) -> torch.Tensor:
+def _checkpoint(
+    run: Callable[..., torch.Tensor], *inputs: Any, context_fn: Callable[[], Any] = _no_contexts
+) -> torch.Tensor:
+    if not torch.compiler.is_compiling():  # a graph leaves out what nobody reads by itself
+        context_fn = functools.partial(_and_recomputing, context_fn)
     # What is random in a block is a function of step and place, so that no generator's state is kept.
+    options: dict[str, Any] = {} if context_fn is _no_contexts else {"context_fn": context_fn}
     out: torch.Tensor = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
     return out
+
+
+def _and_recomputing(context_fn: Callable[[], Any]) -> Any:
+    """The contexts of a checkpoint; the second pass is told that it is one."""
+    first, second = context_fn()
+    return first, _both(second)
+
+
+@contextmanager
+def _both(around: AbstractContextManager[Any]) -> Iterator[None]:
+    with around, recomputing():
+        yield
 
 
 def _keeping_attention() -> Any:

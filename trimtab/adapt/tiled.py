@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from trimtab.adapt.fused_lora import recomputing
 from trimtab.adapt.spec_recompute import tile_rows
 
 Tokenwise = Callable[[torch.Tensor], torch.Tensor]
@@ -116,7 +117,7 @@ class _Tiles(torch.autograd.Function):
         dx_NC = None if ctx.node is None else torch.empty_like(x_NC)
         sums: list[torch.Tensor | None] = [None for _ in ctx.learned]
         for start, stop in _cut(len(x_NC), ctx.tiles, ctx.keys):
-            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+            with torch.enable_grad(), torch.autocast(**ctx.autocast), recomputing():
                 tile = x_NC[start:stop].detach().requires_grad_(dx_NC is not None)
                 out = ctx.run(tile)
             wanted = [*ctx.learned] if dx_NC is None else [*ctx.learned, tile]

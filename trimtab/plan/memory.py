@@ -9,6 +9,7 @@ peak besides the gradients; `other` is what the update needs beyond that peak.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,13 @@ class Job:
         """Which weights are trained, and the bytes that follow from it."""
         return trained(self.shape, self.weights_dtype, self.gradient_dtype, self.lora, self.quantization)
 
+    def changed(self, **changes: Any) -> Job:
+        """A copy with other batch, tokens, policies or the like; what is trained stays, and is not worked out again."""
+        assert changes.keys().isdisjoint(("shape", "weights_dtype", "gradient_dtype", "lora", "quantization"))
+        other = dataclasses.replace(self, **changes)
+        other.__dict__["trained"] = self.trained
+        return other
+
     @property
     def layers(self) -> tuple[str, ...]:
         """The policy of each layer."""
@@ -160,16 +168,6 @@ def gradient_bytes(job: Job) -> int:
 def state_bytes(job: Job) -> int:
     """Bytes of all optimizer states."""
     return job.trained.state_bytes(job.optimizer)
-
-
-def unpacked_bytes(job: Job) -> int:
-    """Bytes of the one frozen weight that is dequantized at a time, and of what that takes; 0 where none is packed."""
-    if job.quantization is None:
-        return 0
-    packing = job.quantization
-    options = {"block": packing["block"] or spec_quantized.BLOCK, "double": packing["double"]}
-    scratch = spec_quantized.scratch_bytes(job.shape, packing["kind"], impl=packing["impl"], **options)
-    return spec_quantized.workspace_bytes(job.shape, job.dtype) + scratch
 
 
 def layer_bytes(job: Job, policy: str) -> spec_recompute.LayerBytes:
@@ -289,7 +287,7 @@ def _moments_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[
         learning=job.trained.learning,
     )
     # A loader hands over the whole step's batches on the host; the microbatch at work is on the device.
-    kept = saved.outside + data_spec.batch_bytes(job.batch, job.tokens) + unpacked_bytes(job)
+    kept = saved.outside + data_spec.batch_bytes(job.batch, job.tokens)
     dims = (N, shape.hidden_size, shape.vocab_size)
     autocast = job.dtype != job.weights_dtype
     options: dict[str, Any] = {

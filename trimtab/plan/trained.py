@@ -80,23 +80,20 @@ class Trained:
 
     @cached_property
     def learning(self) -> model_spec.Learning:
-        """What learns in a block; of blocks that differ the one that keeps most."""
-        layers: dict[str, list[Parameter]] = {}
-        for parameter in self.parameters:
-            if match := _IN_BLOCK.match(parameter.name):
-                layers.setdefault(match[1], []).append(parameter)
-        found = [_learning(parameters) for parameters in layers.values()]
-        nothing = model_spec.Learning(frozenset(), norms=False)
-        return max(found, key=lambda one: (len(one.linears), sum(one.ranks.values())), default=nothing)
+        """What learns in a block; of blocks that differ, the one where most does."""
+        return _learning([parameter for _, parameter in self._fullest])
 
     def in_block(self, names: tuple[str, ...]) -> list[Parameter]:
-        """The trained tensors on linear layers with these last names, of the first block that has any."""
-        own = [
-            (m[1], p)
-            for p in self.parameters
-            if (m := _IN_BLOCK.match(p.name)) and _layer_of(p.name) in names
-        ]
-        return [p for layer, p in own if layer == own[0][0]]
+        """The trained tensors on linear layers with these last names, of the block that has most."""
+        return [parameter for name, parameter in self._fullest if name in names]
+
+    @cached_property
+    def _fullest(self) -> list[tuple[str, Parameter]]:
+        layers: dict[str, list[tuple[str, Parameter]]] = {}
+        for parameter in self.parameters:
+            if match := _IN_BLOCK.match(parameter.name):
+                layers.setdefault(match[1], []).append((_layer_of(parameter.name), parameter))
+        return max(layers.values(), key=lambda found: sum(p.count for _, p in found), default=[])
 
     def state_bytes(self, optimizer: str) -> int:
         """Bytes of all optimizer states."""
