@@ -161,16 +161,6 @@ def state_bytes(job: Job) -> int:
     return job.trained.state_bytes(job.optimizer)
 
 
-def unpacked_bytes(job: Job) -> int:
-    """Bytes of the one frozen weight that is dequantized at a time, and of what that takes; 0 where none is packed."""
-    if job.quantization is None:
-        return 0
-    packing = job.quantization
-    options = {"block": packing["block"] or spec_quantized.BLOCK, "double": packing["double"]}
-    scratch = spec_quantized.scratch_bytes(job.shape, packing["kind"], impl=packing["impl"], **options)
-    return spec_quantized.workspace_bytes(job.shape, job.dtype) + scratch
-
-
 def layer_bytes(job: Job, policy: str) -> spec_recompute.LayerBytes:
     """Bytes of one layer of a job under a policy."""
     return spec_recompute.layer_bytes(
@@ -288,7 +278,7 @@ def _moments_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[
         learning=job.trained.learning,
     )
     # A loader hands over the whole step's batches on the host; the microbatch at work is on the device.
-    kept = saved.outside + data_spec.batch_bytes(job.batch, job.tokens) + unpacked_bytes(job)
+    kept = saved.outside + data_spec.batch_bytes(job.batch, job.tokens)
     dims = (N, shape.hidden_size, shape.vocab_size)
     autocast = job.dtype != job.weights_dtype
     options: dict[str, Any] = {
