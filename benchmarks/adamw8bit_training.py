@@ -1,6 +1,6 @@
 """Training with 8-bit moments beside fp32 ones: the starter model, the demo's recipe, several seeds.
 
-    python benchmarks/adamw8bit_training.py --commit $(git rev-parse --short HEAD)
+    python -m benchmarks.adamw8bit_training --commit $(git rev-parse --short HEAD)
 
 For each seed the recipe of `trimtab demo` is trained twice, with `adamw_torch` (fp32 moments) and `adamw_8bit`,
 everything else equal: the same seed draws the same windows. Compared are training loss, held-out calculus
@@ -18,6 +18,8 @@ import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from benchmarks.curves import chart, smooth
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "adamw8bit-training.json"
@@ -85,47 +87,19 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def picture(rows: list[dict[str, Any]]) -> str:
     """SVG: training loss over steps on the left, the gap seed by seed on the right."""
-    left = {k: [_smooth(r["train"]) for r in rows if r["optimizer"] == k] for k in OPTIMIZERS}
+    left = {k: [smooth(r["train"]) for r in rows if r["optimizer"] == k] for k in OPTIMIZERS}
     pairs = zip(left["adamw_torch"], left["adamw_8bit"], strict=True)
     gaps = [[[s, b - a] for (s, a), (_, b) in zip(x, y, strict=True)] for x, y in pairs]
     lines = [(OPTIMIZERS[k], curve) for k in OPTIMIZERS for curve in left[k]]
     parts = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 300" font-family="sans-serif" font-size="12">',
         '<rect width="860" height="300" fill="white"/>',
-        *_chart(50, "training loss, mean of 20 steps, each line a seed", lines),
-        *_chart(480, "8-bit minus fp32, same seed", [(OPTIMIZERS["adamw_8bit"], gap) for gap in gaps]),
+        *chart(50, "training loss, mean of 20 steps, each line a seed", lines),
+        *chart(480, "8-bit minus fp32, same seed", [(OPTIMIZERS["adamw_8bit"], gap) for gap in gaps]),
     ]
     for i, (key, colour) in enumerate(OPTIMIZERS.items()):
         parts.append(f'<text x="260" y="{60 + 18 * i}" fill="{colour}">{LABELS[key]}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _smooth(losses: list[float], window: int = 20) -> list[list[float]]:
-    return [[i + window, statistics.fmean(losses[i : i + window])] for i in range(0, len(losses), window)]
-
-
-def _chart(x: int, title: str, lines: list[tuple[str, list[list[float]]]]) -> list[str]:
-    width, height, top = 340, 210, 40
-    values = [v for _, line in lines for _, v in line]
-    low, high, last = min(*values, 0.0), max(values), max(s for _, line in lines for s, _ in line)
-    reach = (high - low) or 1.0
-
-    def at(step: float, value: float) -> str:
-        return f"{x + width * step / last:.1f},{top + height * (high - value) / reach:.1f}"
-
-    parts = [f'<text x="{x}" y="24" font-weight="bold">{title}</text>']
-    for i in range(5):
-        value = low + reach * i / 4
-        y = top + height * (high - value) / reach
-        parts.append(f'<line x1="{x}" x2="{x + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{x - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
-    for colour, line in lines:
-        points = " ".join(at(s, v) for s, v in line)
-        parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6" opacity="0.75"/>'
-        )
-    parts.append(f'<text x="{x + width}" y="{top + height + 20}" text-anchor="end">step {last:.0f}</text>')
-    return parts
 
 
 def main() -> None:

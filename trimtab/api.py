@@ -148,6 +148,7 @@ class Model:
             receipt=receipt,
             source={"model": opened.name, "step": opened.step},
             overwrite=overwrite,
+            tokenizer=opened.tokenizer if opened.added_tokens else None,
         )
         return receipt
 

@@ -56,7 +56,7 @@ def processes(wanted: list[Case], share: bool) -> Iterator[list[Case]]:
     together: dict[tuple[Any, ...], list[Case]] = {}
     for case in wanted:
         # Under a cap, with other limits or an empty cache a process must be fresh.
-        alone = case.cap_gb is not None or case.cold or case.contestant == "trimtab tight"
+        alone = case.cap_gb is not None or bool(case.start) or case.contestant == "trimtab tight"
         key = (case.contestant, case.job.model, case.job.method, case.name if alone else "")
         together.setdefault(key, []).append(case)
     yield from together.values()
@@ -117,7 +117,7 @@ def run_all(wanted: list[Case], path: Path, options: argparse.Namespace) -> dict
             "most_tokens": options.most_tokens,
         }
         order["tokens"] = {cap: int(count) for cap, count in order["tokens"].items()}
-        for record in run_process(batch, order, batch[0].cold):
+        for record in run_process(batch, order, batch[0].start == "cold"):
             record |= {**where, "time": datetime.now(UTC).isoformat(timespec="seconds")}
             record |= {"shared_process": len(batch) > 1}
             records[record["name"]] = record
@@ -166,7 +166,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--tokens", action="append", default=[], metavar="GB=N", help="longest: try N tokens")
     made.add_argument(
-        "--most-tokens", type=int, default=2**20, help="longest: no step longer than this is tried"
+        "--most-tokens", type=int, default=2**19, help="longest: no step longer than this is tried"
     )
     made.add_argument("--commit", help="what is measured, where git cannot tell")
     made.add_argument("--fresh", action="store_true", help="measure again what the file already has")

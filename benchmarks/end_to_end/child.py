@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from benchmarks.end_to_end import peers, world
-from benchmarks.end_to_end.jobs import OURS, Case, Job
+from benchmarks.end_to_end.jobs import OURS, Case, Job, config_of
 
 STEPS = 10
 """After the first: so many, or as many as the seconds allow."""
 BUDGET_S = 12.0
 FEWEST = 2
-RETRIES = 3
-"""A proposal of the longest context that does not fit is cut by this much, so often."""
+TRIES = 3
 CUT = 0.97
+"""A length that was proposed and does not fit is cut by this."""
 
 
 def read_order(path: Path) -> dict[str, Any]:
@@ -42,13 +42,15 @@ def main(words: list[str]) -> int:
     device = order["device"]
     if order.get("ceilings"):
         _write(results, {"name": "device", **_ceilings(device)})
+    kept: dict[str, Any] = {}
     for case in order["cases"]:
         record: dict[str, Any] = {"name": case.name, "case": asdict(case)}
         started = time.perf_counter()
         try:
-            record |= run(case, order, device)
+            record |= run(case, order, device, kept)
         except torch.OutOfMemoryError:
             record["failed"] = "out of memory"
+            kept.clear()
         except Exception as error:  # noqa: BLE001 - whatever a contestant raises is its result
             record["failed"] = f"{type(error).__name__}: {_first_line(error)}"
         record["process_s"] = round(time.perf_counter() - started, 2)
@@ -57,8 +59,8 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def run(case: Case, order: dict[str, Any], device: str) -> dict[str, Any]:
-    """One case's numbers."""
+def run(case: Case, order: dict[str, Any], device: str, kept: dict[str, Any]) -> dict[str, Any]:
+    """One case's numbers; `kept` holds a peer's model for its next length."""
     root = Path(order["weights"])
     folder = world.model_folder(root, case.job.model, device)
     adapter = world.adapter_folder(root, case.job.model)
@@ -71,7 +73,8 @@ def run(case: Case, order: dict[str, Any], device: str) -> dict[str, Any]:
         return {"absent": absent}
     tokens = world.make_tokens(case.job)
     started = time.perf_counter()
-    step = peers.build(case.contestant, case.job, folder, adapter, tokens, device)
+    longest = max(one.job.tokens for one in order["cases"])
+    step = peers.build(case, folder, adapter, tokens, device, kept, longest)
     return _measured(step, case, device, started)
 
 
@@ -99,35 +102,39 @@ def _longest(case: Case, folder: Path, adapter: Path, order: dict[str, Any], dev
     from benchmarks.end_to_end import ours
     from trimtab.facts.devices import host_memory
 
-    most = min(prepared_positions(case.job.model), order["most_tokens"])
-    proposed = ours.longest(case, folder, adapter, device, most=most)
+    root, cap_gb = Path(order["weights"]), case.cap_gb
+    name, _, layers = case.job.model.partition("/")
+    whole, its_adapter = world.config_folder(root, name), world.adapter_folder(root, name)
+    proposed = ours.longest(case, whole, its_adapter, device)
     if proposed == 0:
         return {"failed": "nothing fits", "proposed": 0}
-    tokens = order["tokens"].get(f"{case.cap_gb:g}") or proposed
-    for _ in range(RETRIES):
-        one = replace(case, job=replace(case.job, tokens=tokens))
+    if layers:
+        cap_gb = ours.cap_of_part(case, (whole, folder), (its_adapter, adapter), device)
+    tokens = order["tokens"].get(f"{case.cap_gb:g}") or min(proposed, order["most_tokens"], _positions(name))
+    for _ in range(TRIES):
+        one = replace(case, job=replace(case.job, tokens=tokens), cap_gb=cap_gb, start="cold")
         try:
             started = time.perf_counter()
             prepared = ours.prepared_for(one, folder, adapter, device, None)
             step, chosen = ours.build(prepared, folder, world.make_tokens(one.job))
-            record = _measured(step, replace(one, cold=True), device, started)
+            record = _measured(step, one, device, started)
         except torch.OutOfMemoryError:
             _clean_up(device)
-            tokens = int(tokens * CUT) // 16 * 16
+            tokens = int(tokens * CUT) // 256 * 256
             continue
         return record | {
             "proposed": proposed,
             "confirmed": tokens,
             "chosen": chosen,
+            "layers": layers or None,
+            "allocator_cap_bytes": prepared.choices.memory["allocator_bytes"],
             "host_total_bytes": host_memory()[0],
         }
     return {"failed": f"out of memory down to {tokens} tokens", "proposed": proposed}
 
 
-def prepared_positions(model: str) -> int:
+def _positions(model: str) -> int:
     """How long a sequence of the model may be."""
-    from benchmarks.end_to_end.jobs import config_of
-
     return int(config_of(model)["max_position_embeddings"])
 
 
@@ -146,7 +153,7 @@ def _measured(step: peers.Step, case: Case, device: str, started: float) -> dict
         return time.perf_counter() - begin
 
     first = once()
-    if not case.cold:
+    if not case.start:
         once()  # allocators and autotuners have their say a second time
         until = time.perf_counter() + BUDGET_S
         while len(times) < FEWEST or (len(times) < STEPS and time.perf_counter() < until):

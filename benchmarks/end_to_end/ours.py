@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from trimtab.adapt import trained_parameters
 from trimtab.data import Batch
 from trimtab.launch.preparing import Prepared, prepare
 from trimtab.parallel import Mesh
+from trimtab.plan import longest_context
 from trimtab.plan.memory import OUTSIDE
 from trimtab.recipe import build as build_recipe
 from trimtab.run import assembling
@@ -57,7 +59,13 @@ def prepared_for(case: Case, folder: Path, adapter: Path, device: str, limit_gib
         limit = round(case.cap_gb * GB)
     elif limit_gib is not None:
         limit = round(limit_gib * 2**30) + OUTSIDE[device]
-    return prepare(build_recipe(recipe_of(case.job, folder, adapter, device, limit)))
+    recipe = recipe_of(case.job, folder, adapter, device, limit)
+    if case.contestant == "trimtab eager":
+        recipe["torch_compile"] = False
+    if case.cap_gb is not None and device == "cuda":
+        # cuDNN's backward adds up in fp32 beside the gradients, 16 KB a token here; ours does not, and is slower.
+        recipe["model"]["attn_implementation"] = "triton"
+    return prepare(build_recipe(recipe))
 
 
 def build(prepared: Prepared, folder: Path, tokens: Tokens) -> tuple[Step, dict[str, Any]]:
@@ -104,26 +112,21 @@ def build(prepared: Prepared, folder: Path, tokens: Tokens) -> tuple[Step, dict[
     return step, chosen
 
 
-def longest(case: Case, folder: Path, adapter: Path, device: str, *, most: int) -> int:
-    """Tokens of one row that arithmetic says fit under the case's cap: the most, in steps of 1,024 (or 16)."""
-    from dataclasses import replace
+def longest(case: Case, folder: Path, adapter: Path, device: str) -> int:
+    """Tokens of one row that arithmetic says fit under the case's cap; 0 if none do."""
+    assert case.cap_gb is not None
+    short = replace(case, job=replace(case.job, tokens=256))
+    prepared = prepared_for(short, folder, adapter, device, None)
+    return longest_context(prepared.plan.job, prepared.device, round(case.cap_gb * GB)).tokens
 
-    from trimtab.facts.errors import TrimtabError
-    from trimtab.plan import check_fits
 
-    stride = 1024 if most >= 8192 else 16
-
-    def fits(units: int) -> bool:
-        job = replace(case.job, tokens=units * stride)
-        try:
-            found = prepared_for(replace(case, job=job), folder, adapter, device, None)
-            check_fits(found.plan, found.device)
-        except TrimtabError:
-            return False
-        return found.plan.memory.needed <= case.cap_gb * GB
-
-    low, high = 0, most // stride
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low * stride
+def cap_of_part(case: Case, folders: tuple[Path, Path], adapters: tuple[Path, Path], device: str) -> float:
+    """The cap, GB, for a model of some of the layers: the whole one's, less what stands for the layers left out."""
+    assert case.cap_gb is not None
+    standing = []
+    for folder, adapter in zip(folders, adapters, strict=True):
+        plan = prepared_for(
+            replace(case, job=replace(case.job, tokens=256)), folder, adapter, device, None
+        ).plan
+        standing.append(plan.memory.before.total)
+    return case.cap_gb - (standing[0] - standing[1]) / GB

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.end_to_end.jobs import LEARNING_RATE, LORA, TARGETS, Job
+from benchmarks.end_to_end.jobs import LEARNING_RATE, LORA, TARGETS, Case, Job
 from benchmarks.end_to_end.world import Tokens
 
 Step = Callable[[], torch.Tensor]
@@ -37,15 +37,20 @@ def missing(contestant: str) -> str | None:
     return None
 
 
-def build(contestant: str, job: Job, folder: Path, adapter: Path, tokens: Tokens, device: str) -> Step:
-    """A peer's micro-step, the model loaded."""
-    family, _, rest = contestant.partition(" ")
-    # Liger's users recompute where activations are large, as its own examples do.
-    recompute = rest == "recompute" or (family == "liger" and job.method == "qlora")
-    if family == "unsloth":
-        model = _unsloth(job, folder, adapter, recompute)
+def build(
+    case: Case, folder: Path, adapter: Path, tokens: Tokens, device: str, kept: dict[str, Any], longest: int
+) -> Step:
+    """A peer's micro-step, the model loaded; a quantized one is kept for the next length, its adapter set back."""
+    job = case.job
+    key = f"{case.contestant} {job.model} {job.method}"
+    if key not in kept:
+        kept.clear()
+        model = _load(case, folder, adapter, device, longest)
+        if job.method == "qlora":
+            kept[key] = model
     else:
-        model = _transformers(job, folder, adapter, recompute, device, liger=family == "liger")
+        model = kept[key]
+        _set_back(model, adapter)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = _optimizer(trained, LEARNING_RATE[job.method])
     arguments = tokens.for_peers(device, job.packed)
@@ -61,6 +66,22 @@ def build(contestant: str, job: Job, folder: Path, adapter: Path, tokens: Tokens
         return loss.detach()
 
     return step
+
+
+def _load(case: Case, folder: Path, adapter: Path, device: str, longest: int) -> torch.nn.Module:
+    family, _, rest = case.contestant.partition(" ")
+    # Liger's users recompute where activations are large, as its own examples do.
+    recompute = rest == "recompute" or (family == "liger" and case.job.method == "qlora")
+    if family == "unsloth":
+        return _unsloth(case.job, folder, adapter, recompute, longest)
+    return _transformers(case.job, folder, adapter, recompute, device, liger=family == "liger")
+
+
+def _set_back(model: torch.nn.Module, adapter: Path) -> None:
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    set_peft_model_state_dict(model, load_file(str(adapter / "adapter_model.safetensors")))
 
 
 def _optimizer(parameters: list[Any], lr: float) -> Any:
@@ -105,14 +126,14 @@ def _apply_liger(job: Job) -> None:
     apply["qwen3" if "qwen3" in job.model else "llama"](fused_linear_cross_entropy=True, cross_entropy=False)
 
 
-def _unsloth(job: Job, folder: Path, adapter: Path, recompute: bool) -> torch.nn.Module:
+def _unsloth(job: Job, folder: Path, adapter: Path, recompute: bool, longest: int) -> torch.nn.Module:
     from unsloth import FastLanguageModel  # first: it rewrites the others as it is imported
 
     way: Any = "unsloth" if recompute else False
     full = job.method == "full"
     model, _ = FastLanguageModel.from_pretrained(
         str(folder),
-        max_seq_length=job.tokens,
+        max_seq_length=longest,
         dtype=torch.bfloat16,
         load_in_4bit=not full,
         full_finetuning=full,
@@ -127,10 +148,7 @@ def _unsloth(job: Job, folder: Path, adapter: Path, recompute: bool) -> torch.nn
         lora_dropout=0,
         bias="none",
         use_gradient_checkpointing=way,
-        max_seq_length=job.tokens,
+        max_seq_length=longest,
     )
-    from peft import set_peft_model_state_dict
-    from safetensors.torch import load_file
-
-    set_peft_model_state_dict(model, load_file(str(adapter / "adapter_model.safetensors")))
+    _set_back(model, adapter)
     return model

@@ -97,7 +97,7 @@ def _by_job(records: Records) -> dict[Job, Records]:
     found: dict[Job, Records] = {}
     for record in records.values():
         case = record.get("case")
-        if not case or case["cap_gb"] is not None or case["cold"] or not record.get("median_ms"):
+        if not case or case["cap_gb"] is not None or case["start"] or not record.get("median_ms"):
             continue
         found.setdefault(Job(**case["job"]), {})[case["contestant"]] = record
     return dict(sorted(found.items(), key=lambda item: (item[0].packed, item[0].model, item[0].tokens)))
@@ -163,7 +163,7 @@ def _first_steps(records: Records) -> list[list[str]]:
         case = record.get("case")
         if not case or case["cap_gb"] is not None or "first_step_s" not in record:
             continue
-        name = case["contestant"] + (", empty cache" if case["cold"] else "")
+        name = case["contestant"] + {"cold": ", empty cache", "warm": ", filled cache"}.get(case["start"], "")
         memory = record["load_peak_bytes"]
         compiled = "compilations" in record and record["chosen"]["compile"].get("on")
         rows.append(

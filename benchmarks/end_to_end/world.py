@@ -37,6 +37,14 @@ def model_folder(root: Path, model: str, device: str) -> Path:
     return folder
 
 
+def config_folder(root: Path, model: str) -> Path:
+    """A folder with the config alone: enough to plan."""
+    folder = root / f"{model.replace('/', '-')}-config"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_of(model), indent=1))
+    return folder
+
+
 def _write_weights(folder: Path, config: dict[str, Any], device: str, dtype: torch.dtype) -> None:
     shape = shape_from_config(config, str(folder / "config.json"))
     generator = torch.Generator(device).manual_seed(derive(0, "benchmark weights"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from quantized_world import SHAPE, empty
@@ -9,10 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trimtab.adapt import quantized_ops, spec_quantized, workspace
 from trimtab.adapt.quantized import quantized_layers
+from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import init_weights
+from trimtab.model import spec as model_spec
+from trimtab.plan.memory import Job, predict
 from trimtab.trainer.memory import LiveBytes, storage_bytes
 
 CASES = [
@@ -81,3 +86,31 @@ def test_an_8b_model_fits_where_it_should() -> None:
     assert spec_quantized.scratch_bytes(llama, "nf4", impl="triton") == 0
     with pytest.raises(RecipeError, match="nf4 or int8"):
         spec_quantized.weight_bytes(llama, "fp4", "bf16")
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_plan_counts_the_weight_that_is_dequantized(impl: str) -> None:
+    job = Job(
+        SHAPE,
+        batch=1,
+        tokens=16,
+        accumulation=1,
+        dtype="bf16",
+        weights_dtype="bf16",
+        gradient_dtype="bf16",
+        optimizer="adamw_torch",
+        attention="reference",
+        device="cpu",
+        lora=LoraSettings(r=2),
+    )
+    packing = {"kind": "nf4", "block": 64, "double": True, "dtype": "bf16", "impl": impl}
+    packed = dataclasses.replace(job, quantization=packing)
+    workspace = spec_quantized.workspace_bytes(SHAPE, "bf16")
+    scratch = spec_quantized.scratch_bytes(SHAPE, "nf4", impl=impl)
+    without, with_it = predict(job), predict(packed)
+    for moment, held in without.moments.items():  # the workspace stands; reading a weight comes and goes
+        assert workspace <= with_it.moments[moment] - held <= workspace + scratch, moment
+    last = "backward through the last layer"
+    assert with_it.moments[last] - without.moments[last] == workspace + scratch
+    saved = model_spec.parameter_bytes(SHAPE, "bf16") - spec_quantized.weight_bytes(SHAPE, "nf4", "bf16")
+    assert without.before.weights - with_it.before.weights == saved

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.devices import DeviceFacts, host_cores, host_memory, known_ceiling
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.shapes import ModelShape
@@ -32,10 +33,13 @@ GPU = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=Tr
 RECIPE = "model: q\ndata: {train: x}\noptim: adamw_8bit\ndtype: bf16\ngradient_dtype: bf16\n"
 
 
-def choices(dtype: str = "bf16", gradients: str = "bf16", impl: str = "varlen") -> dict[str, Any]:
+def choices(
+    dtype: str = "bf16", gradients: str = "bf16", impl: str = "varlen", **more: Any
+) -> dict[str, Any]:
     weights = "bf16" if dtype == "bf16" else "fp32"
     attention = {"impl": impl, "reason": "for this test", "rejected": [["flex", "slower"]]}
-    return {"dtype": dtype, "weights_dtype": weights, "gradient_dtype": gradients, "attention": attention}
+    formats = {"dtype": dtype, "weights_dtype": weights, "gradient_dtype": gradients}
+    return {**formats, "attention": attention, **more}
 
 
 def plan(*overrides: str, device: DeviceFacts = GPU, data: DataFacts | None = None, **kwargs: Any) -> Plan:
@@ -199,8 +203,18 @@ def test_messages_of_a_run_that_does_not_fit() -> None:
     assert "per_device_train_batch_size: 2 with gradient_accumulation_steps: 8 (saves" in caught.value.remedy
     with pytest.raises(ResourceError, match=r"set .*, and .*: together"):
         check_fits(plan("optim=adamw_torch", gradients="fp32"), sized(6.5))
-    with pytest.raises(ResourceError, match="take a smaller model or a larger device"):
+    with pytest.raises(ResourceError, match=r"lora: \{r: 16\}.*, and load_in_4bit: true .*: together"):
         check_fits(plan(), sized(2))
+    with pytest.raises(ResourceError, match="take a smaller model or a larger device"):
+        check_fits(plan(), sized(1))
+
+
+def test_adapters_have_less_arithmetic_and_smaller_checkpoints() -> None:
+    whole, adapters = plan(), plan(lora=LoraSettings(r=16).to_dict())
+    # Two of the three products of each frozen matrix are left; attention and adapters come on top.
+    assert 2 / 3 < adapters.time.flops_per_token / whole.time.flops_per_token < 0.75
+    assert adapters.disk.checkpoint_bytes < whole.disk.checkpoint_bytes / 10
+    assert adapters.to_dict()["model"]["trained"] == 10_092_544
 
 
 def test_bf16_is_suggested_only_where_the_device_has_it() -> None:

@@ -17,6 +17,9 @@ from tiny_model import write_recipe, write_tiny_model
 import trimtab
 from trimtab.checkpoint import read_manifest
 from trimtab.cli.main import main
+from trimtab.launch import prepare
+from trimtab.recipe import load
+from trimtab.run.dtypes import list_dtypes
 
 SMALL: dict[str, Any] = {
     "num_train_epochs": None,
@@ -228,6 +231,7 @@ def test_added_tokens_grow_the_embedding_and_are_trained(tied: bool, tmp_path: P
         ours = model.opened.decoder.logits(model.opened.decoder(ids_BT))
         torch.testing.assert_close(theirs(ids_BT).logits, ours, rtol=1e-5, atol=1e-5)
     assert call("export", "peft", run, tmp_path / "adapter") == (0, ANY)
+    assert AutoTokenizer.from_pretrained(tmp_path / "adapter").encode("the cat") == [rows - 1]
     code, said = call("generate", tmp_path / "model", "x", "--adapter", tmp_path / "adapter")
     assert code == 4
     assert "does not fit this model" in said
@@ -299,6 +303,29 @@ def test_recipes_that_cannot_be(changes: dict[str, Any], words: list[str], tmp_p
     for word in words:
         assert word in said
     assert not (tmp_path / "run").exists()
+
+
+def test_formats_of_a_run_with_adapters(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, **{**SMALL, "lora": {"r": 4}, "dtype": "bf16", "load_in_4bit": True})
+    assert call("plan", path, "--dtypes") == (0, ANY)
+    prepared = prepare(load(path))
+    rows = {row.name: row for row in list_dtypes(prepared.shape, prepared.choices).modules}
+    a = rows["model.layers.0.self_attn.q_proj.lora_A.default.weight"]
+    assert (a.weight, a.gradient) == ("fp32", "fp32")
+    assert rows["model.norm"].output == "bf16"
+
+
+@pytest.mark.parametrize(
+    "formats", [{"dtype": "bf16"}, {"dtype": "bf16", "weights_dtype": "fp32"}, {"dtype": "fp16"}]
+)
+def test_number_formats_train(formats: dict[str, str], plain: Path, tmp_path: Path) -> None:
+    """bf16 throughout, bf16 under autocast, fp16 under autocast with a scaled loss: the losses of fp32, roughly."""
+    run = new_run(tmp_path, lora={"r": 4, "lora_alpha": 16}, **formats)
+    assert losses(run) == pytest.approx(losses(plain), rel=0.02)
+    manifest = read_manifest(run / "checkpoints" / "step-00000006")
+    assert {entry.dtype for name, entry in manifest.tensors.items() if name.startswith("parameters.")} == {
+        "float32"
+    }
 
 
 def test_export_hf_of_a_run_with_adapters_names_the_way(plain: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from trimtab.adapt.targets import ALL_LINEAR, Matrix
 from trimtab.facts.dtypes import BYTES, nbytes
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
+from trimtab.model.spec import product_flops
 
 DEFAULT = "default"
 """The name of an adapter that was given none; peft's."""
@@ -173,6 +174,20 @@ def trained(
 def parameter_bytes(shape: ModelShape, settings: LoraSettings) -> int:
     """Bytes of an adapter's own tensors."""
     return nbytes(settings.dtype, sum(math.prod(dims) for _, dims in adapter_parameters(shape, settings)))
+
+
+def frozen_flops_per_token(shape: ModelShape, settings: LoraSettings) -> float:
+    """Arithmetic of weights' gradients that is left out a token: those of the blocks' products and of a frozen head.
+
+    Example:
+        >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> frozen_flops_per_token(tiny, LoraSettings(r=2))
+        6656.0
+    """
+    whole = set(targets.select_modules(shape, settings.modules_to_save))
+    head = targets.EMBEDDING if shape.tie_embeddings else targets.HEAD
+    head_flops = 0.0 if f"{head}.weight" in whole else 2.0 * shape.vocab_size * shape.hidden_size
+    return product_flops(shape) * shape.num_layers + head_flops
 
 
 def flops_per_token(shape: ModelShape, settings: LoraSettings) -> float:

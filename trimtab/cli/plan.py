@@ -30,6 +30,9 @@ def plan(
     dtypes: Annotated[
         bool, typer.Option("--dtypes", help="List which module and operation runs in which number format.")
     ] = False,
+    longest: Annotated[
+        bool, typer.Option("--longest", help="Say how long a window could be within the memory there is.")
+    ] = False,
 ) -> None:
     """Say what a recipe will take on this machine, without training anything.
 
@@ -42,7 +45,8 @@ def plan(
 
     Weights and texts are not read for it; a text that is not there is only mentioned.
 
-    `--dtypes` runs one layer of the model's kind with the recipe's formats and lists what was seen.
+    `--dtypes` runs one layer of the model's kind with the recipe's formats and lists what was seen. `--longest` looks
+    for the longest `max_seq_length` that `memory_limit`, or the free memory, has room for, and says how it would run.
     """
     from trimtab import launch
     from trimtab.launch.device import has_torch
@@ -70,7 +74,30 @@ def plan(
         LiveView().plan(prepared.plan.to_dict())
     if dtypes:
         _print_dtypes(prepared)
+    if longest:
+        _print_longest(prepared)
     check_fits(prepared.plan, prepared.device)
+
+
+def _print_longest(prepared: Prepared) -> None:
+    from trimtab.facts.units import format_bytes
+    from trimtab.plan import longest_context
+    from trimtab.plan.limits import limit_of, sentence
+
+    job = prepared.plan.job
+    limit, words = limit_of(prepared.recipe, prepared.device)
+    for batch in dict.fromkeys((job.batch, 1)):
+        found = longest_context(job.changed(batch=batch), prepared.device, limit)
+        name = f"longest window, per_device_train_batch_size: {batch}"
+        if found.setting is None:
+            print(f"{name}: none fits {words}")
+            continue
+        chosen = {"recompute": list(found.setting.policies), "mlp_tiles": found.setting.mlp_tiles}
+        host = f" and {format_bytes(found.setting.host)} of the host's" if found.setting.host else ""
+        print(
+            f"{name}: {found.tokens} tokens in {format_bytes(found.setting.needed)}{host} "
+            f"({sentence(chosen, prepared.shape.num_layers)}); {words}"
+        )
 
 
 def _print_dtypes(prepared: Prepared) -> None:

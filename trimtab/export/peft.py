@@ -22,6 +22,7 @@ from trimtab.facts.units import format_count
 from trimtab.model.decoder import Decoder
 from trimtab.model.save import staged_folder
 from trimtab.model.weights import sha256_of
+from trimtab.text import Tokenizer
 
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CHECKED = "read_back"
@@ -37,6 +38,7 @@ def export_peft(
     receipt: str | Path | None = None,
     source: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    tokenizer: Tokenizer | None = None,
 ) -> Receipt:
     """Write a folder that peft loads, and prove that it is the adapter.
 
@@ -51,6 +53,7 @@ def export_peft(
         receipt: where the receipt is written; None writes none.
         source: what is known of the adapter's origin, for the receipt.
         overwrite: replace an adapter's folder.
+        tokenizer: saved beside the adapter, where it has tokens that the base's has not.
 
     Raises:
         ModelError: the folder exists, or what was written is not the adapter.
@@ -70,6 +73,8 @@ def export_peft(
         checks = [_check_bytes(tensors, staging)]
         check, digest = _check_logits(decoder, staging, adapter)
         checks.append(check)
+        if tokenizer is not None:
+            tokenizer.save(staging)
         files = {
             path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
             for path in sorted(staging.iterdir())

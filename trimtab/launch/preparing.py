@@ -71,11 +71,12 @@ def _memory(
 ) -> dict[str, Any]:
     """What layers keep: as it was when the run began, or chosen anew where a resume asks for something else.
 
-    The tiles stay: they decide in which order sums are rounded.
+    The tiles and the loss's chunks stay: they decide in which order sums are rounded.
     """
     kept = frozen.choices.memory if frozen is not None else {}
     if kept and frozen is not None and not frozen.memory_changed:
         return kept
     choices = {**choices, "memory": {}}
     tiles = kept["mlp_tiles"] if kept else (1 if frozen is not None else None)
-    return settle(recipe, job_of(recipe, shape, device, choices), device, tiles=tiles)
+    job = job_of(recipe, shape, device, choices)
+    return settle(recipe, job, device, tiles=tiles, fixed_loss=frozen is not None)

@@ -227,13 +227,20 @@ def block_bytes(
     return BlockBytes(N * C * BYTES[stream], first, second)
 
 
+def linear_numbers(shape: ModelShape) -> tuple[int, int]:
+    """Numbers in the matrices of a block's attention half and of its feed-forward half."""
+    C, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return C * (q + kv + kv) + q * C, 3 * C * shape.intermediate_size
+
+
 def _linear_numbers(shape: ModelShape, *, biases: bool) -> int:
     """Numbers in the linear layers of a block, with or without their biases."""
-    C, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    width = shape.intermediate_size
-    total = C * (q + kv + kv) + q * C + 3 * C * width
+    total = sum(linear_numbers(shape))
     if biases:
-        total += (q + kv + kv) * shape.qkv_bias + C * shape.o_bias + (2 * width + C) * shape.mlp_bias
+        q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        width = shape.intermediate_size
+        total += (q + kv + kv) * shape.qkv_bias + shape.hidden_size * shape.o_bias
+        total += (2 * width + shape.hidden_size) * shape.mlp_bias
     return total
 
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from trimtab.plan.data import DataFacts, steps_per_epoch, total_steps
     from trimtab.plan.disk import check_disk
     from trimtab.plan.fit import check_fits, remedies
+    from trimtab.plan.longest import Longest, longest_context
     from trimtab.plan.make import Plan, make_plan
     from trimtab.plan.memory import Buckets, Memory
 
@@ -22,6 +23,8 @@ _MODULES = {
     "check_disk": "disk",
     "check_fits": "fit",
     "remedies": "fit",
+    "Longest": "longest",
+    "longest_context": "longest",
     "Plan": "make",
     "make_plan": "make",
     "Buckets": "memory",
@@ -37,6 +40,8 @@ __all__ = [  # noqa: RUF022 (in the order of the dictionary above)
     "check_disk",
     "check_fits",
     "remedies",
+    "Longest",
+    "longest_context",
     "Plan",
     "make_plan",
     "Buckets",

@@ -7,19 +7,32 @@ that could be the fastest and fits; there are few thousands, and none needs torc
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trimtab.adapt import spec_recompute
 from trimtab.adapt.spec_recompute import POLICIES
 from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.dtypes import BYTES
+from trimtab.kernels.linear_cross_entropy import spec as loss_spec
+from trimtab.kernels.linear_cross_entropy.schedule import LEAST_ROWS, ROW_STEP, row_stride, schedule
 from trimtab.model import spec as model_spec
-from trimtab.plan.memory import Job, Layers, gradient_bytes, layers_of, moments_around, predict
+from trimtab.plan.memory import (
+    OUTSIDE,
+    Job,
+    Layers,
+    gradient_bytes,
+    layers_of,
+    moments_around,
+    predict,
+    state_bytes,
+    weight_bytes,
+)
 
-SLACK = 0.03
-"""Share of the limit that a search leaves free: predictions are held to 3 %, and an allocator loses some to gaps."""
+SLACK, GAPS = 0.03, {"cuda": 48 * 2**20, "cpu": 0}
+"""What a search leaves free: the share of the memory that comes and goes to which predictions are held, and what a
+GPU's allocator loses between its blocks. What stands, weights and optimizer states, is known to the byte."""
 SHORTEST_TILE = 512
 """Tokens of the smallest tile: shorter products leave a GPU idle."""
 HOST_SHARE = 0.8
@@ -48,6 +61,8 @@ class Setting:
 
     policies: tuple[str, ...]
     mlp_tiles: int
+    loss_memory: int | None
+    """What the loss may hold of its logits."""
     needed: int
     """Bytes on the device at the peak, the process itself included."""
     host: int
@@ -63,14 +78,17 @@ def rates_of(device: DeviceFacts, dtype: str) -> Rates:
     return Rates(ceiling[0] if ceiling else usual[0], device.bandwidth or usual[1], device.host_link)
 
 
-def choose(job: Job, device: DeviceFacts, limit: int, *, tiles: int | None = None) -> tuple[Setting, bool]:
+def choose(
+    job: Job, device: DeviceFacts, limit: int, *, tiles: int | None = None, fixed_loss: bool = False
+) -> tuple[Setting, bool]:
     """(the fastest setting within the limit, True), or (the one that needs least, False) where none is.
 
     Args:
-        job: what is trained; its own policies are not looked at.
+        job: what is trained; its own policies are not looked at, its `loss_memory` is the most that is tried.
         device: its rates, and its host's free memory.
         limit: bytes on the device, the process itself included.
         tiles: of the feed-forward, where they are given; any number otherwise.
+        fixed_loss: whether the loss holds just what the job says.
 
     Example:
         >>> from trimtab.facts.shapes import ModelShape
@@ -84,32 +102,83 @@ def choose(job: Job, device: DeviceFacts, limit: int, *, tiles: int | None = Non
         True {'none': 8}
         True {'selective': 1, 'pointwise': 6, 'none': 1}
     """
-    within = int(limit * (1 - SLACK))
+    within = within_limit(job, limit)
     host = None if device.host_free_bytes is None else int(device.host_free_bytes * HOST_SHARE)
     rates = rates_of(device, job.dtype)
-    best: tuple[float, int, Segments] | None = None
-    least: tuple[int, int, Segments] | None = None
-    for count in tile_counts(job, tiles):
-        tiled = dataclasses.replace(job, mlp_tiles=count)
-        search = _Search(tiled, rates, within, host)
-        found = search.fastest(None if best is None else best[0])
-        if found is not None:
-            best = (found[0], count, found[1])
+    best: tuple[float, Job, Segments] | None = None
+    least: tuple[int, Job, Segments] | None = None
+    for variant in _variants(job, tiles, fixed_loss):
+        loss = _loss_cost(variant, rates)
+        search = _Search(variant, rates, within, host)
         smallest = search.smallest()
         if least is None or smallest[0] < least[0]:
-            least = (smallest[0], count, smallest[1])
+            least = (smallest[0], variant, smallest[1])
+        if smallest[0] <= within:
+            found = search.fastest(math.inf if best is None else best[0] - loss - 1e-12)
+            if found is not None:
+                best = (found[0] + loss, variant, found[1])
     assert least is not None
-    _, count, segments = best or least
-    return setting_of(dataclasses.replace(job, mlp_tiles=count), device, segments), best is not None
+    _, variant, segments = best or least
+    return setting_of(variant, device, segments), best is not None
+
+
+def within_limit(job: Job, limit: int) -> int:
+    """What a search fills of a limit: all but some slack."""
+    standing = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
+    return limit - int(max(limit - standing, 0) * SLACK) - GAPS[job.device]
+
+
+def least(job: Job, device: DeviceFacts, *, tiles: int | None = None) -> int:
+    """The fewest bytes on the device with which a job can be run at all, the process itself included."""
+    host = None if device.host_free_bytes is None else int(device.host_free_bytes * HOST_SHARE)
+    rates = rates_of(device, job.dtype)
+    thrifty = job.changed(loss_memory=_loss_memories(job)[-1])
+    variants = (thrifty.changed(mlp_tiles=count) for count in tile_counts(job, tiles))
+    return min(_Search(variant, rates, 0, host).smallest()[0] for variant in variants)
 
 
 def setting_of(job: Job, device: DeviceFacts, segments: Segments) -> Setting:
     """The setting that these (policy, layers) are, the first layers first."""
     policies = tuple(policy for policy, count in segments for _ in range(count))
-    memory = predict(dataclasses.replace(job, policies=policies))
-    costs = _costs(job, rates_of(device, job.dtype))
-    seconds = sum(costs[policy] * count for policy, count in segments)
-    return Setting(policies, job.mlp_tiles, memory.needed, memory.host, seconds)
+    memory = predict(job.changed(policies=policies))
+    rates = rates_of(device, job.dtype)
+    costs = _costs(job, rates)
+    seconds = sum(costs[policy] * count for policy, count in segments) + _loss_cost(job, rates)
+    return Setting(policies, job.mlp_tiles, job.loss_memory, memory.needed, memory.host, seconds)
+
+
+def _variants(job: Job, tiles: int | None, fixed_loss: bool) -> Iterator[Job]:
+    """The job with each number of tiles, and what the loss may hold."""
+    for memory in [job.loss_memory] if fixed_loss else _loss_memories(job):
+        for count in tile_counts(job, tiles):
+            yield job.changed(mlp_tiles=count, loss_memory=memory)
+
+
+def _loss_memories(job: Job) -> list[int | None]:
+    """What a loss that can trade memory for time may be given, most first."""
+    if job.loss_impl != "triton" or job.loss_memory is None:
+        return [job.loss_memory]
+    row = row_stride(job.shape.vocab_size) * BYTES[job.dtype]
+    fewer = [rows * row for rows in (8192, 2048, LEAST_ROWS, ROW_STEP) if rows * row < job.loss_memory]
+    return [job.loss_memory, *fewer, None]
+
+
+def _loss_cost(job: Job, rates: Rates) -> float:
+    """Seconds that the loss takes: its products, and passes over the head's gradient, one a chunk of rows."""
+    shape, N = job.shape, job.batch * job.tokens
+    trained = job.trained.head > 0
+    dims = (N, shape.hidden_size, shape.vocab_size)
+    memory = job.loss_memory
+    flops = loss_spec.flops(
+        *dims, weight_grad=trained, impl=job.loss_impl, dtype=job.dtype, memory_bytes=memory
+    )
+    moved = 0
+    if job.loss_impl == "triton":
+        widths = BYTES[job.dtype], BYTES[job.gradient_dtype]
+        rows = schedule(*dims, *widths, memory_bytes=memory, weight_grad=trained).rows
+        head = shape.hidden_size * shape.vocab_size
+        moved = -(-N // rows) * head * (widths[0] + (2 * widths[1] if trained else 0))
+    return flops / rates.flops + moved / rates.bytes
 
 
 def tile_counts(job: Job, tiles: int | None) -> Iterator[int]:
@@ -132,6 +201,7 @@ def _costs(job: Job, rates: Rates) -> dict[str, float]:
         again = spec_recompute.again(job.shape, policy, tokens, dtype=job.dtype, mlp_tiles=job.mlp_tiles)
         flops = again.products + again.attention / ATTENTION_RATE
         costs[policy] = N * (flops / rates.flops + again.moved / rates.bytes)
+        costs[policy] += _unpacked_again(job, policy) / rates.bytes
     if job.device == "cuda":
         copy = N * job.shape.hidden_size * 2 / rates.link
         forward = N * model_spec.product_flops(job.shape) / rates.flops
@@ -139,6 +209,19 @@ def _costs(job: Job, rates: Rates) -> dict[str, float]:
         costs["offload"] += max(copy - forward, 0) + max(copy - 3 * forward, 0)
     costs["offload"] *= 1.001  # where it costs nothing, a layer stays on the device all the same
     return costs
+
+
+def _unpacked_again(job: Job, policy: str) -> float:
+    """Bytes that are moved to dequantize weights once more than a plain forward and backward pass does."""
+    if job.quantization is None:
+        return 0.0
+    first, second = model_spec.linear_numbers(job.shape)
+    again = first if policy in ("selective", "block", "offload") else 0
+    if job.mlp_tiles > 1:
+        again += second * (3 * job.mlp_tiles - 2)  # each tile forward, again, and backward
+    elif again:
+        again += second
+    return again * (BYTES[job.dtype] + 0.5)
 
 
 class _Search:
@@ -149,8 +232,7 @@ class _Search:
         gradients = gradient_bytes(job)
         self.layers: Layers = layers_of(job, gradients)
         self.around = dict(moments_around(job, gradients, self.layers))
-        empty = predict(dataclasses.replace(job, policies=("block",) * job.shape.num_layers))
-        self.standing = empty.before.total + empty.outside
+        self.standing = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
         self.limit = limit
         self.num_layers = job.shape.num_layers
         per_layer = self.layers.of["offload"].host
@@ -183,44 +265,47 @@ class _Search:
             options.append((self.needed(segments), segments))
         return min(options)
 
-    def fastest(self, to_beat: float | None) -> tuple[float, Segments] | None:
+    def fastest(self, to_beat: float) -> tuple[float, Segments] | None:
         """(cost, assignment) of the cheapest that fits; None if none does, or none that costs less than `to_beat`."""
         best: tuple[float, Segments] | None = None
         L = self.num_layers
         for offloaded in range(self.most_offloaded + 1):
             for whole in range(L - offloaded + 1):
-                bound = best[0] if best is not None else to_beat
-                thrifty = self.costs["offload"] * offloaded + self.costs["block"] * whole
-                # In any order of the others, they cost no less than nothing and hold no less than selective ones.
-                if bound is not None and thrifty >= bound - 1e-15:
-                    break
                 rest = L - offloaded - whole
+                if self.cost(_segments(offloaded, whole, 0, 0, rest)) >= to_beat:
+                    break  # more of them cost more
+                # No way to run the other layers that is cheaper than `selective` holds less than it does.
                 if self.needed(_segments(offloaded, whole, rest, 0, 0)) > self.limit:
                     continue
-                found = self._fill(offloaded, whole, rest)
-                if bound is None or found[0] < bound - 1e-15:
-                    best = found
+                found = self._fill(offloaded, whole, rest, to_beat)
+                if found is not None:
+                    best, to_beat = found, found[0]
         return best
 
-    def _fill(self, offloaded: int, whole: int, rest: int) -> tuple[float, Segments]:
-        """The cheapest way to give the other layers `none`, `pointwise` or `selective`; all selective fits."""
+    def _fill(self, offloaded: int, whole: int, rest: int, to_beat: float) -> tuple[float, Segments] | None:
+        """The cheapest way to give the other layers `none`, `pointwise` or `selective`, if it costs less."""
         best: tuple[float, Segments] | None = None
+        pointwise = rest
         for selective in range(rest + 1):
             others = rest - selective
-            if best is not None and self.cost(_segments(offloaded, whole, selective, 0, others)) >= best[0]:
+            if self.cost(_segments(offloaded, whole, selective, 0, others)) >= to_beat:
                 break
-
-            def of(pointwise: int, selective: int = selective, others: int = others) -> Segments:
-                return _segments(offloaded, whole, selective, pointwise, others - pointwise)
-
-            if self.needed(of(others)) > self.limit:
+            # With one more `selective`, no more `pointwise` are needed than before: the number only falls.
+            pointwise = min(pointwise, others)
+            if (
+                self.needed(_segments(offloaded, whole, selective, pointwise, others - pointwise))
+                > self.limit
+            ):
                 continue
-            # Each further one that is computed again holds no more: the first number that fits is the cheapest.
-            pointwise = bisect.bisect_left(range(others), -self.limit, key=lambda n: -self.needed(of(n)))
-            cost = self.cost(of(pointwise))
-            if best is None or cost < best[0]:
-                best = (cost, of(pointwise))
-        assert best is not None
+            while pointwise:
+                fewer = _segments(offloaded, whole, selective, pointwise - 1, others - pointwise + 1)
+                if self.needed(fewer) > self.limit:
+                    break
+                pointwise -= 1
+            segments = _segments(offloaded, whole, selective, pointwise, others - pointwise)
+            cost = self.cost(segments)
+            if cost < to_beat:
+                best, to_beat = (cost, segments), cost
         return best
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from trimtab.adapt import spec_quantized
+from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.units import format_bytes
@@ -118,8 +121,19 @@ def _changes(job: Job) -> Iterator[tuple[Job, str]]:
         yield dataclasses.replace(job, dtype="bf16", weights_dtype="bf16"), "dtype: bf16, weights_dtype: bf16"
     if job.weights_dtype == "bf16" and job.gradient_dtype == "fp32":
         yield dataclasses.replace(job, gradient_dtype="bf16"), "gradient_dtype: bf16"
+    if job.lora is not None and job.quantization is None:
+        yield dataclasses.replace(job, quantization=_nf4(job)), "load_in_4bit: true"
     if job.tokens >= 2 * SHORTEST:
         yield dataclasses.replace(job, tokens=job.tokens // 2), f"max_seq_length: {job.tokens // 2}"
+    # Last, since it trains something else.
+    narrow = min(job.shape.hidden_size, job.shape.num_kv_heads * job.shape.head_dim)
+    if job.lora is None and not job.in_backward and narrow >= LoraSettings().r:
+        yield dataclasses.replace(job, lora=LoraSettings()), "lora: {r: 16}, which trains adapters only"
+
+
+def _nf4(job: Job) -> dict[str, Any]:
+    impl = spec_quantized.choose(device=job.device).impl
+    return {"kind": "nf4", "block": spec_quantized.BLOCK, "double": True, "impl": impl}
 
 
 def _together(plan: Plan, there: int) -> tuple[list[Remedy], bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from trimtab.adapt.spec_recompute import canonical, counted
@@ -65,7 +64,9 @@ def by_hand(recipe: Recipe, shape: ModelShape) -> tuple[str, ...] | None:
     return canonical({**counts, "none": counts.get("none", 0) + L - named})
 
 
-def settle(recipe: Recipe, job: Job, device: DeviceFacts, *, tiles: int | None = None) -> dict[str, Any]:
+def settle(
+    recipe: Recipe, job: Job, device: DeviceFacts, *, tiles: int | None = None, fixed_loss: bool = False
+) -> dict[str, Any]:
     """What was chosen, in plain data, to be kept with the run.
 
     Args:
@@ -73,23 +74,25 @@ def settle(recipe: Recipe, job: Job, device: DeviceFacts, *, tiles: int | None =
         job: everything else that decides the memory of a step.
         device: where it runs.
         tiles: of the feed-forward, where an earlier start has chosen them: they decide how sums are rounded.
+        fixed_loss: whether the loss holds what the job says, for the same reason.
     """
     limit, words = limit_of(recipe, device)
     if tiles is None and recipe.mlp_tiles != "auto":
         tiles = recipe.mlp_tiles
     named = by_hand(recipe, job.shape)
     if named is None:
-        setting, fits = dial.choose(job, device, limit, tiles=tiles)
+        setting, fits = dial.choose(job, device, limit, tiles=tiles, fixed_loss=fixed_loss)
     else:
         setting, fits = _with_tiles(job, device, limit, named, tiles)
     chosen = {
         "recompute": list(setting.policies),
         "mlp_tiles": setting.mlp_tiles,
+        "loss_memory": setting.loss_memory,
         "limit": limit,
         "limit_basis": words,
         "allocator_bytes": limit - OUTSIDE[job.device] if recipe.memory_limit is not None else None,
         "host_bytes": setting.host,
-        "reason": _reason(job, setting, named is not None, fits, words),
+        "reason": _reason(job, setting, named is not None, fits, limit, words),
     }
     return {**chosen, "sentence": sentence(chosen, job.shape.num_layers)}
 
@@ -101,20 +104,22 @@ def _with_tiles(
     segments = tuple(segments_of(named))
     setting = None
     for count in dial.tile_counts(job, tiles):
-        setting = dial.setting_of(dataclasses.replace(job, mlp_tiles=count), device, segments)
+        setting = dial.setting_of(job.changed(mlp_tiles=count), device, segments)
         if setting.needed <= limit:
             return setting, True
     assert setting is not None
     fewest = next(iter(dial.tile_counts(job, tiles)))
-    return dial.setting_of(dataclasses.replace(job, mlp_tiles=fewest), device, segments), False
+    return dial.setting_of(job.changed(mlp_tiles=fewest), device, segments), False
 
 
-def _reason(job: Job, setting: dial.Setting, named: bool, fits: bool, words: str) -> str:
+def _reason(job: Job, setting: dial.Setting, named: bool, fits: bool, limit: int, words: str) -> str:
     if named:
         return "named in the recipe" if fits else f"named in the recipe; does not fit {words}"
+    if not fits and setting.needed <= limit:
+        return f"the least that there is; it leaves almost nothing of {words}"
     if not fits:
         return f"the least that there is, and still more than {words}"
-    plain = predict(dataclasses.replace(job, policies=(), mlp_tiles=setting.mlp_tiles)).needed
+    plain = predict(job.changed(policies=(), mlp_tiles=setting.mlp_tiles)).needed
     if set(setting.policies) == {"none"}:
         return f"everything fits {words}"
     return f"the fastest that fits {words}; keeping everything would take {format_bytes(plain)}"

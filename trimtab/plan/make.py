@@ -115,6 +115,7 @@ def make_plan(
         layers=job.layers,
         mlp_tiles=job.mlp_tiles,
         num_devices=num_devices,
+        lora=job.lora,
     )
     num_tensors = len(job.trained.parameters)
     disk = plan_disk.estimate(
@@ -159,7 +160,7 @@ def job_of(
         optimizer_impl=choices.get("optimizer", {}).get("impl", "reference"),
         in_backward=recipe.optim_in_backward,
         loss_impl=choices.get("loss", {}).get("impl", "chunked"),
-        loss_memory=choices.get("loss", {}).get("memory_bytes"),
+        loss_memory=_loss_memory(choices),
         attention=choices["attention"].get("whole", choices["attention"]["impl"]),
         device=device.kind,
         bf16=device.bf16,
@@ -170,6 +171,15 @@ def job_of(
         lora=None if choices.get("lora") is None else LoraSettings.from_dict(choices["lora"]),
         quantization=choices.get("quantization"),
     )
+
+
+def _loss_memory(choices: dict[str, Any]) -> int | None:
+    """What the loss may hold: as it was settled with the layers, or as it was chosen before that."""
+    memory = choices.get("memory", {})
+    held: int | None = (
+        memory["loss_memory"] if "loss_memory" in memory else choices.get("loss", {}).get("memory_bytes")
+    )
+    return held
 
 
 def _has_domain_set(recipe: Recipe) -> bool:

@@ -9,6 +9,7 @@ peak besides the gradients; `other` is what the update needs beyond that peak.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -97,6 +98,13 @@ class Job:
     def trained(self) -> Trained:
         """Which weights are trained, and the bytes that follow from it."""
         return trained(self.shape, self.weights_dtype, self.gradient_dtype, self.lora, self.quantization)
+
+    def changed(self, **changes: Any) -> Job:
+        """A copy with other batch, tokens, policies or the like; what is trained stays, and is not worked out again."""
+        assert changes.keys().isdisjoint(("shape", "weights_dtype", "gradient_dtype", "lora", "quantization"))
+        other = dataclasses.replace(self, **changes)
+        other.__dict__["trained"] = self.trained
+        return other
 
     @property
     def layers(self) -> tuple[str, ...]:

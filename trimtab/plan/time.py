@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trimtab.adapt import spec as adapt_spec
 from trimtab.adapt import spec_recompute
+from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import spec as model_spec
@@ -41,6 +43,7 @@ def estimate(
     layers: Sequence[str],
     mlp_tiles: int = 1,
     num_devices: int = 1,
+    lora: LoraSettings | None = None,
 ) -> Time:
     """Time of a run.
 
@@ -53,8 +56,11 @@ def estimate(
         layers: the recompute policy of each layer.
         mlp_tiles: parts of the tokens that feed-forward halves are computed in.
         num_devices: devices that share the work.
+        lora: the adapters, where the model's own weights have no gradients.
     """
     per_token = model_spec.flops_per_token(shape, tokens)
+    if lora is not None:
+        per_token += adapt_spec.flops_per_token(shape, lora) - adapt_spec.frozen_flops_per_token(shape, lora)
     for layer, policy in enumerate(layers):
         again = spec_recompute.again(shape, policy, tokens, layer=layer, mlp_tiles=mlp_tiles)
         per_token += again.products + again.attention

@@ -51,6 +51,8 @@ class Trained:
     """Of all weights, frozen ones and adapters included."""
     adapters: bool
     """Whether most of the model is frozen below adapters."""
+    tied: bool = False
+    """Whether the head is the embedding."""
 
     @property
     def count(self) -> int:
@@ -74,31 +76,24 @@ class Trained:
     @property
     def head(self) -> int:
         """Bytes of the head's gradient: its own, or that of the embedding it is tied to."""
-        return self.named(HEAD) or (self.named(EMBEDDING) if self._tied else 0)
-
-    @property
-    def _tied(self) -> bool:
-        return not any(p.name == f"{HEAD}.weight" for p in self.parameters)
+        return self.named(EMBEDDING if self.tied else HEAD)
 
     @cached_property
     def learning(self) -> model_spec.Learning:
-        """What learns in a block; of blocks that differ the one that keeps most."""
-        layers: dict[str, list[Parameter]] = {}
-        for parameter in self.parameters:
-            if match := _IN_BLOCK.match(parameter.name):
-                layers.setdefault(match[1], []).append(parameter)
-        found = [_learning(parameters) for parameters in layers.values()]
-        nothing = model_spec.Learning(frozenset(), norms=False)
-        return max(found, key=lambda one: (len(one.linears), sum(one.ranks.values())), default=nothing)
+        """What learns in a block; of blocks that differ, the one where most does."""
+        return _learning([parameter for _, parameter in self._fullest])
 
     def in_block(self, names: tuple[str, ...]) -> list[Parameter]:
-        """The trained tensors on linear layers with these last names, of the first block that has any."""
-        own = [
-            (m[1], p)
-            for p in self.parameters
-            if (m := _IN_BLOCK.match(p.name)) and _layer_of(p.name) in names
-        ]
-        return [p for layer, p in own if layer == own[0][0]]
+        """The trained tensors on linear layers with these last names, of the block that has most."""
+        return [parameter for name, parameter in self._fullest if name in names]
+
+    @cached_property
+    def _fullest(self) -> list[tuple[str, Parameter]]:
+        layers: dict[str, list[tuple[str, Parameter]]] = {}
+        for parameter in self.parameters:
+            if match := _IN_BLOCK.match(parameter.name):
+                layers.setdefault(match[1], []).append((_layer_of(parameter.name), parameter))
+        return max(layers.values(), key=lambda found: sum(p.count for _, p in found), default=[])
 
     def state_bytes(self, optimizer: str) -> int:
         """Bytes of all optimizer states."""
@@ -150,7 +145,9 @@ def trained(
     """
     if lora is None:
         whole = [Parameter(name, dims, weights_dtype, gradient_dtype) for name, dims in shape.parameters()]
-        return Trained(tuple(whole), model_spec.parameter_bytes(shape, weights_dtype), adapters=False)
+        return Trained(
+            tuple(whole), model_spec.parameter_bytes(shape, weights_dtype), False, shape.tie_embeddings
+        )
     standing = model_spec.parameter_bytes(shape, weights_dtype)
     if quantization is not None:
         standing = spec_quantized.weight_bytes(
@@ -164,4 +161,6 @@ def trained(
         Parameter(name, dims, dtype, "fp32" if dtype == "fp32" else gradient_dtype)
         for name, dims, dtype in adapt_spec.trained(shape, lora, weights_dtype)
     ]
-    return Trained(tuple(parts), standing + adapt_spec.parameter_bytes(shape, lora), adapters=True)
+    return Trained(
+        tuple(parts), standing + adapt_spec.parameter_bytes(shape, lora), True, shape.tie_embeddings
+    )

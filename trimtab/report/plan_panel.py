@@ -98,6 +98,8 @@ def _needs(plan: dict[str, Any]) -> list[tuple[str, str]]:
         device = {"cpu": "CPU", "cuda": "GPU"}.get(str(section(plan, "choices").get("device")), "device")
         beside = f", {format_bytes(memory['outside'])} of it beside tensors" if memory.get("outside") else ""
         free = f"; {format_bytes(memory['available'])} are free" if memory.get("available") else ""
+        if memory.get("limit", memory.get("available", 0)) < memory.get("available", 0):
+            free = f"; memory_limit allows {format_bytes(memory['limit'])}"
         rows.append(("memory", f"{format_bytes(memory['needed'])} on the {device}{beside}{free}"))
     if memory.get("host"):
         rows.append(("host", f"{format_bytes(memory['host'])} of pinned memory for inputs of layers"))

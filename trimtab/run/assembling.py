@@ -151,7 +151,7 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
         attention=choices.attention["impl"],
         whole=choices.attention.get("whole"),
         loss_impl=choices.loss.get("impl", "chunked"),
-        loss_memory=choices.loss.get("memory_bytes"),
+        loss_memory=choices.memory["loss_memory"],
         pointwise=choices.pointwise.get("impl", "reference"),
     )
     lay_out(

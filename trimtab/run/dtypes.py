@@ -17,11 +17,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trimtab.adapt import LoraSettings, add_adapters, trained_parameters
+from trimtab.adapt.spec import resolve
+from trimtab.adapt.targets import short_names
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import build, init_weights
+from trimtab.run.adapters import settings_of
 from trimtab.run.choices import Choices
 from trimtab.run.precision import autocast_of, set_gradient_format
+from trimtab.run.quantizing import lay_out
 
 NAMES = {getattr(torch, long): short for short, long in TORCH_NAMES.items()}
 VOCABULARY = 64
@@ -80,8 +85,12 @@ def list_dtypes(shape: ModelShape, choices: Choices) -> Dtypes:
     """
     small = dataclasses.replace(shape, num_layers=1, vocab_size=min(shape.vocab_size, VOCABULARY))
     device = torch.device(choices.device)
-    decoder = build(small, dtype=choices.weights_dtype, device=device, attention=choices.attention["impl"])
-    init_weights(decoder, 0)
+    decoder = build(small, dtype=choices.weights_dtype, device="meta", attention=choices.attention["impl"])
+    lay_out(decoder, choices.quantization, None, device)
+    settings = _of_one_layer(shape, choices)
+    if settings is not None:
+        add_adapters(decoder, settings)
+    init_weights(decoder.to_empty(device=device), 0)
     set_gradient_format(decoder, choices)
     outputs: dict[str, str] = {}
 
@@ -106,6 +115,20 @@ def list_dtypes(shape: ModelShape, choices: Choices) -> Dtypes:
         weight = getattr(decoder.get_submodule(name), "weight", None)
         gradient = None if weight is None or weight.grad is None else NAMES[weight.grad.dtype]
         rows.append(ModuleRow(name, None if weight is None else NAMES[weight.dtype], output, gradient))
+    rows += [  # of products that run together no module sees the output
+        ModuleRow(name, NAMES[p.dtype], "", None if p.grad is None else NAMES[p.grad.dtype])
+        for name, p in trained_parameters(decoder).items()
+        if ".lora_" in name
+    ]
     return Dtypes(
         rows, {name: sorted(pairs) for name, pairs in sorted(operations.seen.items())}, NAMES[loss.dtype]
     )
+
+
+def _of_one_layer(shape: ModelShape, choices: Choices) -> LoraSettings | None:
+    """A run's adapters on the one layer that is looked at: the same kinds of modules, whichever layers have them."""
+    settings = settings_of(choices)
+    if settings is None:
+        return None
+    names = short_names(target.name for target in resolve(shape, settings))
+    return LoraSettings(r=1, target_modules=tuple(names), use_dora=settings.use_dora, dtype=settings.dtype)

@@ -57,6 +57,8 @@ class OpenedModel:
     """Of a run with adapters: source, revision and checksums of the weights below them."""
     whole_changed: int = 0
     """Numbers of modules trained as a whole (`modules_to_save`) that differ from the base's."""
+    added_tokens: bool = False
+    """Whether the tokenizer has tokens that the base's has not."""
 
 
 def load_tokenizer(folder: Path, shape: ModelShape) -> Tokenizer:
@@ -170,7 +172,8 @@ def _open_run(
         _load_base(decoder, base, place)
     formats, changed = _load_checkpoint(decoder, run, found, on_event)
     whole = changed if settings is not None else 0
-    return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, whole)
+    added = bool(kept["recipe"]["model"].get("added_tokens"))
+    return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, whole, added)
 
 
 def _load_base(decoder: Decoder, base: dict[str, Any], place: Path | None) -> None:

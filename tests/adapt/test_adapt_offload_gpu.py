@@ -1,0 +1,184 @@
+"""Layers' inputs in the host's memory, on a real GPU: the same gradients, less memory, copies beside the arithmetic."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from trimtab.adapt import (
+    LoraSettings,
+    add_adapters,
+    compile_regions,
+    init_adapters,
+    quantize_layout,
+    recompute,
+    trained_parameters,
+)
+from trimtab.facts.shapes import ModelShape
+from trimtab.model import build, init_weights
+from trimtab.model.decoder import Decoder
+from trimtab.plan.memory import Job, layer_bytes, predict
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SHAPE = ModelShape("llama", 4096, 1024, 2816, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=128)
+LLAMA_8B = ModelShape("llama", 128_256, 4096, 14_336, 8, num_heads=32, num_kv_heads=8, head_dim=128)
+"""A quarter of its layers."""
+
+
+def decoder_of(policy: str, tiles: int = 1, compiled: bool = False) -> Decoder:
+    decoder = build(SHAPE, dtype="bf16", device="cuda", attention="triton", pointwise="triton")
+    recompute.apply(init_weights(decoder, seed=0), [policy] * SHAPE.num_layers, mlp_tiles=tiles)
+    return compile_regions(decoder) if compiled else decoder
+
+
+def step(decoder: Decoder, tokens: int, seed: int = 0) -> list[Any]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    ids_BT = torch.randint(0, SHAPE.vocab_size, (1, tokens), device="cuda", generator=generator)
+    loss = decoder.loss(ids_BT, ids_BT.roll(-1, 1))
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in decoder.parameters())]
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_offloading_gives_the_same_gradients_step_after_step(compiled: bool, tiles: int) -> None:
+    kept, sent = decoder_of("block", tiles, compiled), decoder_of("offload", tiles, compiled)
+    for seed, tokens in enumerate((4096, 4096, 1024, 4096)):
+        want, got = step(kept, tokens, seed), step(sent, tokens, seed)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a.float(), b.float(), rtol=1e-3, atol=1e-3 * float(b.abs().max()))
+        for decoder in (kept, sent):
+            decoder.zero_grad(set_to_none=True)
+    # One buffer a layer, used again in every step.
+    assert sent.around.store.host_bytes == SHAPE.num_layers * 4096 * SHAPE.hidden_size * 2
+
+
+def held_after_forward(policy: str, tokens: int) -> int:
+    decoder = decoder_of(policy)
+    step(decoder, tokens)
+    decoder.zero_grad(set_to_none=True)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    loss = decoder.loss(*(torch.zeros(1, tokens, dtype=torch.int64, device="cuda") for _ in range(2)))
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before
+    del loss
+    return held
+
+
+def test_inputs_leave_the_device() -> None:
+    tokens = 8192
+    stream = tokens * SHAPE.hidden_size * 2
+    saved = held_after_forward("block", tokens) - held_after_forward("offload", tokens)
+    # All but the last one sent, which is used from where it is.
+    assert saved == pytest.approx((SHAPE.num_layers - 1) * stream, rel=0.02)
+
+
+def seconds(decoder: Decoder, tokens: int, count: int = 5) -> float:
+    for _ in range(2):
+        step(decoder, tokens)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        step(decoder, tokens)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / count
+
+
+def test_copies_run_beside_the_arithmetic() -> None:
+    tokens = 32_768
+    kept, sent = seconds(decoder_of("block"), tokens), seconds(decoder_of("offload"), tokens)
+    copied = 2 * SHAPE.num_layers * tokens * SHAPE.hidden_size * 2
+    alone = copied / 55e9
+    print(
+        f"\nblock {kept * 1e3:.1f} ms, offload {sent * 1e3:.1f} ms, copies alone {alone * 1e3:.1f} ms at 55 GB/s"
+    )
+    assert sent - kept < max(0.5 * alone, 0.05 * kept)
+
+
+@functools.cache
+def quantized_job(policy: str, tiles: int, tokens: int) -> Job:
+    return Job(
+        LLAMA_8B,
+        batch=1,
+        tokens=tokens,
+        accumulation=1,
+        dtype="bf16",
+        weights_dtype="bf16",
+        gradient_dtype="bf16",
+        optimizer="adamw_8bit",
+        optimizer_impl="triton",
+        attention="triton",
+        device="cuda",
+        bf16=True,
+        packed=False,
+        pointwise="triton",
+        loss_impl="triton",
+        loss_memory=2**29,
+        lora=LoraSettings(r=16),
+        quantization={"kind": "nf4", "block": 64, "double": True, "impl": "triton"},
+        policies=(policy,) * LLAMA_8B.num_layers,
+        mlp_tiles=tiles,
+    )
+
+
+CASES = [("none", 1, 8192), ("pointwise", 1, 8192), ("selective", 1, 16_384), ("block", 1, 16_384)]
+CASES += [("offload", 1, 32_768), ("block", 8, 32_768), ("offload", 16, 65_536)]
+
+
+@pytest.mark.parametrize(("policy", "tiles", "tokens"), CASES)
+def test_the_peak_of_a_quantized_step_is_what_was_predicted(policy: str, tiles: int, tokens: int) -> None:
+    job = quantized_job(policy, tiles, tokens)
+    gc.collect()
+    torch.cuda.empty_cache()
+    decoder = build(
+        job.shape,
+        dtype="bf16",
+        device="meta",
+        attention=job.attention,
+        pointwise=job.pointwise,
+        loss_impl=job.loss_impl,
+        loss_memory=job.loss_memory,
+    )
+    quantize_layout(decoder, "nf4", device="cuda")
+    assert job.lora is not None
+    add_adapters(decoder, job.lora)
+    recompute.apply(decoder, job.layers, mlp_tiles=tiles)
+    decoder.to_empty(device="cuda")
+    init_weights(decoder, 0)
+    init_adapters(decoder, seed=0)
+
+    def once() -> None:
+        ids_BT = torch.zeros(1, tokens, dtype=torch.int64, device="cuda")
+        decoder.loss(ids_BT, ids_BT.clone(), torch.arange(tokens, device="cuda")[None]).backward()
+
+    once()
+    for parameter in trained_parameters(decoder).values():
+        parameter.grad = None
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    standing = torch.cuda.memory_allocated()
+    once()
+    measured = torch.cuda.max_memory_allocated() - standing
+    memory = predict(job)
+    moments = {k: v for k, v in memory.moments.items() if k != "the optimizer step"}
+    # The workspace stands since the first step.
+    from trimtab.plan.memory import workspace_bytes
+
+    predicted = max(moments.values()) - workspace_bytes(job)
+    unit = layer_bytes(job, "block").kept
+    print(
+        f"\n{policy}, {tiles} tiles, {tokens} tokens: measured {measured / unit:.2f} streams, "
+        f"predicted {predicted / unit:.2f}: {[(k, round(v / unit, 2)) for k, v in moments.items()]}"
+    )
+    assert measured == pytest.approx(predicted, rel=0.06)
