@@ -173,7 +173,7 @@ def _longest(cap_gb: float, model: str) -> Case:
 
 
 def _case(job: Job, contestant: str) -> Case:
-    return Case(job, contestant, limit_s=240 if job.tokens > 20_000 else 120)
+    return Case(job, contestant, limit_s=300 if job.tokens > 20_000 else 180)
 
 
 def tiny_cases() -> list[Case]:
