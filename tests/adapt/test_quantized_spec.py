@@ -105,10 +105,12 @@ def test_a_plan_counts_the_weight_that_is_dequantized(impl: str) -> None:
     )
     packing = {"kind": "nf4", "block": 64, "double": True, "dtype": "bf16", "impl": impl}
     packed = dataclasses.replace(job, quantization=packing)
-    more = spec_quantized.workspace_bytes(SHAPE, "bf16")
-    more += spec_quantized.scratch_bytes(SHAPE, "nf4", impl=impl)
+    workspace = spec_quantized.workspace_bytes(SHAPE, "bf16")
+    scratch = spec_quantized.scratch_bytes(SHAPE, "nf4", impl=impl)
     without, with_it = predict(job), predict(packed)
-    for moment, held in without.moments.items():
-        assert with_it.moments[moment] - held == (0 if moment == "the optimizer step" else more), moment
+    for moment, held in without.moments.items():  # the workspace stands; reading a weight comes and goes
+        assert workspace <= with_it.moments[moment] - held <= workspace + scratch, moment
+    last = "backward through the last layer"
+    assert with_it.moments[last] - without.moments[last] == workspace + scratch
     saved = model_spec.parameter_bytes(SHAPE, "bf16") - spec_quantized.weight_bytes(SHAPE, "nf4", "bf16")
     assert without.before.weights - with_it.before.weights == saved

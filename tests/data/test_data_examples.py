@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from chat_templates import CHATML, CHATML_MARKED, GEMMA, LLAMA3, MISTRAL, VARIABLES, chat_tokenizer
 from hypothesis import given, settings
@@ -14,6 +17,9 @@ from hypothesis import strategies as st
 
 from trimtab.data import SourceSpec, TokenizerSpec, highlighted, open_corpus, worker
 from trimtab.data.corpus import Corpus
+from trimtab.data.examples import ROLES, example_of
+from trimtab.data.formats import PARTS, Format
+from trimtab.data.streaming import Cursor, Reading
 from trimtab.facts.errors import DataError, ModelError
 from trimtab.text.tokenizer import Tokenizer
 
@@ -386,3 +392,54 @@ def test_several_processes_give_the_same_tokens_and_masks(tmp_path: Path, tokeni
     together = open_corpus(SourceSpec(str(path)), tokenizer, cache_dir=tmp_path / "other", num_proc=3)
     assert alone.entry.meta["checksums"] == together.entry.meta["checksums"]
     assert set(alone.entry.meta["checksums"]) == {"tokens.bin", "documents.bin", "trained.bin"}
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.floats(allow_nan=False) | st.sampled_from(
+        ["", "x", "[]", "[", "user", "assistant", "\ud800", '[{"role": "user", "content": "a"}]']
+    ),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(
+            ["role", "content", "from", "value", "text", "weight", "tool_calls", "messages", "conversations",
+             "prompt", "completion", "instruction", "input", "output", "system", "tools"]
+        ),
+        inner,
+        max_size=6,
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(json_values, st.sampled_from(list(PARTS)), st.booleans(), st.booleans())
+def test_whatever_a_row_is_it_is_an_example_or_an_error_with_its_place(
+    value: Any, name: str, template: bool, keep_end: bool
+) -> None:
+    refused: DataError | None = None
+    try:
+        made = example_of("a.jsonl:7", value, Format(name, {}), template=template, keep_end=keep_end)
+    except DataError as error:
+        refused = error
+    if refused is not None:
+        assert str(refused).startswith("a.jsonl:7: ")
+        assert refused.remedy
+        return
+    if made is None or made.conversation is None:
+        return
+    messages = made.conversation.messages
+    assert messages
+    json.dumps([dict(message) for message in messages]).encode()
+    assert all(message["role"] in ROLES.values() and "weight" not in message for message in messages)
+    if not keep_end and any(message["role"] == "assistant" for message in messages):
+        assert messages[-1]["role"] == "assistant"
+
+
+def test_leaving_early_leaves_no_process_behind(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    rows = [{"messages": [{**QUESTION, "content": "What is two? " * 400}, ANSWER]} for _ in range(300)]
+    stream = open_corpus(str(write(tmp_path / "a.jsonl", rows)), tokenizer, streaming=True, num_proc=2)
+    with closing(iter(Reading(stream, 1 << 14, True, Cursor()))) as pieces:
+        assert len(list(itertools.islice(pieces, 1))) == 1
+        during = {child.pid for child in psutil.Process().children(recursive=True)} - before
+        assert len(during) >= 2, "tokenizers and templates run in processes of their own"
+    assert not during & {child.pid for child in psutil.Process().children(recursive=True)}

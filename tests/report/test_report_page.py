@@ -182,3 +182,17 @@ def test_an_older_page_is_replaced_whole_and_a_failure_leaves_it(
     assert sorted(p.name for p in folder.iterdir()) == before
     with pytest.raises(ResourceError, match="cannot be written"):
         write_page(data, folder / "nowhere" / "report.html")
+
+
+def test_the_page_marks_what_was_trained_on(make_run: MakeRun) -> None:
+    runs = [["user: <b>hi</b>\n", False], ["</script><img src=x>\x1b[31m", True], ["x" * 9000, True]]
+    example = {"kind": "example", "step": 0, "origin": "a.jsonl:1", "tokens": 9, "trained": 4, "cut": True}
+    html = render(read_run(make_run([{**example, "runs": runs}])))
+    assert "<mark>&lt;/script&gt;&lt;img src=x&gt;\\x1b[31m</mark>" in html
+    assert "user: &lt;b&gt;hi&lt;/b&gt;" in html
+    page = Elements(html)
+    words = " ".join(" ".join(page.words).split())
+    assert "4 of 9 tokens" in words
+    assert "cut here" in words
+    assert max(len(word) for word in page.words) < 2000
+    assert not [tag for tag, _ in page.tags if tag == "img"]

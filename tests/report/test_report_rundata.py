@@ -79,6 +79,7 @@ def test_words_for_numbers_that_json_lacks(make_run: MakeRun) -> None:
         '{"kind": "answers", "step": 0, "exact": 1, "total": 2, "by_topic": {"a": [1]}}',
         '{"kind": "sample", "step": 0, "prompt": 1, "completion": "x"}',
         '{"kind": "memory", "when": "peak", "weights": "big"}',
+        '{"kind": "example", "step": 0, "origin": "a:1", "tokens": 2, "trained": 1, "cut": false, "runs": ["x"]}',
         "\x00\x00\x00",
     ],
 )

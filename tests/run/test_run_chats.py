@@ -16,7 +16,10 @@ from trimtab.data.batch import Piece, collate
 from trimtab.facts.errors import DataError, ModelError, RecipeError, TrimtabError
 from trimtab.kernels.attention import Layout
 from trimtab.model import build, load_weights, read_shape
+from trimtab.recipe import build as build_recipe
 from trimtab.recipe import load
+from trimtab.report import read_run
+from trimtab.run.places import absolute
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
@@ -96,6 +99,8 @@ def test_only_answers_are_trained_on_and_shown(finished: tuple[Path, Watching]) 
         (" under the house<|end|>", True),
         ("\n", False),
     ]
+    (kept,) = read_run(folder / "run").of("example")
+    assert [tuple(run) for run in kept["runs"]] == example["runs"]
     answers = [
         len(tokenizer.encode(f" {message['content']}<|end|>"))
         for line in (folder / "chats.jsonl").read_text().splitlines()
@@ -154,6 +159,7 @@ def test_a_resumed_run_repeats_the_unstopped_one(finished: tuple[Path, Watching]
     launch.resume(tmp_path / "run", [], other)
     unstopped = [record["loss"] for record in view.of("train")]
     assert [record["loss"] for record in other.of("train")] == unstopped[5:]
+    assert len(read_run(tmp_path / "run").of("example")) == 1
 
 
 def test_streaming_trains_on_answers_too(tmp_path: Path) -> None:
@@ -213,6 +219,23 @@ def test_mistakes_are_said_before_training(
     with pytest.raises(kind, match=message):
         launch.train(load(recipe(tmp_path, **changes)), Watching())
     assert not (tmp_path / "run" / "choices.json").exists()
+
+
+def test_templates_of_any_length_and_files_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file system is asked about a template: it may be longer than any name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    for named, expected in (
+        ("{# " + "long " * 100 + "#}" + TEMPLATE, "{# long"),
+        ("{{ '[*]' }}" * 200, "{{ '[*]' }}"),
+        ("chat.jinja", str(tmp_path / "chat.jinja")),
+    ):
+        resolved = absolute(
+            build_recipe({"model": {"name": "x", "chat_template": named}, "data": {"train": "y"}})
+        )
+        assert (resolved.model.chat_template or "").startswith(expected)
 
 
 def test_the_command_line_shows_evaluates_and_answers(

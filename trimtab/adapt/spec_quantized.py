@@ -125,12 +125,10 @@ def workspace_bytes(shape: ModelShape, dtype: str, *, skip: tuple[str, ...] = ()
 SAVED_FOR_BACKWARD = 0
 """Activation bytes that a product keeps: the gradient of its input needs the packed weight alone."""
 
-REFERENCE_CHUNK = 1 << 22
+QUANTIZE_CHUNK, DEQUANTIZE_CHUNK = 1 << 22, 1 << 18
 """NF4 values that torch's operations have in hand at once."""
-DEQUANTIZE_BYTES = 18
-"""Of each of them: its code, an index and fp32 numbers."""
-QUANTIZE_BYTES = 21
-"""The same while quantizing, at most."""
+QUANTIZE_BYTES, DEQUANTIZE_BYTES = 21, 13
+"""Of each of them, at most: fp32 numbers, indices, codes."""
 
 
 def scratch_bytes(
@@ -144,7 +142,7 @@ def scratch_bytes(
 ) -> int:
     """Bytes that dequantizing takes besides the workspace, for the time of one product: none with Triton.
 
-    torch's operations hold up to 4 Mi values of NF4 and all scales at a time, of INT8 the whole weight in fp32.
+    torch's operations hold up to 256 Ki values of NF4 and all scales at a time, of INT8 the whole weight in fp32.
     """
     _known(kind)
     if impl == "triton":
@@ -153,7 +151,7 @@ def scratch_bytes(
     if kind == "int8":
         return 4 * largest
     scales = 4 * nf4_spec.num_blocks(largest, block) if double else 0
-    return min(largest, REFERENCE_CHUNK) * DEQUANTIZE_BYTES + scales
+    return min(largest, DEQUANTIZE_CHUNK) * DEQUANTIZE_BYTES + scales
 
 
 def flops(rows: int, dims: tuple[int, int]) -> int:
@@ -185,7 +183,7 @@ def loading_peak_bytes(
     packed = linear_shapes(shape, skip)
     largest = max((math.prod(dims) for dims in packed.values()), default=0)
     copy = max((packed_bytes(dims, kind, block=block, double=double) for dims in packed.values()), default=0)
-    chunk = largest if kind == "int8" else min(largest, REFERENCE_CHUNK)
+    chunk = largest if kind == "int8" else min(largest, QUANTIZE_CHUNK)
     own = 0 if impl == "triton" else chunk * QUANTIZE_BYTES
     standing = weight_bytes(shape, kind, dtype, block=block, double=double, skip=skip)
     return standing + nbytes(dtype, largest) + copy + own

@@ -39,6 +39,7 @@ def highlighted(
     flags = [i > 0 and (piece.trained is None or bool(piece.trained[i])) for i in range(len(piece.ids))]
     return {
         "kind": "example",
+        "step": 0,
         "source": corpus.name,
         "origin": piece.origin,
         "tokens": len(piece.ids),

@@ -173,6 +173,8 @@ def _go(
             "base": base,
         }
         write_json(folder.choices, {**choices.to_dict(), **pins})
+    if example is not None and run.state.step == 0:
+        run.job.log.append(example)
     run.job.after_step = after_step
     view.total_steps = run.job.cadence.total_steps
     outcome = run.train()

@@ -1,4 +1,4 @@
-"""One training example before training begins: what is trained on in colour, or between brackets without one."""
+"""One training example: what is trained on in colour, or between brackets where there is none."""
 
 from __future__ import annotations
 
@@ -39,20 +39,30 @@ def example_view(record: dict[str, Any], console: Console) -> RenderableType:
     )
 
 
+def shown_runs(record: dict[str, Any]) -> list[tuple[str, bool]]:
+    """An example's stretches (text, trained on or not), of which long ones lose their middle, and its end where it is
+    very long.
+    """
+    shown: list[tuple[str, bool]] = []
+    for text, trained in record["runs"]:
+        if sum(len(other) for other, _ in shown) > MOST:
+            shown.append((" …", False))
+            break
+        shown.append((_shortened(text, LONGEST[bool(trained)]), bool(trained)))
+    if shown and not shown[-1][1]:
+        shown[-1] = (shown[-1][0].rstrip(), False)
+    if record["cut"]:
+        shown.append((" … (cut here: max_seq_length)", False))
+    return shown
+
+
 def _body(record: dict[str, Any], coloured: bool) -> Text:
     body = Text()
-    for text, trained in record["runs"]:
-        if len(body) > MOST:
-            body.append(" …", OTHER)
-            break
-        shown = plain(_shortened(text, LONGEST[bool(trained)]))
+    for text, trained in shown_runs(record):
+        shown = plain(text)
         if trained and not coloured:
             shown = f"{OPEN}{shown}{CLOSE}"
         body.append(shown, TRAINED if trained else OTHER)
-    if record["runs"] and not record["runs"][-1][1]:
-        body.rstrip()
-    if record["cut"]:
-        body.append(" … (cut here: max_seq_length)", OTHER)
     return body
 
 

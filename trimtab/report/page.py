@@ -14,6 +14,7 @@ from trimtab.facts.units import format_bytes, format_count, format_seconds
 from trimtab.report import summary
 from trimtab.report.buckets import shown_buckets, total
 from trimtab.report.charts import charts
+from trimtab.report.example import shown_runs
 from trimtab.report.plain import plain
 from trimtab.report.rundata import RunData, section
 
@@ -122,11 +123,18 @@ def _contents(data: RunData) -> dict[str, Any]:
         "first": summary.first_label(data),
         "speed": summary.speed(data),
         "memory": _memory(data),
+        "example": _example(data),
         "samples": summary.samples(data),
         "answers": _answers(data),
         "thresholds": (summary.LOSS_THRESHOLD, round(summary.SHARE_THRESHOLD * 100)),
         "last_step": data.of("train")[-1]["step"] if data.of("train") else None,
     }
+
+
+def _example(data: RunData) -> dict[str, Any] | None:
+    """The example that was shown before training; None where texts were trained on whole."""
+    rows = data.of("example")
+    return {**rows[0], "runs": shown_runs(rows[0])} if rows else None
 
 
 def _memory(data: RunData) -> dict[str, Any] | None:

@@ -39,9 +39,10 @@ def sparkline(values: list[float], width: int) -> str:
     known = [v for v in columns if math.isfinite(v)]
     if not known:
         return " " * width
-    low, span = min(known), max(known) - min(known)
+    # Halves: the difference of two floats may be beyond the largest one.
+    low, span = min(known) / 2, max(known) / 2 - min(known) / 2
     return "".join(
-        " " if not math.isfinite(v) else SPARKS[int((v - low) / span * 7 + 0.5)] if span else SPARKS[0]
+        " " if not math.isfinite(v) else SPARKS[int((v / 2 - low) / span * 7 + 0.5)] if span else SPARKS[0]
         for v in columns
     )
 

@@ -191,6 +191,18 @@ def _topics(value: Any) -> dict[str, list[int]]:
     return _map_values(_right_of_total, value)
 
 
+def _flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"{value!r:.40} is not true or false")
+
+
+def _runs(value: Any) -> list[tuple[str, bool]]:
+    if isinstance(value, list) and all(isinstance(run, list) and len(run) == 2 for run in value):
+        return [(_words(text), _flag(trained)) for text, trained in value]
+    raise ValueError(f"{value!r:.40} is not a list of stretches")
+
+
 _PLAN_FIELDS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("model.name", "model.family", "memory.moment", "time.basis"), _words),
     **dict.fromkeys(("memory.needed", "memory.outside", "memory.available"), _count),
@@ -210,6 +222,14 @@ _FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "probe": {"step": _count, "scores": _scores},  # and `items`, how many of each kind, in newer runs
     "answers": {"step": _count, "exact": _count, "total": _count, "by_topic": _topics},
     "sample": {"step": _count, "prompt": _words, "completion": _words},
+    "example": {
+        "step": _count,
+        "origin": _words,
+        "tokens": _count,
+        "trained": _count,
+        "cut": _flag,
+        "runs": _runs,
+    },
     "memory": {
         "when": _words,
         **dict.fromkeys(("weights", "gradients", "optimizer", "activations", "other"), _count),

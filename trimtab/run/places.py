@@ -15,6 +15,7 @@ from trimtab.recipe import Recipe, build, to_dict
 from trimtab.starter import base_folder
 from trimtab.text import Tokenizer
 from trimtab.text.added import with_tokens
+from trimtab.text.template import is_template
 
 STARTER = "starter"
 """The name of the model that ships with trimtab."""
@@ -61,8 +62,10 @@ def absolute(recipe: Recipe) -> Recipe:
     """
     plain = to_dict(recipe)
     model, section = plain["model"], plain["data"]
-    for key in ("name", "tokenizer", "chat_template"):
+    for key in ("name", "tokenizer"):
         model[key] = _absolute(model.get(key))
+    if not is_template(model.get("chat_template") or ""):
+        model["chat_template"] = _absolute(model.get("chat_template"))
     section["cache_dir"] = _absolute(section.get("cache_dir"), whatever=True)
     for source in _sources(section):
         source["source"] = _absolute(source["source"])

@@ -9,6 +9,11 @@ from trimtab.facts.errors import RecipeError
 MAX_BYTES = 1 << 20
 
 
+def is_template(named: str) -> bool:
+    """Whether this is a template itself: a file's name has no Jinja in it."""
+    return "{{" in named or "{%" in named
+
+
 def read_template(named: str) -> str:
     """The template's text.
 
@@ -16,7 +21,7 @@ def read_template(named: str) -> str:
         >>> read_template("{% for m in messages %}{{ m.content }}{% endfor %}")[:8]
         '{% for m'
     """
-    if "{{" in named or "{%" in named:
+    if is_template(named):
         return named
     path = Path(named).expanduser()
     try:

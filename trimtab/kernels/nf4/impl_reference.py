@@ -15,6 +15,7 @@ import torch
 from trimtab.kernels.nf4 import spec
 
 CHUNK = 1 << 22  # values whose fp32 copies and indices exist at once: 50 MB
+CACHED = 1 << 18  # the same where little is computed and a CPU's cache decides
 
 
 def flushed(value: torch.Tensor) -> torch.Tensor:
@@ -117,12 +118,16 @@ def dequantize(
         count *= size
     straight = out is not None and not transposed
     out_N = out.view(-1) if out is not None and straight else codes.new_empty(count, dtype=dtype)
-    for start in range(0, count, CHUNK):
-        stop = min(start + CHUNK, count)
+    # A byte's two values at once: a third of the time that shifting and masking takes on a CPU.
+    pair_256_2 = torch.stack((quant_map.repeat_interleave(16), quant_map.repeat(16)), 1)
+    for start in range(0, count, CACHED):
+        stop = min(start + CACHED, count)
         packed = codes[start // 2 : (stop + 1) // 2]
-        nibbles = torch.stack((packed >> 4, packed & 15), 1).view(-1)[: stop - start]
-        scale_N = scale_K[start // block : spec.num_blocks(stop, block)].repeat_interleave(block)
-        out_N[start:stop] = flushed(quant_map[nibbles.int()] * scale_N[: stop - start]).to(dtype)
+        values_N = pair_256_2.index_select(0, packed.int()).view(-1)
+        if values_N.numel() % block:
+            values_N = torch.nn.functional.pad(values_N, (0, -values_N.numel() % block))
+        values_N.view(-1, block).mul_(scale_K[start // block : spec.num_blocks(stop, block)].unsqueeze(1))
+        out_N[start:stop] = flushed(values_N)[: stop - start]
     if not transposed:
         return out_N.view(shape) if out is None else out
     turned = out_N.view(shape).transpose(-1, -2)
