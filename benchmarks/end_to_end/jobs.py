@@ -16,6 +16,9 @@ _COMMON = {
     "attention_bias": False,
     "torch_dtype": "bfloat16",
     "initializer_range": 0.02,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
