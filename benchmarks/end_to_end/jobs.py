@@ -8,6 +8,8 @@ from typing import Any
 LORA = {"r": 16, "lora_alpha": 16}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LEARNING_RATE = {"full": 1e-5, "qlora": 1e-4}
+LONG = 20_000
+"""Tokens from which a step takes seconds."""
 DOCUMENT_TOKENS = 400
 """The average document of packed windows; lengths are exponential."""
 
@@ -176,7 +178,7 @@ def _longest(cap_gb: float, model: str) -> Case:
 
 
 def _case(job: Job, contestant: str) -> Case:
-    return Case(job, contestant, limit_s=300 if job.tokens > 20_000 else 180)
+    return Case(job, contestant, limit_s=300 if job.tokens > LONG else 180)
 
 
 def tiny_cases() -> list[Case]:
