@@ -165,6 +165,19 @@ def test_longer_windows_for_more_memory() -> None:
         assert not choose(longer, GPU, int(limit * 1e9))[1]
 
 
+def test_frozen_weights_take_two_thirds_of_the_products() -> None:
+    from trimtab.adapt import spec as adapt_spec
+    from trimtab.plan import time as plan_time
+
+    options: dict[str, Any] = {"dtype": "bf16", "tokens": 1024, "processed": None, "layers": ("none",) * 32}
+    whole = plan_time.estimate(LLAMA_8B, GPU, **options).flops_per_token
+    adapted = plan_time.estimate(LLAMA_8B, GPU, lora=LoraSettings(r=16), **options).flops_per_token
+    products = 2 * sum(d[0] * d[1] for n, d in LLAMA_8B.parameters() if len(d) == 2 and "embed" not in n)
+    assert whole - adapted == products - adapt_spec.flops_per_token(LLAMA_8B, LoraSettings(r=16))
+    again = plan_time.estimate(LLAMA_8B, GPU, **{**options, "layers": ("block",) * 32}).flops_per_token
+    assert 1.2 < again / whole < 1.3
+
+
 def plan(*overrides: str, device: DeviceFacts = GPU) -> Any:
     return make_plan(loads(RECIPE, overrides), QWEN, device=device, choices=CHOICES)
 

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from trimtab.facts.errors import ResourceError
+from trimtab.facts.units import format_bytes
+
 
 class HostStore:
     """Keeps tensors in pinned host memory; `with store.keeping(x):` around the call that saves x.
@@ -28,7 +31,7 @@ class HostStore:
 
     def __init__(self, device: torch.device | str) -> None:
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._free: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        self._free: list[tuple[_Pinned, torch.cuda.Event | None]] = []
         self._newest: weakref.ref[_Kept] | None = None
         self.host_bytes = 0
         """Pinned so far."""
@@ -60,20 +63,42 @@ class HostStore:
         self._newest = weakref.ref(kept)
         return kept
 
-    def _take(self, num_bytes: int) -> torch.Tensor:
+    def _take(self, num_bytes: int) -> _Pinned:
         """A pinned buffer of at least so many bytes that no copy is using, or soon none will."""
         for i, (buffer, used) in enumerate(self._free):
-            if buffer.numel() >= num_bytes:
+            if buffer.num_bytes >= num_bytes:
                 del self._free[i]
                 if used is not None:
                     self._out.wait_event(used)
                 return buffer
         self.host_bytes += num_bytes
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return _Pinned(num_bytes)
 
-    def _give(self, buffer: torch.Tensor, last_use: list[torch.cuda.Event]) -> None:
+    def _give(self, buffer: _Pinned, last_use: list[torch.cuda.Event]) -> None:
         self._free.append((buffer, last_use[-1] if last_use else None))
-        self._free.sort(key=lambda entry: entry[0].numel())
+        self._free.sort(key=lambda entry: entry[0].num_bytes)
+
+
+class _Pinned:
+    """Host memory that a GPU copies to and from by itself, of just this size: torch's own pinned allocator takes the
+    next power of two, up to twice what a plan counts."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.tensor = torch.empty(num_bytes, dtype=torch.uint8)
+        runtime = torch.cuda.cudart()
+        failed = int(runtime.cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
+        if failed:
+            raise ResourceError(
+                f"the host did not pin {format_bytes(num_bytes)} for recompute: offload (CUDA error {failed})",
+                "set recompute: block, or raise the limit of locked memory (ulimit -l)",
+            )
+        # The tensor is held until then, so that the address is still its own.
+        weakref.finalize(self, _unpin, self.tensor).atexit = False
+
+
+def _unpin(tensor: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
 class _Kept:
@@ -84,7 +109,7 @@ class _Kept:
         self._device: torch.Tensor | None = x
         """Here until the next one is put in, which is when the device may forget it, and again when fetched."""
         self._buffer = store._take(x.numel() * x.element_size())
-        self._host = self._buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+        self._host = self._buffer.tensor[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
         self._arrived = torch.cuda.Event()
         self._uses: list[torch.cuda.Event] = []
         stream = store._out
@@ -94,7 +119,7 @@ class _Kept:
             self._arrived.record(stream)
         self._place = x.device
         # The buffer is free when autograd has dropped this; copies still under way are waited for by the next user.
-        weakref.finalize(self, store._give, self._buffer, self._uses)
+        weakref.finalize(self, store._give, self._buffer, self._uses).atexit = False
 
     def leave(self) -> None:
         """Frees the device's copy, once the host's is complete."""
