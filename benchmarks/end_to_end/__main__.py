@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end.jobs import PEER_GIB, Case, cases, tiny_cases
+from benchmarks.end_to_end.jobs import LONG, PEER_GIB, Case, cases, tiny_cases
 from benchmarks.end_to_end.table import markdown, problems, read
 from benchmarks.provenance import commit, versions
 
@@ -57,7 +57,9 @@ def processes(wanted: list[Case], share: bool) -> Iterator[list[Case]]:
     for case in wanted:
         # Under a cap, with other limits or an empty cache a process must be fresh.
         alone = case.cap_gb is not None or bool(case.start) or case.contestant == "trimtab tight"
-        key = (case.contestant, case.job.model, case.job.method, case.name if alone else "")
+        # Long ones and packed ones apart: what comes late in the list shall not come early for company's sake.
+        kind = (case.job.packed, case.job.tokens > LONG)
+        key = (case.contestant, case.job.model, case.job.method, *kind, case.name if alone else "")
         together.setdefault(key, []).append(case)
     yield from together.values()
 

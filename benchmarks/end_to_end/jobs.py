@@ -8,6 +8,8 @@ from typing import Any
 LORA = {"r": 16, "lora_alpha": 16}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LEARNING_RATE = {"full": 1e-5, "qlora": 1e-4}
+LONG = 20_000
+"""Tokens from which a step takes seconds."""
 DOCUMENT_TOKENS = 400
 """The average document of packed windows; lengths are exponential."""
 
@@ -16,6 +18,9 @@ _COMMON = {
     "attention_bias": False,
     "torch_dtype": "bfloat16",
     "initializer_range": 0.02,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -173,7 +178,7 @@ def _longest(cap_gb: float, model: str) -> Case:
 
 
 def _case(job: Job, contestant: str) -> Case:
-    return Case(job, contestant, limit_s=240 if job.tokens > 20_000 else 120)
+    return Case(job, contestant, limit_s=300 if job.tokens > LONG else 180)
 
 
 def tiny_cases() -> list[Case]:

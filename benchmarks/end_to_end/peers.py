@@ -138,6 +138,7 @@ def _unsloth(job: Job, folder: Path, adapter: Path, recompute: bool, longest: in
         load_in_4bit=not full,
         full_finetuning=full,
         use_gradient_checkpointing=way,
+        fix_tokenizer=False,
     )
     if full:
         return model

@@ -14,6 +14,7 @@ from trimtab.adapt import (
     adapter_names,
     add_adapters,
     init_adapters,
+    lora_dropout,
     trained_parameters,
     use_adapters,
 )
@@ -159,6 +160,15 @@ def test_masks_repeat_and_are_fair() -> None:
     for one, two in pairs:
         together = torch.corrcoef(torch.stack([one.flatten().float(), two.flatten().float()]))[0, 1]
         assert abs(float(together)) < 4 / one.numel() ** 0.5
+
+
+def test_masks_in_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    key_2 = Masks(["one"], torch.device("cpu")).words_K2[0]
+    x = torch.randn(37, 24)
+    whole = lora_dropout.drop(x, key_2, 0.3)
+    monkeypatch.setattr(lora_dropout, "DROPOUT_CHUNK", 100)
+    assert torch.equal(lora_dropout.drop(x, key_2, 0.3), whole)
+    assert 0.2 < float((whole == 0).float().mean()) < 0.4
 
 
 def test_dropout_is_the_same_when_recomputed_and_off_when_evaluating() -> None:

@@ -224,6 +224,10 @@ def test_threads_do_not_write_into_each_others_workspace() -> None:
 
 def test_the_workspace_is_one_grows_and_is_given_back() -> None:
     workspace.release()
+    with torch.inference_mode():
+        layer_of(weight_of(8), kind="nf4")(torch.randn(3, 128))
+    with workspace.lend((4,), torch.float32, torch.device("cpu")) as values:
+        assert not values.is_inference(), "training writes to it as well"
     for rows in (40, 96, 40):
         layer_of(weight_of(rows), kind="nf4")(torch.randn(3, 128))
     assert workspace.held_bytes("cpu") == 96 * 128 * 4

@@ -15,7 +15,7 @@ from chat_templates import CHATML, CHATML_MARKED, GEMMA, LLAMA3, MISTRAL, VARIAB
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.data import SourceSpec, TokenizerSpec, highlighted, open_corpus, worker
+from trimtab.data import SourceSpec, TokenizerSpec, highlighted, make_loader, open_corpus, worker
 from trimtab.data.corpus import Corpus
 from trimtab.data.examples import ROLES, example_of
 from trimtab.data.formats import PARTS, Format
@@ -392,6 +392,32 @@ def test_several_processes_give_the_same_tokens_and_masks(tmp_path: Path, tokeni
     together = open_corpus(SourceSpec(str(path)), tokenizer, cache_dir=tmp_path / "other", num_proc=3)
     assert alone.entry.meta["checksums"] == together.entry.meta["checksums"]
     assert set(alone.entry.meta["checksums"]) == {"tokens.bin", "documents.bin", "trained.bin"}
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_bad_rows_are_skipped_counted_and_said_where_that_is_asked_for(tmp_path: Path, num_proc: int) -> None:
+    good = {"messages": [QUESTION, ANSWER]}
+    refused = {"messages": [QUESTION, QUESTION, ANSWER]}
+    rows = [good, {"messages": 3}, refused, good, {"text": "x"}] + [good] * 3000
+    path, tokenizer, told = write(tmp_path / "a.jsonl", rows), chat_tokenizer(MISTRAL), []
+    spec = SourceSpec(str(path), bad_rows="skip")
+    corpus = open_corpus(spec, tokenizer, cache_dir=tmp_path / "cache", num_proc=num_proc)
+    assert (corpus.summary.documents, corpus.summary.bad) == (3002, 3)
+    assert corpus.summary.complaint == f"{path}:2: messages is a number, not a list of messages"
+    assert [corpus.origin(i) for i in range(3)] == ["a.jsonl:1", "a.jsonl:4", "a.jsonl:6"]
+    stream = open_corpus(spec, tokenizer, streaming=True, num_proc=num_proc, progress=told.append)
+    loader = make_loader([stream], max_seq_length=64, batch_size=4096)
+    found = [o for batch in loader.next_step() for window in batch.origins for o in window]
+    loader.close()
+    assert len(found) == 3002
+    said = [note.message for note in told if note.message]
+    assert (
+        f"{path}:2: messages is a number, not a list of messages; the row is left out, as all like it" in said
+    )
+    with pytest.raises(
+        DataError, match=r"nothing that can be used: 1 no examples.*; the first: .*b.jsonl:1: mess"
+    ):
+        opened(write(tmp_path / "b.jsonl", [{"messages": 3}]), tokenizer, bad_rows="skip")
 
 
 json_values = st.recursive(

@@ -13,7 +13,7 @@ from chat_templates import CHATML, LLAMA3, chat_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.data import Batch, SourceSpec, eval_batches, highlighted, make_loader, open_corpus
+from trimtab.data import Batch, SourceSpec, eval_batches, highlighted, make_loader, open_corpus, spec
 from trimtab.data.batch import Piece, collate
 from trimtab.data.corpus import Corpus
 from trimtab.data.packing import pack_documents
@@ -200,6 +200,12 @@ def test_settings_are_part_of_the_cache_and_of_a_place(
             make_loader([other], max_seq_length=T, batch_size=2).restore(place)
     with pytest.raises(DataError, match="it is read with other settings"):
         others[0].check(first.manifest())
+
+
+def test_the_cache_takes_what_is_declared(corpus: Corpus, tokenizer: Tokenizer) -> None:
+    files = [corpus.entry.path / f"{name}.bin" for name in ("tokens", "documents", "trained")]
+    declared = spec.cache_bytes(corpus.num_tokens, corpus.num_documents, tokenizer.vocab_size, masked=True)
+    assert sum(file.stat().st_size for file in files) == declared
 
 
 def test_a_damaged_mask_is_noticed_and_made_again(chats: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -78,7 +78,7 @@ def test_shared_processes_load_a_model_once() -> None:
     wanted = [case for case in jobs.cases() if case.job.model == "llama-8b"]
     batches = list(runner.processes(wanted, share=True))
     assert sorted(c.name for b in batches for c in b) == sorted(c.name for c in wanted)
-    assert any(len(batch) > 3 for batch in batches)
+    assert any(len(batch) > 1 for batch in batches)
     for batch in batches:
         assert len({(case.contestant, case.job.model) for case in batch}) == 1
         assert len(batch) == 1 or not any(case.cap_gb or case.start for case in batch)

@@ -18,6 +18,7 @@ from trimtab.adapt import (  # noqa: E402
     recompute,
     trained_parameters,
 )
+from trimtab.adapt.lora import set_masks  # noqa: E402
 from trimtab.facts.dtypes import TORCH_NAMES  # noqa: E402
 from trimtab.facts.shapes import ModelShape  # noqa: E402
 from trimtab.kernels.attention import Layout  # noqa: E402
@@ -61,6 +62,13 @@ CASES = {
     "high rank": vary(lora=LoraSettings(r=32)),
     "ranks by module": vary(lora=LoraSettings(r=4, rank_pattern={"down_proj": 32})),
     "DoRA": vary(lora=LoraSettings(r=8, use_dora=True)),
+    "dropout": vary(lora=LoraSettings(r=8, lora_dropout=0.1)),
+    "dropout, few layers": vary(
+        lora=LoraSettings(r=8, lora_dropout=0.1, target_modules=("q_proj", "v_proj"))
+    ),
+    "dropout, recomputed, bf16": vary(
+        **BF16, lora=LoraSettings(r=8, lora_dropout=0.1), policies=("block",) * 6
+    ),
     "recomputed": vary(policies=("block",) * 6),
     "selective": vary(policies=("selective",) * 6),
     "a large vocabulary": vary({"vocab_size": 40_000}),
@@ -89,6 +97,7 @@ class Step:
         recompute.apply(decoder, job.layers, mlp_tiles=job.mlp_tiles)
         self.decoder = init_weights(decoder.to_empty(device=job.device), 0)
         init_adapters(self.decoder, seed=0)
+        set_masks(self.decoder, torch.device(job.device))
         self.parameters = trained_parameters(self.decoder)
         for p in self.parameters.values():
             if p.dtype == torch.bfloat16:

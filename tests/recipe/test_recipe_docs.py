@@ -131,7 +131,7 @@ def test_the_small_job_differs_only_in_its_model() -> None:
 
 
 def test_names_equal_the_rooms_own_lists() -> None:
-    from trimtab.data.spec import DOCUMENT_MODES, FORMATS, TRAIN_ON
+    from trimtab.data.spec import BAD_ROWS, DOCUMENT_MODES, FORMATS, TRAIN_ON
     from trimtab.kernels.attention.spec import IMPLS
     from trimtab.optim.spec import OPTIMIZERS, SCHEDULES
     from trimtab.starter import FIELDS
@@ -143,6 +143,7 @@ def test_names_equal_the_rooms_own_lists() -> None:
     assert typing.get_args(keys.Documents) == tuple(DOCUMENT_MODES)
     assert typing.get_args(keys.RowFormat) == FORMATS
     assert typing.get_args(keys.TrainOn) == TRAIN_ON
+    assert typing.get_args(keys.BadRows) == BAD_ROWS
 
 
 def test_no_torch() -> None:

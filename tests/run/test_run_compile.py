@@ -114,3 +114,25 @@ def test_a_compiled_run_is_counted_and_resumes_bit_by_bit(
     launch.train(load(recipe("plain", torch_compile=False)), Silent())
     assert relative(losses(tmp_path / "whole"), losses(tmp_path / "plain")) < 1e-5
     assert records(tmp_path / "plain", "compile") == []
+
+
+@pytest.mark.slow
+def test_fp16_with_a_scaled_loss_trains_adapters_on_packed_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    changes = {
+        "dtype": "fp16",
+        "lora": {"r": 4},
+        "load_in_4bit": True,
+        "recompute": "block",
+        "max_steps": 4,
+        "num_train_epochs": None,
+    }
+    curves = []
+    for on in (True, False):
+        path = write_recipe(tmp_path, output_dir=str(tmp_path / f"run-{on}"), torch_compile=on, **changes)
+        assert launch.train(load(path), Silent()).status == "finished"
+        curves.append(losses(tmp_path / f"run-{on}"))
+    assert relative(*curves) < 5e-3
+    assert curves[0][-1] < curves[0][0]

@@ -269,6 +269,15 @@ def test_another_base_is_refused(plain: Path, tmp_path: Path) -> None:
     for words, code in (
         (("train", "--resume", home / "run"), 5),
         (("merge", home / "model", tmp_path / "x", "--adapter", tmp_path / "adapter"), 4),
+        (
+            (
+                "train",
+                write_recipe(
+                    home, lora={"adapter": str(tmp_path / "adapter")}, output_dir=str(tmp_path / "r")
+                ),
+            ),
+            4,
+        ),
     ):
         found, said = call(*words)
         assert found == code, said

@@ -10,9 +10,11 @@ import pytest
 from chat_templates import SPECIALS, VARIABLES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from text_fixtures import smollm2_path
 
 from trimtab.facts.errors import ModelError
-from trimtab.text.chat import ChatProcess, Conversation, TemplateFailed
+from trimtab.text import load
+from trimtab.text.chat import ChatProcess, Conversation, Rendered, TemplateFailed
 
 
 def chat(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
@@ -28,6 +30,8 @@ def trained(
     with ChatProcess(template, specials=SPECIALS) as process:
         conversation = Conversation(messages, more.pop("tools", None), more.pop("skipped", ()))
         (made,) = process.examples([conversation], {**VARIABLES, **more}, train_on)
+    if isinstance(made, TemplateFailed):
+        raise made
     return [made.text[start:end] for start, end in made.spans]
 
 
@@ -111,6 +115,7 @@ def test_templates_that_write_a_beginning_otherwise_are_told(template: str, rewr
     conversation = Conversation(chat("Hi", "Ho", "He", "Ha", system="Be brief."))
     with ChatProcess(getattr(templates, template), specials=SPECIALS) as process:
         (made,) = process.examples([conversation], VARIABLES, "completions")
+    assert isinstance(made, Rendered)
     assert made.rewritten == rewritten
 
 
@@ -144,14 +149,19 @@ def test_where_it_cannot_be_told_the_error_says_why_and_last_still_works() -> No
         trained(templates.COUNTING, messages)
 
 
-def test_the_failing_conversation_is_named() -> None:
-    conversations = [Conversation(chat("Hi", "Ho")), Conversation(chat("Hi", "Ho", system="no"))]
-    with (
-        ChatProcess(templates.GEMMA, specials=SPECIALS) as process,
-        pytest.raises(TemplateFailed, match="no system role") as caught,
-    ):
-        process.examples(conversations, VARIABLES, "completions")
-    assert caught.value.index == 1
+def test_a_conversation_that_is_refused_leaves_the_others() -> None:
+    conversations = [Conversation(chat("Hi", "Ho", system=system)) for system in (None, "no", None)]
+    with ChatProcess(templates.GEMMA, specials=SPECIALS) as process:
+        first, refused, last = process.examples(conversations, VARIABLES, "completions")
+    assert first == last
+    assert isinstance(refused, TemplateFailed)
+    assert "no system role" in str(refused)
+
+
+def test_the_template_of_a_real_model() -> None:
+    tokenizer = load(smollm2_path())
+    assert tokenizer.chat_template is not None
+    assert trained(tokenizer.chat_template, TWO) == ["Hello!<|im_end|>", " Fine. \n<|im_end|>"]
 
 
 def test_a_date_is_the_same_on_every_day() -> None:
@@ -186,6 +196,7 @@ def test_whatever_is_said_answers_are_found_and_nothing_else(
 ) -> None:
     messages = chat(*[text for turn in turns for text in turn])
     (made,) = processes[name].examples([Conversation(messages)], VARIABLES, "completions")
+    assert isinstance(made, Rendered)
     found = [made.text[start:end] for start, end in made.spans]
     closing = {"LLAMA3": "<|eot_id|>", "GEMMA": "<end_of_turn>", "MISTRAL_LATE_SYSTEM": "</s>"}
     opening = {"CHANNELS": "<|channel|>final<|message|>"}.get(name, "")

@@ -8,6 +8,7 @@ through the plain blocks.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,10 +46,16 @@ def compile_regions(decoder: Decoder, *, dynamic: bool = True, backend: str = "i
     # Epsilons and the scales of adapters are constants; left open, torch 2.13 mislays them between nested graphs.
     dynamo.config.specialize_float = True
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MOST_PROGRAMS)
+    # Said of every policy that keeps some operations; ours are tested to give the plain layer's gradients.
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_of_in_place_operations)
     compiler = partial(torch.compile, fullgraph=True, dynamic=dynamic, backend=backend)
     # A plain list: a module in it is not registered again, and no name changes.
     decoder.regions = [compiled(block, compiler) for block in decoder.model.layers]
     return decoder
+
+
+def _not_of_in_place_operations(record: logging.LogRecord) -> bool:
+    return "does not contain in-place ops" not in record.getMessage()
 
 
 def use_cache_folder() -> Path:

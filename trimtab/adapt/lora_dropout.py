@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from trimtab.adapt.spec import DROPOUT_CHUNK
 from trimtab.facts.randomness import derive
 from trimtab.kernels.stochastic_rounding.spec import MULTIPLIERS
 
@@ -32,7 +33,7 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
     return words ^ ((words >> 15) & 0x1FFFF)
 
 
-def kept(rows: int, columns: int, key_2: torch.Tensor, p: float) -> torch.Tensor:
+def kept(rows: int, columns: int, key_2: torch.Tensor, p: float, *, first: int = 0) -> torch.Tensor:
     """bool [N, C]: true with probability 1 − p.
 
     Args:
@@ -40,8 +41,10 @@ def kept(rows: int, columns: int, key_2: torch.Tensor, p: float) -> torch.Tensor
         columns: C.
         key_2: two int32 words on the device of the result.
         p: the share that is dropped.
+        first: the number of the first row.
     """
-    row_N1 = _mix(torch.arange(rows, dtype=torch.int32, device=key_2.device)[:, None] ^ key_2[0])
+    numbers_N = torch.arange(first, first + rows, dtype=torch.int32, device=key_2.device)
+    row_N1 = _mix(numbers_N[:, None] ^ key_2[0])
     column_C = _mix(torch.arange(columns, dtype=torch.int32, device=key_2.device) ^ key_2[1])
     # 31 bits without the sign, against p of their range.
     return (_mix(row_N1 + column_C) & 0x7FFFFFFF) >= round(p * (1 << 31))
@@ -49,8 +52,16 @@ def kept(rows: int, columns: int, key_2: torch.Tensor, p: float) -> torch.Tensor
 
 def drop(x_NC: torch.Tensor, key_2: torch.Tensor, p: float) -> torch.Tensor:
     """x with a share `p` of its elements zero and the others divided by 1 − p."""
-    factor_NC = kept(x_NC.shape[0], x_NC.shape[1], key_2, p).to(x_NC.dtype)
-    return factor_NC.mul_(1.0 / (1.0 - p)).mul_(x_NC)
+    N, C = x_NC.shape
+    if torch.compiler.is_compiling() or N * C <= DROPOUT_CHUNK:  # one kernel, or little enough
+        return kept(N, C, key_2, p).to(x_NC.dtype).mul_(1.0 / (1.0 - p)).mul_(x_NC)
+    out_NC = torch.empty_like(x_NC)
+    rows = max(1, DROPOUT_CHUNK // C)
+    for first in range(0, N, rows):
+        part_nC = x_NC[first : first + rows]
+        factor_nC = kept(part_nC.shape[0], C, key_2, p, first=first).to(x_NC.dtype).mul_(1.0 / (1.0 - p))
+        torch.mul(part_nC, factor_nC, out=out_NC[first : first + rows])
+    return out_NC
 
 
 class Masks:

@@ -294,11 +294,15 @@ def quantize_layout(
             device=linear.weight.device,
         )
         if not linear.weight.is_meta:
-            layer.take(linear.weight)
-            if layer.bias is not None:
-                layer.bias.data.copy_(linear.bias.data)
+            _fill(layer, linear)
         decoder.set_submodule(name, layer)
     return decoder
+
+
+def _fill(layer: QuantizedLinear, linear: nn.Linear) -> None:
+    layer.take(linear.weight)
+    if layer.bias is not None:
+        layer.bias.data.copy_(linear.bias.data)
 
 
 def _linears(decoder: Decoder, skip: tuple[str, ...]) -> list[tuple[str, nn.Linear]]:

@@ -24,6 +24,12 @@ DEFAULT = "default"
 """The name of an adapter that was given none; peft's."""
 
 
+DROPOUT_CHUNK = 1 << 22
+"""Elements whose dropout masks are made at once: those of [8192, 14336] would take half a gigabyte, thrice."""
+_WORD_BYTES = 12
+"""Of an element while its mask is made: three 32-bit words."""
+
+
 @dataclass(frozen=True)
 class LoraSettings:
     """What decides an adapter's shape and arithmetic; names are peft's.
@@ -200,3 +206,18 @@ def saved_bytes(shape: ModelShape, settings: LoraSettings, tokens: int, dtype: s
     """Bytes that adapters keep for the backward pass besides their inputs: A·x of each, N × r."""
     linear = [t for t in resolve(shape, settings) if not t.matrix.is_embedding and t.name != targets.HEAD]
     return sum(tokens * t.r * BYTES[dtype] for t in linear)
+
+
+def dropout_bytes(shape: ModelShape, settings: LoraSettings, tokens: int, dtype: str) -> int:
+    """Most bytes that dropout holds for a moment: the words of a piece of a mask, and one dropped input.
+
+    Example:
+        >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> dropout_bytes(tiny, LoraSettings(r=2, lora_dropout=0.1), 10, "fp32")
+        5120
+    """
+    if not settings.lora_dropout:
+        return 0
+    linear = [t for t in resolve(shape, settings) if not t.matrix.is_embedding]
+    widest = tokens * max(t.matrix.in_features for t in linear)
+    return min(widest, DROPOUT_CHUNK) * _WORD_BYTES + nbytes(dtype, widest)

@@ -44,7 +44,8 @@ def lend(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> It
         if buffer is None or buffer.numel() < size:
             del buffer
             _buffers.pop(key, None)  # the smaller one first, so that both never exist at once
-            _buffers[key] = buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            with torch.inference_mode(False):  # it will be written to in training as well
+                _buffers[key] = buffer = torch.empty(size, dtype=torch.uint8, device=device)
         yield buffer[:size].view(dtype).view(shape)
 
 

@@ -47,6 +47,10 @@ class Summary:
     """Documents with broken Unicode escapes, which became U+FFFD."""
     untrained: int = 0
     """Examples without a single token to train on, left out: conversations without an answer, empty completions."""
+    bad: int = 0
+    """Rows that are no example or that the chat template refuses, left out where `bad_rows: skip` says so."""
+    complaint: str = ""
+    """About the first of them."""
     unanswered: int = 0
     """Conversations whose last messages no answer follows; these messages were left out."""
     rewritten: int = 0
@@ -278,7 +282,8 @@ def _build(
     reader = SegmentReader(source, template=frame.chat is not None)
     skipped = {"empty": 0, "short": 0, "repaired": 0}
     if rendering is not None:
-        skipped |= {"untrained": 0, "unanswered": 0, "rewritten": 0, "trained": 0}
+        skipped |= {"bad": 0, "untrained": 0, "unanswered": 0, "rewritten": 0, "trained": 0}
+    complaint = ""
     told = content_hash = 0
     for segment in tokenize(reader, frame, num_proc, rendering):
         if segment.first:
@@ -286,6 +291,7 @@ def _build(
         why = segment.unusable
         if why is not None:
             skipped[why] += 1
+            complaint = complaint or segment.complaint or ""
         else:
             writer.append_tokens(segment.ids, segment.trained)
             if segment.trained is not None:
@@ -310,16 +316,17 @@ def _build(
             )
     check_unchanged(source, stamps)
     if writer.num_documents == 0:
-        raise nothing_left(source.spec.name, skipped)
+        raise nothing_left(source.spec.name, skipped, complaint)
     total = reader.total_bytes
     progress(Progress("tokenize", source.spec.name, total, total, writer.num_documents, writer.num_tokens))
-    return {"skipped": skipped}
+    return {"skipped": {**skipped, **({"complaint": complaint} if complaint else {})}}
 
 
 LEFT_OUT = {
     "empty": "empty",
     "short": "shorter than two tokens",
     "untrained": "without a token to train on (no answer in them)",
+    "bad": "no examples, or refused by the chat template",
 }
 """Why documents are left out, in words."""
 
@@ -335,10 +342,12 @@ def left_out(count: int, why: str) -> str:
     return f"{count} {what} {are} {LEFT_OUT[why]} and {were} left out"
 
 
-def nothing_left(name: str, skipped: Mapping[str, int]) -> DataError:
+def nothing_left(name: str, skipped: Mapping[str, int], complaint: str = "") -> DataError:
     """The complaint about a source without a single usable document."""
     counted = [f"{skipped[why]} {words}" for why, words in LEFT_OUT.items() if skipped.get(why)]
     why = f": {' and '.join(counted)} were skipped" if counted else ""
+    if complaint:
+        return DataError(f"{name} holds nothing that can be used{why}", f"the first: {complaint}")
     if skipped.get("untrained"):
         return DataError(
             f"{name} holds nothing to train on{why}",

@@ -134,6 +134,7 @@ def content_fingerprint(source: ResolvedSource, stamps: Iterable[FileStamp]) -> 
     settings: list[Any] = [spec.text_column, spec.documents, spec.first]
     if source.form is not None:
         settings += [source.form.name, dict(source.form.columns), spec.train_on, dict(spec.variables)]
+        settings += [spec.bad_rows]
     return digest_of(1, digests, kinds, *settings)
 
 

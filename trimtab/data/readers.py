@@ -34,6 +34,8 @@ class Segment:
     """Instead of a text: what a chat template makes one of."""
     rewritten: bool = False
     """Set when it is rendered: whether the template writes earlier turns otherwise once an answer follows."""
+    complaint: str | None = None
+    """Why the row cannot be used, where such rows are skipped."""
 
     @property
     def size(self) -> int:
@@ -179,11 +181,18 @@ class SegmentReader:
             yield from cut(read(file, spec, start=start, meter=self._meter), index)
             return
         for row, value in read_values(file, start=start, meter=self._meter, columns=form.used):
-            made = example_of(
-                f"{file.path}:{row}",
-                value,
-                form,
-                template=self._template,
-                keep_end=spec.train_on == "all",
-            )
-            yield Segment(index, row, "", True, True, made is not None and made.repaired, made)
+            made, complaint = None, None
+            try:
+                made = example_of(
+                    f"{file.path}:{row}",
+                    value,
+                    form,
+                    template=self._template,
+                    keep_end=spec.train_on == "all",
+                )
+            except DataError as error:
+                if spec.bad_rows != "skip":
+                    raise
+                complaint = error.cause
+            repaired = made is not None and made.repaired
+            yield Segment(index, row, "", True, True, repaired, made, complaint=complaint)

@@ -44,6 +44,8 @@ class Rendering:
     variables: Mapping[str, Any]
     places: tuple[str, ...]
     """What messages call the source's files."""
+    skip: bool = False
+    """Whether rows that cannot be used are left out instead of ending everything."""
 
     @staticmethod
     def of(source: ResolvedSource, chat: ChatSpec | None) -> Rendering | None:
@@ -53,7 +55,8 @@ class Rendering:
         spec = source.spec
         if chat is None and source.form.name in ("messages", "sharegpt"):
             raise no_template(spec.name)
-        return Rendering(chat, spec.train_on, spec.variables, tuple(str(file.path) for file in source.files))
+        places = tuple(str(file.path) for file in source.files)
+        return Rendering(chat, spec.train_on, spec.variables, places, spec.bad_rows == "skip")
 
     @property
     def digest(self) -> str:
@@ -109,17 +112,21 @@ class Renderer:
         if self._process is None:
             self._process = ChatProcess(chat.template, specials=chat.specials, now=TODAY, limits=LIMITS)
         conversations = [_conversation(segment.example) for segment in segments]
-        try:
-            rendered = self._process.examples(
-                conversations, {**chat.variables, **rendering.variables}, rendering.train_on
-            )
-        except TemplateFailed as error:
-            if error.index is None:
-                raise
-            raise DataError(f"{self._place(segments[error.index])}: {error.cause}", error.remedy) from None
+        rendered = self._process.examples(
+            conversations, {**chat.variables, **rendering.variables}, rendering.train_on
+        )
+        texts = []
         for segment, one in zip(segments, rendered, strict=True):
-            segment.rewritten = one.rewritten
-        return [Text(one.text.encode("utf-8", "replace"), False, one.spans) for one in rendered]
+            if isinstance(one, TemplateFailed):
+                cause = f"{self._place(segment)}: {one.cause}"
+                if not rendering.skip:
+                    raise DataError(cause, one.remedy)
+                segment.complaint = cause
+                texts.append(Text(b"", False, []))
+            else:
+                segment.rewritten = one.rewritten
+                texts.append(Text(one.text.encode("utf-8", "replace"), False, one.spans))
+        return texts
 
     def _place(self, segment: Segment) -> str:
         assert self.rendering is not None

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.data.spec import DOCUMENT_MODES, FORMATS, TRAIN_ON, DocumentMode, FormatName, TrainOn
+from trimtab.data.spec import (
+    BAD_ROWS,
+    DOCUMENT_MODES,
+    FORMATS,
+    TRAIN_ON,
+    BadRows,
+    DocumentMode,
+    FormatName,
+    TrainOn,
+)
 from trimtab.facts.errors import DataError
 
 if TYPE_CHECKING:
@@ -41,7 +50,7 @@ class SourceSpec:
     `source` is a local file, folder or glob; with `files` (a hub data set, already downloaded) it is only the
     name. `first` keeps the first rows, `weight` says how often the source is seen an epoch (1: once). `format` is
     what a row is, `columns` where its parts stand if not under their usual names, `variables` what a chat template
-    is told besides the messages.
+    is told besides the messages; `bad_rows: skip` leaves out rows that cannot be used.
 
     Example:
         >>> SourceSpec("notes/**/*.md", weight=2.0).name
@@ -58,9 +67,14 @@ class SourceSpec:
     columns: Mapping[str, str] = field(default_factory=dict)
     train_on: TrainOn = "completions"
     variables: Mapping[str, Any] = field(default_factory=dict)
+    bad_rows: BadRows = "stop"
 
     def __post_init__(self) -> None:
-        for key, value, known in (("format", self.format, FORMATS), ("train_on", self.train_on, TRAIN_ON)):
+        for key, value, known in (
+            ("format", self.format, FORMATS),
+            ("train_on", self.train_on, TRAIN_ON),
+            ("bad_rows", self.bad_rows, BAD_ROWS),
+        ):
             if value not in known:
                 raise DataError(
                     f"{key}: {value!r} is not known for {self.source}", f"use one of {', '.join(known)}"

@@ -18,6 +18,10 @@ TrainOn = Literal["completions", "last", "all"]
 TRAIN_ON: tuple[str, ...] = ("completions", "last", "all")
 """Which tokens of an example are trained on: every answer, the last one, or everything."""
 
+BadRows = Literal["stop", "skip"]
+BAD_ROWS: tuple[str, ...] = ("stop", "skip")
+"""What becomes of a row that is no example, or that the chat template refuses."""
+
 TEXT_COLUMNS = (
     "text",
     "content",

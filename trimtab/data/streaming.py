@@ -94,7 +94,7 @@ class Reading:
                     if why is None:
                         document = _Document(segment, taken, start.skip if resumed else 0)
                     else:
-                        self.skipped[why] += 1
+                        self._leave_out(why, segment)
                 taken += 1
             if document is None:
                 continue
@@ -102,6 +102,12 @@ class Reading:
                 yield from self._example(segment, document)
             else:
                 yield from self._pieces(segment, document)
+
+    def _leave_out(self, why: str, segment: TokenSegment) -> None:
+        self.skipped[why] += 1
+        if segment.complaint is not None and self.skipped[why] == 1:
+            text = f"{segment.complaint}; the row is left out, as all like it"
+            self.corpus.progress(Progress("message", self.corpus.name, message=text))
 
     def _origin(self, segment: TokenSegment) -> str:
         return f"{self.corpus.stamps[segment.file].name}:{segment.row}"

@@ -124,10 +124,13 @@ class TokenSegment:
     trained: np.ndarray | None = None
     unanswered: bool = False
     rewritten: bool = False
+    complaint: str | None = None
 
     @property
     def unusable(self) -> str | None:
-        """Why the document that this segment is has nothing to learn from: `empty`, `short`, `untrained`; else None."""
+        """Why this document, which is one segment, is left out: `bad`, `empty`, `short` or `untrained`; else None."""
+        if self.complaint is not None:
+            return "bad"
         if self.empty:
             return "empty"
         if self.first and self.last and len(self.ids) < 2:
@@ -176,6 +179,7 @@ def tokenize(
                 mask,
                 unanswered,
                 segment.rewritten,
+                segment.complaint,
             )
             start = end
 

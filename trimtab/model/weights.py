@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int, str], None]
 """Called as progress(tensors done, tensors in all, name) after each tensor."""
 
-_CHUNK = 2**24
+_CHUNK = 2**20
+"""Numbers that are looked at at once: what that takes beside a small quantized model must be small too."""
 
 
 @runtime_checkable

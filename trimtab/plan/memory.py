@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from trimtab.adapt import spec as adapt_spec
 from trimtab.adapt import spec_quantized, spec_recompute
 from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.targets import EMBEDDING
@@ -371,6 +372,8 @@ def _beyond(job: Job, policy: str, update: int) -> int:
     if tiled:
         feed_forward = _tiles_scratch(job, rows)
     unpacking = unpacking_bytes(job)
+    if job.lora is not None:
+        unpacking += adapt_spec.dropout_bytes(job.shape, job.lora, rows, job.dtype)
     if tiled and policy in ("pointwise", "selective"):
         return (
             max(feed_forward, back + attention) + unpacking

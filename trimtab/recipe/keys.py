@@ -24,6 +24,7 @@ Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup", "warm
 Documents = Literal["file", "blank-lines", "lines"]
 RowFormat = Literal["auto", "text", "messages", "sharegpt", "prompt-completion", "alpaca"]
 TrainOn = Literal["completions", "last", "all"]
+BadRows = Literal["stop", "skip"]
 MathField = Literal["math", "arithmetic", "algebra", "calculus"]
 Tracker = Literal["tensorboard", "wandb"]
 Policy = Literal["none", "pointwise", "selective", "block", "offload"]
@@ -114,6 +115,9 @@ class Source(Shorthand):
     train_on: Annotated[TrainOn, Field(examples=["completions"])] = "completions"
     """Of conversations and other examples, what is trained on: `completions` is every answer with the token that ends
     it, `last` the last answer only, `all` every token. Texts are always trained on whole."""
+    bad_rows: Annotated[BadRows, Field(examples=["skip"])] = "stop"
+    """What becomes of a row that is no example of the source's format, or that the chat template refuses: `stop`
+    before training with its place, or `skip` it and say how many there were."""
     first: Annotated[Count | None, Field(examples=[10_000])] = None
     """Take only so many documents, from the beginning. By default all."""
     documents: Annotated[Documents, Field(examples=["lines"])] = "file"

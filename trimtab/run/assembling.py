@@ -25,7 +25,7 @@ from trimtab.kernels.attention import Layout
 from trimtab.model import Decoder, build, check_weights, init_weights, load_weights, read_shape
 from trimtab.parallel import Mesh
 from trimtab.recipe import Recipe
-from trimtab.run.adapters import settings_of
+from trimtab.run.adapters import check_adapter_base, settings_of
 from trimtab.run.choices import Choices
 from trimtab.run.corpora import Corpora
 from trimtab.run.evaluation import ANSWERS_SEED, Evaluation
@@ -171,18 +171,21 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
     elif read_weights:
         fill_grown(decoder, stored, lambda: load_weights(decoder, weights))
     if settings is not None and fresh:
-        _fill_adapters(recipe, decoder)
+        _fill_adapters(recipe, decoder, weights)
     set_gradient_format(decoder, choices)
     return decoder
 
 
-def _fill_adapters(recipe: Recipe, decoder: Decoder) -> None:
+def _fill_adapters(recipe: Recipe, decoder: Decoder, weights: Any) -> None:
     """The numbers that adapters start from: fresh ones, or those of the adapter that the recipe names."""
     assert recipe.lora is not None
     if recipe.lora.adapter is None:
         init_adapters(decoder, recipe.seed)
         return
-    fill_adapter(decoder, read_adapter_folder(recipe.lora.adapter), switchable=False)
+    found = read_adapter_folder(recipe.lora.adapter)
+    if recipe.model.init != "random":
+        check_adapter_base(found.base, weights, found.folder)
+    fill_adapter(decoder, found, switchable=False)
 
 
 def _masks(

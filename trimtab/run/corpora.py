@@ -183,7 +183,7 @@ def _notes(corpus: Any) -> Iterator[str]:
     for why in LEFT_OUT:
         count = getattr(summary, why)
         if count:
-            yield left_out(count, why)
+            yield left_out(count, why) + (f"; the first: {summary.complaint}" if why == "bad" else "")
     form = corpus.form
     if form is None:
         return
@@ -279,6 +279,7 @@ class _Opening:
             columns=source.columns,
             train_on=source.train_on,
             variables=self.variables,
+            bad_rows=source.bad_rows,
         )
 
     def _starter_file(self, name: str, first: int | None) -> Path:

@@ -92,10 +92,6 @@ def _sources(section: dict[str, Any]) -> list[dict[str, Any]]:
 def _absolute(name: Any, *, whatever: bool = False) -> Any:
     if name is None:
         return None
-    if (
-        len(name) > 1000
-    ):  # a template itself, not its file: no path is that long, and some systems refuse to look
-        return name
     path = Path(name).expanduser()
     local = whatever or path.exists() or (glob.has_magic(name) and bool(glob.glob(str(path), recursive=True)))
     return str(Path.cwd() / path) if local else name

@@ -60,11 +60,7 @@ class Rendered:
 
 
 class TemplateFailed(ModelError):
-    """A template that does not take a conversation; `index` says which of those it was given."""
-
-    def __init__(self, cause: str, remedy: str | None, index: int | None) -> None:
-        super().__init__(cause, remedy)
-        self.index = index
+    """A template that does not take a conversation."""
 
 
 class ChatProcess:
@@ -118,8 +114,8 @@ class ChatProcess:
 
     def examples(
         self, conversations: Sequence[Conversation], variables: Mapping[str, Any], train_on: TrainOn
-    ) -> list[Rendered]:
-        """Each conversation as text with what is trained on; `TemplateFailed` names the first that fails."""
+    ) -> list[Rendered | TemplateFailed]:
+        """Each conversation as text with what is trained on, or why the template does not take it."""
         plain = [
             {
                 "messages": [dict(message) for message in one.messages],
@@ -130,7 +126,9 @@ class ChatProcess:
         ]
         request = {"examples": plain, "variables": dict(variables), "train_on": train_on}
         return [
-            Rendered(one["text"], [(start, end) for start, end in one["spans"]], one["rewritten"])
+            _failed(one)
+            if "error" in one
+            else Rendered(one["text"], [(start, end) for start, end in one["spans"]], one["rewritten"])
             for one in self._ask(request)["examples"]
         ]
 
@@ -186,9 +184,7 @@ class ChatProcess:
         if answer is None:
             raise self._died(late.is_set())
         if "error" in answer:
-            raise TemplateFailed(
-                f"the chat template failed: {answer['error']}", answer.get("remedy"), answer.get("index")
-            )
+            raise _failed(answer)
         return answer
 
     def _died(self, late: bool) -> ModelError:
@@ -220,6 +216,10 @@ def render_chats(
     """
     with ChatProcess(template, limits=limits) as process:
         return process.render(conversations, variables)
+
+
+def _failed(answer: dict[str, Any]) -> TemplateFailed:
+    return TemplateFailed(f"the chat template failed: {answer['error']}", answer.get("remedy"))
 
 
 def _over(what: str) -> ModelError:

@@ -222,13 +222,23 @@ def complaint(error: Exception) -> dict[str, Any]:
     """{"error": …, "remedy": …}: whatever a template does wrong is its author's to read."""
     import jinja2
 
+    from trimtab.text.chat_spans import NotFound
+
+    if isinstance(error, MemoryError):
+        return {"error": "it needs more memory than it may have", "remedy": "use another template"}
     if isinstance(error, jinja2.TemplateSyntaxError):
         said = f"{error.message} (line {error.lineno})"
-        return {"error": said, "remedy": "correct the chat template", "index": None}
+        return {"error": said, "remedy": "correct the chat template"}
     if isinstance(error, jinja2.TemplateError):  # raise_exception, undefined names, the sandbox
         return {
             "error": str(error),
             "remedy": "see what the model's card says about the form of a conversation",
+        }
+    if isinstance(error, NotFound):
+        return {
+            "error": f"where an answer stands in what it writes cannot be told: {error}",
+            "remedy": "set train_on: last or train_on: all, or put {% generation %} … {% endgeneration %} around "
+            "the answers in the template",
         }
     return {
         "error": f"{type(error).__name__}: {error}",
@@ -237,31 +247,28 @@ def complaint(error: Exception) -> dict[str, Any]:
 
 
 def answer(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
-    """{"texts": […]}, {"examples": […]}, or {"error": …, "remedy": …, "index": which example}."""
+    """{"texts": […]} or {"examples": […]}, of which each may be {"error": …, "remedy": …}; that alone where nothing
+    can be rendered.
+    """
+    import jinja2
+
     from trimtab.text.chat_spans import NotFound
 
-    done: list[Any] = []
+    expected: tuple[type[Exception], ...] = (MemoryError, NotFound, *failures())
     try:
         if "conversations" in request:
             return {"texts": renderer.texts(request)}
+        done = []
         for example in request["examples"]:
-            done.append(renderer.example(example, request))  # noqa: PERF401  how many are done tells which one fails
+            try:
+                done.append(renderer.example(example, request))
+            except jinja2.TemplateSyntaxError:
+                raise
+            except expected as error:
+                done.append(complaint(error))
         return {"examples": done}
-    except MemoryError:
-        return {
-            "error": "it needs more memory than it may have",
-            "remedy": "use another template",
-            "index": len(done),
-        }
-    except failures() as error:
-        return {"index": len(done), **complaint(error)}
-    except NotFound as error:
-        return {
-            "error": f"where an answer stands in what it writes cannot be told: {error}",
-            "remedy": "set train_on: last or train_on: all, or put {% generation %} … {% endgeneration %} around "
-            "the answers in the template",
-            "index": len(done),
-        }
+    except expected as error:
+        return complaint(error)
 
 
 def read_frame(stream: IO[bytes]) -> Any:
