@@ -98,9 +98,9 @@ def choose(
         >>> gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
         >>> for gigabytes in (8, 2):
         ...     setting, fits = choose(job, gpu, gigabytes * 10**9)
-        ...     print(fits, spec_recompute.counted(setting.policies))
-        True {'none': 8}
-        True {'selective': 1, 'pointwise': 6, 'none': 1}
+        ...     print(fits, set(setting.policies) == {"none"})
+        True True
+        True False
     """
     within = within_limit(job, limit)
     host = None if device.host_free_bytes is None else int(device.host_free_bytes * HOST_SHARE)
