@@ -333,9 +333,8 @@ class Recipe(Section):
 
     torch_compile: Annotated[Literal["auto", True, False], Field(examples=["auto"])] = "auto"
     """Compile each layer with torch.compile: faster steps after a first one that takes some tens of seconds longer,
-    less from the second run on (compiled code is kept in the user's cache folder). `auto` compiles models of
-    50 million parameters and more on a CUDA GPU where Triton and a C compiler are there, and nothing on a CPU; the
-    choice is kept with the run."""
+    less from the second run on (compiled code is kept in the user's cache folder). `auto` does not
+    compile in this version; the choice is kept with the run."""
 
     logging_steps: Annotated[Count, Field(examples=[10])] = 10
     """Write the training loss every so many steps."""

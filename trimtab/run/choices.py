@@ -19,9 +19,6 @@ from trimtab.kernels.attention.choice import choose
 from trimtab.kernels.linear_cross_entropy.choice import choose as choose_loss
 from trimtab.recipe import Recipe
 
-WORTH_COMPILING = 50_000_000
-"""Parameters from which `torch_compile: auto` compiles: smaller models are mostly trained for a minute or two."""
-
 
 @dataclass(frozen=True)
 class Choices:
@@ -111,7 +108,7 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         threads=threads,
         deterministic=recipe.deterministic,
         optimizer=_optimizer(recipe, device),
-        compile=_compile(recipe, shape, device, attention["impl"]),
+        compile=_compile(recipe, device, attention["impl"]),
         loss=loss._asdict(),
         pointwise=_pointwise(device, autocast=dtype != weights),
         lora=None if settings is None else settings.to_dict(),
@@ -183,7 +180,7 @@ def _optimizer(recipe: Recipe, device: DeviceFacts) -> dict[str, Any]:
     return {"name": recipe.optim, "impl": choice.impl, "reason": choice.reason}
 
 
-def _compile(recipe: Recipe, shape: ModelShape, device: DeviceFacts, attention: str) -> dict[str, Any]:
+def _compile(recipe: Recipe, device: DeviceFacts, attention: str) -> dict[str, Any]:
     """Whether blocks are compiled, and whether for one length or for all."""
     obstacle = compile_obstacle(device.kind, device.capability)
     if recipe.torch_compile is True and obstacle is not None:
@@ -193,15 +190,10 @@ def _compile(recipe: Recipe, shape: ModelShape, device: DeviceFacts, attention: 
     if recipe.torch_compile != "auto":
         return {"on": recipe.torch_compile, "dynamic": dynamic, "reason": "named in the recipe"}
     if device.kind != "cuda":
-        return {"on": False, "dynamic": dynamic, "reason": "compiling gains little on a CPU"}
-    if obstacle is None and shape.num_parameters < WORTH_COMPILING:
-        return {
-            "on": False,
-            "dynamic": dynamic,
-            "reason": "so small a model is trained before it is compiled",
-        }
-    reason = "steps are faster on a GPU" if obstacle is None else obstacle
-    return {"on": obstacle is None, "dynamic": dynamic, "reason": reason}
+        reason = "compiling gains little on a CPU"
+    else:
+        reason = obstacle or "ask for it with torch_compile: true"
+    return {"on": False, "dynamic": dynamic, "reason": reason}
 
 
 def _pointwise(device: DeviceFacts, *, autocast: bool) -> dict[str, Any]:
