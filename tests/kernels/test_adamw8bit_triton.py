@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -367,6 +369,24 @@ def test_the_optimizer_steps_all_and_its_state_is_the_references(device: str, tr
         assert torch.equal(p, q) if device == "cuda" else torch.allclose(p, q, rtol=1e-5, atol=1e-7)
     assert optimizers[0].tensors().keys() == optimizers[1].tensors().keys()
     assert optimizers[0].scalars() == optimizers[1].scalars()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_optimizer_that_is_let_go_is_gone(device: str, triton_on: Any) -> None:
+    """Without waiting for Python's collector: it holds as much memory as the weights."""
+    with triton_on(device):
+        net = model(device)
+        optimizer = AdamW8bit([{"params": list(net.named_parameters())}], lr=1e-2, impl="triton")
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step(lr=1e-2)
+        state = weakref.ref(next(iter(optimizer.tensors().values())))
+        gc.disable()
+        try:
+            del optimizer
+            assert state() is None
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -71,7 +71,7 @@ class AdamW8bit(AdamWBase):
         if not self._tables:
             super()._update_all(lr, grad_scale, skip)
         for together in self._tables:
-            together.step(lr, grad_scale, skip)
+            together.step(self, lr, grad_scale, skip)
 
     def _update(
         self, group: dict[str, Any], lr: float, grad_scale: torch.Tensor | float, skip: torch.Tensor | None
@@ -105,7 +105,7 @@ class AdamW8bit(AdamWBase):
         elif param.numel():
             if name not in self._alone:
                 self._alone[name] = Together(self, [(name, param, group)])
-            self._alone[name].step(lr, grad_scale, skip)
+            self._alone[name].step(self, lr, grad_scale, skip)
 
 
 class Together:
@@ -114,7 +114,7 @@ class Together:
     def __init__(self, optimizer: AdamW8bit, members: list[tuple[str, torch.Tensor, dict[str, Any]]]) -> None:
         from trimtab.kernels.adamw8bit.table import Member, Table
 
-        self.optimizer, self.members = optimizer, members
+        self.members = members
         states = [optimizer.state[p] for _, p, _ in members]
         self.table = Table(
             [
@@ -130,9 +130,15 @@ class Together:
             exact=optimizer.impl == "triton_exact",
         )
 
-    def step(self, lr: float | None, grad_scale: torch.Tensor | float, skip: torch.Tensor | None) -> None:
-        """Update those that have a gradient."""
-        optimizer = self.optimizer
+    def step(
+        self,
+        optimizer: AdamW8bit,
+        lr: float | None,
+        grad_scale: torch.Tensor | float,
+        skip: torch.Tensor | None,
+    ) -> None:
+        """Update those that have a gradient. The optimizer is not kept: in a cycle with it, a GPU's memory would wait
+        for Python's collector."""
         self.table.step(
             [None if p.grad is None else gradient_of(p) for _, p, _ in self.members],
             lr=[rate_of(group, lr) for _, _, group in self.members],
