@@ -32,7 +32,8 @@ def test_train_leaves_a_whole_run_folder(world: World) -> None:
     names = {path.name for path in world.run.iterdir()}
     wanted = {"recipe.yaml", "plan.json", "choices.json", "environment.json", "metrics.jsonl"}
     assert wanted | {"model", "checkpoints", "report.html"} <= names
-    assert names - {"report.html"} <= set(OURS)  # what a failed start takes away again
+    # what a failed start takes away again; an export of another test may have left its receipt here
+    assert names - {"report.html", "receipts"} <= set(OURS)
     assert "what this run will take" in world.output
     assert str(world.run.name) in world.output
     kinds = {record["kind"] for record in records(world.run)}

@@ -175,7 +175,7 @@ def test_a_tiny_run_agrees_with_transformers_and_peft(tmp_path: Path) -> None:
         f"tiny-llama-8b {job}"
         for job in ("qlora 2×64/hf", "qlora 2×64/trimtab", "longest 3 GB", "qlora 2×64 packed/")
     ]
-    for text in only:
+    for text in (*only, "tiny-llama-8b/1 longest"):
         words += ["--only", text]
     assert runner.main(words) == 0
     found = read(path)
