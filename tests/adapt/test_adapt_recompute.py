@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from mmap import PAGESIZE
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from trimtab.adapt import LoraSettings, add_adapters, init_adapters, offload, qu
 from trimtab.adapt.lora import set_masks
 from trimtab.adapt.spec_recompute import POLICIES, again, canonical, counted, layer_bytes
 from trimtab.adapt.tiled import tiled
-from trimtab.facts.errors import RecipeError
+from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout
 from trimtab.kernels.linear_cross_entropy import linear_cross_entropy
@@ -297,3 +298,36 @@ def test_policies_can_be_taken_back() -> None:
     recompute.apply(decoder, ["none"] * 5)
     want = trained(decoder_of(LLAMA))
     assert all(torch.equal(a, b) for a, b in zip(trained(decoder), want, strict=True))
+
+
+class Runtime:
+    """CUDA's runtime as far as pinning asks for it: what was registered, and the answer."""
+
+    def __init__(self, answer: int = 0) -> None:
+        self.answer, self.pages, self.registered = answer, [], 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.pages += range(address // PAGESIZE, (address + size - 1) // PAGESIZE + 1)
+        self.registered += 1
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.registered -= 1
+        return 0
+
+
+def test_pinned_buffers_share_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    buffers = [offload._Pinned(size) for size in (1, 5000, 100_000, 100_000, 8 << 20)]
+    assert len(set(runtime.pages)) == len(runtime.pages)
+    assert [buffer.tensor.numel() for buffer in buffers] == [1, 5000, 100_000, 100_000, 8 << 20]
+    assert runtime.registered == 5
+    del buffers
+    assert runtime.registered == 0
+
+
+def test_memory_that_cannot_be_pinned_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(answer=2))
+    with pytest.raises(ResourceError, match=r"did not pin .*CUDA error 2.*recompute: block"):
+        offload._Pinned(5000)

@@ -7,6 +7,7 @@ on its way. Nothing waits for the host.
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,11 +82,12 @@ class HostStore:
 
 class _Pinned:
     """Host memory that a GPU copies to and from by itself, of just this size: torch's own pinned allocator takes the
-    next power of two, up to twice what a plan counts."""
+    next power of two, up to twice what a plan counts. On pages of its own: of a page that two buffers share, CUDA pins
+    only the first one's part and refuses the other's."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self.tensor = torch.empty(num_bytes, dtype=torch.uint8)
+        self.tensor = torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)
         runtime = torch.cuda.cudart()
         failed = int(runtime.cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
         if failed:
