@@ -36,6 +36,9 @@ def test_the_blocks_of_a_page_run(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(sys, "argv", ["trimtab"])
+    # A reader's process has compiled nothing yet; this one may have, for another test.
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     threads = torch.get_num_threads()
     made_by_the_page = "my-model" if page == ROOT / "README.md" else None
     played = stage.Stage(folder, built, without=made_by_the_page)
