@@ -129,7 +129,7 @@ def test_predicted_is_what_a_step_holds(name: str) -> None:
         step.forward_backward()
     assert storage_bytes(p.grad for p in step.parameters.values()) == memory.peak.gradients
     predicted = max(v for k, v in memory.moments.items() if k != "the optimizer step")
-    assert 0.985 * live.peak <= predicted <= 1.06 * live.peak, (predicted / live.peak, memory.moments)
+    assert 0.985 * live.peak <= predicted <= 1.05 * live.peak, (predicted / live.peak, memory.moments)
 
 
 def test_the_comparison_can_fail() -> None:
@@ -138,7 +138,7 @@ def test_the_comparison_can_fail() -> None:
         step.forward_backward()
     for wrong in (dataclasses.replace(BASE, lora=None), dataclasses.replace(BASE, batch=3)):
         predicted = max(predict(wrong).moments.values())
-        assert not 0.985 * live.peak <= predicted <= 1.06 * live.peak
+        assert not 0.985 * live.peak <= predicted <= 1.05 * live.peak
 
 
 def test_what_lora_saves_on_an_8b_model() -> None:
