@@ -195,9 +195,10 @@ class _Loop:
         now = time.perf_counter()
         elapsed, self.clock = now - self.clock, now
         rate = sum(p["num_targets"] for p in self.pending) / max(elapsed, 1e-9)
+        before = self.state.seconds
         self.state.seconds += elapsed
         memory = self.memory_now()
-        for loss, norm in rows:
+        for number, (loss, norm) in enumerate(rows, 1):
             entry = self.pending[0]
             if bad is not None and entry["step"] - 1 >= bad:
                 self.stop_at(entry)
@@ -209,7 +210,7 @@ class _Loop:
                 "grad_norm": norm,
                 "tokens": entry["tokens"],
                 "tokens_per_second": round(rate, 1),
-                "seconds": round(self.state.seconds, 3),
+                "seconds": round(before + elapsed * number / len(rows), 3),
                 "memory_bytes": memory,
             }
             self.write(record)
