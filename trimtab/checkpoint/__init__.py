@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
     from trimtab.checkpoint.lock import RunLock
@@ -19,18 +20,14 @@ if TYPE_CHECKING:
     from trimtab.checkpoint.store import Found, Store
 
 _HOMES = {
-    "Found": "trimtab.checkpoint.store",
-    "Manifest": "trimtab.checkpoint.manifest",
-    "RunLock": "trimtab.checkpoint.lock",
-    "Store": "trimtab.checkpoint.store",
-    "read_manifest": "trimtab.checkpoint.manifest",
-    "verify": "trimtab.checkpoint.manifest",
+    "Found": "store",
+    "Manifest": "manifest",
+    "RunLock": "lock",
+    "Store": "store",
+    "read_manifest": "manifest",
+    "verify": "manifest",
 }
 
 __all__ = ["Found", "Manifest", "RunLock", "Store", "read_manifest", "verify"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, _HOMES)

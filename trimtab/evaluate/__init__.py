@@ -8,8 +8,9 @@ Names resolve when they are used (PEP 562): importing this package imports no to
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
     from trimtab.evaluate.answers import AnswerResult, Example, exact_answers
@@ -29,8 +30,4 @@ _PLACES = {
 
 __all__ = ["AnswerResult", "Example", "LossResult", "exact_answers", "log_likelihoods", "loss", "probe"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+__getattr__ = lazily(__name__, _PLACES)

@@ -5,8 +5,9 @@ Names resolve when they are used (PEP 562), so that importing the room imports n
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
     from trimtab.export.hf import export_hf
@@ -24,8 +25,4 @@ _PLACES = {
 
 __all__ = ["Check", "Receipt", "export_hf", "export_merged", "export_peft"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+__getattr__ = lazily(__name__, _PLACES)

@@ -8,8 +8,9 @@ done.text, done.finish_reason, done.tokens_per_second
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
     from trimtab.generate.cache import KVCache
@@ -29,8 +30,4 @@ _PLACES = {
 
 __all__ = ["Completion", "KVCache", "Sampling", "StopStrings", "generate", "generate_many"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+__getattr__ = lazily(__name__, _PLACES)

@@ -8,8 +8,9 @@ model.path, model.commit
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
     from trimtab.hub.datasets import resolve_dataset
@@ -20,8 +21,4 @@ _PLACES = {"Resolved": "resolved", "resolve_dataset": "datasets", "resolve_model
 
 __all__ = ["Resolved", "resolve_dataset", "resolve_model"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+__getattr__ = lazily(__name__, _PLACES)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
     from trimtab.report.live import LiveView
@@ -14,8 +15,4 @@ _HOMES = {"LiveView": "live", "RunData": "rundata", "read_run": "rundata", "writ
 
 __all__ = ["LiveView", "RunData", "read_run", "write_page"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'trimtab.report' has no attribute {name!r}")
-    return getattr(import_module(f"trimtab.report.{_HOMES[name]}"), name)
+__getattr__ = lazily(__name__, _HOMES)

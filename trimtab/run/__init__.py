@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
     from trimtab.run.assembling import Run, assemble
@@ -22,8 +23,4 @@ _HOMES = {
 
 __all__ = ["Choices", "OpenedModel", "Run", "RunFolder", "assemble", "open_model"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'trimtab.run' has no attribute {name!r}")
-    return getattr(import_module(f"trimtab.run.{_HOMES[name]}"), name)
+__getattr__ = lazily(__name__, _HOMES)

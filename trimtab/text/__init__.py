@@ -8,8 +8,9 @@ ids = tokenizer.encode_document("Two and two make four.")
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
     from trimtab.text.chat import Limits, render_chats
@@ -19,19 +20,15 @@ if TYPE_CHECKING:
     from trimtab.text.tokenizer import Tokenizer, check_fits
 
 _NAMES = {
-    "Detokenizer": "trimtab.text.streaming",
-    "Limits": "trimtab.text.chat",
-    "Tokenizer": "trimtab.text.tokenizer",
-    "check_fits": "trimtab.text.tokenizer",
-    "load": "trimtab.text.source",
-    "read_template": "trimtab.text.template",
-    "render_chats": "trimtab.text.chat",
+    "Detokenizer": "streaming",
+    "Limits": "chat",
+    "Tokenizer": "tokenizer",
+    "check_fits": "tokenizer",
+    "load": "source",
+    "read_template": "template",
+    "render_chats": "chat",
 }
 
 __all__ = ["Detokenizer", "Limits", "Tokenizer", "check_fits", "load", "read_template", "render_chats"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module(_NAMES[name]), name)
-    raise AttributeError(f"module 'trimtab.text' has no attribute {name!r}")
+__getattr__ = lazily(__name__, _NAMES)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
     from trimtab.trainer.job import Cadence, Job, Outcome, TrainState
@@ -22,8 +23,4 @@ _HOMES = {
 
 __all__ = ["Cadence", "Job", "MetricsLog", "NoLog", "Outcome", "TrainState", "train"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'trimtab.trainer' has no attribute {name!r}")
-    return getattr(import_module(f"trimtab.trainer.{_HOMES[name]}"), name)
+__getattr__ = lazily(__name__, _HOMES)
