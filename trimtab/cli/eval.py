@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from trimtab.cli.options import Adapter, Checkpoint, Device, Dtype, Revision
 from trimtab.cli.verb import new_app
 from trimtab.facts.errors import RecipeError
 from trimtab.report.console import new_console
@@ -37,17 +38,11 @@ def evaluate(
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="At most so many windows of each text.")] = 64,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows at once.")] = 8,
-    checkpoint: Annotated[
-        str, typer.Option(help="Of a run folder: latest, best or a step number.")
-    ] = "latest",
-    adapter: Annotated[
-        str | None, typer.Option(help="A folder with a LoRA adapter (peft's) to put on the model.")
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    dtype: Annotated[
-        str, typer.Option(help="fp32, bf16, fp16, or auto for what this device does well.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    checkpoint: Checkpoint = "latest",
+    adapter: Adapter = None,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
     cache_dir: Annotated[
         Path | None,
         typer.Option(help="Where the tokens of the texts are kept; ~/.cache/trimtab/tokens if not given."),
@@ -60,6 +55,8 @@ def evaluate(
 
         trimtab eval runs/demo starter:general ./my-notes --answers 60
         trimtab eval HuggingFaceTB/SmolLM2-135M data/*.txt --json
+
+    Texts are named as the sources of a recipe are.
     """
     from trimtab.launch.device import need_torch
 

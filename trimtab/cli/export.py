@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from trimtab.cli.options import Checkpoint, Folder, Overwrite, Revision, SavedDtype
 from trimtab.cli.verb import new_app
 
 app = new_app()
@@ -22,17 +22,11 @@ def hf(
     model: Annotated[
         str, typer.Argument(help="A run folder, a model folder, a GGUF file, a hub id, or `starter`.")
     ],
-    folder: Annotated[Path, typer.Argument(help="The folder to write; it must not exist yet.")],
-    dtype: Annotated[
-        str, typer.Option(help="Number format of the saved weights: fp32, bf16 or fp16.")
-    ] = "bf16",
-    checkpoint: Annotated[
-        str, typer.Option(help="Of a run folder: latest, best or a step number.")
-    ] = "latest",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a folder that holds a model.")
-    ] = False,
+    folder: Folder,
+    dtype: SavedDtype = "bf16",
+    checkpoint: Checkpoint = "latest",
+    revision: Revision = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write a Hugging Face folder (config.json, safetensors, tokenizer) that transformers and others load.
 
@@ -59,11 +53,9 @@ def hf(
 @app.command()
 def peft(
     model: Annotated[str, typer.Argument(help="A run folder that was trained with `lora`.")],
-    folder: Annotated[Path, typer.Argument(help="The folder to write; it must not exist yet.")],
-    checkpoint: Annotated[str, typer.Option(help="latest, best or a step number.")] = "latest",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a folder that holds an adapter.")
-    ] = False,
+    folder: Folder,
+    checkpoint: Checkpoint = "latest",
+    overwrite: Overwrite = False,
 ) -> None:
     """Write a run's adapter as a folder (adapter_config.json, safetensors) that the peft library loads.
 

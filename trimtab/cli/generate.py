@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trimtab.cli.options import Adapter, Checkpoint, Device, Dtype, Revision
 from trimtab.cli.verb import new_app
 
 app = new_app()
@@ -39,25 +40,21 @@ def generate(
         bool, typer.Option("--chat", help="The prompt is a user's message in the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
-    checkpoint: Annotated[
-        str, typer.Option(help="Of a run folder: latest, best or a step number.")
-    ] = "latest",
-    adapter: Annotated[
-        str | None, typer.Option(help="A folder with a LoRA adapter (peft's) to put on the model.")
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    dtype: Annotated[
-        str, typer.Option(help="fp32, bf16, fp16, or auto for what this device does well.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    checkpoint: Checkpoint = "latest",
+    adapter: Adapter = None,
+    revision: Revision = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
 ) -> int:
     """Write text with a model, streaming it as it comes.
 
-    Control characters in what a model writes are shown, never sent to the terminal.
+    Without a prompt it reads one from standard input.
 
         trimtab generate runs/demo "The derivative of x^2 is"
         trimtab generate HuggingFaceTB/SmolLM2-135M-Instruct --chat "What is a trim tab?"
         echo "Once upon a time" | trimtab generate starter --temperature 0.8 --top-p 0.95 --seed 7
+
+    Control characters in what a model writes are shown, never sent to the terminal.
     """
     from trimtab.launch.device import need_torch
 

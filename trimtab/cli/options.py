@@ -1,0 +1,21 @@
+"""Options that several verbs have, each with its help in one place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Adapter = Annotated[
+    str | None, typer.Option(help="A folder with a LoRA adapter (peft's) to put on the model.")
+]
+Checkpoint = Annotated[str, typer.Option(help="Of a run folder: latest, best or a step number.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Dtype = Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto for what this device does well.")]
+Folder = Annotated[Path, typer.Argument(help="The folder to write; it must not exist yet.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a folder that holds a model or an adapter.")
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+SavedDtype = Annotated[str, typer.Option(help="Number format of the saved weights: fp32, bf16 or fp16.")]
