@@ -70,6 +70,19 @@ def test_plan_and_closing_fit_the_terminal(
         assert "…" not in text_of(shown) or width == 60
 
 
+def test_a_plan_names_the_kernels_that_are_not_torch_s() -> None:
+    def said(choices: dict[str, Any]) -> str:
+        shown = console(100)
+        shown.print(plan_panel({"choices": choices}, 100))
+        return " ".join(text_of(shown).split())
+
+    loss, gates = {"impl": "triton", "reason": "why"}, {"impl": "triton", "reason": "one each"}
+    ours = said({"loss": loss, "pointwise": gates, "memory": {"loss_memory": 2**30}})
+    assert "loss triton, 1.00 GiB of logits at a time: why" in ours
+    assert "pointwise triton: one each" in ours
+    assert "loss" not in said({"loss": {**loss, "impl": "chunked"}, "pointwise": {"impl": "reference"}})
+
+
 def test_closing_says_it_all(
     make_run: MakeRun, learnt: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     if optimizer:
         rows.append(("optimizer", _optimizer(optimizer)))
     kept = section(choices, "memory")
+    rows += _kernels(section(choices, "loss"), section(choices, "pointwise"), kept.get("loss_memory"))
     if kept.get("sentence"):
         rows.append(("recompute", f"{kept['sentence']}: {kept['reason']}"))
     compiled = section(choices, "compile")
@@ -82,6 +83,17 @@ def _trained(model: dict[str, Any]) -> str:
     if count == model["parameters"]:
         return "all trained"
     return f"frozen; {format_count(count)} are trained on top, {count / model['parameters']:.2%} as many"
+
+
+def _kernels(loss: dict[str, Any], pointwise: dict[str, Any], held: int | None) -> list[tuple[str, str]]:
+    """The loss, norms and gates, where they are other than torch's own operations."""
+    rows = []
+    if loss.get("impl") == "triton":
+        amount = "few logits at a time" if held is None else f"{format_bytes(held)} of logits at a time"
+        rows.append(("loss", f"triton, {amount}: {loss['reason']}"))
+    if pointwise.get("impl") == "triton":
+        rows.append(("pointwise", f"triton: {pointwise['reason']}"))
+    return rows
 
 
 def _optimizer(choice: dict[str, Any]) -> str:

@@ -44,7 +44,7 @@ class Choices:
     compile: dict[str, Any] = field(default_factory=dict)
     """on, dynamic (one program for all lengths) and reason; empty in the folders of runs made before it was there."""
     loss: dict[str, Any] = field(default_factory=dict)
-    """impl, memory_bytes and reason; empty likewise."""
+    """impl, memory_bytes (the most it may hold; `memory` has what was settled) and reason; empty likewise."""
     pointwise: dict[str, Any] = field(default_factory=dict)
     """impl and reason, of norms, rotary positions and gates; empty likewise."""
     memory: dict[str, Any] = field(default_factory=dict)

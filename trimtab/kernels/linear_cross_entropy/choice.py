@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trimtab.facts.dtypes import BYTES
-from trimtab.facts.units import format_bytes
 from trimtab.kernels.linear_cross_entropy.schedule import LEAST_BYTES, row_stride
 
 SHARE = 16
@@ -15,7 +14,7 @@ SHARE = 16
 
 
 class Choice(NamedTuple):
-    """The implementation, its `memory_bytes` and why."""
+    """The implementation, the most that its `memory_bytes` may be, and why."""
 
     impl: str
     memory_bytes: int | None
@@ -42,9 +41,4 @@ def choose(*, triton: bool, memory_bytes: int, dtype: str, tokens: int, vocabula
         return Choice("chunked", None, "a few rows of logits at a time, on any device")
     logits = tokens * row_stride(vocabulary) * BYTES[dtype]
     allowed = min(logits, max(memory_bytes // SHARE, LEAST_BYTES))
-    held = "all logits at once" if allowed == logits else f"of {format_bytes(logits)} of logits"
-    return Choice(
-        "triton",
-        allowed,
-        f"one pass over the logits between the products; {format_bytes(allowed)} may be held, {held}",
-    )
+    return Choice("triton", allowed, "the fastest exact one, within a share of the device's memory")
