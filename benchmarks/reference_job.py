@@ -1,6 +1,6 @@
 """The reference job on one GPU: what it needs, how long it takes, what bf16 gradients cost in loss.
 
-    python benchmarks/reference_job.py --work work --commit $(git rev-parse --short HEAD)
+    python -m benchmarks.reference_job --work work --commit $(git rev-parse --short HEAD)
 
 `recipes/qwen3-0.6b-math.yaml` as it stands, with what the hub would give replaced: random weights of
 Qwen3-0.6B's shape with the starter's tokenizer, 10,000 generated documents, the starter's general text. One
@@ -23,27 +23,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models import MODELS
+
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "qwen3-0.6b-math.yaml"
 RESULTS = Path(__file__).with_name("results") / "reference-job.jsonl"
 DOCUMENTS = 10_000
-QWEN3_06B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 32_768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "attention_bias": False,
-}
 REFERENCE = {
     "before_gb": 3.7,
     "peak_gb": 6.8,
@@ -66,7 +51,9 @@ def prepare(work: Path) -> None:
         from trimtab.facts.shapes_hf import shape_from_config
         from trimtab.model import build, init_weights, save_folder
 
-        decoder = build(shape_from_config(QWEN3_06B), dtype="bf16", device="cuda", attention="reference")
+        decoder = build(
+            shape_from_config(MODELS["qwen3-0.6b"]), dtype="bf16", device="cuda", attention="reference"
+        )
         save_folder(init_weights(decoder, 0), model, dtype="bf16", config_extra={"eos_token_id": 0})
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (model / name).write_bytes((base_folder() / name).read_bytes())
@@ -170,7 +157,17 @@ def main() -> int:
 
     def run(case: str) -> bool:
         print(f"== {case}", flush=True)
-        command = [sys.executable, __file__, "--case", case, "--work", str(work), "--out", str(options.out)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.reference_job",
+            "--case",
+            case,
+            "--work",
+            str(work),
+            "--out",
+            str(options.out),
+        ]
         command += ["--commit", options.commit, "--steps", str(options.steps)]
         command += ["--together", str(1 if case == "job" else options.together)]
         return subprocess.run(command).returncode == 0

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.case import Bench, Case, Contestant, floor, missing
+from benchmarks.models import MODELS
+from trimtab.facts.shapes_hf import shape_from_config
 from trimtab.kernels.adamw8bit import spec
 from trimtab.kernels.adamw8bit.truth import adamw_truth
 from trimtab.optim import build
 
-LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY, HEADS, GROUPS, HEAD = 28, 1024, 3072, 151936, 16, 8, 128
 BETAS, EPS, LR = (0.9, 0.999), 1e-8, 1e-4
 CHECK_LR = 1e-2  # far above the step of a bf16 weight, so that the check sees the update and not its rounding
 
@@ -23,10 +24,7 @@ Maker = Callable[[list[torch.nn.Parameter], float], Step]
 
 def shapes() -> list[tuple[int, ...]]:
     """The 310 tensors, 596 million parameters; the head is the embedding."""
-    q, kv = HEADS * HEAD, GROUPS * HEAD
-    layer = [(HIDDEN,), (q, HIDDEN), (kv, HIDDEN), (kv, HIDDEN), (HEAD,), (HEAD,), (HIDDEN, q), (HIDDEN,)]
-    layer += [(INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]
-    return [(VOCABULARY, HIDDEN), *layer * LAYERS, (HIDDEN,)]
+    return [dims for _, dims in shape_from_config(MODELS["qwen3-0.6b"]).parameters()]
 
 
 def parameters(dims: list[tuple[int, ...]], seed: int, device: str = "cuda") -> list[torch.nn.Parameter]:
