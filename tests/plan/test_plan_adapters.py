@@ -9,20 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trimtab import optim  # noqa: E402
+from plan_step import Step  # noqa: E402
+
 from trimtab.adapt import (  # noqa: E402
     LoraSettings,
-    add_adapters,
-    init_adapters,
-    quantize_layout,
-    recompute,
-    trained_parameters,
 )
-from trimtab.adapt.lora import set_masks  # noqa: E402
-from trimtab.facts.dtypes import TORCH_NAMES  # noqa: E402
 from trimtab.facts.shapes import ModelShape  # noqa: E402
-from trimtab.kernels.attention import Layout  # noqa: E402
-from trimtab.model import build, init_weights  # noqa: E402
 from trimtab.plan.memory import Job, predict  # noqa: E402
 from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
 
@@ -81,39 +73,6 @@ CASES = {
     "NF4, bf16, recomputed": vary(**BF16, quantization=NF4, policies=("block",) * 6),
     "INT8": vary(quantization=INT8, **BF16),
 }
-
-
-class Step:
-    """A model with adapters and its optimizer, and one training step."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        assert job.lora is not None
-        decoder = build(job.shape, dtype=job.weights_dtype, device="meta", attention=job.attention)
-        if job.quantization is not None:
-            kind, block = job.quantization["kind"], job.quantization["block"] or 64
-            quantize_layout(decoder, kind, block=block, double=job.quantization["double"], device=job.device)
-        add_adapters(decoder, job.lora)
-        recompute.apply(decoder, job.layers, mlp_tiles=job.mlp_tiles)
-        self.decoder = init_weights(decoder.to_empty(device=job.device), 0)
-        init_adapters(self.decoder, seed=0)
-        set_masks(self.decoder, torch.device(job.device))
-        self.parameters = trained_parameters(self.decoder)
-        for p in self.parameters.values():
-            if p.dtype == torch.bfloat16:
-                p.grad_dtype = getattr(torch, TORCH_NAMES[job.gradient_dtype])
-        self.optimizer = optim.build(job.optimizer, self.parameters.items(), lr=1e-4, seed=0)
-
-    def weights(self) -> int:
-        return storage_bytes([*self.decoder.parameters(), *self.decoder.buffers()])
-
-    def forward_backward(self) -> None:
-        job = self.job
-        for _ in range(job.accumulation):
-            ids_BT = torch.randint(0, job.shape.vocab_size, (job.batch, job.tokens), device=job.device)
-            positions_BT = torch.arange(job.tokens, device=job.device).expand(job.batch, -1).contiguous()
-            layout = Layout.packed((positions_BT >= job.tokens // 2).int())
-            self.decoder.loss(ids_BT, ids_BT.clone(), positions_BT, layout).backward()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,21 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trimtab import optim  # noqa: E402
+from plan_step import Step  # noqa: E402
+
 from trimtab.adapt import (  # noqa: E402
     LoraSettings,
-    add_adapters,
-    init_adapters,
-    quantize_layout,
-    recompute,
-    trained_parameters,
     workspace,
 )
-from trimtab.adapt.lora import set_masks  # noqa: E402
-from trimtab.facts.dtypes import TORCH_NAMES, nbytes  # noqa: E402
+from trimtab.facts.dtypes import nbytes  # noqa: E402
 from trimtab.facts.shapes import ModelShape  # noqa: E402
-from trimtab.kernels.attention import Layout  # noqa: E402
-from trimtab.model import build, init_weights  # noqa: E402
 from trimtab.plan.memory import Job, predict, unpacking_bytes, workspace_bytes  # noqa: E402
 from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
 
@@ -107,64 +100,11 @@ CASES |= {
 }
 
 
-class Step:
-    """A model and optimizer of a job, and one training step."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.decoder = build(
-            job.shape,
-            dtype=job.weights_dtype,
-            device=job.device,
-            attention=job.attention,
-            loss_impl=job.loss_impl,
-            loss_memory=job.loss_memory,
-            pointwise=job.pointwise,
-        )
-        init_weights(self.decoder, 0)
-        if job.quantization is not None:
-            quantize_layout(self.decoder, job.quantization["kind"])
-        if job.lora is not None:
-            add_adapters(self.decoder, job.lora)
-            init_adapters(self.decoder, seed=0)
-            set_masks(self.decoder, torch.device(job.device))
-        recompute.apply(self.decoder, job.layers, mlp_tiles=job.mlp_tiles)
-        for p in self.decoder.parameters():
-            if p.requires_grad and p.dtype != torch.float32 and job.gradient_dtype == "fp32":
-                p.grad_dtype = getattr(torch, TORCH_NAMES[job.gradient_dtype])
-        named = list(trained_parameters(self.decoder).items())
-        self.optimizer = optim.build(
-            job.optimizer,
-            named,
-            lr=1e-4,
-            betas=(0.9, 0.999),
-            eps=1e-8,
-            weight_decay=0.01,
-            seed=0,
-            impl=job.optimizer_impl,
-        )
-        if job.in_backward:
-            optim.InBackward(self.optimizer).begin()
-
-    def forward_backward(self) -> None:
-        job = self.job
-        for _ in range(job.accumulation):
-            ids_BT = torch.randint(0, job.shape.vocab_size, (job.batch, job.tokens), device=job.device)
-            positions_BT = torch.arange(job.tokens, device=job.device).expand(job.batch, -1).contiguous()
-            documents_BT = (positions_BT >= job.tokens // 2).int()
-            with torch.autocast(job.device, torch.bfloat16, enabled=job.dtype != job.weights_dtype):
-                layout = Layout.packed(documents_BT) if job.packed else Layout.causal()
-                loss = self.decoder.loss(ids_BT, ids_BT.clone(), positions_BT, layout)
-            loss.backward()
-            del loss
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_predicted_peak_is_what_a_step_allocates(name: str) -> None:
     job, memory = CASES[name], predict(CASES[name])
     step = Step(job)
-    held = [*step.decoder.parameters(), *(b for n, b in step.decoder.named_buffers() if "rotary" not in n)]
-    assert storage_bytes(held) == memory.before.weights
+    assert step.weights() == memory.before.weights
     workspace.release()  # what an earlier case left there would not be seen to come
     assert storage_bytes(step.optimizer.tensors().values()) == memory.before.optimizer
     with LiveBytes() as live:
