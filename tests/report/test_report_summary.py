@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trimtab.report import read_run
 from trimtab.report.buckets import BUCKETS, Bar
-from trimtab.report.charts import MOST_POINTS, _smoothed, _thinned, charts
+from trimtab.report.charts import MOST_POINTS, _figure, _smoothed, _thinned, charts
 from trimtab.report.progress import Training, sparkline
 from trimtab.report.summary import (
     Change,
@@ -22,6 +22,7 @@ from trimtab.report.summary import (
     memory_basis,
     memory_rows,
     memory_verdict,
+    parameters,
     samples,
     speed,
     verdict,
@@ -204,3 +205,21 @@ def test_smoothing_stays_between_the_least_and_the_greatest(values: list[float])
     slack = 1e-6 * (1 + max(abs(v) for v in values) * len(values))
     assert len(smooth) == len(values)
     assert all(min(values) - slack <= v <= max(values) + slack for v in smooth)
+
+
+def test_what_of_a_model_is_trained() -> None:
+    assert parameters({"parameters": 1000}) == "1.00 K parameters, all trained"
+    assert parameters({"parameters": 1000, "trained": 1000}) == "1.00 K parameters, all trained"
+    adapted = parameters({"parameters": 1000, "trained": 10})
+    assert adapted == "1.00 K parameters, frozen; 10 are trained on top, 1.00% as many"
+    for nonsense in ({}, {"parameters": "many"}, {"parameters": 0, "trained": 1}):
+        assert parameters(nonsense) == ""
+
+
+def test_a_short_run_has_a_tick_for_each_step() -> None:
+    def ticks(last: int) -> int | None:
+        line = {"x": [1, last], "y": [2.0, 1.0]}
+        return _figure([line], large=True)["layout"]["xaxis"].get("dtick")
+
+    assert ticks(4) == 1
+    assert ticks(400) is None

@@ -121,6 +121,8 @@ def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 def _figure(lines: list[dict[str, Any]], *, large: bool = False) -> dict[str, Any]:
     axis = {"zeroline": False, "automargin": True}
     steps: dict[str, Any] = {**axis, "tickformat": "d", "nticks": 10 if large else 4}
+    if max((x for line in lines for x in line["x"]), default=0) < steps["nticks"]:
+        steps["dtick"] = 1  # ticks between whole steps would show the same number twice
     values: dict[str, Any] = {**axis, "nticks": 8 if large else 4}
     if large:
         steps["title"] = {"text": "step"}

@@ -105,12 +105,12 @@ def _environment() -> jinja2.Environment:
 def _contents(data: RunData) -> dict[str, Any]:
     """What was learnt and what it took."""
     model = section(data.plan, "model")
-    name, parameters = str(model.get("name", data.folder.name)), model.get("parameters")
+    name = str(model.get("name", data.folder.name))
     found = summary.verdict(data)
     changes = summary.changes(data)
     facts = [
         str(model.get("family", "")),
-        f"{format_count(parameters)} parameters, all trained" if isinstance(parameters, int) else "",
+        summary.parameters(model),
         f"run folder {data.folder.name}",
     ]
     return {

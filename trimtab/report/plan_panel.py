@@ -13,6 +13,7 @@ from trimtab.facts.units import format_bytes, format_count, format_seconds
 from trimtab.report.buckets import Moment, picture
 from trimtab.report.plain import as_text
 from trimtab.report.rundata import section
+from trimtab.report.summary import parameters
 
 WIDEST = 100
 """Columns beyond which a panel does not grow: long lines are hard to read."""
@@ -49,8 +50,7 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     model, choices = section(plan, "model"), section(plan, "choices")
     rows = []
     if model:
-        size = format_count(model["parameters"])
-        rows.append(("model", f"{model['name']} ({model['family']}, {size} parameters, {_trained(model)})"))
+        rows.append(("model", f"{model['name']} ({model['family']}, {parameters(model)})"))
     data = section(plan, "data")
     if data.get("windows"):
         amount = (
@@ -75,14 +75,6 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     if compiled:
         rows.append(("compile", f"{'on' if compiled['on'] else 'off'}: {compiled['reason']}"))
     return rows + _needs(plan)
-
-
-def _trained(model: dict[str, Any]) -> str:
-    """What of a model is trained; plans of older versions say nothing, and train all of it."""
-    count = model.get("trained", model["parameters"])
-    if count == model["parameters"]:
-        return "all trained"
-    return f"frozen; {format_count(count)} are trained on top, {count / model['parameters']:.2%} as many"
 
 
 def _kernels(loss: dict[str, Any], pointwise: dict[str, Any], held: int | None) -> list[tuple[str, str]]:

@@ -196,6 +196,23 @@ def samples(data: RunData) -> list[Sample]:
     ]
 
 
+def parameters(model: dict[str, Any]) -> str:
+    """How many a plan's model has and which are trained; plans of older versions say nothing, and train all.
+
+    Example:
+        >>> parameters({"parameters": 2_000_000, "trained": 10_000})
+        '2.00 M parameters, frozen; 10 K are trained on top, 0.50% as many'
+    """
+    whole = model.get("parameters")
+    if not isinstance(whole, int) or whole <= 0:
+        return ""
+    count = model.get("trained", whole)
+    if not isinstance(count, int) or count == whole:
+        return f"{format_count(whole)} parameters, all trained"
+    share = count / whole
+    return f"{format_count(whole)} parameters, frozen; {format_count(count)} are trained on top, {share:.2%} as many"
+
+
 def speed(data: RunData) -> dict[str, str]:
     """Steps, tokens, seconds and tokens a second, for people."""
     train = data.of("train")
