@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import MODELS
+from benchmarks.records import read
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "qwen3-0.6b-math.yaml"
@@ -148,11 +149,7 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     prepare(work)
-    done = (
-        {json.loads(line)["case"] for line in options.out.read_text().splitlines()}
-        if options.out.exists()
-        else set()
-    )
+    done = read(options.out, "case")
     missing = [case for case in cases(options.seeds) if case not in done]
 
     def run(case: str) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from benchmarks.end_to_end.jobs import OURS, PEERS, Job, config_of
+from benchmarks.records import read as read_records
 from trimtab.facts.shapes_hf import shape_from_config
 from trimtab.model.spec import flops_per_token
 
@@ -19,15 +19,8 @@ Records = dict[str, dict[str, Any]]
 
 
 def read(path: Path) -> Records:
-    """The last record of each case; a line cut short by a stop is left out."""
-    records = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        records[record["name"]] = record
-    return records
+    """The last record of each case."""
+    return read_records(path, "name")
 
 
 def page(records: Records) -> str:

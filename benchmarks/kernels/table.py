@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from benchmarks import records
 
 HEAD = ("operation", "case", "implementation", "ms", "10–90 %", "peer / this", "of floor", "MiB", "note")
 
 
 def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """The last record of each case; a line cut short by a stop is left out."""
-    records = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        records[record["op"], record["case"]] = record
-    return records
+    """The last record of each operation and case."""
+    return records.read(path, "op", "case")
 
 
 def best_peer(record: dict[str, Any]) -> float | None:
@@ -57,10 +51,10 @@ def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
     return out
 
 
-def markdown(records: list[dict[str, Any]]) -> str:
+def markdown(found: list[dict[str, Any]]) -> str:
     """All cases as one table, aligned so that it also reads well in a terminal."""
     lines: list[tuple[str, ...]] = [HEAD]
-    for record in records:
+    for record in found:
         lines += rows(record)
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
     text = [
@@ -71,22 +65,22 @@ def markdown(records: list[dict[str, Any]]) -> str:
     return "\n".join(text) + "\n"
 
 
-def page(records: list[dict[str, Any]]) -> str:
+def page(found: list[dict[str, Any]]) -> str:
     """Every operation with a table of its own, where and with what it was measured: the body of a page."""
     parts = []
-    for op in dict.fromkeys(record["op"] for record in records):
-        mine = [record for record in records if record["op"] == op]
+    for op in dict.fromkeys(record["op"] for record in found):
+        mine = [record for record in found if record["op"] == op]
         table = ["| " + " | ".join(HEAD[1:]) + " |", "|" + "---|" * len(HEAD[1:])]
         table += ["| " + " | ".join(row[1:]) + " |" for record in mine for row in rows(record)]
         parts.append("\n".join([f"## {op}", "", _where(mine), "", *table]))
     return "\n\n".join(parts) + "\n"
 
 
-def _where(records: list[dict[str, Any]]) -> str:
+def _where(found: list[dict[str, Any]]) -> str:
     def of(key: str) -> str:
-        return ", ".join(dict.fromkeys(record[key] for record in records))
+        return ", ".join(dict.fromkeys(record[key] for record in found))
 
-    last, ceilings = records[-1], [record["ceilings"] for record in records]
+    last, ceilings = found[-1], [record["ceilings"] for record in found]
     copy = max(c["copy_bytes_per_s"] for c in ceilings) / 1e12
     product = max(c["matmul_flops_per_s"] for c in ceilings) / 1e12
     names = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
