@@ -25,7 +25,7 @@ def base(shape: ModelShape = TIED, dtype: str = "fp32") -> Decoder:
     return init_weights(build(shape, dtype=dtype, device="cpu", attention="reference"), seed=0)
 
 
-def scatter(decoder: Decoder, adapter: str = "default", seed: int = 1) -> Decoder:
+def scatter(decoder: Decoder, adapter: str = "default", seed: int = 1, size: float = 0.2) -> Decoder:
     """Numbers for an adapter as if it were trained: nothing is zero, DoRA's lengths are not the base's."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -33,7 +33,7 @@ def scatter(decoder: Decoder, adapter: str = "default", seed: int = 1) -> Decode
             if "magnitude" in name:
                 parameter.mul_(1 + 0.2 * torch.rand(parameter.shape, generator=generator))
             else:
-                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
     return decoder
 
 

@@ -116,7 +116,7 @@ def test_fp16_under_autocast() -> None:
 def test_qlora_is_one_program_over_many_lengths(recompute: bool) -> None:
     weights = {name: p.detach().clone() for name, p in made("triton").named_parameters()}
     decoder = build(SHAPE, dtype="bf16", device="meta", attention="triton", pointwise="triton")
-    quantize_layout(decoder, "nf4", impl="triton")
+    quantize_layout(decoder, "nf4", impl="triton", device="cuda")
     add_adapters(decoder, LoraSettings(r=16))
     decoder.to_empty(device="cuda")
     with torch.no_grad():

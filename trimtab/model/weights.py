@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
@@ -28,7 +28,6 @@ _CHUNK = 2**20
 """Numbers that are looked at at once: what that takes beside a small quantized model must be small too."""
 
 
-@runtime_checkable
 class Taker(Protocol):
     """A layer that keeps its weight in a form of its own: quantized, say. It stands where the plain layer stood."""
 
@@ -185,8 +184,9 @@ class Places:
         for name, _ in decoder.shape.parameters():
             if name not in self._parameters:
                 layer = decoder.get_submodule(name.removesuffix(".weight"))
-                assert isinstance(layer, Taker), f"{name} has neither a parameter nor a layer that takes it"
-                self._takers[name] = layer
+                # Asked by name: an adapted layer hands `take` on, and `isinstance` of newer Pythons does not see that.
+                assert hasattr(layer, "take"), f"{name} has neither a parameter nor a layer that takes it"
+                self._takers[name] = cast(Taker, layer)
 
     def put(self, name: str, tensor: torch.Tensor, where: str) -> None:
         """Copies a stored tensor to its parameter, or hands it to its layer; ModelError if it is not finite."""

@@ -13,11 +13,13 @@ def parameters(
     low_S: torch.Tensor, high_S: torch.Tensor, affine: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Smallest and largest value of each group, fp32 → scale, its reciprocal (0 for a scale of 0), zero point."""
+    # By a tensor: a GPU divides by a plain number by way of its reciprocal, and a scale would be an ulp off.
+    steps_S = torch.full_like(low_S, 255.0 if affine else 127.0)
     if affine:
         low_S, high_S = low_S.clamp(max=0.0), high_S.clamp(min=0.0)
-        scale_S = high_S / 255.0 - low_S / 255.0
+        scale_S = high_S / steps_S - low_S / steps_S
     else:
-        scale_S = torch.maximum(-low_S, high_S) / 127.0
+        scale_S = torch.maximum(-low_S, high_S) / steps_S
     tiny_S = scale_S < spec.SMALLEST_NORMAL
     scale_S = torch.where(tiny_S, torch.zeros_like(scale_S), scale_S)
     inverse_S = torch.where(tiny_S, torch.zeros_like(scale_S), scale_S.reciprocal())
