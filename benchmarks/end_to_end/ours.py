@@ -19,6 +19,7 @@ from trimtab.plan import longest_context
 from trimtab.plan.memory import OUTSIDE
 from trimtab.recipe import build as build_recipe
 from trimtab.run import assembling
+from trimtab.run.microbatch import MicrobatchLoss
 from trimtab.run.precision import autocast_of
 
 GB = 10**9
@@ -47,8 +48,6 @@ def recipe_of(job: Job, folder: Path, adapter: Path, device: str, limit_bytes: i
         recipe["gradient_dtype"] = "bf16" if device == "cuda" else "fp32"
     if limit_bytes is not None:
         recipe["memory_limit"] = f"{limit_bytes}B"
-        # Gradients of a whole model need not stand beside each other where nothing is clipped or added up.
-        recipe["optim_in_backward"] = job.method == "full"
     return recipe
 
 
@@ -74,8 +73,10 @@ def build(prepared: Prepared, folder: Path, tokens: Tokens) -> tuple[Step, dict[
     device = torch.device(choices.device)
     assembling._set_up_torch(choices)
     decoder = assembling._model(recipe, choices, prepared.shape, folder, fresh=True)
-    optimizer = assembling._optimizer(recipe, choices, trained_parameters(decoder))
-    loss_of = assembling._loss(decoder, device, autocast_of(choices), packing=recipe.packing)
+    parameters = trained_parameters(decoder)
+    optimizer = assembling._optimizer(recipe, choices, parameters)
+    loss_of = MicrobatchLoss(decoder, device, autocast_of(choices), packing=recipe.packing)
+    graphs = assembling.recorded(choices, loss_of, parameters)
     in_backward = assembling._in_backward(recipe, choices, optimizer, Mesh.world())
     batch = Batch(
         tokens.ids_BT,
@@ -89,20 +90,24 @@ def build(prepared: Prepared, folder: Path, tokens: Tokens) -> tuple[Step, dict[
     decoder.train()
 
     def step() -> torch.Tensor:
-        loss = loss_of(batch) / batch.num_targets
-        if in_backward is not None:
-            in_backward.begin(lr=lr, skip=no)
+        if graphs is not None:
+            loss = graphs.backward(batch, 1 / batch.num_targets) / batch.num_targets
+        else:
+            loss = loss_of(batch) / batch.num_targets
+            if in_backward is not None:
+                in_backward.begin(lr=lr, skip=no)
             loss.backward()
+        if in_backward is not None:
             return loss.detach()
-        loss.backward()
         optimizer.step(lr=lr, grad_scale=one, skip=no)
-        for parameter in decoder.parameters():
+        for parameter in parameters.values():
             parameter.grad = None
         return loss.detach()
 
     chosen = {
         "attention": choices.attention["impl"],
         "compile": choices.compile,
+        "graphs": choices.graphs,
         "memory": choices.memory.get("sentence"),
         "predicted_bytes": prepared.plan.memory.needed,
         "host_bytes": choices.memory.get("host_bytes"),

@@ -27,6 +27,7 @@ ALLOWED = [
     "gradient_checkpointing=true",
     "recompute=block",
     "memory_limit=8GiB",
+    "cuda_graphs=false",
 ]
 
 

@@ -17,6 +17,7 @@ from trimtab.plan.make import job_of
 from trimtab.recipe import Recipe
 from trimtab.run.choices import Choices, choose_all
 from trimtab.run.places import model_folder, shape_of
+from trimtab.run.recording import choose_graphs
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None) -> Prepared:
     said = choices.to_dict()
     said["memory"] = _memory(recipe, frozen, shape, device, said)
     plan = make_plan(recipe, shape, device=device, choices=said)
-    choices = dataclasses.replace(choices, memory=said["memory"])
+    graphs = choose_graphs(plan)
+    plan = dataclasses.replace(plan, choices={**plan.choices, "graphs": graphs})
+    choices = dataclasses.replace(choices, memory=said["memory"], graphs=graphs)
     return Prepared(recipe, device, shape, model, commit, choices, plan)
 
 

@@ -336,6 +336,11 @@ class Recipe(Section):
     less from the second run on (compiled code is kept in the user's cache folder). `auto` does not
     compile in this version; the choice is kept with the run."""
 
+    cuda_graphs: Annotated[Literal["auto", True, False], Field(examples=["auto"])] = "auto"
+    """On a CUDA device, record forward and backward of a microbatch once and hand them to the GPU in one launch: small
+    models then take a fraction of the time, in the same memory, with the same numbers. `auto` does it where a
+    microbatch takes less than some tenths of a second and nothing stands against it."""
+
     logging_steps: Annotated[Count, Field(examples=[10])] = 10
     """Write the training loss every so many steps."""
     eval_steps: Annotated[Count | None, Field(examples=[100])] = None

@@ -74,6 +74,9 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     compiled = section(choices, "compile")
     if compiled:
         rows.append(("compile", f"{'on' if compiled['on'] else 'off'}: {compiled['reason']}"))
+    graphs = section(choices, "graphs")
+    if graphs.get("on"):
+        rows.append(("CUDA graphs", f"on: {graphs['reason']}"))
     return rows + _needs(plan)
 
 

@@ -11,17 +11,23 @@ from typing import Any
 import torch
 
 from trimtab import optim
-from trimtab.adapt import Regions, add_adapters, compile_regions, init_adapters, recompute, trained_parameters
+from trimtab.adapt import (
+    Regions,
+    add_adapters,
+    compile_regions,
+    init_adapters,
+    recompute,
+    trained_parameters,
+    workspace,
+)
 from trimtab.adapt.lora import set_masks
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.peft_files import fill_adapter
 from trimtab.adapt.targets import EMBEDDING, HEAD
 from trimtab.adapt.tokens import fill_grown
 from trimtab.checkpoint import Found, Store
-from trimtab.data import Batch
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.shapes import ModelShape
-from trimtab.kernels.attention import Layout
 from trimtab.model import Decoder, build, check_weights, init_weights, load_weights, read_shape
 from trimtab.parallel import Mesh
 from trimtab.recipe import Recipe
@@ -30,11 +36,13 @@ from trimtab.run.choices import Choices
 from trimtab.run.corpora import Corpora
 from trimtab.run.evaluation import ANSWERS_SEED, Evaluation
 from trimtab.run.folder import RunFolder
+from trimtab.run.microbatch import MicrobatchLoss
 from trimtab.run.precision import autocast_of, set_gradient_format
 from trimtab.run.quantizing import lay_out
 from trimtab.starter import FIELDS, math_problems, probe_items
 from trimtab.text import Tokenizer
 from trimtab.trainer import Cadence, Job, MetricsLog, NoLog, Outcome, TrainState, train
+from trimtab.trainer.graphs import Graphs
 from trimtab.trainer.job import Observer
 from trimtab.trainer.scaling import LossScaler
 
@@ -97,11 +105,12 @@ def assemble(
     optimizer = _optimizer(recipe, choices, parameters)
     total_steps = corpora.total_steps(mesh)
     autocast = autocast_of(choices)
+    loss = MicrobatchLoss(decoder, device, autocast, packing=recipe.packing)
     evaluation = _evaluation(recipe, decoder, tokenizer, corpora, total_steps, autocast)
     job = Job(
         model=decoder,
         parameters=parameters,
-        loss=_loss(decoder, device, autocast, packing=recipe.packing),
+        loss=loss,
         optimizer=optimizer,
         in_backward=_in_backward(recipe, choices, optimizer, mesh),
         learning_rate=_learning_rate(recipe, total_steps),
@@ -124,6 +133,7 @@ def assemble(
         loss_scale=FIRST_LOSS_SCALE if choices.dtype == "fp16" else None,
         observers=observers,
         compiled=Regions(decoder) if decoder.regions is not None else None,
+        graphs=recorded(choices, loss, parameters, on_event),
         before_microbatch=_masks(recipe, decoder, device, mesh),
     )
     run = Run(job, TrainState(), None, folder)
@@ -303,18 +313,16 @@ def _set_up_torch(choices: Choices) -> None:
         torch.cuda.set_per_process_memory_fraction(min(max(cap / total, 0.0), 1.0))
 
 
-def _loss(
-    decoder: Decoder, device: torch.device, autocast: Callable[[], Any], *, packing: bool
-) -> Callable[[Batch], torch.Tensor]:
-    def loss(batch: Batch) -> torch.Tensor:
-        # Before the move: a packed layout's offsets are found without the GPU. A document alone in its window
-        # needs none: the padding comes after it, where no token of its looks.
-        layout = Layout.packed(batch.documents_BT) if packing else Layout.causal()
-        moved = batch.to(device)
-        with autocast():
-            return decoder.loss(moved.input_ids_BT, moved.labels_BT, moved.positions_BT, layout)
-
-    return loss
+def recorded(
+    choices: Choices,
+    loss: MicrobatchLoss,
+    parameters: dict[str, torch.nn.Parameter],
+    on_event: Callable[[str], None] = print,
+) -> Graphs | None:
+    """Forward and backward as CUDA graphs where that was chosen, in one process; None elsewhere."""
+    if not choices.graphs.get("on") or Mesh.world().size > 1:
+        return None
+    return Graphs(loss, parameters, loss.device, forget=workspace.release, on_event=on_event)
 
 
 def _checkpoint(store: Store, folder: RunFolder) -> Found | None:

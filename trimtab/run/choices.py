@@ -47,6 +47,8 @@ class Choices:
     """impl, memory_bytes (the most it may hold; `memory` has what was settled) and reason; empty likewise."""
     pointwise: dict[str, Any] = field(default_factory=dict)
     """impl and reason, of norms, rotary positions and gates; empty likewise."""
+    graphs: dict[str, Any] = field(default_factory=dict)
+    """on and reason (`trimtab.run.recording`); decided with the plan, and anew when a run is resumed."""
     memory: dict[str, Any] = field(default_factory=dict)
     """What layers keep, tiles, the limit and the reason (`trimtab.plan.limits.settle`); the plan fills it in."""
     lora: dict[str, Any] | None = None

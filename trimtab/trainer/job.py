@@ -87,6 +87,13 @@ class Compiled(Protocol):
     def paused(self) -> AbstractContextManager[None]: ...
 
 
+class Graphs(Protocol):
+    """Forward and backward of a microbatch in one launch (`trainer.graphs`)."""
+
+    def backward(self, batch: Any, factor: float) -> torch.Tensor: ...
+    def release(self) -> None: ...
+
+
 class Observer(Protocol):
     """Whoever watches: the terminal, TensorBoard, a test."""
 
@@ -160,6 +167,8 @@ class Job:
     """Where it is given, backward itself updates the weights and leaves no gradients."""
     compiled: Compiled | None = None
     """Where the model is compiled: (programs, seconds it took) in this process, and how to run without."""
+    graphs: Graphs | None = None
+    """Where it is given, it runs forward and backward of each microbatch; `loss` and autograd serve what is rare."""
     observers: Sequence[Observer] = field(default_factory=list)
     before_microbatch: Callable[[int, int], None] | None = None
     """Called with the step (from 0) and the microbatch's number in it: what is random in a model follows from them."""

@@ -231,6 +231,8 @@ class _Loop:
             if job.in_backward is not None:
                 saved += ", with what a backward pass had updated before it met the first such gradient"
         self.saved_step = state.step
+        if job.graphs is not None:
+            job.graphs.release()
         where = explain(job, job.loader.next_step(), max(1, entry["num_targets"]), state.step)
         self.emit(
             {"kind": "event", "step": state.step, "message": f"not finite at step {entry['step']}: {where}"}
@@ -248,6 +250,8 @@ class _Loop:
         self.flush()
         if job.evaluate is None:
             return False
+        if job.graphs is not None:
+            job.graphs.release()  # what evaluation needs shall not come on top of a step's memory
         improved = False
         for record in job.evaluate(state.step):
             self.emit(record)

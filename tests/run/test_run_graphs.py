@@ -1,0 +1,207 @@
+"""CUDA graphs: when they are used, and that a recorded microbatch gives a plain one's bits."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from trimtab.adapt import LoraSettings, add_adapters, init_adapters, quantize_layout, recompute, workspace
+from trimtab.adapt.lora_layers import LoRALinear
+from trimtab.data import Batch
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.errors import RecipeError
+from trimtab.facts.shapes import ModelShape
+from trimtab.model import Decoder, build, init_weights
+from trimtab.plan import Plan, make_plan
+from trimtab.recipe import loads
+from trimtab.run.choices import choose_all
+from trimtab.run.microbatch import MicrobatchLoss
+from trimtab.run.recording import choose_graphs
+from trimtab.trainer.graphs import WARM_UP, Graphs
+
+SHAPE = ModelShape(
+    "qwen3", 512, 256, 512, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, qk_norm=True
+)
+H200 = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
+A100 = DeviceFacts("NVIDIA A100", "cuda", 80 * 10**9, capability=(8, 0), bf16=True)
+CPU = DeviceFacts("a CPU", "cpu", memory_bytes=2**34)
+
+
+def plan_of(lines: str, device: DeviceFacts = H200) -> Plan:
+    recipe = loads(f"model: x\ndata: {{train: y}}\nmax_seq_length: 512\n{lines}")
+    choices = choose_all(recipe, SHAPE, device, threads=1).to_dict()
+    choices.pop("memory")
+    return make_plan(recipe, SHAPE, device=device, choices=choices)
+
+
+def test_on_where_launches_cost_more_than_arithmetic() -> None:
+    assert choose_graphs(plan_of("")) == {
+        "on": True,
+        "reason": "forward and backward of a microbatch in one launch",
+    }
+    long = choose_graphs(plan_of("per_device_train_batch_size: 200000"))
+    assert long["on"] is False
+    assert "handing over kernels costs nothing" in long["reason"]
+    assert choose_graphs(plan_of("cuda_graphs: true\nper_device_train_batch_size: 200000"))["on"] is True
+    assert choose_graphs(plan_of("cuda_graphs: false")) == {"on": False, "reason": "named in the recipe"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "device", "why"),
+    [
+        ("", CPU, "they are CUDA's"),
+        ("", A100, "varlen attention reads tensors whose size depends on the documents"),
+        ("recompute: offload", H200, "inputs of layers travel to the host"),
+        (
+            "optim_in_backward: true\nmax_grad_norm: 0\ngradient_accumulation_steps: 1",
+            H200,
+            "an optimizer in backward takes numbers",
+        ),
+    ],
+)
+def test_off_where_a_step_cannot_be_recorded(lines: str, device: DeviceFacts, why: str) -> None:
+    chosen = choose_graphs(plan_of(lines, device))
+    assert chosen["on"] is False
+    assert chosen["reason"].startswith(why)
+    with pytest.raises(RecipeError, match=f"cuda_graphs: true cannot work here: {why[:20]}"):
+        choose_graphs(plan_of(f"{lines}\ncuda_graphs: true", device))
+
+
+def test_documents_alone_in_their_windows_need_no_kernel_of_ours() -> None:
+    assert choose_graphs(plan_of("packing: false", A100))["on"] is True
+
+
+def batch_of(seed: int, length: int = 384) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids_BT = torch.randint(0, 512, (2, length), generator=generator)
+    documents_BT = torch.randint(0, 2 + seed % 7, (2, length), generator=generator).sort(1).values
+    first_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+    first_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    place_T = torch.arange(length)
+    positions_BT = place_T - torch.where(first_BT, place_T, 0).cummax(1).values
+    return Batch(ids_BT, ids_BT.roll(-1, 1), positions_BT, documents_BT, ids_BT.numel(), [["x"]] * 2)
+
+
+def test_both_halves_give_the_whole() -> None:
+    """The same documents, by way of fixed tensors; on a CPU the form of attention "triton" is read by nobody."""
+    decoder = build(SHAPE, dtype="fp32", device="cpu", attention="reference")
+    loss = MicrobatchLoss(init_weights(decoder, seed=0), torch.device("cpu"), nullcontext, packing=False)
+    batch = batch_of(3)
+    assert torch.equal(loss.of(loss.inputs(batch)), loss(batch))
+    packed = MicrobatchLoss(decoder, torch.device("cpu"), nullcontext, packing=True).inputs(batch)
+    place_T = torch.arange(384)
+    assert torch.equal(packed["first"], (place_T - batch.positions_BT).int())
+    assert all(tensor.shape == (2, 384) for tensor in packed.values())
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def made(kind: str) -> Decoder:
+    decoder = build(
+        SHAPE, dtype="bf16", device="cuda", attention="triton", pointwise="triton", loss_impl="triton"
+    )
+    init_weights(decoder, seed=0)
+    if kind == "qlora":
+        weights = {name: p.detach().clone() for name, p in decoder.named_parameters()}
+        quantize_layout(decoder, "nf4", impl="triton", device="cuda")
+        add_adapters(decoder, LoraSettings(r=8))
+        with torch.no_grad():
+            for name, module in decoder.named_modules():
+                if isinstance(module, LoRALinear):
+                    module.take(weights[f"{name}.weight"])
+        decoder.to("cuda")
+        init_adapters(decoder, seed=0)
+    elif kind != "none":
+        recompute.apply(decoder, [kind] * SHAPE.num_layers)
+    return decoder
+
+
+def parameters_of(decoder: Decoder) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in decoder.named_parameters() if p.requires_grad}
+
+
+def run_steps(graphs: Graphs, steps: range, microbatches: int = 3) -> list[torch.Tensor]:
+    """Losses of microbatches and gradients of steps, plain gradient descent between them."""
+    found: list[torch.Tensor] = []
+    for step in steps:
+        for micro in range(microbatches):
+            loss = graphs.backward(batch_of(10 * step + micro), 1 / (768 * microbatches))
+            found.append(loss.clone())
+        for parameter in graphs.parameters.values():
+            assert parameter.grad is not None
+            found.append(parameter.grad.clone())
+            parameter.data.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+    return found
+
+
+def plainly(decoder: Decoder, loss: Any) -> Graphs:
+    graphs = Graphs(loss, parameters_of(decoder), torch.device("cuda"))
+    graphs.failed = True
+    return graphs
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("kind", ["none", "block", "selective", "pointwise", "qlora"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_recorded_microbatch_gives_a_plain_one_s_bits(kind: str, packing: bool) -> None:
+    device = torch.device("cuda")
+    ours, theirs = made(kind), made(kind)
+    losses = [MicrobatchLoss(d, device, nullcontext, packing=packing) for d in (ours, theirs)]
+    graphs = Graphs(losses[0], parameters_of(ours), device, forget=workspace.release)
+    plain = plainly(theirs, losses[1])
+    assert all(map(torch.equal, run_steps(graphs, range(5)), run_steps(plain, range(5))))
+    assert len(graphs._recorded) == 2
+    graphs.release()
+    assert not graphs._recorded
+    assert all(map(torch.equal, run_steps(graphs, range(5, 7)), run_steps(plain, range(5, 7))))
+    assert len(graphs._recorded) == 2
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_step_that_waits_for_the_device_runs_plainly_and_says_so() -> None:
+    class Waiting(MicrobatchLoss):
+        def of(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            loss = super().of(inputs)
+            assert float(loss.detach()) > 0
+            return loss
+
+    device = torch.device("cuda")
+    ours, theirs = made("none"), made("none")
+    said: list[str] = []
+    graphs = Graphs(
+        Waiting(ours, device, nullcontext, packing=True), parameters_of(ours), device, on_event=said.append
+    )
+    plain = plainly(theirs, MicrobatchLoss(theirs, device, nullcontext, packing=True))
+    steps = range(WARM_UP + 2)
+    assert all(map(torch.equal, run_steps(graphs, steps), run_steps(plain, steps)))
+    assert graphs.failed
+    assert len(said) == 1
+    assert said[0].startswith("a step could not be recorded as a CUDA graph and runs plainly: ")
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_no_more_memory_than_a_plain_step() -> None:
+    device = torch.device("cuda")
+    peaks = []
+    for recorded in (False, True):
+        decoder = made("none")
+        loss = MicrobatchLoss(decoder, device, nullcontext, packing=True)
+        graphs = Graphs(loss, parameters_of(decoder), device) if recorded else plainly(decoder, loss)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        run_steps(graphs, range(WARM_UP + 2), microbatches=1)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_reserved())
+        graphs.release()
+        del decoder, loss, graphs
+        torch.cuda.empty_cache()
+    # cuBLAS has a workspace for each stream
+    assert peaks[1] < 1.1 * peaks[0] + 64 * 2**20, peaks

@@ -1,0 +1,58 @@
+"""The loss of a microbatch in two halves: what the host prepares, and what the device computes from it."""
+
+# B rows, T tokens
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trimtab.data import Batch
+from trimtab.kernels.attention.layout import Bounds, Layout, Ready
+from trimtab.model import Decoder
+
+
+class MicrobatchLoss:
+    """A microbatch to the sum of its token losses, a 0-dim fp32 tensor on the device.
+
+    Example:
+        >>> loss = MicrobatchLoss(decoder, torch.device("cuda"), nullcontext, packing=True)  # doctest: +SKIP
+        >>> loss(batch).backward()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, decoder: Decoder, device: torch.device, autocast: Callable[[], Any], *, packing: bool
+    ) -> None:
+        self.decoder, self.device, self.autocast, self.packing = decoder, device, autocast, packing
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """The loss, whatever reads the layout."""
+        # Before the move: a packed layout's offsets are found without the GPU. A document alone in its window
+        # needs none: the padding comes after it, where no token of its looks.
+        layout = Layout.packed(batch.documents_BT) if self.packing else Layout.causal()
+        moved = batch.to(self.device)
+        return self._loss(moved.input_ids_BT, moved.labels_BT, moved.positions_BT, layout)
+
+    def inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """On the host, all [B, T], whatever documents there are: for attention "triton", or windows of one document."""
+        found = {"ids": batch.input_ids_BT, "labels": batch.labels_BT, "positions": batch.positions_BT}
+        if self.packing:
+            layout = Layout.packed(batch.documents_BT)
+            bounds = layout.prepare("triton", "cpu", batch.documents_BT.shape[1])
+            found |= {"first": bounds.first_BT, "last": bounds.last_BT}
+        return found
+
+    def of(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of such tensors on the device; nothing waits for it."""
+        layout = Layout.causal()
+        if self.packing:
+            layout = Ready(Bounds(inputs["first"], inputs["last"]), inputs["first"])
+        return self._loss(inputs["ids"], inputs["labels"], inputs["positions"], layout)
+
+    def _loss(
+        self, ids_BT: torch.Tensor, labels_BT: torch.Tensor, positions_BT: torch.Tensor, layout: Layout
+    ) -> torch.Tensor:
+        with self.autocast():
+            return self.decoder.loss(ids_BT, labels_BT, positions_BT, layout)

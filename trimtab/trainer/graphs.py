@@ -1,0 +1,145 @@
+"""Forward and backward of a microbatch as one launch: recorded once as a CUDA graph, then replayed.
+
+A step of a small model is a few thousand kernels of some microseconds each, and handing them to the GPU one by one
+takes longer than computing them. A graph holds them all, with the addresses they read and write: what changes from step
+to step is copied into the same tensors before each replay. The kernels are those of the plain step, and so is every bit.
+
+The first steps run plainly: kernels are compiled, libraries set up, memory measured. Then the first microbatch of a
+step (whose gradients are new) and the following ones (which are added to them) are recorded, each when it first comes.
+Before anything else needs the memory, evaluation say, the graphs are given up; recording anew takes about a plain step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+WARM_UP = 2
+"""Plain steps at the beginning of a session."""
+
+Inputs = dict[str, torch.Tensor]
+
+
+class FixedLoss(Protocol):
+    """A loss in two halves: what the host prepares of a microbatch, and what the device computes from that."""
+
+    def inputs(self, batch: Any) -> Inputs:
+        """Tensors on the host; their names and shapes are the same for every microbatch."""
+
+    def of(self, inputs: Inputs) -> torch.Tensor:
+        """The sum of the token losses, of the same tensors on the device; nothing in it waits for the device."""
+
+
+@dataclass
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    inputs: Inputs
+    factor: torch.Tensor
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor | None]
+
+
+class Graphs:
+    """Forward and backward of microbatches on a CUDA device, replayed once they are recorded.
+
+    Args:
+        loss: the two halves.
+        parameters: those that are trained, by name.
+        device: where they are.
+        forget: called before recording and after giving up: buffers that outlive a step must not lie in a graph's
+            memory, nor beside it.
+        on_event: told if recording fails; the run then goes on plainly.
+
+    Example:
+        >>> graphs = Graphs(loss, dict(model.named_parameters()), torch.device("cuda"))  # doctest: +SKIP
+        >>> graphs.backward(batch, 1 / num_targets)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        loss: FixedLoss,
+        parameters: dict[str, torch.nn.Parameter],
+        device: torch.device,
+        *,
+        forget: Callable[[], None] = lambda: None,
+        on_event: Callable[[str], None] = print,
+    ) -> None:
+        self.loss, self.parameters, self.device = loss, parameters, device
+        self.forget, self.on_event = forget, on_event
+        self.steps = 0
+        self.failed = False
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._recorded: dict[bool, _Recorded] = {}
+
+    def backward(self, batch: Any, factor: float) -> torch.Tensor:
+        """Adds the gradients of `factor` times a microbatch's loss to the parameters; returns the loss, a sum.
+
+        The returned tensor is written again by the next call.
+        """
+        first = all(parameter.grad is None for parameter in self.parameters.values())
+        self.steps += first
+        inputs = {name: tensor.pin_memory() for name, tensor in self.loss.inputs(batch).items()}
+        if self.steps <= WARM_UP or self.failed:
+            return self._plain(inputs, factor)
+        recorded = self._recorded.get(first) or self._record(first, inputs)
+        if recorded is None:
+            return self._plain(inputs, factor)
+        for name, tensor in inputs.items():
+            recorded.inputs[name].copy_(tensor, non_blocking=True)
+        recorded.factor.fill_(factor)
+        recorded.graph.replay()
+        for name, parameter in self.parameters.items():
+            parameter.grad = recorded.gradients[name]
+        return recorded.loss
+
+    def release(self) -> None:
+        """Gives up the graphs and their memory, gradients included; the next microbatch is recorded anew."""
+        if not self._recorded:
+            return
+        torch.cuda.synchronize(self.device)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self._recorded.clear()
+        self._pool = None
+        self.forget()
+        torch.cuda.empty_cache()
+
+    def _plain(self, inputs: Inputs, factor: float) -> torch.Tensor:
+        moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
+        loss = self.loss.of(moved)
+        (loss * factor).backward()
+        return loss.detach()
+
+    def _record(self, first: bool, inputs: Inputs) -> _Recorded | None:
+        """Records without computing anything; None if that cannot be done here."""
+        if self._pool is None:
+            self.forget()
+            self._pool = torch.cuda.graph_pool_handle()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        static = {name: torch.empty_like(tensor, device=self.device) for name, tensor in inputs.items()}
+        factor = torch.zeros((), device=self.device)
+        graph = torch.cuda.CUDAGraph()
+        before = {name: parameter.grad for name, parameter in self.parameters.items()}
+        try:
+            # Other threads (a checkpoint being written) may go on with what they do.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                loss = self.loss.of(static)
+                (loss * factor).backward()
+                loss = loss.detach()
+        except RuntimeError as error:  # running out of memory is one as well
+            for name, parameter in self.parameters.items():
+                parameter.grad = before[name]
+            self.failed = True
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.on_event(f"a step could not be recorded as a CUDA graph and runs plainly: {reason}")
+            return None
+        gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
+        self._recorded[first] = _Recorded(graph, static, factor, loss, gradients)
+        return self._recorded[first]
