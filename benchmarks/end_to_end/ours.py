@@ -64,7 +64,12 @@ def prepared_for(case: Case, folder: Path, adapter: Path, device: str, limit_gib
     if case.cap_gb is not None and device == "cuda":
         # cuDNN's backward adds up in fp32 beside the gradients, 16 KB a token here; ours does not, and is slower.
         recipe["model"]["attn_implementation"] = "triton"
-    return prepare(build_recipe(recipe))
+    prepared = prepare(build_recipe(recipe))
+    if limit_gib is None:
+        return prepared
+    # The peers' memory is what their tensors took, not what their allocator held; so is ours to be.
+    memory = {**prepared.choices.memory, "allocator_bytes": None}
+    return replace(prepared, choices=replace(prepared.choices, memory=memory))
 
 
 def build(prepared: Prepared, folder: Path, tokens: Tokens) -> tuple[Step, dict[str, Any]]:

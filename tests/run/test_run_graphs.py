@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from trimtab.adapt import LoraSettings, add_adapters, init_adapters, quantize_layout, recompute, workspace
+from trimtab.adapt import LoraSettings, add_adapters, init_adapters, quantize_layout, recompute
+from trimtab.adapt.held import Held
 from trimtab.adapt.lora_layers import LoRALinear
 from trimtab.data import Batch
 from trimtab.facts.devices import DeviceFacts
@@ -54,7 +55,6 @@ def test_on_where_launches_cost_more_than_arithmetic() -> None:
     [
         ("", CPU, "they are CUDA's"),
         ("", A100, "varlen attention reads tensors whose size depends on the documents"),
-        ("recompute: offload", H200, "inputs of layers travel to the host"),
         (
             "optim_in_backward: true\nmax_grad_norm: 0\ngradient_accumulation_steps: 1",
             H200,
@@ -74,15 +74,15 @@ def test_documents_alone_in_their_windows_need_no_kernel_of_ours() -> None:
     assert choose_graphs(plan_of("packing: false", A100))["on"] is True
 
 
-def batch_of(seed: int, length: int = 384) -> Batch:
+def batch_of(seed: int, length: int = 384, rows: int = 2) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    ids_BT = torch.randint(0, 512, (2, length), generator=generator)
-    documents_BT = torch.randint(0, 2 + seed % 7, (2, length), generator=generator).sort(1).values
+    ids_BT = torch.randint(0, 512, (rows, length), generator=generator)
+    documents_BT = torch.randint(0, 2 + seed % 7, (rows, length), generator=generator).sort(1).values
     first_BT = torch.ones_like(ids_BT, dtype=torch.bool)
     first_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
     place_T = torch.arange(length)
     positions_BT = place_T - torch.where(first_BT, place_T, 0).cummax(1).values
-    return Batch(ids_BT, ids_BT.roll(-1, 1), positions_BT, documents_BT, ids_BT.numel(), [["x"]] * 2)
+    return Batch(ids_BT, ids_BT.roll(-1, 1), positions_BT, documents_BT, ids_BT.numel(), [["x"]] * rows)
 
 
 def test_both_halves_give_the_whole() -> None:
@@ -124,12 +124,16 @@ def parameters_of(decoder: Decoder) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in decoder.named_parameters() if p.requires_grad}
 
 
-def run_steps(graphs: Graphs, steps: range, microbatches: int = 3) -> list[torch.Tensor]:
-    """Losses of microbatches and gradients of steps, plain gradient descent between them."""
+def run_steps(
+    graphs: Graphs, steps: range, microbatches: int = 3, short: tuple[int, int] | None = None
+) -> list[torch.Tensor]:
+    """Losses of microbatches and gradients of steps, plain gradient descent between them; `short` names the microbatch
+    of one row."""
     found: list[torch.Tensor] = []
     for step in steps:
         for micro in range(microbatches):
-            loss = graphs.backward(batch_of(10 * step + micro), 1 / (768 * microbatches))
+            batch = batch_of(10 * step + micro, rows=1 if (step, micro) == short else 2)
+            loss = graphs.backward(batch, 1 / (768 * microbatches))
             found.append(loss.clone())
         for parameter in graphs.parameters.values():
             assert parameter.grad is not None
@@ -147,13 +151,13 @@ def plainly(decoder: Decoder, loss: Any) -> Graphs:
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("kind", ["none", "block", "selective", "pointwise", "qlora"])
+@pytest.mark.parametrize("kind", ["none", "block", "selective", "pointwise", "offload", "qlora"])
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_recorded_microbatch_gives_a_plain_one_s_bits(kind: str, packing: bool) -> None:
     device = torch.device("cuda")
     ours, theirs = made(kind), made(kind)
     losses = [MicrobatchLoss(d, device, nullcontext, packing=packing) for d in (ours, theirs)]
-    graphs = Graphs(losses[0], parameters_of(ours), device, forget=workspace.release)
+    graphs = Graphs(losses[0], parameters_of(ours), device, held=Held(ours))
     plain = plainly(theirs, losses[1])
     assert all(map(torch.equal, run_steps(graphs, range(5)), run_steps(plain, range(5))))
     assert len(graphs._recorded) == 2
@@ -161,6 +165,17 @@ def test_a_recorded_microbatch_gives_a_plain_one_s_bits(kind: str, packing: bool
     assert not graphs._recorded
     assert all(map(torch.equal, run_steps(graphs, range(5, 7)), run_steps(plain, range(5, 7))))
     assert len(graphs._recorded) == 2
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("short", [(3, 0), (3, 1), (3, 2)])
+def test_fewer_rows_run_plainly(short: tuple[int, int]) -> None:
+    device = torch.device("cuda")
+    ours, theirs = made("none"), made("none")
+    losses = [MicrobatchLoss(d, device, nullcontext, packing=True) for d in (ours, theirs)]
+    found = run_steps(Graphs(losses[0], parameters_of(ours), device), range(6), short=short)
+    assert all(map(torch.equal, found, run_steps(plainly(theirs, losses[1]), range(6), short=short)))
 
 
 @pytest.mark.gpu

@@ -56,6 +56,14 @@ class HostStore:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
+    def settle(self) -> None:
+        """The device has done everything it was given: no copy is waited for any more."""
+        self._free = [(buffer, None) for buffer, _ in self._free]
+
+    def join(self) -> None:
+        """The current stream waits for the copies to the host; those that come back are waited for by who uses them."""
+        torch.cuda.current_stream(self._out.device).wait_stream(self._out)
+
     def _put(self, x: torch.Tensor) -> _Kept:
         below = self._newest() if self._newest is not None else None
         if below is not None:

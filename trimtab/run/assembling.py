@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from trimtab.adapt import (
     init_adapters,
     recompute,
     trained_parameters,
-    workspace,
 )
+from trimtab.adapt.held import Held
 from trimtab.adapt.lora import set_masks
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.peft_files import fill_adapter
@@ -307,10 +308,17 @@ def _set_up_torch(choices: Choices) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         # Never switched off here: it may be the wish of whoever called us.
         torch.use_deterministic_algorithms(True)
+    if choices.device == "cuda" and sys.platform == "linux" and not _own_allocator_settings():
+        # Without it, memory in pieces between tensors is lost to the step: tenths of a GiB of a few.
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     cap = choices.memory["allocator_bytes"]
     if choices.device == "cuda" and cap is not None:
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(max(cap / total, 0.0), 1.0))
+
+
+def _own_allocator_settings() -> bool:
+    return any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
 
 
 def recorded(
@@ -322,7 +330,7 @@ def recorded(
     """Forward and backward as CUDA graphs where that was chosen, in one process; None elsewhere."""
     if not choices.graphs.get("on") or Mesh.world().size > 1:
         return None
-    return Graphs(loss, parameters, loss.device, forget=workspace.release, on_event=on_event)
+    return Graphs(loss, parameters, loss.device, held=Held(loss.decoder), on_event=on_event)
 
 
 def _checkpoint(store: Store, folder: RunFolder) -> Found | None:

@@ -45,8 +45,6 @@ def _obstacle(plan: Plan, choices: dict[str, Any], in_backward: bool) -> str | N
         return "several devices"
     if in_backward:
         return "an optimizer in backward takes numbers from the host"
-    if "offload" in plan.job.layers:
-        return "inputs of layers travel to the host"
     if plan.recipe.packing and attention != "triton":
         return f"{attention} attention reads tensors whose size depends on the documents"
     return None

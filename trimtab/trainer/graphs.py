@@ -1,8 +1,9 @@
 """Forward and backward of a microbatch as one launch: recorded once as a CUDA graph, then replayed.
 
 A step of a small model is a few thousand kernels of some microseconds each, and handing them to the GPU one by one
-takes longer than computing them. A graph holds them all, with the addresses they read and write: what changes from step
-to step is copied into the same tensors before each replay. The kernels are those of the plain step, and so is every bit.
+takes longer than computing them. A graph holds them all, with the addresses they read and write: what changes from
+step to step is copied into the same tensors before each replay. The kernels are those of the plain step, and so is
+every bit.
 
 The first steps run plainly: kernels are compiled, libraries set up, memory measured. Then the first microbatch of a
 step (whose gradients are new) and the following ones (which are added to them) are recorded, each when it first comes.
@@ -33,6 +34,19 @@ class FixedLoss(Protocol):
         """The sum of the token losses, of the same tensors on the device; nothing in it waits for the device."""
 
 
+class Held(Protocol):
+    """What a model holds from step to step besides its tensors, and a graph must know of."""
+
+    def forget(self) -> None:
+        """Gives up device memory that is only kept to be used again: it must not lie in a graph's, nor beside it."""
+
+    def settle(self) -> None:
+        """Everything queued is done: nothing of it needs to be waited for any more."""
+
+    def join(self) -> None:
+        """The current stream waits for all others that have been given work."""
+
+
 @dataclass
 class _Recorded:
     graph: torch.cuda.CUDAGraph
@@ -49,8 +63,7 @@ class Graphs:
         loss: the two halves.
         parameters: those that are trained, by name.
         device: where they are.
-        forget: called before recording and after giving up: buffers that outlive a step must not lie in a graph's
-            memory, nor beside it.
+        held: what the model holds besides.
         on_event: told if recording fails; the run then goes on plainly.
 
     Example:
@@ -64,13 +77,15 @@ class Graphs:
         parameters: dict[str, torch.nn.Parameter],
         device: torch.device,
         *,
-        forget: Callable[[], None] = lambda: None,
+        held: Held | None = None,
         on_event: Callable[[str], None] = print,
     ) -> None:
         self.loss, self.parameters, self.device = loss, parameters, device
-        self.forget, self.on_event = forget, on_event
+        self.held, self.on_event = held, on_event
         self.steps = 0
         self.failed = False
+        self._recorded_step = False
+        """Whether the gradients there are, are those of a graph."""
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._recorded: dict[bool, _Recorded] = {}
@@ -83,11 +98,13 @@ class Graphs:
         first = all(parameter.grad is None for parameter in self.parameters.values())
         self.steps += first
         inputs = {name: tensor.pin_memory() for name, tensor in self.loss.inputs(batch).items()}
-        if self.steps <= WARM_UP or self.failed:
-            return self._plain(inputs, factor)
-        recorded = self._recorded.get(first) or self._record(first, inputs)
+        recorded = self._fitting(first, inputs)
         if recorded is None:
+            if first:
+                self._recorded_step = False
             return self._plain(inputs, factor)
+        if first:
+            self._recorded_step = True
         for name, tensor in inputs.items():
             recorded.inputs[name].copy_(tensor, non_blocking=True)
         recorded.factor.fill_(factor)
@@ -105,8 +122,19 @@ class Graphs:
             parameter.grad = None
         self._recorded.clear()
         self._pool = None
-        self.forget()
+        if self.held is not None:
+            self.held.forget()
         torch.cuda.empty_cache()
+
+    def _fitting(self, first: bool, inputs: Inputs) -> _Recorded | None:
+        """The graph that serves a microbatch; None if it has to run plainly."""
+        if self.steps <= WARM_UP or self.failed or not (first or self._recorded_step):
+            return None  # what is added to gradients of a plain microbatch is not where a graph looks for it
+        recorded = self._recorded.get(first) or self._record(first, inputs)
+        if recorded is None:
+            return None
+        fits = all(recorded.inputs[name].shape == tensor.shape for name, tensor in inputs.items())
+        return recorded if fits else None  # an epoch's last rows may be fewer
 
     def _plain(self, inputs: Inputs, factor: float) -> torch.Tensor:
         moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
@@ -116,11 +144,15 @@ class Graphs:
 
     def _record(self, first: bool, inputs: Inputs) -> _Recorded | None:
         """Records without computing anything; None if that cannot be done here."""
-        if self._pool is None:
-            self.forget()
-            self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize(self.device)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            if self.held is not None:
+                self.held.forget()
+        if self.held is not None:
+            self.held.settle()
         static = {name: torch.empty_like(tensor, device=self.device) for name, tensor in inputs.items()}
         factor = torch.zeros((), device=self.device)
         graph = torch.cuda.CUDAGraph()
@@ -133,6 +165,8 @@ class Graphs:
                 loss = self.loss.of(static)
                 (loss * factor).backward()
                 loss = loss.detach()
+                if self.held is not None:
+                    self.held.join()
         except RuntimeError as error:  # running out of memory is one as well
             for name, parameter in self.parameters.items():
                 parameter.grad = before[name]
@@ -140,6 +174,9 @@ class Graphs:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             self.on_event(f"a step could not be recorded as a CUDA graph and runs plainly: {reason}")
             return None
+        finally:
+            if self.held is not None:
+                self.held.settle()
         gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
         self._recorded[first] = _Recorded(graph, static, factor, loss, gradients)
         return self._recorded[first]
