@@ -283,10 +283,12 @@ def test_compiles_for_every_chip(chip: int) -> None:
     import triton.language as tl
 
     config = spec.configuration(chip)
-    for weight, grad, whole in (
-        (tl.uint16, tl.uint16, True),
-        (tl.float32, tl.float32, True),
-        (tl.uint16, tl.float32, False),
+    for weight, grad, whole, width in (
+        (tl.uint16, tl.uint16, True, 256),
+        (tl.float32, tl.float32, True, 256),
+        (tl.uint16, tl.float32, False, 256),
+        (tl.float32, tl.float32, True, 16),
+        (tl.uint16, tl.uint16, False, 64),
     ):
         fixed: dict[str, Any] = {
             "WEIGHT": weight,
@@ -295,7 +297,8 @@ def test_compiles_for_every_chip(chip: int) -> None:
             "STOCHASTIC": True,
             "EXACT": False,
         }
-        fixed |= {"ASM": True, "B": config.blocks, "TIMES": config.times, "STAGES": config.stages}
+        blocks = config.blocks * spec.BLOCK // width
+        fixed |= {"ASM": True, "B": blocks, "E": width, "TIMES": config.times, "STAGES": config.stages}
         compiled = compile_for(
             chip,
             impl_triton._step8_kernel,
@@ -327,7 +330,7 @@ def test_the_exact_kernel_fuses_nothing() -> None:
 
     kernel = impl_triton._step8_kernel
     fixed: dict[str, Any] = {"WEIGHT": tl.float32, "GRAD": tl.float32, "WHOLE": True, "STOCHASTIC": True}
-    fixed |= {"EXACT": True, "ASM": True, "B": 4, "TIMES": 8, "STAGES": 1}
+    fixed |= {"EXACT": True, "ASM": True, "B": 4, "E": 256, "TIMES": 8, "STAGES": 1}
     types = {n: "constexpr" if n in fixed else signature(kernel, fixed)[n] for n in kernel.arg_names}
     options = {"enable_fp_fusion": False}
     compiled = triton.compile(

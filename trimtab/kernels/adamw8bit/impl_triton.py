@@ -5,17 +5,17 @@ are fused with sums and roots and quotients are the hardware's: the same numbers
 place, in two fifths of the instructions. The maths, and what was tried: README.md.
 """
 
-# B blocks of a program, E = 256 elements of a block; a record describes a tensor, a tile names a program's work
+# B blocks of a program, E places of a block: 256, or fewer where rows are short; a record describes a tensor, a tile
+# names a program's work
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from trimtab.kernels.adamw8bit.spec import BLOCK, FIRST_LEVEL, GRID, TINY, TOP1, TOP2, peak
+from trimtab.kernels.adamw8bit.spec import FIRST_LEVEL, GRID, TINY, TOP1, TOP2, peak
 from trimtab.kernels.stochastic_rounding.impl_triton import hashed_word
 
-E = tl.constexpr(BLOCK)
 PEAK1 = tl.constexpr(peak(TOP1))
 PEAK2 = tl.constexpr(peak(TOP2))
 LEAST = tl.constexpr(TINY)
@@ -167,11 +167,11 @@ def _bf16_bits(value, word, STOCHASTIC: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit
-def _blocks_of(first, num_blocks, columns, B: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _blocks_of(first, num_blocks, columns, B: tl.constexpr, E: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of B blocks, [B, 1]: index, first element, elements inside the row; 0 behind the last block."""
     block = first + tl.arange(0, B)[:, None].to(tl.int64)
     inside = block < num_blocks
-    if WHOLE:  # rows of whole blocks: block i begins at element 256 i
+    if WHOLE:  # rows of whole blocks: block i begins at element E · i
         start = first * E + tl.arange(0, B)[:, None] * E
         length = tl.where(inside, E, 0)
     else:
@@ -202,7 +202,8 @@ def _step8_kernel(  # type: ignore[no-untyped-def]
     tile_ptr, record_ptr, live_ptr, number, one_grad, one_key, one_hyper, scale_ptr, skip_ptr,
     beta1, beta2_root, rest1, rest2_root, correction, eps,
     WEIGHT: tl.constexpr, GRAD: tl.constexpr, WHOLE: tl.constexpr, STOCHASTIC: tl.constexpr,
-    EXACT: tl.constexpr, ASM: tl.constexpr, B: tl.constexpr, TIMES: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr, ASM: tl.constexpr, B: tl.constexpr, E: tl.constexpr, TIMES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Tensors with compressed moments. Record: weight, codes1, scale1, codes2, scale2, blocks, columns, offset."""
     if skip_ptr is not None:  # noqa: SIM102  (decided at compile time, the next one not)
@@ -229,7 +230,7 @@ def _step8_kernel(  # type: ignore[no-untyped-def]
     across = tl.arange(0, E)[None, :]
     times = tl.minimum(TIMES, tl.cdiv(num_blocks - (tile >> 32), B))
     for i in tl.range(0, times, num_stages=STAGES):
-        block, start, length = _blocks_of((tile >> 32) + i * B, num_blocks, columns, B, WHOLE)
+        block, start, length = _blocks_of((tile >> 32) + i * B, num_blocks, columns, B, E, WHOLE)
         inside = length > 0
         mask = inside if WHOLE else across < length
         index = start + across

@@ -40,6 +40,8 @@ CASES: tuple[tuple[int, ...], ...] = (
     (64, 256),  # whole blocks
     (7, 300),  # rows that end in a short block
     (33, 5),  # rows shorter than a block
+    (700, 16),  # the same, full to the last place of a narrow one
+    (130, 96),
     (4097,),  # one dimension
     (3, 4, 257),  # three dimensions
     (1, 1),
@@ -63,6 +65,18 @@ def grid(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """
     columns = shape[-1] if shape else 1
     return math.prod(shape[:-1]), columns, -(-columns // BLOCK)
+
+
+def width(columns: int) -> int:
+    """Places that a kernel gives a block of rows so long: 256, fewer for rows that are shorter.
+
+    The rows of an adapter's second matrix are as long as its rank: of 256 places 240 would be idle.
+
+    Example:
+        >>> width(4096), width(16), width(5), width(100)
+        (256, 16, 16, 128)
+    """
+    return min(BLOCK, max(NARROWEST, 1 << (max(columns, 1) - 1).bit_length()))
 
 
 def peak(top: int) -> float:
@@ -119,11 +133,15 @@ SMALL_TILE = 1024
 """Elements of a program that updates tensors with fp32 moments."""
 
 
+NARROWEST = 16
+"""Places of the narrowest block."""
+
+
 class Configuration(NamedTuple):
     """Of the Triton kernel."""
 
     blocks: int
-    """Worked on at once by a program."""
+    """Worked on at once by a program; of narrow ones as many as have the same number of places."""
     times: int
     """How often, one after another."""
     warps: int

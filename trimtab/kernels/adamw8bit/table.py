@@ -20,7 +20,7 @@ import torch
 import triton.language as tl
 
 from trimtab.kernels.adamw8bit import State8bit, impl_triton
-from trimtab.kernels.adamw8bit.spec import BLOCK, SMALL_TILE, Configuration, configuration, grid
+from trimtab.kernels.adamw8bit.spec import BLOCK, SMALL_TILE, Configuration, configuration, grid, width
 from trimtab.kernels.launching import capability_of, check_device
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.uint16, torch.float16: tl.float16}
@@ -50,11 +50,16 @@ class Member:
         return [*places, *[0] * (5 - len(places)), count, columns, self.offset]
 
     def whole(self) -> bool:
-        """Rows of whole blocks that begin at multiples of 16 bytes."""
+        """Rows of whole blocks, narrow ones full too, that begin at multiples of 16 bytes."""
         aligned = all(
             t.data_ptr() % 16 == 0 for t in (self.param, self.state[0], self.state[2 % len(self.state)])
         )
-        return self.compressed and aligned and grid(tuple(self.param.shape))[1] % BLOCK == 0
+        columns = grid(tuple(self.param.shape))[1]
+        return self.compressed and aligned and columns % width(columns) == 0
+
+    def width(self) -> int:
+        """Places of a block in the kernel."""
+        return width(grid(tuple(self.param.shape))[1]) if self.compressed else 0
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class Launch:
     weight: torch.dtype
     grad: torch.dtype
     whole: bool
+    width: int
+    """Places of a block."""
     tiles: torch.Tensor
 
 
@@ -168,12 +175,13 @@ class Table:
         if not launch.compressed:
             impl_triton._step32_kernel[programs](*place, **hyper, **types, SIZE=SMALL_TILE)
             return
-        blocks, times, warps, stages = self.config
+        _, times, warps, stages = self.config
         hyper = dict(hyper)
         root = math.sqrt(hyper.pop("beta2"))
         impl_triton._step8_kernel[programs](
             *place, **hyper, **types, beta2_root=root, WHOLE=launch.whole,
-            ASM=self.device.type == "cuda", B=blocks, TIMES=times, STAGES=stages, num_warps=warps,
+            ASM=self.device.type == "cuda", B=self._blocks(launch.width), E=launch.width, TIMES=times,
+            STAGES=stages, num_warps=warps,
         )  # fmt: skip
 
     def _prepare(self, grads: list[torch.Tensor | None]) -> None:
@@ -184,18 +192,22 @@ class Table:
             return
         self.places, self.kinds = places, kinds
         self.records = torch.tensor([m.record() for m in self.members], dtype=torch.int64).to(self.device)
-        together: dict[tuple[bool, torch.dtype, torch.dtype, bool], list[int]] = {}
+        together: dict[tuple[bool, torch.dtype, torch.dtype, bool, int], list[int]] = {}
         for i, (m, kind) in enumerate(zip(self.members, kinds, strict=True)):
             if kind is not None:
-                key = (m.compressed, m.param.dtype, kind[0], m.whole() and kind[1])
+                key = (m.compressed, m.param.dtype, kind[0], m.whole() and kind[1], m.width())
                 together.setdefault(key, []).append(i)
         self.launches = [
-            Launch(*key, torch.from_numpy(self._tiles(ids, key[0])).to(self.device))
+            Launch(*key, torch.from_numpy(self._tiles(ids, key[4])).to(self.device))
             for key, ids in together.items()
         ]
 
-    def _tiles(self, ids: list[int], compressed: bool) -> np.ndarray:
-        size = self.config.blocks * self.config.times if compressed else SMALL_TILE
+    def _blocks(self, width: int) -> int:
+        """Worked on at once: always as many places."""
+        return self.config.blocks * BLOCK // width
+
+    def _tiles(self, ids: list[int], width: int) -> np.ndarray:
+        size = self._blocks(width) * self.config.times if width else SMALL_TILE
         pieces = []
         for i in ids:
             first = np.arange(0, self.members[i].record()[5], size, dtype=np.int64)
