@@ -118,9 +118,12 @@ def _weight(
 
 def _stacked(factors_RI: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """All A of a group as one matrix, in the format of the products."""
-    if len(factors_RI) == 1:
-        return factors_RI[0].to(dtype)
-    return torch.cat([factor.to(dtype) for factor in factors_RI])
+    return (factors_RI[0] if len(factors_RI) == 1 else torch.cat(factors_RI)).to(dtype)
+
+
+def _scaled(tensor: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
+    """scaling · tensor in another format, in one pass; rounded in the tensor's own first, as two passes would."""
+    return torch.mul(tensor, scaling, out=torch.empty_like(tensor, dtype=dtype))
 
 
 def _forward(
@@ -138,7 +141,7 @@ def _forward(
     outputs, start = [], 0
     for (packing, tensors), b_OR, scaling in zip(_weights(packed, texts), b, scales, strict=True):
         stop = start + b_OR.shape[1]
-        y_NO = h_NR[:, start:stop] @ (b_OR * scaling).to(x.dtype).t()
+        y_NO = h_NR[:, start:stop] @ _scaled(b_OR, scaling, x.dtype).t()
         if unread:
             pass
         elif quantized_ops.is_fused(packing, x_NI.shape[0]):
@@ -169,8 +172,8 @@ def _gradient(
     db, start = [], 0
     for dy_NO, b_OR, scaling in zip(dy_GNO, b, scales, strict=True):
         stop = start + b_OR.shape[1]
-        torch.mm(dy_NO, (b_OR * scaling).to(dy_NO.dtype), out=dh_NR[:, start:stop])
-        db.append((dy_NO.t() @ h_NR[:, start:stop]).mul_(scaling).to(b_OR.dtype))
+        torch.mm(dy_NO, _scaled(b_OR, scaling, dy_NO.dtype), out=dh_NR[:, start:stop])
+        db.append(_scaled(dy_NO.t() @ h_NR[:, start:stop], scaling, b_OR.dtype))
         start = stop
     da_RI = dh_NR.t() @ x_NI
     da = [
