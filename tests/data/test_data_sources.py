@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from trimtab.data import readers
+from trimtab.data import readers, sources
 from trimtab.data.corpus import open_cached
 from trimtab.data.readers import SegmentReader, cut
 from trimtab.data.sources import SourceSpec, keep_texts, resolve
@@ -238,3 +238,22 @@ def test_texts_made_by_a_program_are_a_source_too(tmp_path: Path, tokenizer) -> 
     again = open_cached(keep_texts("made", texts, tmp_path / "kept"), tokenizer, cache_dir=tmp_path / "cache")
     assert again.fingerprint == first.fingerprint
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["made.jsonl"]
+
+
+def test_the_same_rows_made_again_leave_the_file_to_those_who_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = keep_texts("made", ["one", "two"], tmp_path).files
+    before = path.stat()
+    assert keep_texts("made", ["one", "two"], tmp_path).files == (path,)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    keep_texts("made", ["one", "three"], tmp_path)
+    assert "three" in path.read_text()
+
+    def no_links(*paths: object) -> None:
+        raise OSError("not on this file system")
+
+    monkeypatch.setattr(sources.os, "link", no_links)
+    keep_texts("made", ["four"], tmp_path)
+    assert "four" in path.read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["made.jsonl"]

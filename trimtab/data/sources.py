@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import glob
 import json
 import os
@@ -137,8 +138,22 @@ def keep_rows(name: str, rows: Iterable[Mapping[str, Any]], folder: Path) -> Sou
     path, part = folder / f"{name}.jsonl", folder / f".{name}.{os.getpid()}.part"
     with open(part, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    os.replace(part, path)
+    _publish(part, path)
     return SourceSpec(name, files=(path,))
+
+
+def _publish(part: Path, path: Path) -> None:
+    """Gives a complete file its name, unless the same bytes have it already: another run may be reading them."""
+    try:
+        os.link(part, path)  # never over a file that is there
+    except FileExistsError:
+        if not filecmp.cmp(part, path, shallow=False):
+            os.replace(part, path)
+            return
+    except OSError:  # a file system without links
+        os.replace(part, path)
+        return
+    part.unlink()
 
 
 def resolve(spec: SourceSpec) -> ResolvedSource:
