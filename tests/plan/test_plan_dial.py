@@ -19,7 +19,7 @@ from trimtab.facts.units import parse_bytes, parse_share
 from trimtab.plan import check_fits, longest_context, make_plan
 from trimtab.plan.dial import choose, least, setting_of, within_limit
 from trimtab.plan.limits import limit_of, sentence
-from trimtab.plan.memory import Job, predict, segments_of
+from trimtab.plan.memory import CONTEXT, Job, predict, segments_of
 from trimtab.recipe import loads
 
 QWEN = ModelShape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
@@ -213,7 +213,7 @@ def test_the_limit_is_kept_and_the_choice_explained() -> None:
     assert made.limit == 6 * 10**9
     chosen = made.choices["memory"]
     assert "the fastest that fits memory_limit: 6GB; keeping everything would take" in chosen["reason"]
-    assert chosen["allocator_bytes"] == 6 * 10**9 - made.memory.outside
+    assert chosen["allocator_bytes"] == 6 * 10**9 - CONTEXT["cuda"]
     assert chosen["sentence"] == sentence(chosen, 28)
     check_fits(made)
     assert plan().choices["memory"]["reason"].startswith("everything fits the")

@@ -10,7 +10,7 @@ from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import format_bytes, parse_bytes, parse_share
 from trimtab.plan import dial
-from trimtab.plan.memory import OUTSIDE, Job, predict, segments_of
+from trimtab.plan.memory import CONTEXT, Job, predict, segments_of
 from trimtab.recipe.keys import Recipe
 
 
@@ -90,7 +90,7 @@ def settle(
         "loss_memory": setting.loss_memory,
         "limit": limit,
         "limit_basis": words,
-        "allocator_bytes": limit - OUTSIDE[job.device] if recipe.memory_limit is not None else None,
+        "allocator_bytes": limit - CONTEXT[job.device] if recipe.memory_limit is not None else None,
         "host_bytes": setting.host,
         "reason": _reason(job, setting, named is not None, fits, limit, words),
     }

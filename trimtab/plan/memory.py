@@ -28,10 +28,16 @@ from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.model import spec as model_spec
 from trimtab.plan.trained import Trained, trained
 
-OUTSIDE = {"cuda": 720_000_000, "cpu": 400_000_000}
-"""Bytes of a process besides its tensors. On a GPU the CUDA context and loaded kernels: 0.72 GB measured on
-an H200 with torch 2.11 after one product. On a CPU the interpreter with its libraries, 0.23 GB resident after
+CONTEXT = {"cuda": 890_000_000, "cpu": 400_000_000}
+"""Bytes of a process besides what its allocator holds. On a GPU the CUDA context and loaded kernels: 0.88 GB measured
+on an H200 with torch 2.11 during training. On a CPU the interpreter with its libraries, 0.23 GB resident after
 importing torch 2.13 and one product, and what the C allocator keeps."""
+
+LIBRARIES = {"cuda": 2 * 2**25, "cpu": 0}
+"""Bytes that the allocator holds for cuBLAS: a workspace each for the forward and the backward pass's thread."""
+
+OUTSIDE = {device: CONTEXT[device] + LIBRARIES[device] for device in CONTEXT}
+"""Bytes of a process besides its tensors."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +227,10 @@ class Layers:
             if not count:
                 continue
             one = self.of[policy]
+            # Of inputs from the host, the one in use and the one on its way are counted with what comes back.
+            resident = self.stream if one.host else 0
             for step in {0, count - 1}:
-                held = kept - (one.kept + self._cast(policy)) * step + self.beyond[policy]
+                held = kept - resident - (one.kept + self._cast(policy)) * step + self.beyond[policy]
                 yield layer - 1 - step, held + gradients + self.gradients * step
             kept -= (one.kept + self._cast(policy)) * count
             gradients += self.gradients * count
