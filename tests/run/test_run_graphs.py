@@ -43,10 +43,10 @@ def test_on_where_launches_cost_more_than_arithmetic() -> None:
         "on": True,
         "reason": "forward and backward of a microbatch in one launch",
     }
-    long = choose_graphs(plan_of("per_device_train_batch_size: 200000"))
+    long = choose_graphs(plan_of("per_device_train_batch_size: 2000000"))
     assert long["on"] is False
     assert "handing over kernels costs nothing" in long["reason"]
-    assert choose_graphs(plan_of("cuda_graphs: true\nper_device_train_batch_size: 200000"))["on"] is True
+    assert choose_graphs(plan_of("cuda_graphs: true\nper_device_train_batch_size: 2000000"))["on"] is True
     assert choose_graphs(plan_of("cuda_graphs: false")) == {"on": False, "reason": "named in the recipe"}
 
 
@@ -212,11 +212,13 @@ def test_no_more_memory_than_a_plain_step() -> None:
         graphs = Graphs(loss, parameters_of(decoder), device) if recorded else plainly(decoder, loss)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        run_steps(graphs, range(WARM_UP + 2), microbatches=1)
+        for step in range(WARM_UP + 2):
+            graphs.backward(batch_of(step, length=4096), 1.0)
+            decoder.zero_grad()
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_reserved())
         graphs.release()
         del decoder, loss, graphs
         torch.cuda.empty_cache()
-    # cuBLAS has a workspace for each stream
-    assert peaks[1] < 1.1 * peaks[0] + 64 * 2**20, peaks
+    # Two pools instead of one, each in pieces of 20 MiB.
+    assert peaks[1] < 1.05 * peaks[0] + 40 * 2**20, peaks

@@ -310,7 +310,7 @@ def _set_up_torch(choices: Choices) -> None:
         torch.use_deterministic_algorithms(True)
     if choices.device == "cuda" and sys.platform == "linux" and not _own_allocator_settings():
         # Without it, memory in pieces between tensors is lost to the step: tenths of a GiB of a few.
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     cap = choices.memory["allocator_bytes"]
     if choices.device == "cuda" and cap is not None:
         total = torch.cuda.mem_get_info()[1]

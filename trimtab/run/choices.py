@@ -194,7 +194,7 @@ def _compile(recipe: Recipe, device: DeviceFacts, attention: str) -> dict[str, A
     if device.kind != "cuda":
         reason = "compiling gains little on a CPU"
     else:
-        reason = obstacle or "ask for it with torch_compile: true"
+        reason = obstacle or "steps in one launch, of fused kernels, leave it nothing to gain"
     return {"on": False, "dynamic": dynamic, "reason": reason}
 
 

@@ -122,9 +122,14 @@ class Graphs:
             parameter.grad = None
         self._recorded.clear()
         self._pool = None
+        self._forget()
+        torch.cuda.empty_cache()
+
+    def _forget(self) -> None:
+        """What is kept for the stream that runs next to nothing from now on."""
+        torch._C._cuda_clearCublasWorkspaces()
         if self.held is not None:
             self.held.forget()
-        torch.cuda.empty_cache()
 
     def _fitting(self, first: bool, inputs: Inputs) -> _Recorded | None:
         """The graph that serves a microbatch; None if it has to run plainly."""
@@ -149,8 +154,7 @@ class Graphs:
             self._stream = torch.cuda.Stream(self.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-            if self.held is not None:
-                self.held.forget()
+            self._forget()
         if self.held is not None:
             self.held.settle()
         static = {name: torch.empty_like(tensor, device=self.device) for name, tensor in inputs.items()}
