@@ -57,6 +57,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eval-windows", type=int, default=64)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=0, help="of a CPU; 0 for torch's own choice")
+    parser.add_argument("--at-once", type=int, default=1, help="processes beside each other, on a large GPU")
     parser.add_argument("--case", help="run this one case here: base, or METHOD:SEED")
     parser.add_argument("--report", action="store_true", help="only the table and the picture")
     return parser.parse_args(arguments)
@@ -252,6 +253,16 @@ def picture(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def run_together(cases: list[str]) -> None:
+    """A process for each case, all at the same time."""
+    command = [sys.executable, "-m", "benchmarks.lora_quality", *sys.argv[1:], "--case"]
+    running = {case: subprocess.Popen([*command, case], cwd=ROOT) for case in cases}
+    failed = [case for case, process in running.items() if process.wait()]
+    if failed:
+        raise SystemExit(f"{', '.join(failed)} failed; the others are kept, and the next call goes on here")
+    print(", ".join(cases), "done", flush=True)
+
+
 def main() -> None:
     """Runs what is missing, a process a case; then the table and the picture."""
     options = options_of()
@@ -260,13 +271,11 @@ def main() -> None:
         return
     cases = [BASE, *(f"{method}:{seed}" for seed in range(1, options.seeds + 1) for method in METHODS)]
     done = {row["case"] for row in rows_of(options)}
-    for case in [] if options.report else cases:
-        if case in done:
-            continue
-        command = [sys.executable, "-m", "benchmarks.lora_quality", *sys.argv[1:], "--case", case]
-        if subprocess.run(command, cwd=ROOT).returncode:
-            raise SystemExit(f"{case} failed; the cases before it are kept, and the next call goes on here")
-        print(case, "done", flush=True)
+    left = [] if options.report else [case for case in cases if case not in done]
+    while left:  # the base alone: all others begin with it
+        count = 1 if left[0] == BASE else options.at_once
+        run_together(left[:count])
+        del left[:count]
     rows = rows_of(options)
     print(table(rows))
     if any(row["case"] != BASE for row in rows):

@@ -156,6 +156,7 @@ def _measured(step: peers.Step, case: Case, device: str, started: float) -> dict
     if not case.start:
         if case.job.tokens < LONG:
             once()  # allocators and autotuners have their say a second time
+            once()  # and a step is recorded
         until = time.perf_counter() + BUDGET_S
         while len(times) < FEWEST or (len(times) < STEPS and time.perf_counter() < until):
             times.append(once())

@@ -79,7 +79,7 @@ class Case:
 
 
 OURS = ("trimtab", "trimtab tight", "trimtab eager")
-"""With all the memory there is; within that of the peer that takes least; and without torch.compile."""
+"""With all the memory there is; within that of the peer that takes least; and every kernel handed over by itself."""
 PEERS = ("hf", "hf recompute", "liger", "unsloth", "unsloth recompute")
 PACKED_PEERS = ("hf recompute", "liger")
 CAPS_GB = {8: "llama-8b", 12: "llama-8b", 16: "llama-8b", 24: "llama-8b"} | dict.fromkeys(

@@ -16,13 +16,15 @@ from trimtab.data import Batch
 from trimtab.launch.preparing import Prepared, prepare
 from trimtab.parallel import Mesh
 from trimtab.plan import longest_context
-from trimtab.plan.memory import OUTSIDE
+from trimtab.plan.memory import CONTEXT, OUTSIDE
 from trimtab.recipe import build as build_recipe
 from trimtab.run import assembling
 from trimtab.run.microbatch import MicrobatchLoss
 from trimtab.run.precision import autocast_of
 
 GB = 10**9
+BESIDE_GB = 0.7
+"""Of a card's memory, for the CUDA context: what is left is the allocator's cap."""
 
 
 def recipe_of(job: Job, folder: Path, adapter: Path, device: str, limit_bytes: int | None) -> dict[str, Any]:
@@ -51,20 +53,33 @@ def recipe_of(job: Job, folder: Path, adapter: Path, device: str, limit_bytes: i
     return recipe
 
 
-def prepared_for(case: Case, folder: Path, adapter: Path, device: str, limit_gib: float | None) -> Prepared:
-    """Every `auto` decided. `limit_gib` is of tensors; what CUDA itself takes comes on top."""
+def card_bytes(cap_gb: float, device: str) -> int:
+    """What a recipe may name as its limit, so that the allocator gets a card's memory less what is beside it."""
+    return round((cap_gb - BESIDE_GB) * GB) + CONTEXT[device]
+
+
+def prepared_for(
+    case: Case,
+    folder: Path,
+    adapter: Path,
+    device: str,
+    limit_gib: float | None,
+    more: dict[str, Any] | None = None,
+) -> Prepared:
+    """Every `auto` decided. `limit_gib` is of tensors; what CUDA itself takes comes on top. `more` are keys of the
+    recipe."""
     limit = None
     if case.cap_gb is not None:
-        limit = round(case.cap_gb * GB)
+        limit = card_bytes(case.cap_gb, device)
     elif limit_gib is not None:
         limit = round(limit_gib * 2**30) + OUTSIDE[device]
     recipe = recipe_of(case.job, folder, adapter, device, limit)
     if case.contestant == "trimtab eager":
-        recipe["torch_compile"] = False
+        recipe |= {"torch_compile": False, "cuda_graphs": False}
     if case.cap_gb is not None and device == "cuda":
         # cuDNN's backward adds up in fp32 beside the gradients, 16 KB a token here; ours does not, and is slower.
         recipe["model"]["attn_implementation"] = "triton"
-    prepared = prepare(build_recipe(recipe))
+    prepared = prepare(build_recipe(recipe | (more or {})))
     if limit_gib is None:
         return prepared
     # The peers' memory is what their tensors took, not what their allocator held; so is ours to be.
@@ -127,7 +142,7 @@ def longest(case: Case, folder: Path, adapter: Path, device: str) -> int:
     assert case.cap_gb is not None
     short = replace(case, job=replace(case.job, tokens=256))
     prepared = prepared_for(short, folder, adapter, device, None)
-    return longest_context(prepared.plan.job, prepared.device, round(case.cap_gb * GB)).tokens
+    return longest_context(prepared.plan.job, prepared.device, card_bytes(case.cap_gb, device)).tokens
 
 
 def cap_of_part(case: Case, folders: tuple[Path, Path], adapters: tuple[Path, Path], device: str) -> float:

@@ -1,0 +1,124 @@
+"""Where a training step's time goes: whole steps timed, then one step's kernels by name.
+
+    python -m benchmarks.step_profile JOB [JOB …] [--limit GiB] [--set KEY=VALUE] [--weights DIR] [--out FILE]
+
+A job is named as in `benchmarks.end_to_end`: "llama-8b qlora 2×2048", "qwen3-0.6b full 4×1024 packed". All run in one
+process, one after another; with a limit, in a process each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from ruamel.yaml import YAML
+
+from benchmarks.end_to_end import ours, world
+from benchmarks.end_to_end.jobs import Case, Job
+from benchmarks.provenance import commit
+from trimtab.trainer.graphs import WARM_UP
+
+SHOWN = 26
+"""Kernels, the dearest first."""
+
+
+def job_of(name: str) -> Job:
+    """The job of a name.
+
+    Example:
+        >>> job_of("llama-8b qlora 2×2048 packed").rows
+        2
+    """
+    found = re.fullmatch(r"(\S+) (full|qlora) (\d+)[×x](\d+)( packed)?", name)
+    if found is None:
+        raise SystemExit(f"{name!r} is no job: MODEL full|qlora ROWS×TOKENS [packed]")
+    model, method, rows, tokens, packed = found.groups()
+    return Job(model, method, int(rows), int(tokens), packed is not None)
+
+
+def kernels_of(step: Callable[[], object]) -> list[str]:
+    """One step's kernels: how many, how long the GPU was busy, and which took how long."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    events = [e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    by_name: dict[str, list[float]] = {}
+    for event in events:
+        by_name.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e3)
+    busy = sum(map(sum, by_name.values()))
+    span = max(e.time_range.end for e in events) - min(e.time_range.start for e in events)
+    lines = [f"kernels {len(events)}, busy {busy:.1f} ms, from first to last {span / 1e3:.1f} ms"]
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:SHOWN]:
+        lines.append(f"  {sum(times):8.2f} ms {len(times):5d} × {name[:110]}")
+    return lines
+
+
+def report(job: Job, options: argparse.Namespace, device: str) -> list[str]:
+    """Times, memory and kernels of one job."""
+    folder = world.model_folder(options.weights, job.model, device)
+    adapter = world.adapter_folder(options.weights, job.model)
+    contestant = "trimtab" if options.limit is None else "trimtab tight"
+    more = {key: YAML(typ="safe").load(value) for key, value in (word.split("=", 1) for word in options.set)}
+    prepared = ours.prepared_for(Case(job, contestant), folder, adapter, device, options.limit, more)
+    step, chosen = ours.build(prepared, folder, world.make_tokens(job))
+    losses, times = [], []
+    for _ in range(WARM_UP + 1 + options.steps):
+        start = time.perf_counter()
+        losses.append(float(step()))
+        times.append(time.perf_counter() - start)
+    timed = [1e3 * t for t in times[WARM_UP + 1 :]]
+    lines = [f"===== {job.name}, limit {options.limit} GiB, {' '.join(options.set)}"]
+    lines.append(f"median {statistics.median(timed):.1f} ms, least {min(timed):.1f}, first {times[0]:.2f} s")
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        held = torch.cuda.memory_reserved()
+        lines.append(
+            f"tensors {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB at the peak, "
+            f"{chosen['predicted_bytes'] / 2**30:.2f} predicted with what is beside them; "
+            f"allocator {held / 2**30:.2f}, beside it {(total - free - held) / 2**30:.2f}"
+        )
+    lines.append(f"losses {[round(loss, 4) for loss in losses]}")
+    lines.append(f"chosen {chosen}")
+    return lines + (kernels_of(step) if device == "cuda" else [])
+
+
+def main() -> int:
+    """0, or 1 if a job failed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("jobs", nargs="+", metavar="JOB")
+    parser.add_argument("--limit", type=float, help="GiB of tensors")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the recipe")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--weights", type=Path, default=Path("~/.cache/trimtab/benchmarks").expanduser())
+    parser.add_argument("--out", type=Path, help="a file to write to the end of")
+    parser.add_argument("--commit", help="what is measured, where git cannot tell")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    failed = False
+    for name in options.jobs:
+        try:
+            lines = [f"commit {options.commit or commit()}", *report(job_of(name), options, device)]
+        except torch.OutOfMemoryError as error:
+            lines, failed = [f"===== {name}: {error}"], True
+        print("\n".join(lines), flush=True)
+        if options.out is not None:
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write("\n".join(lines) + "\n")
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
