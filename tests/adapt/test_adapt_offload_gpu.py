@@ -19,6 +19,7 @@ from trimtab.adapt import (
     recompute,
     trained_parameters,
 )
+from trimtab.adapt.attention_results import LEAST
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import build, init_weights
 from trimtab.model.decoder import Decoder
@@ -60,6 +61,23 @@ def test_offloading_gives_the_same_gradients_step_after_step(compiled: bool, til
             decoder.zero_grad(set_to_none=True)
     # One buffer a layer, used again in every step.
     assert sent.around.store.host_bytes == SHAPE.num_layers * 4096 * SHAPE.hidden_size * 2
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_attention_s_results_come_back_as_they_went(tiles: int) -> None:
+    kept, sent = decoder_of("block", tiles), decoder_of("offload_attention", tiles)
+    for seed, tokens in enumerate((4096, 4096, 1024, 4096)):
+        want, got = step(kept, tokens, seed), step(sent, tokens, seed)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), tokens
+        for decoder in (kept, sent):
+            decoder.zero_grad(set_to_none=True)
+    # The input, attention's output and, in fp32, a number a row and head.
+    width = 2 * SHAPE.hidden_size * 2 + (SHAPE.num_heads * 4 if 1024 * SHAPE.num_heads >= LEAST else 0)
+    assert sent.around.store.host_bytes >= SHAPE.num_layers * 4096 * width
+    gc.collect()
+    torch.cuda.synchronize()
+    free = sum(buffer.num_bytes for buffer, _ in sent.around.store._free)
+    assert free == sent.around.store.host_bytes, "every buffer is free again"
 
 
 def held_after_forward(policy: str, tokens: int) -> int:
@@ -132,7 +150,12 @@ def quantized_job(policy: str, tiles: int, tokens: int) -> Job:
 
 
 CASES = [("none", 1, 8192), ("pointwise", 1, 8192), ("selective", 1, 16_384), ("block", 1, 16_384)]
-CASES += [("offload", 1, 32_768), ("block", 8, 32_768), ("offload", 16, 65_536)]
+CASES += [
+    ("offload", 1, 32_768),
+    ("block", 8, 32_768),
+    ("offload", 16, 65_536),
+    ("offload_attention", 1, 32_768),
+]
 
 
 @pytest.mark.parametrize(("policy", "tiles", "tokens"), CASES)

@@ -13,7 +13,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trimtab.adapt import LoraSettings, add_adapters, init_adapters, offload, quantize_layout, recompute
+from trimtab.adapt import (
+    LoraSettings,
+    add_adapters,
+    attention_results,
+    init_adapters,
+    offload,
+    quantize_layout,
+    recompute,
+)
 from trimtab.adapt.lora import set_masks
 from trimtab.adapt.spec_recompute import POLICIES, again, canonical, counted, layer_bytes
 from trimtab.adapt.tiled import tiled
@@ -27,13 +35,13 @@ from trimtab.model.spec import product_flops, saved_bytes
 from trimtab.trainer.memory import LiveBytes
 
 LLAMA = ModelShape(
-    "llama", 128, 64, 160, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=16, tie_embeddings=True
+    "llama", 128, 64, 160, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=16, tie_embeddings=True
 )
 QWEN3 = ModelShape(
-    "qwen3", 128, 64, 192, num_layers=5, num_heads=4, num_kv_heads=1, head_dim=32, qk_norm=True
+    "qwen3", 128, 64, 192, num_layers=6, num_heads=4, num_kv_heads=1, head_dim=32, qk_norm=True
 )
 B, T = 2, 96
-MIXES = [*((policy,) * 5 for policy in POLICIES), POLICIES, canonical(POLICIES)]
+MIXES = [*((policy,) * 6 for policy in POLICIES), POLICIES, canonical(POLICIES)]
 IDS = torch.randint(0, 128, (B, T), generator=torch.Generator().manual_seed(0))
 
 
@@ -73,14 +81,14 @@ def test_the_same_bits_with_plain_attention(attention: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_kept_is_what_the_spec_says(policy: str, dtype: str, tiles: int) -> None:
     for shape in (LLAMA, QWEN3):
-        decoder = recompute.apply(decoder_of(shape, dtype), [policy] * 5, mlp_tiles=tiles)
+        decoder = recompute.apply(decoder_of(shape, dtype), [policy] * 6, mlp_tiles=tiles)
         with LiveBytes() as live:
             hidden_BTC = decoder(IDS)
             kept = live.now - hidden_BTC.untyped_storage().nbytes()
         inputs = {"batch": B, "tokens": T, "dtype": dtype, "attention": "sdpa_flash"}
         saved = saved_bytes(shape, packed=False, **inputs)
         around = saved.final + saved.outside - IDS.numel() * 8  # the ids were there before
-        assert kept == layer_bytes(shape, policy, mlp_tiles=tiles, **inputs).kept * 5 + around
+        assert kept == layer_bytes(shape, policy, mlp_tiles=tiles, **inputs).kept * 6 + around
 
 
 def test_a_kept_product_may_be_short_or_biased() -> None:
@@ -122,12 +130,12 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_products_are_counted_as_they_are_run(policy: str, tiles: int) -> None:
     flops = []
-    for policies, count in ((["none"] * 5, 1), ([policy] * 5, tiles)):
+    for policies, count in ((["none"] * 6, 1), ([policy] * 6, tiles)):
         decoder = recompute.apply(decoder_of(LLAMA), policies, mlp_tiles=count)
         with Products() as products:
             decoder.loss(IDS, IDS.roll(-1, 1)).backward()
         flops.append(products.flops)
-    assert (flops[1] - flops[0]) / (B * T * 5) == again(LLAMA, policy, T, mlp_tiles=tiles).products
+    assert (flops[1] - flops[0]) / (B * T * 6) == again(LLAMA, policy, T, mlp_tiles=tiles).products
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -142,7 +150,7 @@ def test_tiles_give_the_same_numbers(policies: tuple[str, ...], autocast: bool) 
 
 
 def test_tiles_without_gradients_and_with_frozen_weights() -> None:
-    decoder = recompute.apply(decoder_of(LLAMA), ["none"] * 5, mlp_tiles=3)
+    decoder = recompute.apply(decoder_of(LLAMA), ["none"] * 6, mlp_tiles=3)
     plain = decoder_of(LLAMA)
     with torch.no_grad():
         torch.testing.assert_close(decoder(IDS), plain(IDS))
@@ -236,7 +244,13 @@ class Shelf(offload.HostStore):
         self.log: list[str] = []
         self.freed: list[bool] = []
 
-    def _put(self, x: torch.Tensor) -> Any:
+    def _next_layer(self) -> Any:
+        return None
+
+    def send(self, x: torch.Tensor) -> Any:
+        return self._put(x, None)
+
+    def _put(self, x: torch.Tensor, layer: Any) -> Any:
         shelf, number = self, self.log.count("put")
         storage = weakref.ref(x.untyped_storage())
         shelf.log.append("put")
@@ -265,19 +279,58 @@ def shelved(decoder: Decoder) -> Iterator[Shelf]:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_only_the_input_of_a_layer_travels_and_it_is_not_held_elsewhere(compiled: bool, tiles: int) -> None:
     torch._dynamo.reset()
-    want = trained(recompute.apply(decoder_of(LLAMA), ["block"] * 5, mlp_tiles=tiles))
-    decoder = recompute.apply(decoder_of(LLAMA), ["block"] * 5, mlp_tiles=tiles)
+    want = trained(recompute.apply(decoder_of(LLAMA), ["block"] * 6, mlp_tiles=tiles))
+    decoder = recompute.apply(decoder_of(LLAMA), ["block"] * 6, mlp_tiles=tiles)
     with shelved(decoder) as shelf:
         loss = compiled_loss(decoder, "aot_eager") if compiled else decoder.loss(IDS, IDS.roll(-1, 1))
         loss.backward()
-    came_and_went = [f"{what} {i}" for i in (4, 3, 2, 1, 0) for what in ("get", "gone")]
-    assert shelf.log == ["put"] * 5 + came_and_went, (
+    came_and_went = [f"{what} {i}" for i in (5, 4, 3, 2, 1, 0) for what in ("get", "gone")]
+    assert shelf.log == ["put"] * 6 + came_and_went, (
         "buffers are free as soon as they were used, without a collection"
     )
     assert all(shelf.freed), "something else on the device still held a layer's input"
     got = [loss.detach(), *(parameter.grad for parameter in decoder.parameters())]
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+
+
+class Attended(TorchDispatchMode):
+    """Counts how often attention runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.times += recompute._is_attention(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize("kind", [None, "nf4"])
+def test_attention_s_results_travel_and_are_not_computed_again(
+    kind: str | None, tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_results, "LEAST", 1000)
+    want = trained(recompute.apply(adapted(kind), ["none"] * 6, mlp_tiles=tiles))
+    decoder = recompute.apply(adapted(kind), ["offload_attention"] * 6, mlp_tiles=tiles)
+    offloading = decoder.around
+    assert isinstance(offloading, recompute._Offloading)
+    with shelved(decoder) as shelf, Attended() as attended:
+        offloading.store = shelf
+        loss = decoder.loss(IDS, IDS.roll(-1, 1))
+        loss.backward()
+    got = [loss.detach(), *(parameter.grad for parameter in decoder.parameters())]
+    for a, b in zip(got, want, strict=True):
+        assert a is b is None or torch.equal(a, b)
+    assert attended.times == 6, "once a layer, in the forward pass"
+    # Of each layer the input and attention's output; row sums are small, and stay.
+    puts = shelf.log.count("put")
+    assert puts == 6 + 6, shelf.log
+    assert sorted(line for line in shelf.log if line.startswith("get")) == sorted(
+        f"get {number}" for number in range(puts)
+    )
+    assert sum(line.startswith("gone") for line in shelf.log) == puts, "no buffer waits for a collection"
 
 
 def test_orders_and_counts() -> None:
@@ -287,15 +340,15 @@ def test_orders_and_counts() -> None:
 
 def test_bad_policies() -> None:
     decoder = decoder_of(LLAMA)
-    with pytest.raises(RecipeError, match="3 recompute policies for 5 layers"):
+    with pytest.raises(RecipeError, match="3 recompute policies for 6 layers"):
         recompute.apply(decoder, ["none"] * 3)
     with pytest.raises(RecipeError, match=r"'full'.*use one of none, pointwise, selective, block, offload"):
-        recompute.apply(decoder, ["full"] * 5)
+        recompute.apply(decoder, ["full"] * 6)
 
 
 def test_policies_can_be_taken_back() -> None:
-    decoder = recompute.apply(decoder_of(LLAMA), ["offload"] * 5, mlp_tiles=2)
-    recompute.apply(decoder, ["none"] * 5)
+    decoder = recompute.apply(decoder_of(LLAMA), ["offload"] * 6, mlp_tiles=2)
+    recompute.apply(decoder, ["none"] * 6)
     want = trained(decoder_of(LLAMA))
     assert all(torch.equal(a, b) for a, b in zip(trained(decoder), want, strict=True))
 

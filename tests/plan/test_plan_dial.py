@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.adapt.spec import LoraSettings
-from trimtab.adapt.spec_recompute import POLICIES, canonical, counted
+from trimtab.adapt.spec_recompute import HOST, POLICIES, canonical, counted
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import parse_bytes, parse_share
-from trimtab.plan import check_fits, longest_context, make_plan
+from trimtab.plan import check_fits, dial, longest_context, make_plan
 from trimtab.plan.dial import choose, least, setting_of, within_limit
 from trimtab.plan.limits import limit_of, sentence
 from trimtab.plan.memory import CONTEXT, Job, predict, segments_of
@@ -102,16 +103,20 @@ def test_what_is_chosen_fits_and_more_memory_is_never_slower(job: Job, gigabytes
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.sampled_from([0.3, 0.4, 0.5, 0.6, 0.8, 1.0]), st.booleans())
-def test_the_search_finds_what_trying_everything_finds(share: float, lora: bool) -> None:
+@given(st.sampled_from([0.3, 0.4, 0.5, 0.6, 0.8, 1.0]), st.booleans(), st.sampled_from([("offload",), HOST]))
+def test_the_search_finds_what_trying_everything_finds(
+    share: float, lora: bool, policies_sent: tuple[str, ...]
+) -> None:
     job = dataclasses.replace(JOB, shape=SMALL, tokens=8192, lora=LoraSettings(r=4) if lora else None)
     plain = predict(job).needed
     lowest = least(job, GPU, tiles=1)
     limit = int(lowest + 80 * 2**20 + share * (plain - lowest))
-    found, fits = choose(job, GPU, limit, tiles=1, fixed_loss=True)
+    with mock.patch.object(dial, "SENT", policies_sent):
+        found, fits = choose(job, GPU, limit, tiles=1, fixed_loss=True)
     all_of_them = []
     for counts in itertools.product(range(6), repeat=len(POLICIES)):
-        if sum(counts) == 5:
+        sent = [count for policy, count in zip(POLICIES, counts, strict=True) if policy in HOST]
+        if sum(counts) == 5 and 0 in sent and (len(policies_sent) > 1 or not sent[0]):
             policies = canonical(dict(zip(POLICIES, counts, strict=True)))
             setting = setting_of(job, GPU, tuple(segments_of(policies)))
             if setting.needed <= within_limit(job, limit):

@@ -164,6 +164,10 @@ def test_refused_keys_say_what_to_do() -> None:
         ("optim_in_backward: true\ngradient_accumulation_steps: 1", "set max_grad_norm: 0"),
         ("optim_in_backward: true\nmax_grad_norm: 0", "set gradient_accumulation_steps: 1"),
         ("optim_in_backward: true\ndtype: fp16", "overflow, as dtype: fp16 has to"),
+        (
+            "torch_compile: true\nrecompute: {offload_attention: 2}",
+            "set recompute: offload, or torch_compile",
+        ),
         ("optim_implementation: triton", "set optim: adamw_8bit"),
         ("warmup_steps: 10\nmax_steps: 10", "as long as the whole run"),
         ("warmup_steps: 10\nlr_scheduler_type: constant", "constant_with_warmup"),

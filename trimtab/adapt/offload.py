@@ -1,8 +1,8 @@
-"""Inputs of layers kept in the host's memory between the forward and the backward pass.
+"""What layers keep, in the host's memory between the forward and the backward pass: inputs, attention's results.
 
-A layer's input is copied to pinned memory by a stream of its own while the layer computes, and comes back while the
-layer above is in its backward pass. At most two are on the device at once: the one that is used and the one that is
-on its way. Nothing waits for the host.
+A tensor is copied to pinned memory by a stream of its own while the layer computes, and comes back while the layer
+above is in its backward pass. Those of at most two layers are on the device at once: of the one that uses them and of
+the one whose are on their way. Nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class HostStore:
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: list[tuple[_Pinned, torch.cuda.Event | None]] = []
         self._newest: weakref.ref[_Kept] | None = None
+        self._layer: weakref.ref[_Layer] | None = None
         self.host_bytes = 0
         """Pinned so far."""
 
@@ -47,7 +48,7 @@ class HostStore:
             if (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) != place:
                 return tensor
             if not kept:
-                kept.append(self._put(tensor.detach()))
+                kept.append(self._put(tensor.detach(), self._next_layer()))
             return kept[0]
 
         def unpack(packed: Any) -> torch.Tensor:
@@ -64,11 +65,23 @@ class HostStore:
         """The current stream waits for the copies to the host; those that come back are waited for by who uses them."""
         torch.cuda.current_stream(self._out.device).wait_stream(self._out)
 
-    def _put(self, x: torch.Tensor) -> _Kept:
-        below = self._newest() if self._newest is not None else None
-        if below is not None:
-            below.leave()
-        kept = _Kept(self, x, below)
+    def send(self, x: torch.Tensor) -> _Kept:
+        """Sends one more tensor of the layer whose input was kept last; `.get()` brings it back."""
+        layer = self._layer() if self._layer is not None else None
+        return self._put(x.detach(), layer or self._next_layer())
+
+    def _next_layer(self) -> _Layer:
+        below = self._layer() if self._layer is not None else None
+        layer = _Layer(below)
+        self._layer = weakref.ref(layer)
+        return layer
+
+    def _put(self, x: torch.Tensor, layer: _Layer) -> _Kept:
+        before = self._newest() if self._newest is not None else None
+        if before is not None:
+            before.leave()
+        kept = _Kept(self, x, layer)
+        layer.members.append(weakref.ref(kept))
         self._newest = weakref.ref(kept)
         return kept
 
@@ -111,11 +124,27 @@ def _unpin(tensor: torch.Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
+class _Layer:
+    """What one layer sent, and the layer that sent before it. Each tensor holds its layer, and no layer its tensors."""
+
+    def __init__(self, below: _Layer | None) -> None:
+        self.below = below
+        self.members: list[weakref.ref[_Kept]] = []
+
+    def begin(self) -> None:
+        """This layer's backward pass begins: all of the next one's start their way back."""
+        below, self.below = self.below, None
+        for member in [] if below is None else below.members:
+            kept = member()
+            if kept is not None:
+                kept.fetch()
+
+
 class _Kept:
     """One tensor on its way to the host, there, or on its way back."""
 
-    def __init__(self, store: HostStore, x: torch.Tensor, below: _Kept | None) -> None:
-        self._store, self._below = store, below
+    def __init__(self, store: HostStore, x: torch.Tensor, layer: _Layer) -> None:
+        self._store, self._layer = store, layer
         self._device: torch.Tensor | None = x
         """Here until the next one is put in, which is when the device may forget it, and again when fetched."""
         self._buffer = store._take(x.numel() * x.element_size())
@@ -152,13 +181,11 @@ class _Kept:
         self._uses.append(returned)
 
     def get(self) -> torch.Tensor:
-        """The tensor on the device; the one that was put in before this one starts its way back."""
+        """The tensor on the device; those of the layer below start their way back."""
         self.fetch()
         if self._uses:
             torch.cuda.current_stream(self._place).wait_event(self._uses[-1])
-        if self._below is not None:
-            self._below.fetch()
-            self._below = None
+        self._layer.begin()
         x = self._device
         assert x is not None
         self._device = None  # autograd holds it from here on, as long as it needs it

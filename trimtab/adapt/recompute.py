@@ -6,6 +6,7 @@
 | pointwise | results of matrix products and of attention | norms, rotary positions, gates |
 | selective | the layer's input, attention's output and row sums | all but attention |
 | block | the layer's input | everything |
+| offload_attention | what `selective` keeps, in the host's memory | all but attention |
 | offload | the layer's input, in the host's memory | everything |
 
 What is dear is kept first. A number that attention gives costs 2 · T multiply-adds of a causal document of T tokens,
@@ -24,9 +25,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from trimtab.adapt import attention_results
 from trimtab.adapt.fused_lora import recomputing
 from trimtab.adapt.lora_layers import LoRALinear
-from trimtab.adapt.spec_recompute import POLICIES
+from trimtab.adapt.spec_recompute import HOST, POLICIES
 from trimtab.adapt.tiled import tiled
 from trimtab.facts.errors import RecipeError
 from trimtab.kernels.attention import Layout
@@ -58,8 +60,8 @@ def apply(decoder: Decoder, policies: Sequence[str], *, mlp_tiles: int = 1) -> D
 
     Args:
         decoder: the model, adapters included.
-        policies: one of `POLICIES` for each layer, the first layer's first. On a CPU "offload" is "block": its
-            memory is the host's.
+        policies: one of `POLICIES` for each layer, the first layer's first. On a CPU, whose memory is the host's,
+            "offload" is "block" and "offload_attention" keeps what it keeps where it is.
         mlp_tiles: parts of the tokens that the feed-forward half of every layer is computed in, each part computed
             again in the backward pass, so that its activations never exist whole; 1 computes it at once.
 
@@ -75,14 +77,14 @@ def apply(decoder: Decoder, policies: Sequence[str], *, mlp_tiles: int = 1) -> D
         if policy not in POLICIES:
             raise RecipeError(f"there is no recompute policy {policy!r}", f"use one of {', '.join(POLICIES)}")
     assert mlp_tiles >= 1
+    offloading = _Offloading(frozenset(i for i, policy in enumerate(policies) if policy in HOST))
+    decoder.around = offloading if offloading.layers else nothing_around
     for block, policy in zip(blocks, policies, strict=True):
         assert isinstance(block, Block)
-        block.recompute = _way(policy, mlp_tiles)
+        block.recompute = _way(policy, mlp_tiles, offloading)
         if isinstance(block.mlp.down_proj, LoRALinear):
             # Its output ends the block: computed again, it would only be thrown away.
             block.mlp.down_proj.last = block.recompute is not None
-    offloaded = frozenset(i for i, policy in enumerate(policies) if policy == "offload")
-    decoder.around = _Offloading(offloaded) if offloaded else nothing_around
     return decoder
 
 
@@ -120,12 +122,30 @@ def uncompiled(decoder: Decoder) -> Iterator[None]:
         yield
 
 
-def _way(policy: str, mlp_tiles: int) -> Way | None:
+def _way(policy: str, mlp_tiles: int, offloading: _Offloading) -> Way | None:
+    sending = offloading.attention_contexts if policy == "offload_attention" else _no_contexts
     if mlp_tiles > 1:
-        return _InTiles(policy, mlp_tiles)
+        return _InTiles(policy, mlp_tiles, sending)
     if policy == "none":
         return None
+    if policy == "offload_attention":
+        return functools.partial(_sending_attention, sending)
     return {"pointwise": _pointwise, "selective": _selective}.get(policy, _whole)
+
+
+def _sending_attention(
+    contexts: Callable[[], Any],
+    block: Block,
+    x_BTC: torch.Tensor,
+    cos_BTF: torch.Tensor,
+    sin_BTF: torch.Tensor,
+    layout: Layout,
+) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return block.layers(x_BTC, cos_BTF, sin_BTF, layout)
+    if torch.compiler.is_compiling():  # nothing can be sent from inside a graph: it stays on the device
+        contexts = _keeping_attention
+    return _checkpoint(block.layers, x_BTC, cos_BTF, sin_BTF, layout, context_fn=contexts)
 
 
 def _whole(
@@ -180,8 +200,7 @@ def _keeping_attention() -> Any:
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    keep = _name(operator) in ATTENTION_OPERATORS
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if _is_attention(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _keeping_products(block: Block) -> Callable[[], Any]:
@@ -238,9 +257,9 @@ def _feed(block: Block, x: torch.Tensor) -> torch.Tensor:
 class _InTiles:
     """A block whose feed-forward half runs in tiles: they compute themselves again, whatever the policy is."""
 
-    def __init__(self, policy: str, tiles: int) -> None:
-        self.tiles = tiles
-        self.whole = policy in ("block", "offload")
+    def __init__(self, policy: str, tiles: int, contexts: Callable[[], Any]) -> None:
+        self.tiles, self.contexts = tiles, contexts
+        self.whole = policy in ("block", *HOST)
         self.attend: Way = {"pointwise": _attend_pointwise, "selective": _attend_selective}.get(
             policy, _attend_plain
         )
@@ -271,7 +290,9 @@ class _InTiles:
         inputs = (block, x_BTC, cos_BTF, sin_BTF, layout)
         if not torch.is_grad_enabled():
             return tiled(block.feed, _attend_plain(*inputs), (), self.tiles, _mask_keys(block))
-        return _checkpoint(self._layers, *inputs) if self.whole else self._layers(*inputs)
+        if self.whole:
+            return _checkpoint(self._layers, *inputs, context_fn=self.contexts)
+        return self._layers(*inputs)
 
     def _layers(
         self,
@@ -294,7 +315,7 @@ def _mask_keys(block: Block) -> list[torch.Tensor]:
 
 
 class _Offloading:
-    """Sends the inputs of some layers to the host; on a CPU, where they are already, it does nothing."""
+    """Sends what some layers keep to the host; on a CPU, where it is already, it does nothing."""
 
     def __init__(self, layers: frozenset[int]) -> None:
         self.layers = layers
@@ -309,3 +330,13 @@ class _Offloading:
             self.store = HostStore(x_BTC.device)
         kept: AbstractContextManager[None] = self.store.keeping(x_BTC)
         return kept
+
+    def attention_contexts(self) -> Any:
+        """Of a checkpoint in a layer whose input is being sent: attention's results go with it."""
+        if self.store is None:
+            return _keeping_attention()
+        return attention_results.contexts(_is_attention, self.store)
+
+
+def _is_attention(operator: Any) -> bool:
+    return _name(operator) in ATTENTION_OPERATORS

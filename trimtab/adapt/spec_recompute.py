@@ -16,8 +16,12 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import spec as attention_spec
 from trimtab.model import spec as model_spec
 
-POLICIES = ("none", "pointwise", "selective", "block", "offload")
-"""From the one that keeps most to the one that keeps least."""
+POLICIES = ("none", "pointwise", "selective", "block", "offload_attention", "offload")
+"""From the one that keeps most on the device to the one that keeps least."""
+HOST = ("offload_attention", "offload")
+"""Those that send what they keep to the host."""
+ALL_PRODUCTS = ("selective", "block", *HOST)
+"""Those that compute the products of a layer again."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class LayerBytes:
     """More than that, while the layer is in its backward pass and what was dropped is there again."""
     host: int = 0
     """Pinned memory of the host."""
+    resident: int = 0
+    """Of the last layer that was sent there: what is still on the device at the end of the forward pass."""
     tile: int = 0
     """What one tile of a tiled feed-forward keeps while it is differentiated; not in `working`."""
 
@@ -101,7 +107,8 @@ def layer_bytes(
     """Bytes of one layer, for one microbatch; arguments as in `trimtab.model.spec.saved_bytes`.
 
     Args:
-        policy: one of `POLICIES`. On a CPU `offload` keeps the input where it is, as `block` does.
+        policy: one of `POLICIES`. On a CPU `offload` keeps the input where it is, as `block` does, and
+            `offload_attention` what it keeps as well.
         mlp_tiles: parts of the tokens that the feed-forward half is computed in.
         learning: what learns in the layer.
     """
@@ -130,11 +137,12 @@ def layer_bytes(
         kept += block.stream if mlp_tiles > 1 else 2 * N * shape.intermediate_size * BYTES[dtype]
     elif policy == "selective":
         kept = block.stream + attended + (block.stream if mlp_tiles > 1 else 0)
-    elif policy == "block" or device == "cpu":
-        kept = block.stream
     else:
-        # On the way back one ahead of where it is needed; `plain` counts the one in use.
-        return LayerBytes(0, plain + block.stream, host=block.stream, tile=tile)
+        kept = block.stream + (attended if policy == "offload_attention" else 0)
+        if policy in HOST and device != "cpu":
+            # On the way back a layer ahead of where it is needed; `plain` counts what is in use.
+            resident = attended if policy == "offload_attention" and attended else block.stream
+            return LayerBytes(0, plain + kept, host=kept, resident=resident, tile=tile)
     return LayerBytes(kept, max(plain - kept, 0), tile=tile)
 
 
@@ -160,7 +168,8 @@ def again(
 
     Args:
         shape: the model.
-        policy: one of `POLICIES`; `offload` computes what `block` does.
+        policy: one of `POLICIES`; `offload` computes what `block` does, `offload_attention` what `selective` does, and
+            with tiles the stream between the halves as well.
         tokens: length of a document.
         layer: which one; attention differs where some have windows.
         dtype: the format computed in.
@@ -176,13 +185,15 @@ def again(
     products = attention = moved = 0.0
     if policy != "none":
         moved = float(moved_first + moved_second)
-    if policy in ("selective", "block", "offload"):
+    if policy in ALL_PRODUCTS:
         products = project + out + feed
     if policy in ("block", "offload"):
         attention = model_spec.attention_flops(shape, layer, tokens, backward=False)
     if mlp_tiles > 1:
         # The stream between the halves is kept, unless only the layer's input is.
-        attend = {"selective": project, "block": project + out, "offload": project + out}.get(policy, 0.0)
+        attend = 0.0
+        if policy in ALL_PRODUCTS:
+            attend = project + (0.0 if policy == "selective" else out)
         products = attend + feed + 2.0 * C * width
         moved = float((moved_first if moved else 0) + moved_second)
     return Again(products, attention, moved)

@@ -23,6 +23,7 @@ from trimtab.plan.memory import (
     Job,
     Layers,
     gradient_bytes,
+    layer_bytes,
     layers_of,
     moments_around,
     predict,
@@ -35,6 +36,9 @@ SLACK, GAPS = 0.03, {"cuda": 48 * 2**20, "cpu": 0}
 GPU's allocator loses between its blocks. What stands, weights and optimizer states, is known to the byte."""
 SHORTEST_TILE = 512
 """Tokens of the smallest tile: shorter products leave a GPU idle."""
+SENT = ("offload",)
+"""Policies that a search sends layers to the host by; one of them for all that go. `offload_attention` waits for its
+measurement."""
 HOST_SHARE = 0.8
 """Of the host's free memory that may be pinned."""
 ATTENTION_RATE = 0.6
@@ -203,11 +207,13 @@ def _costs(job: Job, rates: Rates) -> dict[str, float]:
         costs[policy] = N * (flops / rates.flops + again.moved / rates.bytes)
         costs[policy] += _unpacked_again(job, policy) / rates.bytes
     if job.device == "cuda":
-        copy = N * job.shape.hidden_size * 2 / rates.link
         forward = N * model_spec.product_flops(job.shape) / rates.flops
         # Out while the layer computes, back while the one above goes backward, which takes three times as long.
-        costs["offload"] += max(copy - forward, 0) + max(copy - 3 * forward, 0)
-    costs["offload"] *= 1.001  # where it costs nothing, a layer stays on the device all the same
+        for policy in spec_recompute.HOST:
+            copy = layer_bytes(job, policy).host / rates.link
+            costs[policy] += max(copy - forward, 0) + max(copy - 3 * forward, 0)
+    for policy in spec_recompute.HOST:
+        costs[policy] *= 1.001  # where it costs nothing, a layer stays on the device all the same
     return costs
 
 
@@ -216,7 +222,7 @@ def _unpacked_again(job: Job, policy: str) -> float:
     if job.quantization is None:
         return 0.0
     first, second = model_spec.linear_numbers(job.shape)
-    again = first if policy in ("selective", "block", "offload") else 0
+    again = first if policy in spec_recompute.ALL_PRODUCTS else 0
     if job.mlp_tiles > 1:
         again += second * (3 * job.mlp_tiles - 2)  # each tile forward, again, and backward
     elif again:
@@ -235,12 +241,13 @@ class _Search:
         self.standing = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
         self.limit = limit
         self.num_layers = job.shape.num_layers
-        per_layer = self.layers.of["offload"].host
-        self.most_offloaded = self.num_layers
+        self.most_sent = {policy: self._most(self.layers.of[policy].host, host) for policy in SENT}
+
+    def _most(self, per_layer: int, host: int | None) -> int:
+        """Layers that the host has room for; none on a CPU, where what would be sent is there already."""
         if per_layer == 0:
-            self.most_offloaded = 0  # on a CPU it is what `block` is
-        elif host is not None:
-            self.most_offloaded = min(self.num_layers, host // per_layer)
+            return 0
+        return self.num_layers if host is None else min(self.num_layers, host // per_layer)
 
     def needed(self, segments: Segments) -> int:
         """Bytes on the device at the peak."""
@@ -260,59 +267,62 @@ class _Search:
     def smallest(self) -> tuple[int, Segments]:
         """The least that any assignment needs."""
         options = []
-        for offloaded in {0, self.most_offloaded}:
-            segments = _segments(offloaded, self.num_layers - offloaded, 0, 0, 0)
-            options.append((self.needed(segments), segments))
+        for policy, most in self.most_sent.items():
+            for sent in {0, most}:
+                segments = _segments(policy, sent, self.num_layers - sent, 0, 0, 0)
+                options.append((self.needed(segments), segments))
         return min(options)
 
     def fastest(self, to_beat: float) -> tuple[float, Segments] | None:
         """(cost, assignment) of the cheapest that fits; None if none does, or none that costs less than `to_beat`."""
         best: tuple[float, Segments] | None = None
         L = self.num_layers
-        for offloaded in range(self.most_offloaded + 1):
-            for whole in range(L - offloaded + 1):
-                rest = L - offloaded - whole
-                if self.cost(_segments(offloaded, whole, 0, 0, rest)) >= to_beat:
-                    break  # more of them cost more
-                # No way to run the other layers that is cheaper than `selective` holds less than it does.
-                if self.needed(_segments(offloaded, whole, rest, 0, 0)) > self.limit:
+        for policy, most in self.most_sent.items():
+            for sent, whole in ((s, w) for s in range(most + 1) for w in range(L - s + 1)):
+                rest = L - sent - whole
+                if self.cost(_segments(policy, sent, whole, 0, 0, rest)) >= to_beat:
                     continue
-                found = self._fill(offloaded, whole, rest, to_beat)
+                # No way to run the other layers that is cheaper than `selective` holds less than it does.
+                if self.needed(_segments(policy, sent, whole, rest, 0, 0)) > self.limit:
+                    continue
+                found = self._fill(policy, sent, whole, rest, to_beat)
                 if found is not None:
                     best, to_beat = found, found[0]
         return best
 
-    def _fill(self, offloaded: int, whole: int, rest: int, to_beat: float) -> tuple[float, Segments] | None:
+    def _fill(
+        self, policy: str, sent: int, whole: int, rest: int, to_beat: float
+    ) -> tuple[float, Segments] | None:
         """The cheapest way to give the other layers `none`, `pointwise` or `selective`, if it costs less."""
         best: tuple[float, Segments] | None = None
         pointwise = rest
         for selective in range(rest + 1):
             others = rest - selective
-            if self.cost(_segments(offloaded, whole, selective, 0, others)) >= to_beat:
+            if self.cost(_segments(policy, sent, whole, selective, 0, others)) >= to_beat:
                 break
             # With one more `selective`, no more `pointwise` are needed than before: the number only falls.
             pointwise = min(pointwise, others)
             if (
-                self.needed(_segments(offloaded, whole, selective, pointwise, others - pointwise))
+                self.needed(_segments(policy, sent, whole, selective, pointwise, others - pointwise))
                 > self.limit
             ):
                 continue
             while pointwise:
-                fewer = _segments(offloaded, whole, selective, pointwise - 1, others - pointwise + 1)
+                fewer = _segments(policy, sent, whole, selective, pointwise - 1, others - pointwise + 1)
                 if self.needed(fewer) > self.limit:
                     break
                 pointwise -= 1
-            segments = _segments(offloaded, whole, selective, pointwise, others - pointwise)
+            segments = _segments(policy, sent, whole, selective, pointwise, others - pointwise)
             cost = self.cost(segments)
             if cost < to_beat:
                 best, to_beat = (cost, segments), cost
         return best
 
 
-def _segments(offloaded: int, whole: int, selective: int, pointwise: int, plain: int) -> Segments:
+def _segments(policy: str, sent: int, whole: int, selective: int, pointwise: int, plain: int) -> Segments:
     """The order that holds least (`spec_recompute.canonical`), as runs."""
     counts = {
-        "offload": offloaded,
+        policy: sent,
         "block": whole,
         "selective": selective,
         "pointwise": pointwise,

@@ -216,8 +216,9 @@ class Layers:
         return self.cast if policy == "none" else 0
 
     def _resident(self, segments: Sequence[tuple[str, int]]) -> int:
-        """The last input that was sent to the host is still on the device, and used from there."""
-        return self.stream if any(count and self.of[policy].host for policy, count in segments) else 0
+        """What was sent to the host last is still on the device, and used from there."""
+        sent = [self.of[policy].resident for policy, count in segments if count and self.of[policy].host]
+        return sent[-1] if sent else 0
 
     def backward(self, segments: Sequence[tuple[str, int]]) -> Iterator[tuple[int, int]]:
         """(layer, bytes held in its backward) where that may be the most: at both ends of each segment."""
@@ -228,7 +229,7 @@ class Layers:
                 continue
             one = self.of[policy]
             # Of inputs from the host, the one in use and the one on its way are counted with what comes back.
-            resident = self.stream if one.host else 0
+            resident = self._resident(segments) if one.host else 0
             for step in {0, count - 1}:
                 held = kept - resident - (one.kept + self._cast(policy)) * step + self.beyond[policy]
                 yield layer - 1 - step, held + gradients + self.gradients * step

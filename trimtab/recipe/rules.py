@@ -105,6 +105,12 @@ def _optimizer(recipe: Recipe) -> Iterator[str]:
 
 
 def _memory(recipe: Recipe) -> Iterator[str]:
+    named = [recipe.recompute] if isinstance(recipe.recompute, str) else recipe.recompute
+    if recipe.torch_compile is True and "offload_attention" in named:
+        yield (
+            "recompute: offload_attention sends tensors from inside a layer, which torch_compile: true compiles whole; "
+            "set recompute: offload, or torch_compile: false"
+        )
     limit = recipe.memory_limit
     if limit is not None and parse_bytes(limit) is None and parse_share(limit) is None:
         yield f"memory_limit: {limit} is neither a size nor a share; write it like 24GiB, 24GB or 80%"

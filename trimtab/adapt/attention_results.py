@@ -1,0 +1,87 @@
+"""Attention's results kept elsewhere between a layer's forward pass and the pass that computes it again.
+
+Two dispatch modes for one checkpoint: the first sees attention's operator run and sends what it gives to a store, the
+second hands it back instead of running the operator. Both see operators below autograd, so that the second pass builds
+the graph that the backward pass reads, around results it did not compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LEAST = 1 << 16
+"""Elements of a tensor that is worth the way: smaller ones stay where they are."""
+
+
+class Sent(Protocol):
+    """A tensor that is elsewhere."""
+
+    def get(self) -> torch.Tensor:
+        """It, back again."""
+
+
+class Store(Protocol):
+    """Where tensors can be sent (`offload.HostStore`)."""
+
+    def send(self, x: torch.Tensor) -> Sent:
+        """Takes a tensor away."""
+
+
+class _Away:
+    """What one call of an operator gave: large tensors in the store, everything else as it is."""
+
+    def __init__(self, results: Any, store: Store) -> None:
+        self.single = isinstance(results, torch.Tensor)
+        self.parts = [
+            (True, store.send(part))
+            if isinstance(part, torch.Tensor) and part.numel() >= LEAST
+            else (False, part)
+            for part in ([results] if self.single else results)
+        ]
+
+    def back(self) -> Any:
+        parts = [part.get() if away else part for away, part in self.parts]
+        return parts[0] if self.single else tuple(parts)
+
+
+class _Sending(TorchDispatchMode):
+    def __init__(self, is_attention: Callable[[Any], bool], store: Store, away: list[_Away]) -> None:
+        super().__init__()
+        self.is_attention, self.store, self.away = is_attention, store, away
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if self.is_attention(func):
+            self.away.append(_Away(results, self.store))
+        return results
+
+
+class _Returning(TorchDispatchMode):
+    def __init__(self, is_attention: Callable[[Any], bool], away: list[_Away]) -> None:
+        super().__init__()
+        self.is_attention, self.away = is_attention, away
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_attention(func):
+            return self.away.pop(0).back()
+        return func(*args, **(kwargs or {}))
+
+
+def contexts(
+    is_attention: Callable[[Any], bool], store: Store
+) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """For `torch.utils.checkpoint.checkpoint(..., context_fn=...)`: the first pass's context and the second's.
+
+    Args:
+        is_attention: whether an operator's results are to be kept.
+        store: where.
+
+    Example:
+        >>> checkpoint(run, x, context_fn=lambda: contexts(is_attention, store))  # doctest: +SKIP
+    """
+    away: list[_Away] = []
+    return _Sending(is_attention, store, away), _Returning(is_attention, away)
