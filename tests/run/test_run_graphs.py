@@ -85,12 +85,21 @@ def batch_of(seed: int, length: int = 384, rows: int = 2) -> Batch:
     return Batch(ids_BT, ids_BT.roll(-1, 1), positions_BT, documents_BT, ids_BT.numel(), [["x"]] * rows)
 
 
-def test_both_halves_give_the_whole() -> None:
-    """The same documents, by way of fixed tensors; on a CPU the form of attention "triton" is read by nobody."""
-    decoder = build(SHAPE, dtype="fp32", device="cpu", attention="reference")
-    loss = MicrobatchLoss(init_weights(decoder, seed=0), torch.device("cpu"), nullcontext, packing=False)
+@pytest.mark.parametrize("attention", ["reference", "sdpa_math"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_both_halves_give_the_whole(attention: str, packing: bool) -> None:
+    decoder = build(SHAPE, dtype="fp32", device="cpu", attention=attention)
+    loss = MicrobatchLoss(init_weights(decoder, seed=0), torch.device("cpu"), nullcontext, packing=packing)
+    batches = [batch_of(seed) for seed in (3, 4)]
+    found = [loss.of(loss.inputs(batch)) for batch in batches]
+    assert found[0] != found[1]
+    assert all(map(torch.equal, found, [loss(batch) for batch in batches]))
+
+
+def test_documents_as_tensors_of_one_size() -> None:
+    """On a CPU nobody reads the form of attention "triton"."""
+    decoder = build(SHAPE, dtype="fp32", device="meta", attention="triton")
     batch = batch_of(3)
-    assert torch.equal(loss.of(loss.inputs(batch)), loss(batch))
     packed = MicrobatchLoss(decoder, torch.device("cpu"), nullcontext, packing=True).inputs(batch)
     place_T = torch.arange(384)
     assert torch.equal(packed["first"], (place_T - batch.positions_BT).int())
@@ -101,9 +110,10 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def made(kind: str) -> Decoder:
-    decoder = build(
-        SHAPE, dtype="bf16", device="cuda", attention="triton", pointwise="triton", loss_impl="triton"
-    )
+    settings = {"dtype": "bf16", "attention": "triton"}
+    if kind == "masked":
+        settings = {"dtype": "fp32", "attention": "sdpa_efficient"}
+    decoder = build(SHAPE, device="cuda", pointwise="triton", loss_impl="triton", **settings)
     init_weights(decoder, seed=0)
     if kind == "qlora":
         weights = {name: p.detach().clone() for name, p in decoder.named_parameters()}
@@ -115,7 +125,7 @@ def made(kind: str) -> Decoder:
                     module.take(weights[f"{name}.weight"])
         decoder.to("cuda")
         init_adapters(decoder, seed=0)
-    elif kind != "none":
+    elif kind not in ("none", "masked"):
         recompute.apply(decoder, [kind] * SHAPE.num_layers)
     return decoder
 
@@ -152,7 +162,7 @@ def plainly(decoder: Decoder, loss: Any) -> Graphs:
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize(
-    "kind", ["none", "block", "selective", "pointwise", "offload", "offload_attention", "qlora"]
+    "kind", ["none", "block", "selective", "pointwise", "offload", "offload_attention", "qlora", "masked"]
 )
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_recorded_microbatch_gives_a_plain_one_s_bits(kind: str, packing: bool) -> None:

@@ -36,18 +36,22 @@ class MicrobatchLoss:
         return self._loss(moved.input_ids_BT, moved.labels_BT, moved.positions_BT, layout)
 
     def inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """On the host, all [B, T], whatever documents there are: for attention "triton", or windows of one document."""
+        """On the host, all [B, T], whatever documents there are. Not for "varlen" and "flex", whose forms of a layout
+        change their size with the documents."""
         found = {"ids": batch.input_ids_BT, "labels": batch.labels_BT, "positions": batch.positions_BT}
-        if self.packing:
-            layout = Layout.packed(batch.documents_BT)
+        if not self.packing:
+            return found
+        layout = Layout.packed(batch.documents_BT)
+        if self.decoder.attention == "triton":
             bounds = layout.prepare("triton", "cpu", batch.documents_BT.shape[1])
-            found |= {"first": bounds.first_BT, "last": bounds.last_BT}
-        return found
+            return found | {"first": bounds.first_BT, "last": bounds.last_BT}
+        assert layout.documents_BT is not None
+        return found | {"documents": layout.documents_BT}
 
     def of(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """The loss of such tensors on the device; nothing waits for it."""
-        layout = Layout.causal()
-        if self.packing:
+        layout = Layout(inputs.get("documents"))  # from which masks are made on the device
+        if "first" in inputs:
             layout = Ready(Bounds(inputs["first"], inputs["last"]), inputs["first"])
         return self._loss(inputs["ids"], inputs["labels"], inputs["positions"], layout)
 
