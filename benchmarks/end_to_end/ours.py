@@ -150,8 +150,7 @@ def cap_of_part(case: Case, folders: tuple[Path, Path], adapters: tuple[Path, Pa
     assert case.cap_gb is not None
     standing = []
     for folder, adapter in zip(folders, adapters, strict=True):
-        plan = prepared_for(
-            replace(case, job=replace(case.job, tokens=256)), folder, adapter, device, None
-        ).plan
+        short = replace(case, job=replace(case.job, tokens=256))
+        plan = prepared_for(short, folder, adapter, device, None, {"unpacked_layers": 0}).plan
         standing.append(plan.memory.before.total)
     return case.cap_gb - (standing[0] - standing[1]) / GB

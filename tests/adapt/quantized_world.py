@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from trimtab.adapt import LoraSettings, add_adapters, init_adapters, trained_parameters
 from trimtab.adapt.quantized import quantize_layout
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import build, init_weights, save_folder
@@ -34,3 +36,33 @@ def folder(path: Path, shape: ModelShape = SHAPE, dtype: str = "fp32", shard_byt
 
 def token_ids(shape: ModelShape = SHAPE, rows: int = 2, tokens: int = 12) -> torch.Tensor:
     return torch.randint(0, shape.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(5))
+
+
+def adapted(
+    kind: str = "nf4", *, dtype: str = "fp32", packing: dict[str, Any] | None = None, **settings: Any
+) -> Decoder:
+    """Quantized, with adapters that already do something; biases train nothing."""
+    decoder = empty(kind=kind, dtype=dtype, **(packing or {}))
+    add_adapters(decoder, LoraSettings(r=4, **settings))
+    decoder.to_empty(device="cpu")
+    init_weights(decoder, 0)
+    init_adapters(decoder, 0)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if "lora_B" in name or name.endswith(".bias"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return decoder
+
+
+def results(decoder: Decoder) -> list[torch.Tensor]:
+    """The loss and every gradient."""
+    for parameter in decoder.parameters():
+        parameter.grad = None
+    ids = token_ids()
+    loss = decoder.loss(ids, ids.roll(-1, 1), reduction="mean")
+    loss.backward()
+    found = trained_parameters(decoder)
+    assert found
+    assert all(parameter.grad is not None for parameter in found.values())
+    return [loss.detach(), *(parameter.grad.clone() for parameter in found.values())]  # type: ignore[union-attr]

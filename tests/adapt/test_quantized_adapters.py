@@ -7,48 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_world import SHAPE, empty, token_ids
+from quantized_world import SHAPE, adapted, empty, results, token_ids
 
 from trimtab.adapt import (
     LoraSettings,
     add_adapters,
-    init_adapters,
     quantized_ops,
     recompute,
-    trained_parameters,
 )
 from trimtab.adapt.quantized import describe, quantized_layers
 from trimtab.facts.errors import RecipeError
-from trimtab.model import init_weights
-from trimtab.model.decoder import Decoder
-
-
-def adapted(kind: str = "nf4", **settings: Any) -> Decoder:
-    """Quantized, with adapters that already do something; biases train nothing."""
-    decoder = empty(kind=kind)
-    add_adapters(decoder, LoraSettings(r=4, **settings))
-    decoder.to_empty(device="cpu")
-    init_weights(decoder, 0)
-    init_adapters(decoder, 0)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            if "lora_B" in name or name.endswith(".bias"):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return decoder
-
-
-def results(decoder: Decoder) -> list[torch.Tensor]:
-    """The loss and every gradient."""
-    for parameter in decoder.parameters():
-        parameter.grad = None
-    ids = token_ids()
-    loss = decoder.loss(ids, ids.roll(-1, 1), reduction="mean")
-    loss.backward()
-    found = trained_parameters(decoder)
-    assert found
-    assert all(parameter.grad is not None for parameter in found.values())
-    return [loss.detach(), *(parameter.grad.clone() for parameter in found.values())]  # type: ignore[union-attr]
 
 
 def assert_close(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:

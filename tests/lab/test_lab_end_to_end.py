@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.end_to_end import __main__ as runner
 from benchmarks.end_to_end import jobs, world
+from benchmarks.end_to_end.child import FEWEST
 from benchmarks.end_to_end.jobs import Case, Job
 from benchmarks.end_to_end.table import floor_s, markdown, page, problems, read
 
@@ -182,7 +183,9 @@ def test_a_tiny_run_agrees_with_transformers_and_peft(tmp_path: Path) -> None:
     losses = {name: one["losses"] for name, one in found.items() if "qlora" in name}
     for kind in ("2×64", "2×64 packed"):
         ours, theirs = (losses[f"tiny-llama-8b qlora {kind}/{who}"] for who in ("trimtab", "hf"))
-        assert ours == pytest.approx(theirs, abs=2e-3)
+        both = min(len(ours), len(theirs))  # as many steps as the time allowed
+        assert both > FEWEST
+        assert ours[:both] == pytest.approx(theirs[:both], abs=2e-3)
         assert ours[-1] < ours[0]
     for name in ("tiny-llama-8b longest 3 GB/trimtab", "tiny-llama-8b/1 longest 2 GB/trimtab"):
         assert found[name]["confirmed"] == 4096, "as long as the model's positions"

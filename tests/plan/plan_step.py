@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 
 from trimtab import optim
-from trimtab.adapt import add_adapters, init_adapters, quantize_layout, recompute, trained_parameters
+from trimtab.adapt import (
+    add_adapters,
+    init_adapters,
+    keep_unpacked,
+    quantize_layout,
+    recompute,
+    trained_parameters,
+)
 from trimtab.adapt.lora import set_masks
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.kernels.attention import Layout
@@ -31,6 +38,7 @@ class Step:
         init_weights(self.decoder, 0)
         if job.quantization is not None:
             quantize_layout(self.decoder, job.quantization["kind"])
+            keep_unpacked(self.decoder, job.unpacked_layers, dtype=getattr(torch, TORCH_NAMES[job.dtype]))
         if job.lora is not None:
             add_adapters(self.decoder, job.lora)
             init_adapters(self.decoder, seed=0)

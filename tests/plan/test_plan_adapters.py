@@ -72,6 +72,10 @@ CASES = {
     "NF4": vary(quantization=NF4),
     "NF4, bf16, recomputed": vary(**BF16, quantization=NF4, policies=("block",) * 6),
     "INT8": vary(quantization=INT8, **BF16),
+    "NF4, half unpacked": vary(quantization=NF4, unpacked_layers=3),
+    "NF4, bf16, all unpacked": vary(**BF16, quantization=NF4, unpacked_layers=6),
+    "NF4, unpacked, recomputed": vary(**BF16, quantization=NF4, unpacked_layers=6, policies=("block",) * 6),
+    "INT8, half unpacked": vary(quantization=INT8, **BF16, unpacked_layers=3),
 }
 
 

@@ -28,6 +28,7 @@ ALLOWED = [
     "recompute=block",
     "memory_limit=8GiB",
     "cuda_graphs=false",
+    "unpacked_layers=0",
 ]
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from trimtab.adapt.peft_files import load_adapter, save_adapter
     from trimtab.adapt.quantized import QuantizedLinear, quantize_layout
     from trimtab.adapt.spec import LoraSettings
+    from trimtab.adapt.unpacked import keep_unpacked
 
 _PLACES = {
     "LoRALinear": "lora",
@@ -41,6 +42,7 @@ _PLACES = {
     "compilations": "compiling",
     "compile_regions": "compiling",
     "init_adapters": "lora",
+    "keep_unpacked": "unpacked",
     "load_adapter": "peft_files",
     "merge_adapters": "merging",
     "quantize_layout": "quantized",
@@ -60,6 +62,7 @@ __all__ = [
     "compilations",
     "compile_regions",
     "init_adapters",
+    "keep_unpacked",
     "load_adapter",
     "merge_adapters",
     "quantize_layout",

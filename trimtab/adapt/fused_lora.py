@@ -7,8 +7,9 @@
 Against the layers one by one: x is read once for all A and once for their gradients, and dX is added up in place
 instead of in five tensors. What an adapter gives is written first and the large product is added to it. That product
 adds in fp32 and rounds once, and it reads what is there while it computes, not in a pass of its own. Frozen weights may
-be packed; then each is dequantized into the shared workspace, multiplied and forgotten. Kept for the backward pass: x
-and H. Products run in x's format; A and B, usually fp32, are cast as they are used.
+be packed; then each is dequantized into the shared workspace, multiplied and forgotten (one that is kept unpacked as
+well comes here as a plain one). Kept for the backward pass: x and H. Products run in x's format; A and B, usually fp32,
+are cast as they are used.
 """
 
 # N tokens, I input features, O output features, R rank (of all layers together in H)
@@ -23,11 +24,8 @@ from typing import Any
 
 import torch
 
-from trimtab.adapt import quantized_ops, workspace
-from trimtab.adapt.quantized_ops import NUM_PACKED, Packed, Packing
-
-PLAIN = "plain"
-"""The kind of a weight that is an ordinary tensor [O, I]."""
+from trimtab.adapt import quantized_ops
+from trimtab.adapt.quantized_ops import NUM_PACKED, PLAIN, Packed, Packing
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,7 @@ class Part:
     @staticmethod
     def plain(weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scaling: float) -> Part:
         """Of an ordinary weight."""
-        packing = Packing(PLAIN, weight_OI.shape[0], weight_OI.shape[1], 0, 0, "torch")
-        return Part((weight_OI,), packing.text, a_RI, b_OR, scaling)
+        return Part((weight_OI,), Packing.plain(*weight_OI.shape).text, a_RI, b_OR, scaling)
 
 
 def lora_group(x: torch.Tensor, parts: Sequence[Part], *, last: bool = False) -> list[torch.Tensor]:
@@ -102,20 +99,6 @@ def _weights(packed: list[torch.Tensor], texts: str) -> Iterator[tuple[Packing, 
         yield packing, (*tensors, *(None,) * (NUM_PACKED - count))
 
 
-@contextmanager
-def _weight(
-    packed: Packed, packing: Packing, dtype: torch.dtype, device: torch.device
-) -> Iterator[torch.Tensor]:
-    """W [O, I] in the format of the products, for as long as the block lasts."""
-    if packing.kind == PLAIN:
-        weight_OI = packed[0]
-        assert weight_OI is not None
-        yield weight_OI.to(dtype)
-        return
-    with workspace.lend(packing.shape, dtype, device) as space_OI:
-        yield quantized_ops.dequantize(packing, packed, dtype, space_OI)
-
-
 def _stacked(factors_RI: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """All A of a group as one matrix, in the format of the products."""
     return (factors_RI[0] if len(factors_RI) == 1 else torch.cat(factors_RI)).to(dtype)
@@ -147,7 +130,7 @@ def _forward(
         elif quantized_ops.is_fused(packing, x_NI.shape[0]):
             y_NO += quantized_ops.product(x_NI, tensors, packing)
         else:
-            with _weight(tensors, packing, x.dtype, x.device) as weight_OI:
+            with quantized_ops.weight(packing, tensors, x.dtype, x.device) as weight_OI:
                 y_NO.addmm_(x_NI, weight_OI.t())
         outputs.append(y_NO.view(*x.shape[:-1], packing.out_features))
         start = stop
@@ -185,7 +168,7 @@ def _gradient(
         return [x.new_empty(0), *da, *db]
     dx_NI = dh_NR @ _stacked(a, x.dtype)
     for dy_NO, (packing, tensors) in zip(dy_GNO, _weights(packed, texts), strict=True):
-        with _weight(tensors, packing, dy_NO.dtype, dy_NO.device) as weight_OI:
+        with quantized_ops.weight(packing, tensors, dy_NO.dtype, dy_NO.device) as weight_OI:
             dx_NI.addmm_(dy_NO, weight_OI)
     return [dx_NI.view(x.shape), *da, *db]
 

@@ -32,6 +32,7 @@ class Adapted(nn.Module):
         self._parameters = base._parameters
         self._buffers = base._buffers
         self._non_persistent_buffers_set = base._non_persistent_buffers_set
+        self._load_state_dict_post_hooks = base._load_state_dict_post_hooks
         # Not a child: a child's name would stand in front of its tensors'.
         object.__setattr__(self, "base", base)
         self.path = name
@@ -175,8 +176,8 @@ class LoRALinear(Adapted):
             return self._dora(x, self.active[0])
         first, *others = self.active
         p = self._drop(first)
-        if (part := self.part()) is not None:
-            y = self._biased(lora_group(x, [part], last=self.last)[0])
+        if self.joins:
+            y = self._biased(lora_group(x, [self.part(x)], last=self.last)[0])
         elif isinstance(base, nn.Linear) and not p:
             a_RI, b_OR = self.factors(first)
             y = lora_linear(x, base.weight, base.bias, a_RI, b_OR, self.scaling[first])
@@ -186,30 +187,31 @@ class LoRALinear(Adapted):
             y = self._add(y, x, adapter)
         return y
 
-    def part(self) -> Part | None:
-        """This layer and its adapter as a part of a group; None where it goes alone: no adapter or several, dropout,
-        DoRA."""
-        if (
-            len(self.active) != 1
-            or self.active[0] in self.lora_magnitude_vector
-            or self._drop(self.active[0])
-        ):
-            return None
+    @property
+    def joins(self) -> bool:
+        """Whether this layer can be a part of a group; alone go those without an adapter or with several, with dropout
+        or DoRA."""
+        if len(self.active) != 1:
+            return False
+        return self.active[0] not in self.lora_magnitude_vector and not self._drop(self.active[0])
+
+    def part(self, x: torch.Tensor) -> Part:
+        """This layer and its adapter as a part of a group that reads x, in the format it is read in."""
         base, scaling = self.__dict__["base"], self.scaling[self.active[0]]
         if isinstance(base, QuantizedLinear):
-            return Part(base.packed, base.text, *self.factors(self.active[0]), scaling)
+            return Part(*base.operand(x), *self.factors(self.active[0]), scaling)
         return Part.plain(base.weight, *self.factors(self.active[0]), scaling)
 
     def together(self, x: torch.Tensor, layers: tuple[nn.Module, ...]) -> list[torch.Tensor]:
         """What each of these layers, of which this is the first, makes of x: in one operator where all of them can
         be parts of it."""
-        parts = [layer.part() if isinstance(layer, LoRALinear) else None for layer in layers]
-        if any(part is None for part in parts):
+        joined = [layer for layer in layers if isinstance(layer, LoRALinear) and layer.joins]
+        if len(joined) < len(layers):
             return [layer(x) for layer in layers]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        outputs = lora_group(x, [part for part in parts if part is not None])
-        return [layer._biased(y) for layer, y in zip(layers, outputs, strict=True)]  # type: ignore[operator]
+        outputs = lora_group(x, [layer.part(x) for layer in joined])
+        return [layer._biased(y) for layer, y in zip(joined, outputs, strict=True)]
 
     def _biased(self, y: torch.Tensor) -> torch.Tensor:
         bias_O = self.__dict__["base"].bias

@@ -6,12 +6,14 @@
     load_weights(decoder, "my-model")                       # reads, moves and quantizes one weight at a time
 
 The bytes are bitsandbytes' own: the same codes and scales, whether they are made here or there, on a CPU or a GPU.
+Where memory is left, a layer may hold its weight unpacked as well (`adapt.unpacked`).
 """
 
 # N output features, K input features
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -85,6 +87,10 @@ class QuantizedLinear(nn.Module):
         self._lay_out(
             Packing(kind, out_features, in_features, block if kind == "nf4" else 0, nested, impl), device
         )
+        self.plain_text = Packing.plain(out_features, in_features).text
+        self.unpacked: torch.Tensor | None
+        self.register_buffer("unpacked", None, persistent=False)
+        self.register_load_state_dict_post_hook(_refresh)
         self.bias: nn.Parameter | None = None
         if bias:
             values = torch.empty(out_features, dtype=bias_dtype or dtype, device=device)
@@ -131,15 +137,55 @@ class QuantizedLinear(nn.Module):
         """x · Wᵀ without the bias."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return torch.ops.trimtab.packed_linear(x, *self.packed, self.text)
+        packed, text = self.operand(x)
+        return torch.ops.trimtab.packed_linear(x, *packed, text)
+
+    def operand(self, x: torch.Tensor) -> tuple[quantized_ops.Packed, str]:
+        """What a product with x [..., K] reads, and how it lies: the weight kept unpacked, if it is kept in x's format,
+        or the packed tensors. So few rows that they need no dequantized weight read the packed ones always."""
+        kept_NK = self.unpacked
+        if kept_NK is None or kept_NK.dtype != x.dtype:
+            return self.packed, self.text
+        if quantized_ops.is_fused(self.packing, math.prod(x.shape[:-1])):
+            return self.packed, self.text
+        return (kept_NK, *(None,) * (quantized_ops.NUM_PACKED - 1)), self.plain_text
 
     @torch.no_grad()
     def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """W [N, K] as the products see it, in `dtype` (that of the original unless given); a fresh tensor."""
-        weight_NK: torch.Tensor = torch.ops.trimtab.packed_weight(
-            *self.packed, self.text, dtype or self.dtype
-        )
+        """W [N, K] as the products see it, in `dtype` (that of the original unless given); not to be written to: where
+        the layer keeps it unpacked, it is that very tensor."""
+        wanted, kept_NK = dtype or self.dtype, self.unpacked
+        if kept_NK is not None and kept_NK.dtype == wanted:
+            return kept_NK
+        weight_NK: torch.Tensor = torch.ops.trimtab.packed_weight(*self.packed, self.text, wanted)
         return weight_NK
+
+    @torch.no_grad()
+    def keep_unpacked(self, dtype: torch.dtype | None) -> None:
+        """Holds W [N, K] in `dtype` beside the packed tensors, for all later products in that format; None gives it up.
+
+        It is no parameter and in no state dict, goes where the layer goes, and follows whatever is packed here later.
+
+        Example:
+            >>> layer = QuantizedLinear(64, 8, bias=False, kind="nf4", dtype=torch.float32)
+            >>> layer.take(torch.randn(8, 64))
+            >>> layer.keep_unpacked(torch.float32)
+            >>> layer.unpacked.shape, "unpacked" in layer.state_dict()
+            (torch.Size([8, 64]), False)
+        """
+        self.unpacked = None  # before there is another: never two at once
+        if dtype is not None:
+            codes = self.packed[0]
+            assert codes is not None
+            self.unpacked = codes.new_empty(self.packing.shape, dtype=dtype)
+            self.refresh_unpacked()
+
+    @torch.no_grad()
+    def refresh_unpacked(self) -> None:
+        """Writes the weight that is kept unpacked, if one is, again from the packed tensors."""
+        kept_NK = self.unpacked
+        if kept_NK is not None and not kept_NK.is_meta:
+            quantized_ops.dequantize(self.packing, self.packed, kept_NK.dtype, kept_NK)
 
     @torch.no_grad()
     def take(self, weight_NK: torch.Tensor) -> None:
@@ -175,6 +221,7 @@ class QuantizedLinear(nn.Module):
         self._check_packing(weight)
         for name, tensor in found.items():
             getattr(self, name).copy_(tensor)
+        self.refresh_unpacked()
 
     def _check_packing(self, weight: NF4Weight | Int8Tensor) -> None:
         if isinstance(weight, NF4Weight):
@@ -201,8 +248,9 @@ class QuantizedLinear(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
-        """Moves the packed tensors as bytes, so that `decoder.to(torch.bfloat16)` does not round the scales."""
-        dtypes = {name: tensor.dtype for name in NAMES if (tensor := self._buffers[name]) is not None}
+        """Moves the tensors as bytes, so that `decoder.to(torch.bfloat16)` does not round the scales."""
+        names = (*NAMES, "unpacked")
+        dtypes = {name: tensor.dtype for name in names if (tensor := self._buffers[name]) is not None}
         for name in dtypes:
             self._buffers[name] = self._buffers[name].view(torch.uint8)  # type: ignore[union-attr]
         super()._apply(fn, recurse)
@@ -213,6 +261,11 @@ class QuantizedLinear(nn.Module):
     def extra_repr(self) -> str:
         what = _words(self.kind, self.packing.shape, self.packing.block, self.packing.nested_block)
         return f"{what}, bias={self.bias is not None}, impl={self.impl}"
+
+
+def _refresh(layer: nn.Module, _keys: Any) -> None:
+    """After a state dict was loaded; the layer may be an adapted one, which hands on what it does not have."""
+    layer.refresh_unpacked()  # type: ignore[operator]
 
 
 def _sizes(packing: Packing) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -2,13 +2,16 @@
 
 The weight is dequantized to x's dtype into the shared workspace, multiplied and forgotten; the gradient of x
 dequantizes it again. So nothing of 16 bits outlives an operator, autograd saves the packed tensors (which are there
-anyway) and no activation. The weight is frozen: it never gets a gradient.
+anyway) and no activation. The weight is frozen: it never gets a gradient. A weight that is kept unpacked as well
+(`PLAIN`) goes through the same operators, so that the same products run in the same order.
 """
 
 # M rows of x, N output features, K input features
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,6 +29,9 @@ Packed = tuple[torch.Tensor | None, ...]
 
 NUM_PACKED = 6
 
+PLAIN = "plain"
+"""The kind of a weight that is an ordinary tensor [N, K], the first of the packed ones."""
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -40,14 +46,19 @@ class Packing:
     """
 
     kind: str
-    """nf4 or int8 (a scale a row)."""
+    """nf4, int8 (a scale a row) or plain."""
     out_features: int
     in_features: int
     block: int
     nested_block: int
     """0 where scales are not quantized themselves."""
     impl: str
-    """reference or triton."""
+    """reference or triton; torch for a plain one."""
+
+    @staticmethod
+    def plain(out_features: int, in_features: int) -> Packing:
+        """Of an ordinary tensor."""
+        return Packing(PLAIN, out_features, in_features, 0, 0, "torch")
 
     @property
     def text(self) -> str:
@@ -115,6 +126,20 @@ def is_fused(packing: Packing, rows: int) -> bool:
     return packing.kind == "nf4" and packing.impl == "triton" and 0 < rows <= nf4_spec.FUSED_ROWS
 
 
+@contextmanager
+def weight(
+    packing: Packing, packed: Packed, dtype: torch.dtype, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """W [N, K] in the format of the products, for as long as the block lasts: in the workspace, or itself if plain."""
+    if packing.kind == PLAIN:
+        weight_NK = packed[0]
+        assert weight_NK is not None
+        yield weight_NK.to(dtype)
+        return
+    with workspace.lend(packing.shape, dtype, device) as space_NK:
+        yield dequantize(packing, packed, dtype, space_NK)
+
+
 def product(x: torch.Tensor, packed: Packed, packing: Packing) -> torch.Tensor:
     """x · Wᵀ: [..., K] → [..., N]. Below autograd, on real tensors."""
     if is_fused(packing, x.numel() // max(packing.in_features, 1)):
@@ -123,18 +148,18 @@ def product(x: torch.Tensor, packed: Packed, packing: Packing) -> torch.Tensor:
         # One or two rows, as in generation: decoded inside the product, 15 µs instead of 27 at 4096×4096 (H200).
         state = (*_nf4_state(packed), packing.shape, packing.block, max(packing.nested_block, 1))
         return impl_triton_matmul.matmul(x, *state)
-    with workspace.lend(packing.shape, x.dtype, x.device) as weight_NK:
-        return F.linear(x, dequantize(packing, packed, x.dtype, weight_NK))
+    with weight(packing, packed, x.dtype, x.device) as weight_NK:
+        return F.linear(x, weight_NK)
 
 
 def product_of_gradient(grad: torch.Tensor, packed: Packed, packing: Packing) -> torch.Tensor:
     """grad · W: [..., N] → [..., K]."""
-    with workspace.lend(packing.shape, grad.dtype, grad.device) as weight_NK:
-        return grad @ dequantize(packing, packed, grad.dtype, weight_NK)
+    with weight(packing, packed, grad.dtype, grad.device) as weight_NK:
+        return grad @ weight_NK
 
 
 _PACKED = (
-    "Tensor codes, Tensor scales, Tensor? quant_map, Tensor? nested_absmax, Tensor? nested_quant_map, "
+    "Tensor codes, Tensor? scales, Tensor? quant_map, Tensor? nested_absmax, Tensor? nested_quant_map, "
     "Tensor? offset, str packing"
 )
 _library = torch.library.Library("trimtab", "FRAGMENT")

@@ -1,7 +1,8 @@
 """What a model with quantized linear layers costs, and which code reads them. No torch.
 
 The weights of the blocks' linear layers are packed; embeddings, norms, biases and the head stay as they are. A product
-holds one dequantized weight at a time, in a workspace that all layers share and that stays once it has grown.
+holds one dequantized weight at a time, in a workspace that all layers share and that stays once it has grown. Blocks
+may keep their weights unpacked as well, where memory is left.
 """
 
 from __future__ import annotations
@@ -120,6 +121,24 @@ def workspace_bytes(shape: ModelShape, dtype: str, *, skip: tuple[str, ...] = ()
     """Bytes of the one dequantized weight that exists at a time: held from the first product on."""
     packed = linear_shapes(shape, skip)
     return max((nbytes(dtype, math.prod(dims)) for dims in packed.values()), default=0)
+
+
+def unpacked_bytes(shape: ModelShape, layers: int, dtype: str, *, skip: tuple[str, ...] = ()) -> int:
+    """Bytes of the weights of the first so many blocks, kept unpacked beside the packed ones in the products' format.
+
+    Example:
+        >>> llama = ModelShape("llama", 128256, 4096, 14336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
+        >>> round(unpacked_bytes(llama, 32, "bf16") / 2**30, 2)
+        13.0
+    """
+    if not layers:
+        return 0
+    kept = (
+        math.prod(dims)
+        for name, dims in linear_shapes(shape, skip).items()
+        if int(name.removeprefix("model.layers.").partition(".")[0]) < layers
+    )
+    return nbytes(dtype, sum(kept))
 
 
 SAVED_FOR_BACKWARD = 0

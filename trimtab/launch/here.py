@@ -26,7 +26,7 @@ from trimtab.run.places import absolute, model_folder, shape_of, tokenizer_of
 
 VERSION = 1
 """Of choices.json; readers of old versions stay."""
-MEMORY_KEYS = ("memory_limit", "recompute", "gradient_checkpointing")
+MEMORY_KEYS = ("memory_limit", "recompute", "gradient_checkpointing", "unpacked_layers")
 """A resume that changes one of these chooses anew what layers keep."""
 
 

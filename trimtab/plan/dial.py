@@ -73,6 +73,8 @@ class Setting:
     """Pinned bytes of the host."""
     seconds: float
     """A microbatch's time beyond keeping everything, by the device's ceilings: a figure to compare settings by."""
+    unpacked_layers: int = 0
+    """Layers whose packed weights are kept unpacked as well."""
 
 
 def rates_of(device: DeviceFacts, dtype: str) -> Rates:
@@ -148,7 +150,9 @@ def setting_of(job: Job, device: DeviceFacts, segments: Segments) -> Setting:
     rates = rates_of(device, job.dtype)
     costs = _costs(job, rates)
     seconds = sum(costs[policy] * count for policy, count in segments) + _loss_cost(job, rates)
-    return Setting(policies, job.mlp_tiles, job.loss_memory, memory.needed, memory.host, seconds)
+    return Setting(
+        policies, job.mlp_tiles, job.loss_memory, memory.needed, memory.host, seconds, job.unpacked_layers
+    )
 
 
 def _variants(job: Job, tiles: int | None, fixed_loss: bool) -> Iterator[Job]:

@@ -112,6 +112,8 @@ def _changes(job: Job) -> Iterator[tuple[Job, str]]:
             dataclasses.replace(job, batch=batch, accumulation=accumulation),
             f"per_device_train_batch_size: {batch} with gradient_accumulation_steps: {accumulation}",
         )
+    if job.unpacked_layers:
+        yield dataclasses.replace(job, unpacked_layers=0), "unpacked_layers: 0"
     thrifty = {"cuda": ("block", "offload"), "cpu": ("block",)}[job.device]
     for policy in thrifty[thrifty.index(job.layers[0]) + 1 if job.layers[0] in thrifty else 0 :]:
         yield dataclasses.replace(job, policies=(policy,) * len(job.layers)), f"recompute: {policy}"

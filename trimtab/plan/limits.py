@@ -1,4 +1,4 @@
-"""What a recipe says of memory, settled for one machine: `memory_limit`, `recompute` and `mlp_tiles` become numbers."""
+"""What a recipe says of memory, settled for one machine: its keys become numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import format_bytes, parse_bytes, parse_share
-from trimtab.plan import dial
+from trimtab.plan import dial, unpacked
 from trimtab.plan.memory import CONTEXT, Job, predict, segments_of
 from trimtab.recipe.keys import Recipe
 
@@ -80,14 +80,18 @@ def settle(
     if tiles is None and recipe.mlp_tiles != "auto":
         tiles = recipe.mlp_tiles
     named = by_hand(recipe, job.shape)
+    job = job.changed(unpacked_layers=unpacked.by_hand(recipe, job.shape))
     if named is None:
         setting, fits = dial.choose(job, device, limit, tiles=tiles, fixed_loss=fixed_loss)
     else:
         setting, fits = _with_tiles(job, device, limit, named, tiles)
+    if fits and recipe.unpacked_layers == "auto":
+        setting = unpacked.unpack(job, setting, limit)
     chosen = {
         "recompute": list(setting.policies),
         "mlp_tiles": setting.mlp_tiles,
         "loss_memory": setting.loss_memory,
+        "unpacked_layers": setting.unpacked_layers,
         "limit": limit,
         "limit_basis": words,
         "allocator_bytes": limit - CONTEXT[job.device] if recipe.memory_limit is not None else None,
@@ -131,6 +135,8 @@ def sentence(chosen: dict[str, Any], num_layers: int) -> str:
     Example:
         >>> sentence({"recompute": ["block", "none", "none"], "mlp_tiles": 4}, 3)
         '1 layer block, 2 none; feed-forward in 4 tiles'
+        >>> sentence({"recompute": ["none"] * 3, "mlp_tiles": 1, "unpacked_layers": 2}, 3)
+        'none in all 3 layers; weights of 2 also unpacked'
     """
     counts = counted(tuple(chosen["recompute"]))
     if len(counts) == 1:
@@ -139,4 +145,7 @@ def sentence(chosen: dict[str, Any], num_layers: int) -> str:
         parts = [f"{count} {policy}" for policy, count in counts.items()]
         first = next(iter(counts.values()))
         text = ", ".join([parts[0].replace(" ", " layer " if first == 1 else " layers ", 1), *parts[1:]])
-    return text + (f"; feed-forward in {chosen['mlp_tiles']} tiles" if chosen["mlp_tiles"] > 1 else "")
+    if chosen["mlp_tiles"] > 1:
+        text += f"; feed-forward in {chosen['mlp_tiles']} tiles"
+    also = chosen.get("unpacked_layers", 0)  # not in the folders of runs made before there was a choice
+    return text + (f"; weights of {also} also unpacked" if also else "")

@@ -44,7 +44,8 @@ def longest_context(job: Job, device: DeviceFacts, limit: int) -> Longest:
     What a model was trained for (its `max_positions`) is another matter and not looked at.
 
     Args:
-        job: the rest of what is trained; its batch is kept, its own length, policies and tiles are not looked at.
+        job: the rest of what is trained; its batch is kept, its own length, policies, tiles and unpacked layers are
+            not looked at.
         device: where it runs; its host's free memory bounds what is kept there.
         limit: bytes on the device, the process itself included.
 
@@ -60,6 +61,7 @@ def longest_context(job: Job, device: DeviceFacts, limit: int) -> Longest:
         >>> longest_context(job, gpu, 24 * 10**9).tokens > 100_000
         True
     """
+    job = job.changed(unpacked_layers=0)
     within = dial.within_limit(job, limit)
 
     def fits(steps: int) -> bool:

@@ -175,6 +175,7 @@ def job_of(
         pointwise=choices.get("pointwise", {}).get("impl", "reference"),
         lora=None if choices.get("lora") is None else LoraSettings.from_dict(choices["lora"]),
         quantization=choices.get("quantization"),
+        unpacked_layers=choices.get("memory", {}).get("unpacked_layers", 0),
     )
 
 

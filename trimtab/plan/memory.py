@@ -100,6 +100,8 @@ class Job:
     """The adapters' settings, where adapters are trained and all else is frozen."""
     quantization: dict[str, Any] | None = None
     """How frozen weights are packed: kind, block, double, impl."""
+    unpacked_layers: int = 0
+    """Layers whose packed weights are kept unpacked as well (`trimtab.adapt.unpacked`)."""
 
     @cached_property
     def trained(self) -> Trained:
@@ -162,8 +164,8 @@ def predict(job: Job) -> Memory:
 
 
 def weight_bytes(job: Job) -> int:
-    """Bytes of all weights, trained and frozen."""
-    return job.trained.weight_bytes
+    """Bytes of all weights, trained and frozen, those that are kept unpacked beside the packed ones included."""
+    return job.trained.weight_bytes + spec_quantized.unpacked_bytes(job.shape, job.unpacked_layers, job.dtype)
 
 
 def gradient_bytes(job: Job) -> int:

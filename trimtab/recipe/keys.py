@@ -328,6 +328,12 @@ class Recipe(Section):
     """The same in 8 bits, with one scale for each row: twice the memory of 4 bits, closer to the original."""
     bnb_4bit_use_double_quant: Annotated[bool, Field(examples=[True])] = True
     """With `load_in_4bit`: keep the scales in 8 bits too, 4.13 bits for each weight instead of 4.5."""
+    unpacked_layers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0)], Field(examples=["auto"])] = (
+        "auto"
+    )
+    """With `load_in_4bit` or `load_in_8bit`: in how many layers weights are kept unpacked as well, in the format of the
+    arithmetic, so that no step has to unpack them: faster, with the same numbers, for 16 bits more a weight. `auto`
+    takes as many as fit `memory_limit` on a GPU where no layer computes anything again, and none on a CPU."""
     deterministic: Annotated[bool, Field(examples=[False])] = False
     """On a GPU: only algorithms that give the same bits each time, so that a resumed run equals an
     uninterrupted one bit by bit. On a CPU it always does."""

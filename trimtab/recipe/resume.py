@@ -30,6 +30,7 @@ CHANGEABLE_ON_RESUME: dict[str, str] = {
     "gradient_checkpointing": "the same numbers, kept or computed again",
     "recompute": "the same numbers, kept or computed again",
     "memory_limit": "the same numbers, kept or computed again",
+    "unpacked_layers": "the same numbers, kept or unpacked again",
     "cuda_graphs": "the same kernels, handed over one by one or together",
 }
 """Key to the reason why it may change."""

@@ -163,6 +163,11 @@ def _quantized(recipe: Recipe) -> Iterator[str]:
                 f"{key}: true keeps the weights in {bits} bits, where they cannot be trained directly; train adapters "
                 f"on them (lora: {{r: 16}}), or set {key}: false"
             )
+    elif recipe.unpacked_layers not in ("auto", 0):
+        yield (
+            f"unpacked_layers: {recipe.unpacked_layers} is of weights in few bits, and here none are; leave it out, "
+            "or set load_in_4bit: true or load_in_8bit: true"
+        )
     if not recipe.bnb_4bit_use_double_quant and not recipe.load_in_4bit:
         yield "bnb_4bit_use_double_quant is of load_in_4bit, which is not set; leave it out, or set load_in_4bit: true"
 

@@ -17,6 +17,7 @@ from trimtab.adapt import (
     add_adapters,
     compile_regions,
     init_adapters,
+    keep_unpacked,
     recompute,
     trained_parameters,
 )
@@ -30,6 +31,7 @@ from trimtab.checkpoint import Found, Store
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import Decoder, build, check_weights, init_weights, load_weights, read_shape
+from trimtab.model.building import torch_dtype
 from trimtab.parallel import Mesh
 from trimtab.recipe import Recipe
 from trimtab.run.adapters import check_adapter_base, settings_of
@@ -144,7 +146,8 @@ def assemble(
 
 
 def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *, fresh: bool) -> Decoder:
-    """On the meta device shape, quantized layout, adapters, recompute, compile; then weights and gradients' format.
+    """On the meta device shape, quantized layout, adapters, recompute, compile; then weights, unpacked
+    ones and gradients' format.
 
     No step changes a parameter's name. A checkpoint (not `fresh`) brings what is trained; frozen weights are always
     read from where they come from.
@@ -181,6 +184,8 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
         init_weights(decoder, recipe.seed)
     elif read_weights:
         fill_grown(decoder, stored, lambda: load_weights(decoder, weights))
+    # Of runs made before there was a choice: none. Now, so that no step is the one that takes the memory.
+    keep_unpacked(decoder, choices.memory.get("unpacked_layers", 0), dtype=torch_dtype(choices.dtype))
     if settings is not None and fresh:
         _fill_adapters(recipe, decoder, weights)
     set_gradient_format(decoder, choices)

@@ -1,0 +1,173 @@
+"""Unpacked weights in the plan: as many layers as there is room for, more with more memory, never beyond the limit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from trimtab.adapt.spec import LoraSettings
+from trimtab.adapt.spec_quantized import unpacked_bytes
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.errors import RecipeError, ResourceError
+from trimtab.facts.shapes import ModelShape
+from trimtab.plan import check_fits, longest_context, make_plan
+from trimtab.plan.dial import choose, within_limit
+from trimtab.plan.memory import Job, predict
+from trimtab.plan.unpacked import unpack
+from trimtab.recipe import check_resume, loads
+
+LLAMA_8B = ModelShape("llama", 128_256, 4096, 14_336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
+GPU = DeviceFacts(
+    "NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True, host_free_bytes=120 * 2**30
+)
+LAPTOP = DeviceFacts("a laptop", "cpu", 150 * 10**9)
+NF4 = {"kind": "nf4", "block": 64, "double": True, "impl": "triton"}
+JOB = Job(
+    LLAMA_8B,
+    batch=2,
+    tokens=2048,
+    accumulation=1,
+    dtype="bf16",
+    weights_dtype="bf16",
+    gradient_dtype="bf16",
+    optimizer="adamw_8bit",
+    attention="triton",
+    device="cuda",
+    bf16=True,
+    pointwise="triton",
+    optimizer_impl="triton",
+    loss_impl="triton",
+    loss_memory=2 * 10**9,
+    lora=LoraSettings(r=16),
+    quantization=NF4,
+)
+CHOICES: dict[str, Any] = {
+    "dtype": "bf16",
+    "weights_dtype": "bf16",
+    "gradient_dtype": "bf16",
+    "attention": {"impl": "triton", "reason": "for this test", "rejected": []},
+    "pointwise": {"impl": "triton", "reason": "for this test"},
+    "optimizer": {"name": "adamw_8bit", "impl": "triton", "reason": "for this test"},
+    "lora": LoraSettings(r=16).to_dict(),
+    "quantization": NF4,
+}
+RECIPE = (
+    "model: q\ndata: {train: x}\noptim: adamw_8bit\ndtype: bf16\nlora: {r: 16}\nload_in_4bit: true\n"
+    "per_device_train_batch_size: 2\nmax_seq_length: 2048\n"
+)
+
+
+def plan(*overrides: str, device: DeviceFacts = GPU, **choices: Any) -> Any:
+    return make_plan(loads(RECIPE, overrides), LLAMA_8B, device=device, choices={**CHOICES, **choices})
+
+
+def chosen(job: Job, limit: int) -> Any:
+    setting, fits = choose(job, GPU, limit)
+    return unpack(job, setting, limit) if fits else setting
+
+
+def test_more_memory_unpacks_more() -> None:
+    found = {}
+    for gigabytes in range(10, 61, 2):
+        limit = gigabytes * 10**9
+        setting = chosen(JOB, limit)
+        found[gigabytes] = setting.unpacked_layers
+        job = JOB.changed(
+            policies=setting.policies,
+            mlp_tiles=setting.mlp_tiles,
+            loss_memory=setting.loss_memory,
+            unpacked_layers=setting.unpacked_layers,
+        )
+        assert predict(job).needed == setting.needed <= within_limit(job, limit) <= limit
+        if setting.unpacked_layers:
+            assert set(setting.policies) == {"none"}
+            assert setting.mlp_tiles == 1
+        if 0 < setting.unpacked_layers < 32:
+            one_more = job.changed(unpacked_layers=setting.unpacked_layers + 1)
+            assert predict(one_more).needed > within_limit(one_more, limit)
+    numbers = list(found.values())
+    assert numbers == sorted(numbers)
+    assert numbers[0] == 0
+    assert numbers[-1] == 32
+    assert len(set(numbers)) > 4
+
+
+def test_their_bytes_stand_with_the_weights() -> None:
+    packed, unpacked = predict(JOB), predict(JOB.changed(unpacked_layers=32))
+    assert unpacked.before.weights - packed.before.weights == unpacked_bytes(LLAMA_8B, 32, "bf16")
+    assert unpacked.needed - packed.needed == unpacked_bytes(LLAMA_8B, 32, "bf16")
+    assert unpacked_bytes(LLAMA_8B, 32, "bf16") / 2**30 == pytest.approx(13.0, abs=0.01)
+    assert predict(JOB.changed(unpacked_layers=16)).before.weights == (
+        (packed.before.weights + unpacked.before.weights) // 2
+    )
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        dataclasses.replace(JOB, quantization=None),
+        dataclasses.replace(JOB, device="cpu", attention="sdpa_flash", pointwise="reference"),
+    ],
+    ids=["nothing packed", "a CPU"],
+)
+def test_where_there_is_nothing_to_gain(job: Job) -> None:
+    assert chosen(job, 140 * 10**9).unpacked_layers == 0
+
+
+def test_only_where_nothing_is_computed_again() -> None:
+    for override in ("recompute={pointwise: 1}", "recompute=block", "mlp_tiles=2"):
+        assert plan(override).choices["memory"]["unpacked_layers"] == 0
+    for override in ("recompute=none", "gradient_checkpointing=false", "recompute=auto"):
+        assert plan(override).choices["memory"]["unpacked_layers"] == 32
+
+
+def test_the_choice_is_said() -> None:
+    made = plan()
+    assert made.job.unpacked_layers == 32
+    assert made.choices["memory"]["sentence"] == "none in all 32 layers; weights of 32 also unpacked"
+    assert made.choices["memory"]["reason"].startswith("everything fits the")
+    check_fits(made)
+    assert plan("unpacked_layers=0").choices["memory"]["sentence"] == "none in all 32 layers"
+
+
+def test_a_number_by_hand_is_taken_from_what_layers_keep() -> None:
+    made = plan("unpacked_layers=32", "memory_limit=24GB")
+    assert made.job.unpacked_layers == 32
+    assert made.memory.needed <= 24 * 10**9
+    assert set(made.job.layers) != {"none"}
+    assert made.choices["memory"]["sentence"].endswith("; weights of 32 also unpacked")
+    assert plan("unpacked_layers=4", "recompute=block").job.unpacked_layers == 4
+    assert plan("unpacked_layers=4", device=LAPTOP).job.unpacked_layers == 4
+
+
+def test_a_number_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ResourceError) as caught:
+        check_fits(plan("unpacked_layers=32", "memory_limit=16GB"))
+    assert "memory_limit: 16GB allows" in caught.value.cause
+    assert "unpacked_layers: 0 (saves 13.0 GiB)" in (caught.value.remedy or "")
+    with pytest.raises(RecipeError, match="unpacked_layers names 33 layers and the model has 32"):
+        plan("unpacked_layers=33")
+
+
+def test_choices_of_before_mean_none() -> None:
+    memory = {"recompute": ["none"] * 32, "mlp_tiles": 1, "loss_memory": None}
+    assert plan(memory=memory).job.unpacked_layers == 0
+
+
+def test_the_longest_window_unpacks_nothing() -> None:
+    limit = 24 * 10**9
+    assert longest_context(JOB.changed(unpacked_layers=32), GPU, limit) == longest_context(JOB, GPU, limit)
+
+
+def test_recipes() -> None:
+    assert loads(RECIPE).unpacked_layers == "auto"
+    for bad in ("-1", "some", "1.5", "true"):
+        with pytest.raises(RecipeError, match="unpacked_layers"):
+            loads(RECIPE, [f"unpacked_layers={bad}"])
+    with pytest.raises(RecipeError, match="unpacked_layers: 4 is of weights in few bits, and here none are"):
+        loads(RECIPE, ["unpacked_layers=4", "load_in_4bit=false"])
+    loads(RECIPE, ["unpacked_layers=0", "load_in_4bit=false"])
+    loads(RECIPE, ["unpacked_layers=4", "load_in_4bit=false", "load_in_8bit=true"])
+    check_resume(loads(RECIPE), loads(RECIPE, ["unpacked_layers=4"]))

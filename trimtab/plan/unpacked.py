@@ -1,0 +1,64 @@
+"""Packed weights that are kept unpacked as well: what of a limit is left when every layer keeps everything."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from trimtab.facts.errors import RecipeError
+from trimtab.facts.shapes import ModelShape
+from trimtab.plan.dial import Setting, within_limit
+from trimtab.plan.memory import Job, predict
+from trimtab.recipe.keys import Recipe
+
+
+def by_hand(recipe: Recipe, shape: ModelShape) -> int:
+    """Layers as the recipe names them; 0 where it leaves the choice."""
+    wish = recipe.unpacked_layers
+    if wish == "auto":
+        return 0
+    if wish > shape.num_layers:
+        raise RecipeError(
+            f"unpacked_layers names {wish} layers and the model has {shape.num_layers}",
+            f"set unpacked_layers to at most {shape.num_layers}",
+        )
+    return wish
+
+
+def unpack(job: Job, setting: Setting, limit: int) -> Setting:
+    """A setting that fits, with the weights of as many layers unpacked as fit besides.
+
+    Only on a GPU, where dequantizing takes its own share of a step, and only where it is all that is left to gain: no
+    layer computes anything again, and no feed-forward runs in tiles.
+
+    Args:
+        job: what is trained.
+        setting: from `dial.choose`, within the limit.
+        limit: bytes on the device, the process itself included.
+
+    Example:
+        >>> from trimtab.adapt.spec import LoraSettings
+        >>> from trimtab.facts.devices import DeviceFacts
+        >>> from trimtab.plan.dial import choose
+        >>> llama = ModelShape("llama", 128256, 4096, 14336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
+        >>> job = Job(llama, batch=1, tokens=2048, accumulation=1, dtype="bf16", weights_dtype="bf16",
+        ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="triton", device="cuda",
+        ...           pointwise="triton", loss_impl="triton", lora=LoraSettings(r=16),
+        ...           quantization={"kind": "nf4", "block": 64, "double": True, "impl": "triton"})
+        >>> gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
+        >>> for gigabytes in (12, 24, 80):
+        ...     limit = gigabytes * 10**9
+        ...     print(unpack(job, choose(job, gpu, limit)[0], limit).unpacked_layers)
+        0
+        16
+        32
+    """
+    plain = setting.mlp_tiles == 1 and set(setting.policies) == {"none"}
+    if job.device != "cuda" or job.quantization is None or not plain:
+        return setting
+    job = job.changed(policies=setting.policies, mlp_tiles=1, loss_memory=setting.loss_memory)
+    for layers in range(job.shape.num_layers, 0, -1):
+        wider = job.changed(unpacked_layers=layers)
+        needed = predict(wider).needed
+        if needed <= within_limit(wider, limit):
+            return dataclasses.replace(setting, needed=needed, unpacked_layers=layers)
+    return setting
