@@ -23,8 +23,9 @@ from lora_cases import (
 from safetensors.torch import load_file, save_file
 
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters, load_adapter, save_adapter, use_adapters
+from trimtab.adapt.lora import active_adapters, adapter_names
 from trimtab.adapt.peft_files import own_tensors
-from trimtab.facts.errors import ModelError
+from trimtab.facts.errors import ModelError, RecipeError
 
 CASES = {
     "all-linear": (TIED, {"r": 4, "lora_alpha": 8}),
@@ -143,6 +144,7 @@ def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
         ({"bias": "all"}, "bias is 'all'"),
         ({"init_lora_weights": "pissa_niter_4"}, "whose weights were changed"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+        ({"lora_alpha": float("nan")}, "lora_alpha"),
     ],
 )
 def test_configs_that_mean_something_else(changes: dict, word: str, tmp_path: Path) -> None:
@@ -169,6 +171,29 @@ def test_numbers_that_are_not(tmp_path: Path) -> None:
 
     edit_tensors(folder, spoil)
     refused(folder, "holds NaN or infinity")
+
+
+def test_a_refused_adapter_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    decoder = base(TIED)
+    load_adapter(decoder, written(tmp_path / "good"), adapter="good")
+    ids_BT = torch.arange(12)[None]
+    before = decoder.logits(decoder(ids_BT))
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
+    changes = {
+        "nan": lambda tensors: next(iter(tensors.values())).fill_(torch.nan),
+        "few": lambda tensors: tensors.pop(name),
+        "wide": lambda tensors: tensors.update({name: torch.zeros(3, 3)}),
+    }
+    for kind, change in changes.items():
+        folder = written(tmp_path / kind)
+        edit_tensors(folder, change)
+        with pytest.raises(ModelError):
+            load_adapter(decoder, folder, adapter="second")
+        assert (adapter_names(decoder), active_adapters(decoder)) == (["good"], ["good"]), kind
+        assert torch.equal(decoder.logits(decoder(ids_BT)), before)
+    load_adapter(decoder, written(tmp_path / "other"), adapter="second")
+    with pytest.raises(RecipeError, match="adapter good is named 2 times"):
+        use_adapters(decoder, ["good", "good"])
 
 
 def test_a_tensor_too_few_and_one_too_many(tmp_path: Path) -> None:

@@ -10,13 +10,18 @@ import torch
 from quantized_world import SHAPE, adapted, empty, results, token_ids
 
 from trimtab.adapt import (
+    LoRALinear,
     LoraSettings,
     add_adapters,
+    init_adapters,
+    merge_adapters,
+    quantize_layout,
     quantized_ops,
     recompute,
 )
 from trimtab.adapt.quantized import describe, quantized_layers
 from trimtab.facts.errors import RecipeError
+from trimtab.model import build, init_weights
 
 
 def assert_close(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
@@ -93,6 +98,28 @@ def test_other_adapters_go_one_by_one(settings: dict[str, Any]) -> None:
     decoder = adapted(**settings)
     decoder.eval()  # no masks are dealt here
     results(decoder)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_lengths_of_dora_are_those_of_the_weight_that_is_multiplied(kind: str) -> None:
+    """Weights rounded to bf16 before they were packed, products in fp32: what merging sees."""
+    decoder = build(SHAPE, dtype="fp32", device="cpu", attention="reference")
+    init_weights(decoder, seed=0)
+    weights = {name: p.detach().clone() for name, p in decoder.named_parameters()}
+    quantize_layout(decoder, kind, dtype=torch.bfloat16)
+    add_adapters(decoder, LoraSettings(r=4, use_dora=True))
+    for name, module in decoder.named_modules():
+        if isinstance(module, LoRALinear):
+            module.take(weights[f"{name}.weight"])
+    init_adapters(decoder, seed=1)
+    for name, parameter in decoder.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(2))
+    ids_BT = token_ids()
+    with torch.no_grad():
+        want = decoder.logits(decoder(ids_BT))
+        merge_adapters(decoder, dtype="fp32")
+        assert (decoder.logits(decoder(ids_BT)) - want).abs().max() <= 1e-4 * want.square().mean().sqrt()
 
 
 def test_no_name_changes() -> None:

@@ -96,6 +96,14 @@ def test_plan_draws_and_prints_json(world: World, cli: Call) -> None:
     assert plan["memory"]["peak"]["weights"] == 4 * plan["model"]["parameters"]
 
 
+def test_plan_says_how_long_a_window_could_be(world: World, cli: Call) -> None:
+    windows = json.loads(cli("plan", world.recipe, "--json", "--longest").out)["longest"]
+    assert windows["1"]["tokens"] > 512
+    said = cli("plan", world.recipe, "--longest").out
+    assert "longest window, per_device_train_batch_size: 1: " in said
+    assert "the model itself has" in said
+
+
 def test_plan_lists_number_formats(world: World, cli: Call) -> None:
     said = cli("plan", world.recipe, "dtype=bf16", "weights_dtype=fp32", "--dtypes")
     rows = {line.split()[0]: line.split()[1:] for line in said.out.splitlines() if line.strip()}

@@ -156,6 +156,27 @@ def test_refused_keys_say_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "recompute=foo",
+            "recompute cannot be foo (from 'recompute=foo'); write it like `recompute: auto` or",
+        ),
+        ("recompute={block: -1}", "recompute cannot be {block: -1}"),
+        ("recompute=[none, foo]", "recompute cannot be [none, foo]"),
+        ("mlp_tiles=0", "mlp_tiles cannot be 0"),
+        ("unpacked_layers=x", "unpacked_layers cannot be x"),
+        ("data.chat_template_kwargs={a: [1]}", "data.chat_template_kwargs.a cannot be [1]"),
+        ("torch_compile=yes", "torch_compile: 'yes' is not one of auto, true, false"),
+    ],
+)
+def test_a_value_that_is_none_of_several_kinds_is_one_problem(override: str, said: str) -> None:
+    found = message(MINIMAL, (override,))
+    assert found.startswith(said), found
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize(
     ("line", "part"),
     [
         ("max_steps: 10\nnum_train_epochs: 2", "are both given; keep one"),

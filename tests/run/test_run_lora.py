@@ -17,6 +17,7 @@ from tiny_model import write_recipe, write_tiny_model
 import trimtab
 from trimtab.checkpoint import read_manifest
 from trimtab.cli.main import main
+from trimtab.facts.errors import ModelError
 from trimtab.launch import prepare
 from trimtab.recipe import load
 from trimtab.run.dtypes import list_dtypes
@@ -300,6 +301,7 @@ def test_another_base_is_refused(plain: Path, tmp_path: Path) -> None:
         ),
         ({"model": {"name": "starter", "added_tokens": ["the"]}}, ["has 'the' already"]),
         ({"load_in_4bit": True}, ["cannot be trained directly", "lora"]),
+        ({"lora": {}, "embedding_learning_rate": 1e-5}, ["neither embeddings nor head are trained"]),
         (
             {"load_in_4bit": True, "lora": {"modules_to_save": ["down_proj"], "target_modules": ["q_proj"]}},
             ["down_proj", "cannot be trained"],
@@ -354,3 +356,10 @@ def test_python_switches_adapters(plain: Path, deep: Path, tmp_path: Path) -> No
     assert base.generate("the cat", max_new_tokens=6) == alone
     base.use_adapters()
     assert base.generate("the cat", max_new_tokens=6) == before
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(ModelError, match="exists already"):
+        model.merge(tmp_path / "full")
+    assert model.adapters == ["default"], "refused before anything was merged"
+    assert model.generate("the cat", max_new_tokens=6) == alone
+    assert call("merge", plain, tmp_path / "full")[0] == 4

@@ -113,6 +113,8 @@ def use_adapters(decoder: nn.Module, names: str | Sequence[str]) -> None:
     for name in wanted:
         if name not in there:
             raise RecipeError(f"the model has no adapter {name}", f"there are {', '.join(there) or 'none'}")
+        if wanted.count(name) > 1:
+            raise RecipeError(f"adapter {name} is named {wanted.count(name)} times", "name each one once")
     for layer in adapted_layers(decoder):
         active = tuple(name for name in wanted if name in layer.settings)
         if len(active) > 1 and any(layer.settings[name].use_dora for name in active):

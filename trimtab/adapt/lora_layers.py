@@ -134,12 +134,12 @@ class LoRALinear(Adapted):
         return weight_OI
 
     @torch.no_grad()
-    def row_lengths(self, adapter: str) -> torch.Tensor:
-        """‖W + s·B·A‖ of each row, fp32 [O], without forming the sum.
+    def row_lengths(self, adapter: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """‖W + s·B·A‖ of each row, fp32 [O], without forming the sum; W as products in `dtype` see it.
 
         ‖w + s·b·A‖² = ‖w‖² + 2s · b·(A·w) + s² · b·(A·Aᵀ)·b
         """
-        weight_OI, s = self.dense_weight(), self.scaling[adapter]
+        weight_OI, s = self.dense_weight(dtype), self.scaling[adapter]
         wide = torch.promote_types(weight_OI.dtype, torch.float32)
         a_RI, b_OR = (factor.to(wide) for factor in self.factors(adapter))
         squares_O = torch.linalg.vector_norm(weight_OI, dim=1, dtype=wide).square()
@@ -235,7 +235,8 @@ class LoRALinear(Adapted):
         else:
             y = base(x) if bias_O is None else base(x) - bias_O.to(x.dtype)
             y = self._add(y, x, adapter)
-        lengths_O = self.magnitude(adapter) / self.row_lengths(adapter)
+        packed = isinstance(base, QuantizedLinear)
+        lengths_O = self.magnitude(adapter) / self.row_lengths(adapter, y.dtype if packed else None)
         y = y * lengths_O.to(y.dtype)
         return y if bias_O is None else y + bias_O.to(y.dtype)
 

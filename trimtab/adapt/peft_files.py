@@ -11,7 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trimtab.adapt import targets
-from trimtab.adapt.lora import adapted_layers, add_adapters, keep_whole, use_adapters
+from trimtab.adapt.lora import (
+    active_adapters,
+    adapted_layers,
+    add_adapters,
+    keep_whole,
+    remove_adapter,
+    use_adapters,
+)
 from trimtab.adapt.peft_config import (
     BASE_KEY,
     CONFIG,
@@ -130,8 +137,14 @@ def load_adapter(decoder: Decoder, folder: str | Path, *, adapter: str = DEFAULT
         ModelError: the files are missing, damaged, not LoRA, of another base, or hold NaN or infinity.
     """
     found = fitted(decoder.shape, read_adapter_folder(folder))
+    before = active_adapters(decoder)
     add_adapters(decoder, found.settings, adapter=adapter)
-    fill_adapter(decoder, found, adapter=adapter)
+    try:
+        fill_adapter(decoder, found, adapter=adapter)
+    except ModelError:  # the model is as it was
+        remove_adapter(decoder, adapter)
+        use_adapters(decoder, before)
+        raise
     use_adapters(decoder, adapter)
     return found
 

@@ -101,6 +101,8 @@ def resolve(shape: ModelShape, settings: LoraSettings) -> list[Target]:
         r = settings.r if rank_key is None else settings.rank_pattern[rank_key]
         alpha = settings.lora_alpha if alpha_key is None else settings.alpha_pattern[alpha_key]
         _check_rank(r, matrix)
+        if not (isinstance(alpha, int | float) and math.isfinite(alpha)):
+            raise RecipeError(f"lora_alpha of {matrix.name} is {alpha}", "give a finite number")
         found.append(Target(matrix, r, alpha, settings.scaling(r, alpha)))
     if unused:
         raise RecipeError(

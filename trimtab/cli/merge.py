@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -38,8 +39,10 @@ def merge(
 
     need_torch()
     from trimtab.api import load
+    from trimtab.model.save import check_replaceable
     from trimtab.report.plain import plain
 
+    check_replaceable(Path(folder), overwrite)  # before an hour of reading
     loaded = load(
         model, revision=revision, checkpoint=checkpoint, adapter=adapter, device="cpu", dtype="fp32"
     )

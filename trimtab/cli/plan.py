@@ -13,6 +13,7 @@ from trimtab.cli.verb import new_app
 
 if TYPE_CHECKING:
     from trimtab.launch.preparing import Prepared
+    from trimtab.plan.longest import Longest
 
 app = new_app()
 
@@ -68,35 +69,47 @@ def plan(
         print(
             f"note: {plain(name)} does not exist here, so that training would stop at once", file=sys.stderr
         )
+    windows = _longest(prepared) if longest else {}
     if as_json:
-        print(json.dumps(prepared.plan.to_dict(), indent=2))
+        said = {"longest": {batch: found.to_dict() for batch, found in windows.items()}} if longest else {}
+        print(json.dumps(prepared.plan.to_dict() | said, indent=2))
     else:
         LiveView().plan(prepared.plan.to_dict())
+        _print_longest(prepared, windows)
     if dtypes:
         _print_dtypes(prepared)
-    if longest:
-        _print_longest(prepared)
     check_fits(prepared.plan, prepared.device)
 
 
-def _print_longest(prepared: Prepared) -> None:
-    from trimtab.facts.units import format_bytes
+def _longest(prepared: Prepared) -> dict[int, Longest]:
+    """By rows of a batch: as many as the recipe has, and one."""
     from trimtab.plan import longest_context
+    from trimtab.plan.limits import limit_of
+
+    job, limit = prepared.plan.job, limit_of(prepared.recipe, prepared.device)[0]
+    return {
+        batch: longest_context(job.changed(batch=batch), prepared.device, limit)
+        for batch in dict.fromkeys((job.batch, 1))
+    }
+
+
+def _print_longest(prepared: Prepared, windows: dict[int, Longest]) -> None:
+    from trimtab.facts.units import format_bytes
     from trimtab.plan.limits import limit_of, sentence
 
-    job = prepared.plan.job
-    limit, words = limit_of(prepared.recipe, prepared.device)
-    for batch in dict.fromkeys((job.batch, 1)):
-        found = longest_context(job.changed(batch=batch), prepared.device, limit)
+    words = limit_of(prepared.recipe, prepared.device)[1]
+    for batch, found in windows.items():
         name = f"longest window, per_device_train_batch_size: {batch}"
         if found.setting is None:
             print(f"{name}: none fits {words}")
             continue
+        positions = prepared.shape.max_positions
+        beyond = f"; the model itself has {positions} positions" if found.tokens > positions else ""
         chosen = {"recompute": list(found.setting.policies), "mlp_tiles": found.setting.mlp_tiles}
         host = f" and {format_bytes(found.setting.host)} of the host's" if found.setting.host else ""
         print(
             f"{name}: {found.tokens} tokens in {format_bytes(found.setting.needed)}{host} "
-            f"({sentence(chosen, prepared.shape.num_layers)}); {words}"
+            f"({sentence(chosen, prepared.shape.num_layers)}); {words}{beyond}"
         )
 
 

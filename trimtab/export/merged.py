@@ -13,6 +13,7 @@ from trimtab.export.receipt import Check, Receipt
 from trimtab.facts.errors import ModelError
 from trimtab.facts.units import format_count
 from trimtab.model.decoder import Decoder
+from trimtab.model.save import check_replaceable
 from trimtab.text import Tokenizer
 
 ALLOWED = 1e-4
@@ -38,6 +39,8 @@ def export_merged(
     Raises:
         ModelError: the merge changes nothing or is not finite, or what was written is not the model.
     """
+    # Before anything is changed: merging cannot be undone.
+    check_replaceable(Path(folder), bool(options.get("overwrite")))
     expected_BTV = probe_logits(decoder)
     merged = merge_adapters(decoder, dtype=dtype, whole_changed=options.pop("whole_changed", 0))
     found_BTV = probe_logits(decoder)
@@ -46,7 +49,7 @@ def export_merged(
     if not worst <= ALLOWED:
         raise ModelError(
             f"the merged model's logits are {worst:.3g} of their size from those of base and adapter",
-            "nothing was written; load the model in fp32 for merging",
+            "nothing was written; merge with the model loaded in fp32, as `trimtab merge` does",
         )
     check = Check(
         "merge",

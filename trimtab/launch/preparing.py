@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.adapt.targets import EMBEDDING, HEAD
 from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.launch.device import detect, threads
 from trimtab.model.source import read_shape
@@ -63,10 +65,23 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None) -> Prepared:
     said = choices.to_dict()
     said["memory"] = _memory(recipe, frozen, shape, device, said)
     plan = make_plan(recipe, shape, device=device, choices=said)
+    _check_rates(plan)
     graphs = choose_graphs(plan)
     plan = dataclasses.replace(plan, choices={**plan.choices, "graphs": graphs})
     choices = dataclasses.replace(choices, memory=said["memory"], graphs=graphs)
     return Prepared(recipe, device, shape, model, commit, choices, plan)
+
+
+def _check_rates(plan: Plan) -> None:
+    """A learning rate of embeddings and head, where neither is trained, would be of nothing."""
+    if plan.recipe.embedding_learning_rate is None:
+        return
+    names = (parameter.name for parameter in plan.job.trained.parameters)
+    if not any(name.startswith((f"{EMBEDDING}.", f"{HEAD}.")) for name in names):
+        raise RecipeError(
+            "embedding_learning_rate is given, and neither embeddings nor head are trained",
+            "name embed_tokens or lm_head in lora.modules_to_save, or leave it out",
+        )
 
 
 def _memory(

@@ -127,7 +127,7 @@ def staged_folder(folder: Path, *, overwrite: bool = False, holds: str = "config
 
     A folder is only overwritten if it has a file `holds`, by which it is known to be of the kind that replaces it.
     """
-    _check_replaceable(folder, overwrite, holds)
+    check_replaceable(folder, overwrite, holds)
     staging = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
         staging.mkdir(parents=True)
@@ -157,7 +157,8 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     _sync(path)
 
 
-def _check_replaceable(folder: Path, overwrite: bool, holds: str) -> None:
+def check_replaceable(folder: Path, overwrite: bool, holds: str = "config.json") -> None:
+    """ModelError for a folder that holds something, unless it may be overwritten and has a file `holds`."""
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if not folder.exists():

@@ -118,7 +118,8 @@ def _changes(job: Job) -> Iterator[tuple[Job, str]]:
     for policy in thrifty[thrifty.index(job.layers[0]) + 1 if job.layers[0] in thrifty else 0 :]:
         yield dataclasses.replace(job, policies=(policy,) * len(job.layers)), f"recompute: {policy}"
     if job.optimizer != "adamw_8bit":
-        yield dataclasses.replace(job, optimizer="adamw_8bit"), "optim: adamw_8bit"
+        impl = "triton" if job.device == "cuda" and job.loss_impl == "triton" else "reference"
+        yield dataclasses.replace(job, optimizer="adamw_8bit", optimizer_impl=impl), "optim: adamw_8bit"
     if job.weights_dtype == "fp32" and job.bf16:
         yield dataclasses.replace(job, dtype="bf16", weights_dtype="bf16"), "dtype: bf16, weights_dtype: bf16"
     if job.weights_dtype == "bf16" and job.gradient_dtype == "fp32":

@@ -75,7 +75,43 @@ def as_recipe_error(error: ValidationError, where: dict[Path, str], name: str) -
     # A misspelt required key is one mistake, not an unknown key and a missing one.
     meant = {(*d["loc"][:-1], nearest_key(d["loc"])) for d in details if d["type"] == "extra_forbidden"}
     details = [d for d in details if d["type"] != "missing" or d["loc"] not in meant]
-    return combine([problem for detail in details for problem in _problem(detail, where)], name)
+    alternatives = {_key_of(d["loc"]): d["input"] for d in reversed(details) if _key_of(d["loc"]) != d["loc"]}
+    found = [problem for d in details if _key_of(d["loc"]) == d["loc"] for problem in _problem(d, where)]
+    found += [_none_of(path, value, where) for path, value in alternatives.items()]
+    return combine(found, name)
+
+
+def _key_of(path: Path) -> Path:
+    """A path up to the key itself: pydantic goes on with what the key's value was tried as."""
+    for length, part in enumerate(path):
+        last = length == len(path) - 1 > 0
+        if isinstance(part, str) and (
+            "[" in part or part.startswith("constrained-") or (last and part in _PLAIN)
+        ):
+            return path[:length]
+    return path
+
+
+_PLAIN = ("bool", "float", "int", "str")
+
+
+def _written(value: Any) -> str:
+    """A value as it stands in a recipe, on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_written(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_written, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _none_of(path: Path, value: Any, where: dict[Path, str]) -> tuple[str, str | None]:
+    """(cause, remedy) for a value that is none of the several things that a key may be."""
+    model = section_at(path[:-1])
+    field = model.model_fields.get(str(path[-1])) if model else None
+    examples = (field.examples if field else None) or []
+    shown = " or ".join(f"`{path[-1]}: {_written(example)}`" for example in examples)
+    cause = f"{dotted(path)} cannot be {_written(value)[:80]}{_place(path, where)}"
+    return cause, f"write it like {shown}" if shown else None
 
 
 def combine(found: list[tuple[str, str | None]], name: str) -> RecipeError:
@@ -103,6 +139,7 @@ def _problem(detail: Any, where: dict[Path, str]) -> Iterator[tuple[str, str | N
         yield f"missing key '{dotted(path)}'{_place(path[:-1], where)}", remedy
     elif kind == "literal_error":
         choices = [word.strip("'") for word in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+        choices = [word.lower() if word in ("True", "False") else word for word in choices]
         cause = f"{dotted(path)}: {_inline(value)} is not one of {', '.join(choices)}{place}"
         near = difflib.get_close_matches(str(value), choices, n=1)
         yield cause, f"did you mean '{near[0]}'?" if near else None
