@@ -316,6 +316,13 @@ def test_recipes_that_cannot_be(changes: dict[str, Any], words: list[str], tmp_p
     assert not (tmp_path / "run").exists()
 
 
+def test_weights_in_few_bits_trained_whole_are_refused_by_the_plan(tmp_path: Path) -> None:
+    lora = {"modules_to_save": ["down_proj"], "target_modules": ["q_proj"]}
+    code, said = call("plan", write_recipe(tmp_path, **{**SMALL, "load_in_4bit": True, "lora": lora}))
+    assert code == 2, said
+    assert "down_proj, which is kept in few bits and cannot be trained" in said
+
+
 def test_formats_of_a_run_with_adapters(tmp_path: Path) -> None:
     path = write_recipe(tmp_path, **{**SMALL, "lora": {"r": 4}, "dtype": "bf16", "load_in_4bit": True})
     assert call("plan", path, "--dtypes") == (0, ANY)

@@ -19,6 +19,7 @@ from trimtab.adapt import targets
 from trimtab.adapt.lora_dropout import Masks
 from trimtab.adapt.lora_layers import LoRAEmbedding, LoRALinear
 from trimtab.adapt.spec import DEFAULT, LoraSettings, Target, resolve
+from trimtab.adapt.spec_quantized import check_whole
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.model.decoder import Decoder
 
@@ -73,11 +74,7 @@ def train_only(decoder: Decoder, adapter: str, settings: LoraSettings) -> None:
     found = dict(decoder.named_parameters())
     for name in whole:
         if name not in found:
-            raise RecipeError(
-                f"lora.modules_to_save names {name.removesuffix('.weight')}, which is kept in few bits and cannot be "
-                "trained",
-                "leave it out, or load the model without load_in_4bit and load_in_8bit",
-            )
+            check_whole([name])
         found[name].requires_grad_(True)
     for layer in adapted_layers(decoder):
         for parameter in layer.own_parameters(adapter).values():

@@ -8,6 +8,7 @@ may keep their weights unpacked as well, where memory is left.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from trimtab.facts.dtypes import BYTES, nbytes
@@ -15,6 +16,7 @@ from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.int8 import spec as int8_spec
 from trimtab.kernels.nf4 import spec as nf4_spec
+from trimtab.model import spec as model_spec
 
 KINDS = ("nf4", "int8")
 BLOCK = 64
@@ -211,3 +213,19 @@ def loading_peak_bytes(
 def _known(kind: str) -> None:
     if kind not in KINDS:
         raise RecipeError(f"weights cannot be kept as {kind!r}", f"choose {' or '.join(KINDS)}")
+
+
+def check_whole(names: Iterable[str]) -> None:
+    """RecipeError if one of these parameters, which are to be trained whole, is kept in few bits.
+
+    Example:
+        >>> check_whole(["model.norm.weight", "lm_head.weight"])
+    """
+    linear = (*model_spec.ATTENTION_LINEARS, *model_spec.MLP_LINEARS)
+    for name in names:
+        module, _, part = name.rpartition(".")
+        if part == "weight" and module.rpartition(".")[2] in linear:
+            raise RecipeError(
+                f"lora.modules_to_save names {module}, which is kept in few bits and cannot be trained",
+                "leave it out, or load the model without load_in_4bit and load_in_8bit",
+            )

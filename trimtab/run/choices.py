@@ -92,6 +92,8 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
             "set gradient_dtype: fp32, or dtype: bf16 if this device should compute in bf16 all the same",
         )
     settings, quantization = _lora(recipe, shape), _quantization(recipe, device, weights)
+    if settings is not None and quantization is not None:
+        spec_quantized.check_whole(select_modules(shape, settings.modules_to_save))
     attention = _attention(recipe, shape, device, dtype)
     loss = choose_loss(
         triton=device.runs_triton,
