@@ -233,9 +233,17 @@ def test_added_tokens_grow_the_embedding_and_are_trained(tied: bool, tmp_path: P
         torch.testing.assert_close(theirs(ids_BT).logits, ours, rtol=1e-5, atol=1e-5)
     assert call("export", "peft", run, tmp_path / "adapter") == (0, ANY)
     assert AutoTokenizer.from_pretrained(tmp_path / "adapter").encode("the cat") == [rows - 1]
-    code, said = call("generate", tmp_path / "model", "x", "--adapter", tmp_path / "adapter")
-    assert code == 4
-    assert "does not fit this model" in said
+    again = trimtab.load(tmp_path / "model", adapter=tmp_path / "adapter", dtype="fp32", device="cpu")
+    assert again.opened.tokenizer.encode("the cat") == [rows - 1]
+    with torch.no_grad():
+        assert torch.equal(again.opened.decoder.logits(again.opened.decoder(ids_BT)), ours)
+    assert call("generate", tmp_path / "model", "x", "--adapter", tmp_path / "adapter")[0] == 0
+    assert call("merge", tmp_path / "model", tmp_path / "m2", "--adapter", tmp_path / "adapter") == (0, ANY)
+    assert AutoTokenizer.from_pretrained(tmp_path / "m2").encode("the cat") == [rows - 1]
+    more = {"name": str(tmp_path / "model"), "added_tokens": ["<|tool|>", "the cat"]}
+    recipe = {**SMALL, "lora": {"adapter": str(tmp_path / "adapter")}, "output_dir": str(tmp_path / "on")}
+    assert call("train", write_recipe(tmp_path, **recipe, model=more)) == (0, ANY)
+    assert losses(tmp_path / "on")[0] < losses(run)[0]
 
 
 def test_a_merge_that_changes_nothing_or_is_not_finite_is_refused(tmp_path: Path) -> None:

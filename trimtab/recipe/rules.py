@@ -142,8 +142,10 @@ def _lora(recipe: Recipe) -> Iterator[str]:
             f"lora.adapter: {lora.adapter} brings its own {given[0]}; leave {keys} out, or train a fresh adapter "
             "without lora.adapter"
         )
-    if recipe.model.added_tokens and not any(
-        name.rpartition(".")[2] == "embed_tokens" for name in lora.modules_to_save
+    if (
+        recipe.model.added_tokens
+        and lora.adapter is None
+        and not any(name.rpartition(".")[2] == "embed_tokens" for name in lora.modules_to_save)
     ):
         yield (
             "model.added_tokens gives the embedding rows that adapters do not train; name embed_tokens in "

@@ -51,7 +51,7 @@ def check_base(base: Mapping[str, Any], place: Path, what: str) -> None:
     remedy = f"it was trained on {base['source']}" + (
         f" at revision {base['revision']}" if base.get("revision") else ""
     )
-    remedy += "; put those weights back, or export the adapter and load it on the other base"
+    remedy += "; put those weights back, or name the place where they are"
     if set(paths) != set(wanted):
         raise CheckpointError(f"{what} is for another base than {place}: its files have other names", remedy)
     for name, path in paths.items():

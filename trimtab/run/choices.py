@@ -9,7 +9,7 @@ from typing import Any
 from trimtab.adapt import spec_quantized
 from trimtab.adapt.peft_config import fitted, read_adapter_folder
 from trimtab.adapt.spec import LoraSettings, resolve
-from trimtab.adapt.targets import select_modules
+from trimtab.adapt.targets import EMBEDDING, select_modules
 from trimtab.facts.compilers import compile_obstacle
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ModelError, RecipeError, ResourceError
@@ -126,7 +126,13 @@ def _lora(recipe: Recipe, shape: ModelShape) -> LoraSettings | None:
     if lora is None:
         return None
     if lora.adapter is not None:
-        return fitted(shape, read_adapter_folder(lora.adapter)).settings
+        settings = fitted(shape, read_adapter_folder(lora.adapter)).settings
+        if recipe.model.added_tokens and EMBEDDING not in settings.modules_to_save:
+            raise RecipeError(
+                f"model.added_tokens gives the embedding rows that lora.adapter: {lora.adapter} does not train",
+                "leave the tokens out, or train a fresh adapter with embed_tokens in lora.modules_to_save",
+            )
+        return settings
     settings = LoraSettings.from_dict(lora.model_dump(exclude={"adapter"}))
     resolve(shape, settings)
     select_modules(shape, settings.modules_to_save)

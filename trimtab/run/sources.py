@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from trimtab.model import (
     read_shape,
     read_token_ids,
 )
+from trimtab.model.weights import Provenance
 from trimtab.run.adapters import check_adapter_base, check_base, settings_of
 from trimtab.run.folder import RunFolder, read_json, write_json
 from trimtab.run.places import STARTER, model_folder
@@ -101,7 +103,10 @@ def open_model(
             "leave the revision out" + ("; a run's states are chosen with checkpoint" if is_run else ""),
         )
     folder = run.model if is_run else model_folder(name, revision=revision)[0]
-    shape = read_shape(folder)
+    stored = shape = read_shape(folder)
+    texts = folder
+    if adapter is not None and not is_run:
+        shape, texts = with_its_tokens(shape, folder, Path(adapter))
     choice = choose(
         device=device.type,
         capability=capability,
@@ -113,7 +118,7 @@ def open_model(
         requested=attention,
         tokens=1,  # generation asks for one token after another
     )
-    tokenizer = load_tokenizer(folder, shape)
+    tokenizer = load_tokenizer(texts, shape)
 
     def new_decoder(
         settings: LoraSettings | None = None,
@@ -130,11 +135,13 @@ def open_model(
     if is_run:
         opened = _open_run(run, str(checkpoint), shape, new_decoder, tokenizer, on_event)
     else:
-        check_weights(shape, folder)  # before anything is made in the sizes that the config claims
+        check_weights(stored, folder)  # before anything is made in the sizes that the config claims
         decoder = new_decoder()
-        stored = load_weights(decoder, folder).formats
-        formats = tuple(GGUF_FLOATS.get(name, name) for name in stored)
-        opened = OpenedModel(decoder, tokenizer, name, folder, None, formats)
+        read: list[Provenance] = []
+        fill_grown(decoder, stored, lambda: read.append(load_weights(decoder, folder)))
+        formats = tuple(GGUF_FLOATS.get(name, name) for name in read[0].formats)
+        added = shape is not stored
+        opened = OpenedModel(decoder, tokenizer, name, folder, None, formats, added_tokens=added)
     if adapter is not None:
         if active_adapters(opened.decoder):
             raise RecipeError(
@@ -197,6 +204,19 @@ def put_adapter(
     opened.decoder.eval()
     if found.base is None and found.base_name and found.base_name != opened.name:
         on_event(f"the adapter says it was made for {found.base_name}; its sizes fit {opened.name}")
+
+
+def with_its_tokens(shape: ModelShape, model: Path, adapter: Path) -> tuple[ModelShape, Path]:
+    """(shape, where the tokenizer is) of a model that an adapter will be put on.
+
+    An adapter with tokens of its own brings its tokenizer, and the embedding that has rows for them.
+    """
+    if not (adapter / "tokenizer.json").is_file():
+        return shape, model
+    num_tokens = text.load(adapter).vocab_size
+    if num_tokens <= shape.vocab_size:
+        return shape, model
+    return dataclasses.replace(shape, vocab_size=num_tokens), adapter
 
 
 def _find_checkpoint(run: RunFolder, which: str, on_event: Callable[[str], None]) -> Found:
