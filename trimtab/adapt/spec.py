@@ -100,7 +100,7 @@ def resolve(shape: ModelShape, settings: LoraSettings) -> list[Target]:
         unused -= {rank_key, alpha_key}
         r = settings.r if rank_key is None else settings.rank_pattern[rank_key]
         alpha = settings.lora_alpha if alpha_key is None else settings.alpha_pattern[alpha_key]
-        _check_rank(r, matrix)
+        _check_rank(r, matrix, "lora.r" if rank_key is None else f"lora.rank_pattern: {rank_key}")
         if not (isinstance(alpha, int | float) and math.isfinite(alpha)):
             raise RecipeError(f"lora_alpha of {matrix.name} is {alpha}", "give a finite number")
         found.append(Target(matrix, r, alpha, settings.scaling(r, alpha)))
@@ -117,15 +117,14 @@ def _key_for(patterns: Mapping[str, Any], name: str) -> str | None:
     return next((key for key in patterns if targets.matching(key, name)), None)
 
 
-def _check_rank(r: int, matrix: Matrix) -> None:
+def _check_rank(r: int, matrix: Matrix, key: str) -> None:
     most = min(matrix.out_features, matrix.in_features)
     if r < 1:
-        raise RecipeError(f"lora.r is {r} for {matrix.name}", "a rank is at least 1")
+        raise RecipeError(f"{key} is {r} for {matrix.name}", "a rank is at least 1")
     if r > most:
-        raise RecipeError(
-            f"lora.r is {r} and {matrix.name} is {matrix.out_features} × {matrix.in_features}, of rank {most} at most",
-            f"set r to at most {most}, or give this module its own with lora.rank_pattern",
-        )
+        size = f"{matrix.out_features} × {matrix.in_features}, of rank {most} at most"
+        own = ", or give this module its own with lora.rank_pattern" if key == "lora.r" else ""
+        raise RecipeError(f"{key} is {r} and {matrix.name} is {size}", f"set it to at most {most}{own}")
 
 
 def _check_kinds(found: list[Target], settings: LoraSettings) -> None:

@@ -164,7 +164,10 @@ def check_replaceable(folder: Path, overwrite: bool, holds: str = "config.json")
     if not folder.exists():
         return
     if not overwrite:
-        raise ModelError(f"{folder} exists already", "choose another folder, or ask to overwrite it")
+        raise ModelError(
+            f"{folder} exists already",
+            "choose another folder, or say that it may be overwritten (--overwrite)",
+        )
     if not folder.is_dir() or not (folder / holds).is_file():
         what = "a model" if holds == "config.json" else "an adapter"
         raise ModelError(f"{folder} is not {what} folder", f"only a folder with {holds} in it is overwritten")
