@@ -181,13 +181,15 @@ def test_a_recorded_microbatch_gives_a_plain_one_s_bits(kind: str, packing: bool
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("short", [(3, 0), (3, 1), (3, 2)])
+@pytest.mark.parametrize("short", [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
 def test_fewer_rows_run_plainly(short: tuple[int, int]) -> None:
     device = torch.device("cuda")
     ours, theirs = made("none"), made("none")
     losses = [MicrobatchLoss(d, device, nullcontext, packing=True) for d in (ours, theirs)]
-    found = run_steps(Graphs(losses[0], parameters_of(ours), device), range(6), short=short)
+    graphs = Graphs(losses[0], parameters_of(ours), device)
+    found = run_steps(graphs, range(6), short=short)
     assert all(map(torch.equal, found, run_steps(plainly(theirs, losses[1]), range(6), short=short)))
+    assert len(graphs._recorded) == 2, "whole microbatches are recorded all the same"
 
 
 @pytest.mark.gpu

@@ -86,6 +86,8 @@ class Graphs:
         self.failed = False
         self._recorded_step = False
         """Whether the gradients there are, are those of a graph."""
+        self._shapes: dict[str, torch.Size] | None = None
+        """Of the first microbatch's inputs: those that are recorded."""
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._recorded: dict[bool, _Recorded] = {}
@@ -133,13 +135,13 @@ class Graphs:
 
     def _fitting(self, first: bool, inputs: Inputs) -> _Recorded | None:
         """The graph that serves a microbatch; None if it has to run plainly."""
-        if self.steps <= WARM_UP or self.failed or not (first or self._recorded_step):
+        shapes = {name: tensor.shape for name, tensor in inputs.items()}
+        self._shapes = self._shapes or shapes
+        if self.steps <= WARM_UP or self.failed or shapes != self._shapes:
+            return None  # an epoch's last rows may be fewer
+        if not (first or self._recorded_step):
             return None  # what is added to gradients of a plain microbatch is not where a graph looks for it
-        recorded = self._recorded.get(first) or self._record(first, inputs)
-        if recorded is None:
-            return None
-        fits = all(recorded.inputs[name].shape == tensor.shape for name, tensor in inputs.items())
-        return recorded if fits else None  # an epoch's last rows may be fewer
+        return self._recorded.get(first) or self._record(first, inputs)
 
     def _plain(self, inputs: Inputs, factor: float) -> torch.Tensor:
         moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
