@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from mmap import PAGESIZE
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -378,6 +379,62 @@ def test_pinned_buffers_share_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runtime.registered == 5
     del buffers
     assert runtime.registered == 0
+
+
+class Device:
+    """CUDA's streams and events as far as copies ask for them: what is queued is done at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        stream = SimpleNamespace(wait_stream=lambda _: None, wait_event=lambda _: None, device="cpu")
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _: None))
+        monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+        fetch = offload._Kept.fetch
+
+        def noted(kept: Any) -> None:
+            if kept._device is None:
+                self.log.append(kept.note)
+            fetch(kept)
+
+        monkeypatch.setattr(offload._Kept, "fetch", noted)
+
+
+def test_a_layer_s_tensors_come_back_while_the_one_above_uses_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device(monkeypatch)
+    store = offload.HostStore("cpu")
+    kept, wanted = [], []
+    for layer in range(3):
+        x = torch.full((4, 4), float(layer))
+        packed = [store._put(x, store._next_layer()), store.send(torch.full((4,), 10.0 + layer))]
+        for part, name in zip(packed, ("input", "attention"), strict=True):
+            part.note = f"{name} {layer}"
+        kept.append(packed)
+        wanted.append((float(layer), 10.0 + layer))
+    del x, part, packed
+    # What was sent last is still there; all else has left.
+    assert [part._device is None for parts in kept for part in parts] == [True] * 5 + [False]
+    order = []
+    for layer in (2, 1, 0):
+        parts = kept.pop()
+        values = []
+        for part in parts:
+            values.append(float(part.get().flatten()[0]))
+            order.append(list(device.log))
+            device.log.clear()
+        assert tuple(values) == wanted[layer]
+        del parts, part
+    # Layer 2's input is fetched and, with it, all of layer 1; then all of layer 0; nothing comes twice.
+    assert order == [
+        ["input 2", "input 1", "attention 1"], [], ["input 0", "attention 0"], [], [], [],
+    ]  # fmt: skip
+    assert sum(buffer.num_bytes for buffer, _ in store._free) == store.host_bytes == 3 * (64 + 16)
+    store.settle()
+    assert all(used is None for _, used in store._free)
 
 
 def test_memory_that_cannot_be_pinned_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,9 +79,9 @@ def apply(decoder: Decoder, policies: Sequence[str], *, mlp_tiles: int = 1) -> D
     assert mlp_tiles >= 1
     offloading = _Offloading(frozenset(i for i, policy in enumerate(policies) if policy in HOST))
     decoder.around = offloading if offloading.layers else nothing_around
-    for block, policy in zip(blocks, policies, strict=True):
+    for block, way in zip(blocks, _ways(policies, mlp_tiles, offloading), strict=True):
         assert isinstance(block, Block)
-        block.recompute = _way(policy, mlp_tiles, offloading)
+        block.recompute = way
         if isinstance(block.mlp.down_proj, LoRALinear):
             # Its output ends the block: computed again, it would only be thrown away.
             block.mlp.down_proj.last = block.recompute is not None
@@ -122,54 +122,35 @@ def uncompiled(decoder: Decoder) -> Iterator[None]:
         yield
 
 
-def _way(policy: str, mlp_tiles: int, offloading: _Offloading) -> Way | None:
-    sending = offloading.attention_contexts if policy == "offload_attention" else _no_contexts
-    if mlp_tiles > 1:
-        return _InTiles(policy, mlp_tiles, sending)
-    if policy == "none":
-        return None
-    if policy == "offload_attention":
-        return functools.partial(_sending_attention, sending)
-    return {"pointwise": _pointwise, "selective": _selective}.get(policy, _whole)
+def _ways(policies: Sequence[str], mlp_tiles: int, offloading: _Offloading) -> Iterator[Way | None]:
+    """How each layer runs. Layers alike have the very same way, so that compiled they are one program."""
+    contexts: dict[str, Callable[[Block], Callable[[], Any]]] = {
+        "pointwise": _keeping_products,
+        "selective": _of_any(_keeping_attention),
+        "offload_attention": offloading.attention_contexts,
+    }
+    of = {policy: contexts.get(policy, _of_any(_no_contexts)) for policy in policies}
+    shared = {policy: functools.partial(_again, of[policy]) for policy in policies if policy != "none"}
+    for policy in policies:
+        yield shared.get(policy) if mlp_tiles == 1 else _InTiles(policy, mlp_tiles, of[policy])
 
 
-def _sending_attention(
-    contexts: Callable[[], Any],
+def _of_any(contexts: Callable[[], Any]) -> Callable[[Block], Callable[[], Any]]:
+    return lambda block: contexts
+
+
+def _again(
+    contexts: Callable[[Block], Callable[[], Any]],
     block: Block,
     x_BTC: torch.Tensor,
     cos_BTF: torch.Tensor,
     sin_BTF: torch.Tensor,
     layout: Layout,
 ) -> torch.Tensor:
+    """The block, computed again in the backward pass but for what the contexts keep."""
     if not torch.is_grad_enabled():
         return block.layers(x_BTC, cos_BTF, sin_BTF, layout)
-    if torch.compiler.is_compiling():  # nothing can be sent from inside a graph: it stays on the device
-        contexts = _keeping_attention
-    return _checkpoint(block.layers, x_BTC, cos_BTF, sin_BTF, layout, context_fn=contexts)
-
-
-def _whole(
-    block: Block, x_BTC: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, layout: Layout
-) -> torch.Tensor:
-    if not torch.is_grad_enabled():
-        return block.layers(x_BTC, cos_BTF, sin_BTF, layout)
-    return _checkpoint(block.layers, x_BTC, cos_BTF, sin_BTF, layout)
-
-
-def _pointwise(
-    block: Block, x_BTC: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, layout: Layout
-) -> torch.Tensor:
-    if not torch.is_grad_enabled():
-        return block.layers(x_BTC, cos_BTF, sin_BTF, layout)
-    return _checkpoint(block.layers, x_BTC, cos_BTF, sin_BTF, layout, context_fn=_keeping_products(block))
-
-
-def _selective(
-    block: Block, x_BTC: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, layout: Layout
-) -> torch.Tensor:
-    if not torch.is_grad_enabled():
-        return block.layers(x_BTC, cos_BTF, sin_BTF, layout)
-    return _checkpoint(block.layers, x_BTC, cos_BTF, sin_BTF, layout, context_fn=_keeping_attention)
+    return _checkpoint(block.layers, x_BTC, cos_BTF, sin_BTF, layout, context_fn=contexts(block))
 
 
 def _checkpoint(
@@ -257,7 +238,7 @@ def _feed(block: Block, x: torch.Tensor) -> torch.Tensor:
 class _InTiles:
     """A block whose feed-forward half runs in tiles: they compute themselves again, whatever the policy is."""
 
-    def __init__(self, policy: str, tiles: int, contexts: Callable[[], Any]) -> None:
+    def __init__(self, policy: str, tiles: int, contexts: Callable[[Block], Callable[[], Any]]) -> None:
         self.tiles, self.contexts = tiles, contexts
         self.whole = policy in ("block", *HOST)
         self.attend: Way = {"pointwise": _attend_pointwise, "selective": _attend_selective}.get(
@@ -291,7 +272,7 @@ class _InTiles:
         if not torch.is_grad_enabled():
             return tiled(block.feed, _attend_plain(*inputs), (), self.tiles, _mask_keys(block))
         if self.whole:
-            return _checkpoint(self._layers, *inputs, context_fn=self.contexts)
+            return _checkpoint(self._layers, *inputs, context_fn=self.contexts(block))
         return self._layers(*inputs)
 
     def _layers(
@@ -331,11 +312,12 @@ class _Offloading:
         kept: AbstractContextManager[None] = self.store.keeping(x_BTC)
         return kept
 
-    def attention_contexts(self) -> Any:
-        """Of a checkpoint in a layer whose input is being sent: attention's results go with it."""
-        if self.store is None:
-            return _keeping_attention()
-        return attention_results.contexts(_is_attention, self.store)
+    def attention_contexts(self, block: Block) -> Callable[[], Any]:
+        """Of a checkpoint in a layer whose input is being sent: attention's results go with it. From inside a graph
+        nothing can be sent, and they stay on the device."""
+        if self.store is None or torch.compiler.is_compiling():
+            return _keeping_attention
+        return functools.partial(attention_results.contexts, _is_attention, self.store)
 
 
 def _is_attention(operator: Any) -> bool:
