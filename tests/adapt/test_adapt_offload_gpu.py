@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import time
@@ -9,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from plan_jobs import LLAMA_8B, QLORA
 
 from trimtab.adapt import (
-    LoraSettings,
     add_adapters,
     compile_regions,
     init_adapters,
@@ -31,8 +32,7 @@ pytestmark = [
 ]
 
 SHAPE = ModelShape("llama", 4096, 1024, 2816, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=128)
-LLAMA_8B = ModelShape("llama", 128_256, 4096, 14_336, 8, num_heads=32, num_kv_heads=8, head_dim=128)
-"""A quarter of its layers."""
+QUARTER = dataclasses.replace(LLAMA_8B, num_layers=8)
 
 
 def decoder_of(policy: str, tiles: int = 1, compiled: bool = False) -> Decoder:
@@ -125,26 +125,13 @@ def test_copies_run_beside_the_arithmetic() -> None:
 
 @functools.cache
 def quantized_job(policy: str, tiles: int, tokens: int) -> Job:
-    return Job(
-        LLAMA_8B,
-        batch=1,
+    return dataclasses.replace(
+        QLORA,
+        shape=QUARTER,
         tokens=tokens,
-        accumulation=1,
-        dtype="bf16",
-        weights_dtype="bf16",
-        gradient_dtype="bf16",
-        optimizer="adamw_8bit",
-        optimizer_impl="triton",
-        attention="triton",
-        device="cuda",
-        bf16=True,
         packed=False,
-        pointwise="triton",
-        loss_impl="triton",
         loss_memory=2**29,
-        lora=LoraSettings(r=16),
-        quantization={"kind": "nf4", "block": 64, "double": True, "impl": "triton"},
-        policies=(policy,) * LLAMA_8B.num_layers,
+        policies=(policy,) * QUARTER.num_layers,
         mlp_tiles=tiles,
     )
 

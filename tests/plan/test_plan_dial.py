@@ -7,9 +7,13 @@ import itertools
 from typing import Any
 from unittest import mock
 
+import plan_jobs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_jobs import CHOICES, LLAMA_8B, QWEN
+from plan_jobs import FULL as JOB
+from plan_jobs import H200 as GPU
 
 from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.spec_recompute import HOST, POLICIES, canonical, counted
@@ -23,45 +27,8 @@ from trimtab.plan.limits import limit_of, sentence
 from trimtab.plan.memory import CONTEXT, Job, predict, segments_of
 from trimtab.recipe import loads
 
-QWEN = ModelShape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
-                  tie_embeddings=True, qk_norm=True, max_positions=32_768)  # fmt: skip
-LLAMA_8B = ModelShape("llama", 128_256, 4096, 14_336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
 SMALL = ModelShape("llama", 1000, 256, 688, 5, num_heads=4, num_kv_heads=2, head_dim=64, tie_embeddings=True)
-GPU = DeviceFacts(
-    "NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True, host_free_bytes=120 * 2**30
-)
-JOB = Job(
-    QWEN,
-    batch=4,
-    tokens=1024,
-    accumulation=1,
-    dtype="bf16",
-    weights_dtype="bf16",
-    gradient_dtype="bf16",
-    optimizer="adamw_8bit",
-    attention="triton",
-    device="cuda",
-    bf16=True,
-    pointwise="triton",
-    optimizer_impl="triton",
-    loss_impl="triton",
-    loss_memory=2 * 10**9,
-)
-QLORA = dataclasses.replace(
-    JOB,
-    shape=LLAMA_8B,
-    batch=1,
-    lora=LoraSettings(r=32),
-    quantization={"kind": "nf4", "block": 64, "double": True, "impl": "triton"},
-)
-CHOICES: dict[str, Any] = {
-    "dtype": "bf16",
-    "weights_dtype": "bf16",
-    "gradient_dtype": "bf16",
-    "attention": {"impl": "triton", "reason": "for this test", "rejected": []},
-    "pointwise": {"impl": "triton", "reason": "for this test"},
-    "optimizer": {"name": "adamw_8bit", "impl": "triton", "reason": "for this test"},
-}
+QLORA = dataclasses.replace(plan_jobs.QLORA, lora=LoraSettings(r=32))
 RECIPE = "model: q\ndata: {train: x}\noptim: adamw_8bit\ndtype: bf16\ngradient_dtype: bf16\n"
 
 jobs = st.builds(

@@ -12,6 +12,7 @@ from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.units import format_bytes
+from trimtab.kernels.adamw8bit.choice import choose as choose_adamw8bit
 from trimtab.plan.dial import HOST_SHARE
 from trimtab.plan.limits import sentence
 from trimtab.plan.make import Plan
@@ -89,21 +90,21 @@ def _check_host(plan: Plan, device: DeviceFacts) -> None:
 
 def remedies(plan: Plan) -> list[Remedy]:
     """Every single change that saves memory; those first that leave what is computed as it is."""
-    return [remedy for _, remedy in _variants(plan.job) if remedy.saving > 0]
+    return [remedy for _, remedy in _variants(plan.job, plan.device) if remedy.saving > 0]
 
 
 def _sentence(remedy: Remedy) -> str:
     return f"{remedy.change} (saves {format_bytes(remedy.saving)})"
 
 
-def _variants(job: Job) -> Iterator[tuple[Job, Remedy]]:
+def _variants(job: Job, device: DeviceFacts) -> Iterator[tuple[Job, Remedy]]:
     now = predict(job).needed
-    for changed, words in _changes(job):
+    for changed, words in _changes(job, device):
         needed = predict(changed).needed
         yield changed, Remedy(words, needed, now - needed)
 
 
-def _changes(job: Job) -> Iterator[tuple[Job, str]]:
+def _changes(job: Job, device: DeviceFacts) -> Iterator[tuple[Job, str]]:
     """(changed job, the recipe's words for it)."""
     if job.batch > 1:
         batch = job.batch // 2 if job.batch % 2 == 0 else 1
@@ -118,7 +119,7 @@ def _changes(job: Job) -> Iterator[tuple[Job, str]]:
     for policy in thrifty[thrifty.index(job.layers[0]) + 1 if job.layers[0] in thrifty else 0 :]:
         yield dataclasses.replace(job, policies=(policy,) * len(job.layers)), f"recompute: {policy}"
     if job.optimizer != "adamw_8bit":
-        impl = "triton" if job.device == "cuda" and job.loss_impl == "triton" else "reference"
+        impl = choose_adamw8bit(device=device.kind, triton=device.runs_triton, requested="auto").impl
         yield dataclasses.replace(job, optimizer="adamw_8bit", optimizer_impl=impl), "optim: adamw_8bit"
     if job.weights_dtype == "fp32" and job.bf16:
         yield dataclasses.replace(job, dtype="bf16", weights_dtype="bf16"), "dtype: bf16, weights_dtype: bf16"
@@ -144,7 +145,7 @@ def _together(plan: Plan, there: int) -> tuple[list[Remedy], bool]:
     job = plan.job
     steps: list[Remedy] = []
     while True:
-        options = [(changed, remedy) for changed, remedy in _variants(job) if remedy.saving > 0]
+        options = [(changed, remedy) for changed, remedy in _variants(job, plan.device) if remedy.saving > 0]
         if not options:
             return steps, False
         job, step = options[0]
