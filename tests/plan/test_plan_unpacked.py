@@ -5,54 +5,24 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import plan_jobs
 import pytest
+from plan_jobs import H200 as GPU
+from plan_jobs import LLAMA_8B
 
 from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.spec_quantized import unpacked_bytes
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
-from trimtab.facts.shapes import ModelShape
-from trimtab.plan import check_fits, longest_context, make_plan
+from trimtab.plan import check_fits, longest_context, make_plan, unpacked
 from trimtab.plan.dial import choose, within_limit
 from trimtab.plan.memory import Job, predict
 from trimtab.plan.unpacked import unpack
 from trimtab.recipe import check_resume, loads
 
-LLAMA_8B = ModelShape("llama", 128_256, 4096, 14_336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
-GPU = DeviceFacts(
-    "NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True, host_free_bytes=120 * 2**30
-)
 LAPTOP = DeviceFacts("a laptop", "cpu", 150 * 10**9)
-NF4 = {"kind": "nf4", "block": 64, "double": True, "impl": "triton"}
-JOB = Job(
-    LLAMA_8B,
-    batch=2,
-    tokens=2048,
-    accumulation=1,
-    dtype="bf16",
-    weights_dtype="bf16",
-    gradient_dtype="bf16",
-    optimizer="adamw_8bit",
-    attention="triton",
-    device="cuda",
-    bf16=True,
-    pointwise="triton",
-    optimizer_impl="triton",
-    loss_impl="triton",
-    loss_memory=2 * 10**9,
-    lora=LoraSettings(r=16),
-    quantization=NF4,
-)
-CHOICES: dict[str, Any] = {
-    "dtype": "bf16",
-    "weights_dtype": "bf16",
-    "gradient_dtype": "bf16",
-    "attention": {"impl": "triton", "reason": "for this test", "rejected": []},
-    "pointwise": {"impl": "triton", "reason": "for this test"},
-    "optimizer": {"name": "adamw_8bit", "impl": "triton", "reason": "for this test"},
-    "lora": LoraSettings(r=16).to_dict(),
-    "quantization": NF4,
-}
+JOB = dataclasses.replace(plan_jobs.QLORA, batch=2, tokens=2048)
+CHOICES = {**plan_jobs.CHOICES, "lora": LoraSettings(r=16).to_dict(), "quantization": plan_jobs.NF4}
 RECIPE = (
     "model: q\ndata: {train: x}\noptim: adamw_8bit\ndtype: bf16\nlora: {r: 16}\nload_in_4bit: true\n"
     "per_device_train_batch_size: 2\nmax_seq_length: 2048\n"
@@ -95,12 +65,12 @@ def test_more_memory_unpacks_more() -> None:
 
 
 def test_their_bytes_stand_with_the_weights() -> None:
-    packed, unpacked = predict(JOB), predict(JOB.changed(unpacked_layers=32))
-    assert unpacked.before.weights - packed.before.weights == unpacked_bytes(LLAMA_8B, 32, "bf16")
-    assert unpacked.needed - packed.needed == unpacked_bytes(LLAMA_8B, 32, "bf16")
+    packed, both = predict(JOB), predict(JOB.changed(unpacked_layers=32))
+    assert both.before.weights - packed.before.weights == unpacked_bytes(LLAMA_8B, 32, "bf16")
+    assert both.needed - packed.needed == unpacked_bytes(LLAMA_8B, 32, "bf16")
     assert unpacked_bytes(LLAMA_8B, 32, "bf16") / 2**30 == pytest.approx(13.0, abs=0.01)
     assert predict(JOB.changed(unpacked_layers=16)).before.weights == (
-        (packed.before.weights + unpacked.before.weights) // 2
+        (packed.before.weights + both.before.weights) // 2
     )
 
 
@@ -116,14 +86,23 @@ def test_where_there_is_nothing_to_gain(job: Job) -> None:
     assert chosen(job, 140 * 10**9).unpacked_layers == 0
 
 
-def test_only_where_nothing_is_computed_again() -> None:
+@pytest.fixture
+def automatic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpacked, "AUTO", True)
+
+
+def test_auto_waits_for_its_measurement() -> None:
+    assert plan().choices["memory"]["unpacked_layers"] == 0
+
+
+def test_only_where_nothing_is_computed_again(automatic: None) -> None:
     for override in ("recompute={pointwise: 1}", "recompute=block", "mlp_tiles=2"):
         assert plan(override).choices["memory"]["unpacked_layers"] == 0
     for override in ("recompute=none", "gradient_checkpointing=false", "recompute=auto"):
         assert plan(override).choices["memory"]["unpacked_layers"] == 32
 
 
-def test_the_choice_is_said() -> None:
+def test_the_choice_is_said(automatic: None) -> None:
     made = plan()
     assert made.job.unpacked_layers == 32
     assert made.choices["memory"]["sentence"] == "none in all 32 layers; weights of 32 also unpacked"

@@ -70,6 +70,16 @@ def test_off_where_a_step_cannot_be_recorded(lines: str, device: DeviceFacts, wh
         choose_graphs(plan_of(f"{lines}\ncuda_graphs: true", device))
 
 
+def test_masks_made_inside_a_graph_have_to_be_asked_for() -> None:
+    lines = "dtype: fp32\nmodel: {name: x, attn_implementation: sdpa_efficient}"
+    recipe = f"data: {{train: y}}\nmax_seq_length: 512\n{lines}"
+    for wish, on in (("auto", False), ("true", True)):
+        asked = loads(f"{recipe}\ncuda_graphs: {wish}")
+        choices = choose_all(asked, SHAPE, H200, threads=1).to_dict()
+        choices.pop("memory")
+        assert choose_graphs(make_plan(asked, SHAPE, device=H200, choices=choices))["on"] is on
+
+
 def test_documents_alone_in_their_windows_need_no_kernel_of_ours() -> None:
     assert choose_graphs(plan_of("packing: false", A100))["on"] is True
 

@@ -333,7 +333,10 @@ def recorded(
     on_event: Callable[[str], None] = print,
 ) -> Graphs | None:
     """Forward and backward as CUDA graphs where that was chosen, in one process; None elsewhere."""
-    if not choices.graphs.get("on") or Mesh.world().size > 1:
+    if not choices.graphs.get("on"):
+        return None
+    if Mesh.world().size > 1:
+        on_event("steps are not recorded as CUDA graphs: there are several processes")
         return None
     return Graphs(loss, parameters, loss.device, held=Held(loss.decoder), on_event=on_event)
 
