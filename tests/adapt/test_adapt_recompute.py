@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from mmap import PAGESIZE
 from types import SimpleNamespace
@@ -248,10 +248,13 @@ class Shelf(offload.HostStore):
     def _next_layer(self) -> Any:
         return None
 
-    def send(self, x: torch.Tensor) -> Any:
-        return self._put(x, None)
+    def send(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return self._put(tensors, None)
 
-    def _put(self, x: torch.Tensor, layer: Any) -> Any:
+    def _put(self, tensors: Sequence[torch.Tensor], layer: Any) -> Any:
+        return [self._put_one(x.detach()) for x in tensors]
+
+    def _put_one(self, x: torch.Tensor) -> Any:
         shelf, number = self, self.log.count("put")
         storage = weakref.ref(x.untyped_storage())
         shelf.log.append("put")
@@ -410,14 +413,15 @@ def test_a_layer_s_tensors_come_back_while_the_one_above_uses_its_own(
     kept, wanted = [], []
     for layer in range(3):
         x = torch.full((4, 4), float(layer))
-        packed = [store._put(x, store._next_layer()), store.send(torch.full((4,), 10.0 + layer))]
-        for part, name in zip(packed, ("input", "attention"), strict=True):
+        results = [torch.full((2, 2, 1), 10.0 + layer).transpose(0, 1), torch.full((4,), 20.0 + layer)]
+        packed = [*store._put([x], store._next_layer()), *store.send(results)]
+        for part, name in zip(packed, ("input", "attention", "sums"), strict=True):
             part.note = f"{name} {layer}"
         kept.append(packed)
-        wanted.append((float(layer), 10.0 + layer))
+        wanted.append((float(layer), 10.0 + layer, 20.0 + layer))
     del x, part, packed
-    # What was sent last is still there; all else has left.
-    assert [part._device is None for parts in kept for part in parts] == [True] * 5 + [False]
+    # What was sent last, together, is still there; all else has left.
+    assert [part._device is None for parts in kept for part in parts] == [True] * 7 + [False] * 2
     order = []
     for layer in (2, 1, 0):
         parts = kept.pop()
@@ -430,11 +434,28 @@ def test_a_layer_s_tensors_come_back_while_the_one_above_uses_its_own(
         del parts, part
     # Layer 2's input is fetched and, with it, all of layer 1; then all of layer 0; nothing comes twice.
     assert order == [
-        ["input 2", "input 1", "attention 1"], [], ["input 0", "attention 0"], [], [], [],
+        ["input 2", "input 1", "attention 1", "sums 1"], [], [],
+        ["input 0", "attention 0", "sums 0"], [], [],
+        [], [], [],
     ]  # fmt: skip
-    assert sum(buffer.num_bytes for buffer, _ in store._free) == store.host_bytes == 3 * (64 + 16)
+    assert sum(buffer.num_bytes for buffer, _ in store._free) == store.host_bytes == 3 * (64 + 16 + 16)
     store.settle()
     assert all(used is None for _, used in store._free)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_tensors_come_back_as_they_lay(monkeypatch: pytest.MonkeyPatch, transposed: bool) -> None:
+    Device(monkeypatch)
+    monkeypatch.setattr(offload._Kept, "note", "", raising=False)
+    store = offload.HostStore("cpu")
+    whole = torch.arange(120.0).view(2, 3, 4, 5)
+    x = whole.transpose(1, 2) if transposed else whole[:, :, :, 1:3]
+    kept = store.send([x])[0]
+    store.send([torch.zeros(3)])
+    back = kept.get()
+    assert torch.equal(back, x)
+    # What has gaps comes back without them.
+    assert back.stride() == (x.stride() if transposed else x.contiguous().stride())
 
 
 def test_memory_that_cannot_be_pinned_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

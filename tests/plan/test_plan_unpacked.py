@@ -14,7 +14,7 @@ from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.spec_quantized import unpacked_bytes
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
-from trimtab.plan import check_fits, longest_context, make_plan, unpacked
+from trimtab.plan import check_fits, longest_context, make_plan
 from trimtab.plan.dial import choose, within_limit
 from trimtab.plan.memory import Job, predict
 from trimtab.plan.unpacked import unpack
@@ -86,23 +86,14 @@ def test_where_there_is_nothing_to_gain(job: Job) -> None:
     assert chosen(job, 140 * 10**9).unpacked_layers == 0
 
 
-@pytest.fixture
-def automatic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpacked, "AUTO", True)
-
-
-def test_auto_waits_for_its_measurement() -> None:
-    assert plan().choices["memory"]["unpacked_layers"] == 0
-
-
-def test_only_where_nothing_is_computed_again(automatic: None) -> None:
+def test_only_where_nothing_is_computed_again() -> None:
     for override in ("recompute={pointwise: 1}", "recompute=block", "mlp_tiles=2"):
         assert plan(override).choices["memory"]["unpacked_layers"] == 0
     for override in ("recompute=none", "gradient_checkpointing=false", "recompute=auto"):
         assert plan(override).choices["memory"]["unpacked_layers"] == 32
 
 
-def test_the_choice_is_said(automatic: None) -> None:
+def test_the_choice_is_said() -> None:
     made = plan()
     assert made.job.unpacked_layers == 32
     assert made.choices["memory"]["sentence"] == "none in all 32 layers; weights of 32 also unpacked"

@@ -7,7 +7,7 @@ the graph that the backward pass reads, around results it did not compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +27,8 @@ class Sent(Protocol):
 class Store(Protocol):
     """Where tensors can be sent (`offload.HostStore`)."""
 
-    def send(self, x: torch.Tensor) -> Sent:
-        """Takes a tensor away."""
+    def send(self, tensors: Sequence[torch.Tensor]) -> Sequence[Sent]:
+        """Takes tensors away."""
 
 
 class _Away:
@@ -36,16 +36,19 @@ class _Away:
 
     def __init__(self, results: Any, store: Store) -> None:
         self.single = isinstance(results, torch.Tensor)
-        self.parts = [
-            (True, store.send(part))
-            if isinstance(part, torch.Tensor) and part.numel() >= LEAST
-            else (False, part)
-            for part in ([results] if self.single else results)
-        ]
+        self.parts = [results] if self.single else list(results)
+        large = [i for i, part in enumerate(self.parts) if _is_large(part)]
+        self.sent = dict(zip(large, store.send([self.parts[i] for i in large]), strict=True))
+        for i in large:
+            self.parts[i] = None
 
     def back(self) -> Any:
-        parts = [part.get() if away else part for away, part in self.parts]
+        parts = [self.sent[i].get() if i in self.sent else part for i, part in enumerate(self.parts)]
         return parts[0] if self.single else tuple(parts)
+
+
+def _is_large(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.numel() >= LEAST
 
 
 class _Sending(TorchDispatchMode):

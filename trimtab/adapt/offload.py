@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ class HostStore:
     def __init__(self, device: torch.device | str) -> None:
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: list[tuple[_Pinned, torch.cuda.Event | None]] = []
-        self._newest: weakref.ref[_Kept] | None = None
+        self._newest: list[weakref.ref[_Kept]] = []
         self._layer: weakref.ref[_Layer] | None = None
         self.host_bytes = 0
         """Pinned so far."""
@@ -48,7 +48,7 @@ class HostStore:
             if (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) != place:
                 return tensor
             if not kept:
-                kept.append(self._put(tensor.detach(), self._next_layer()))
+                kept.extend(self._put([tensor], self._next_layer()))
             return kept[0]
 
         def unpack(packed: Any) -> torch.Tensor:
@@ -65,10 +65,10 @@ class HostStore:
         """The current stream waits for the copies to the host; those that come back are waited for by who uses them."""
         torch.cuda.current_stream(self._out.device).wait_stream(self._out)
 
-    def send(self, x: torch.Tensor) -> _Kept:
-        """Sends one more tensor of the layer whose input was kept last; `.get()` brings it back."""
+    def send(self, tensors: Sequence[torch.Tensor]) -> list[_Kept]:
+        """Sends more tensors of the layer whose input was kept last; `.get()` brings one back."""
         layer = self._layer() if self._layer is not None else None
-        return self._put(x.detach(), layer or self._next_layer())
+        return self._put(tensors, layer or self._next_layer())
 
     def _next_layer(self) -> _Layer:
         below = self._layer() if self._layer is not None else None
@@ -76,14 +76,17 @@ class HostStore:
         self._layer = weakref.ref(layer)
         return layer
 
-    def _put(self, x: torch.Tensor, layer: _Layer) -> _Kept:
-        before = self._newest() if self._newest is not None else None
-        if before is not None:
-            before.leave()
-        kept = _Kept(self, x, layer)
-        layer.members.append(weakref.ref(kept))
-        self._newest = weakref.ref(kept)
-        return kept
+    def _put(self, tensors: Sequence[torch.Tensor], layer: _Layer) -> list[_Kept]:
+        # What is sent together leaves together, when the next are sent: waiting any earlier would be for copies that
+        # have only just begun.
+        for before in self._newest:
+            kept = before()
+            if kept is not None:
+                kept.leave()
+        sent = [_Kept(self, x.detach(), layer) for x in tensors]
+        self._newest = [weakref.ref(kept) for kept in sent]
+        layer.members += self._newest
+        return sent
 
     def _take(self, num_bytes: int) -> _Pinned:
         """A pinned buffer of at least so many bytes that no copy is using, or soon none will."""
@@ -148,7 +151,10 @@ class _Kept:
         self._device: torch.Tensor | None = x
         """Here until the next one is put in, which is when the device may forget it, and again when fetched."""
         self._buffer = store._take(x.numel() * x.element_size())
-        self._host = self._buffer.tensor[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+        flat = self._buffer.tensor[: x.numel() * x.element_size()].view(x.dtype)
+        # Laid out as it is on the device, the heads between the tokens say, so that one plain copy will do.
+        dense = torch.ops.aten.is_non_overlapping_and_dense.default(x)
+        self._host = flat.as_strided(x.shape, x.stride()) if dense else flat.view(x.shape)
         self._arrived = torch.cuda.Event()
         self._uses: list[torch.cuda.Event] = []
         stream = store._out
@@ -172,7 +178,7 @@ class _Kept:
             return
         current, back = torch.cuda.current_stream(self._place), self._store._back
         # Allocated on the stream that will use it; its memory may still be in use by work queued there.
-        self._device = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._place)
+        self._device = torch.empty_like(self._host, device=self._place)
         back.wait_stream(current)
         with torch.cuda.stream(back):
             self._device.copy_(self._host, non_blocking=True)

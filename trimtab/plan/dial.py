@@ -36,9 +36,6 @@ SLACK, GAPS = 0.03, {"cuda": 48 * 2**20, "cpu": 0}
 GPU's allocator loses between its blocks. What stands, weights and optimizer states, is known to the byte."""
 SHORTEST_TILE = 512
 """Tokens of the smallest tile: shorter products leave a GPU idle."""
-SENT = ("offload",)
-"""Policies that a search sends layers to the host by; one of them for all that go. `offload_attention` waits for its
-measurement."""
 HOST_SHARE = 0.8
 """Of the host's free memory that may be pinned."""
 ATTENTION_RATE = 0.6
@@ -211,7 +208,7 @@ def _costs(job: Job, rates: Rates) -> dict[str, float]:
         costs[policy] = N * (flops / rates.flops + again.moved / rates.bytes)
         costs[policy] += _unpacked_again(job, policy) / rates.bytes
     if job.device == "cuda":
-        forward = N * model_spec.product_flops(job.shape) / rates.flops
+        forward = _forward(job, rates)
         # Out while the layer computes, back while the one above goes backward, which takes three times as long.
         for policy in spec_recompute.HOST:
             copy = layer_bytes(job, policy).host / rates.link
@@ -219,6 +216,14 @@ def _costs(job: Job, rates: Rates) -> dict[str, float]:
     for policy in spec_recompute.HOST:
         costs[policy] *= 1.001  # where it costs nothing, a layer stays on the device all the same
     return costs
+
+
+def _forward(job: Job, rates: Rates) -> float:
+    """Seconds of a layer's forward pass, by the device's ceilings."""
+    # All that `block` computes again, and the last product.
+    again = spec_recompute.again(job.shape, "block", job.tokens, dtype=job.dtype)
+    flops = model_spec.product_flops(job.shape) + again.attention / ATTENTION_RATE
+    return job.batch * job.tokens * (flops / rates.flops + again.moved / rates.bytes)
 
 
 def _unpacked_again(job: Job, policy: str) -> float:
@@ -245,7 +250,9 @@ class _Search:
         self.standing = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
         self.limit = limit
         self.num_layers = job.shape.num_layers
-        self.most_sent = {policy: self._most(self.layers.of[policy].host, host) for policy in SENT}
+        # One way to the host for all layers that take it.
+        ways = ("offload",) if job.compiled else spec_recompute.HOST
+        self.most_sent = {policy: self._most(self.layers.of[policy].host, host) for policy in ways}
 
     def _most(self, per_layer: int, host: int | None) -> int:
         """Layers that the host has room for; none on a CPU, where what would be sent is there already."""

@@ -85,7 +85,7 @@ def settle(
         setting, fits = dial.choose(job, device, limit, tiles=tiles, fixed_loss=fixed_loss)
     else:
         setting, fits = _with_tiles(job, device, limit, named, tiles)
-    if fits and recipe.unpacked_layers == "auto" and unpacked.AUTO:
+    if fits and recipe.unpacked_layers == "auto":
         setting = unpacked.unpack(job, setting, limit)
     chosen = {
         "recompute": list(setting.policies),

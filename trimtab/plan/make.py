@@ -164,6 +164,7 @@ def job_of(
         optimizer=recipe.optim,
         optimizer_impl=choices.get("optimizer", {}).get("impl", "reference"),
         in_backward=recipe.optim_in_backward,
+        compiled=recipe.torch_compile is True,
         loss_impl=choices.get("loss", {}).get("impl", "chunked"),
         loss_memory=_loss_memory(choices),
         attention=choices["attention"].get("whole", choices["attention"]["impl"]),

@@ -96,6 +96,8 @@ class Job:
     """Bytes that the loss "triton" may hold beyond inputs and gradients."""
     in_backward: bool = False
     """Whether backward itself updates each weight and frees its gradient."""
+    compiled: bool = False
+    """Whether layers are compiled whole, so that nothing inside one can be sent to the host."""
     lora: LoraSettings | None = None
     """The adapters' settings, where adapters are trained and all else is frozen."""
     quantization: dict[str, Any] | None = None

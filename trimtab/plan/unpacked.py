@@ -10,9 +10,6 @@ from trimtab.plan.dial import Setting, within_limit
 from trimtab.plan.memory import Job, predict
 from trimtab.recipe.keys import Recipe
 
-AUTO = False
-"""Whether `auto` unpacks anything: not before it was run and measured on a GPU."""
-
 
 def by_hand(recipe: Recipe, shape: ModelShape) -> int:
     """Layers as the recipe names them; 0 where it leaves the choice."""

@@ -333,7 +333,7 @@ class Recipe(Section):
     )
     """With `load_in_4bit` or `load_in_8bit`: in how many layers weights are kept unpacked as well, in the format of the
     arithmetic, so that no step has to unpack them: faster, with the same numbers, for 16 bits more a weight. `auto`
-    keeps the packed weights only, as long as this has not been measured on a GPU."""
+    does so on a GPU for as many layers as fit where every layer keeps everything and memory is still left."""
     deterministic: Annotated[bool, Field(examples=[False])] = False
     """On a GPU: only algorithms that give the same bits each time, so that a resumed run equals an
     uninterrupted one bit by bit. On a CPU it always does."""
