@@ -28,9 +28,6 @@ def choose_graphs(plan: Plan) -> dict[str, Any]:
         return {"on": False, "reason": "named in the recipe"}
     if obstacle is not None:
         return {"on": False, "reason": obstacle}
-    if recipe.packing and choices["attention"]["impl"] != "triton":
-        # Its mask would be made inside the graph, which no measurement has seen yet.
-        return {"on": False, "reason": "ask for it with cuda_graphs: true"}
     seconds = _seconds(plan, plan.device)
     if seconds is not None and seconds > WORTH_SECONDS:
         reason = (

@@ -13,6 +13,7 @@ Before anything else needs the memory, evaluation say, the graphs are given up; 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -127,6 +128,19 @@ class Graphs:
         self._forget()
         torch.cuda.empty_cache()
 
+    def _unwind(self) -> None:
+        """After a recording that failed: torch's allocator still believes in it (2.11), and holds on to the memory that
+        was taken for it (2.13 too). Where torch has seen to that itself, it says so."""
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+        if self._recorded:
+            return  # the other graph is in the same memory
+        with suppress(RuntimeError):
+            torch._C._cuda_releasePool(index, self._pool)
+        self._pool = None
+        torch.cuda.empty_cache()
+
     def _forget(self) -> None:
         """What is kept for the stream that runs next to nothing from now on."""
         torch._C._cuda_clearCublasWorkspaces()
@@ -163,26 +177,29 @@ class Graphs:
         factor = torch.zeros((), device=self.device)
         graph = torch.cuda.CUDAGraph()
         before = {name: parameter.grad for name, parameter in self.parameters.items()}
+        failure = ""
         try:
-            # Other threads (a checkpoint being written) may go on with what they do.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
-                loss = self.loss.of(static)
-                (loss * factor).backward()
-                loss = loss.detach()
-                if self.held is not None:
-                    self.held.join()
+            loss = self._capture(graph, static, factor)
         except RuntimeError as error:  # running out of memory is one as well
+            failure = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if self.held is not None:
+            self.held.settle()
+        if failure:
             for name, parameter in self.parameters.items():
                 parameter.grad = before[name]
             self.failed = True
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self.on_event(f"a step could not be recorded as a CUDA graph and runs plainly: {reason}")
+            self._unwind()
+            self.on_event(f"a step could not be recorded as a CUDA graph and runs plainly: {failure}")
             return None
-        finally:
-            if self.held is not None:
-                self.held.settle()
         gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
         self._recorded[first] = _Recorded(graph, static, factor, loss, gradients)
         return self._recorded[first]
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, static: Inputs, factor: torch.Tensor) -> torch.Tensor:
+        # Other threads (a checkpoint being written) may go on with what they do.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            loss = self.loss.of(static)
+            (loss * factor).backward()
+            if self.held is not None:
+                self.held.join()
+        return loss.detach()
