@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from cli_world import Call, World
 
+from trimtab.adapt.spec_recompute import POLICIES
 from trimtab.checkpoint import RunLock
 from trimtab.cli.demo import _replace_older
 from trimtab.cli.main import VERBS
@@ -102,6 +103,17 @@ def test_plan_says_how_long_a_window_could_be(world: World, cli: Call) -> None:
     said = cli("plan", world.recipe, "--longest").out
     assert "longest window, per_device_train_batch_size: 1: " in said
     assert "the model itself has" in said
+
+
+def test_plan_lists_what_each_policy_saves_and_costs(world: World, cli: Call) -> None:
+    rows = json.loads(cli("plan", world.recipe, "--json", "--recompute").out)["recompute"]
+    assert [row["policy"] for row in rows] == list(POLICIES)
+    said = cli("plan", world.recipe, "--recompute").out
+    table = said[said.index("Each policy in all layers") :].splitlines()
+    assert [line.split()[0] for line in table[2:8]] == list(POLICIES)
+    block = next(row for row in rows if row["policy"] == "block")
+    assert f"+ {block['arithmetic']:.1%}" in next(line for line in table if line.startswith("block"))
+    assert "Times are left out" in said
 
 
 def test_plan_lists_number_formats(world: World, cli: Call) -> None:

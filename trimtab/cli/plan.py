@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from trimtab.cli.verb import new_app
 if TYPE_CHECKING:
     from trimtab.launch.preparing import Prepared
     from trimtab.plan.longest import Longest
+    from trimtab.plan.policies import PolicyCost
 
 app = new_app()
 
@@ -34,6 +35,9 @@ def plan(
     longest: Annotated[
         bool, typer.Option("--longest", help="Say how long a window could be within the memory there is.")
     ] = False,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="List what each recompute policy would save and cost.")
+    ] = False,
 ) -> None:
     """Say what a recipe will take on this machine, without training anything.
 
@@ -48,10 +52,11 @@ def plan(
 
     `--dtypes` runs one layer of the model's kind with the recipe's formats and lists what was seen. `--longest` looks
     for the longest `max_seq_length` that `memory_limit`, or the free memory, has room for, and says how it would run.
+    `--recompute` lists the policies with the memory that each would save in all layers and the arithmetic it repeats.
     """
     from trimtab import launch
     from trimtab.launch.device import has_torch
-    from trimtab.plan import check_fits
+    from trimtab.plan import check_fits, policy_costs
     from trimtab.recipe import load
     from trimtab.report import LiveView
     from trimtab.report.plain import plain
@@ -70,12 +75,18 @@ def plan(
             f"note: {plain(name)} does not exist here, so that training would stop at once", file=sys.stderr
         )
     windows = _longest(prepared) if longest else {}
+    costs = policy_costs(prepared.plan.job, prepared.device) if recompute else []
     if as_json:
-        said = {"longest": {batch: found.to_dict() for batch, found in windows.items()}} if longest else {}
+        said: dict[str, Any] = {}
+        if longest:
+            said["longest"] = {batch: found.to_dict() for batch, found in windows.items()}
+        if recompute:
+            said["recompute"] = [row.to_dict() for row in costs]
         print(json.dumps(prepared.plan.to_dict() | said, indent=2))
     else:
         LiveView().plan(prepared.plan.to_dict())
         _print_longest(prepared, windows)
+        _print_costs(costs, prepared.shape.num_layers)
     if dtypes:
         _print_dtypes(prepared)
     check_fits(prepared.plan, prepared.device)
@@ -111,6 +122,33 @@ def _print_longest(prepared: Prepared, windows: dict[int, Longest]) -> None:
             f"{name}: {found.tokens} tokens in {format_bytes(found.setting.needed)}{host} "
             f"({sentence(chosen, prepared.shape.num_layers)}); {words}{beyond}"
         )
+
+
+def _print_costs(costs: list[PolicyCost], num_layers: int) -> None:
+    """Of all layers together, for one microbatch."""
+    from rich.table import Table
+
+    from trimtab.facts.units import format_bytes, format_seconds
+    from trimtab.report.console import new_console
+
+    if not costs:
+        return
+    columns = {
+        "recompute": [row.policy for row in costs],
+        "keeps": [format_bytes(row.kept * num_layers) for row in costs],
+        "saves": [format_bytes(row.saved * num_layers) if row.saved else "" for row in costs],
+        "on the host": [format_bytes(row.host * num_layers) if row.host else "" for row in costs],
+        "arithmetic": [f"+ {row.arithmetic:.1%}" if row.arithmetic else "" for row in costs],
+        "time": [f"+ {format_seconds(row.seconds * num_layers)}" if row.seconds else "" for row in costs],
+    }
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    table = Table(*columns, box=None, padding=(0, 3, 0, 0))
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
+    console = new_console()
+    console.print("Each policy in all layers, for one microbatch:", table)
+    if costs[0].seconds is None:
+        console.print("Times are left out: what this device computes in a second is not known.")
 
 
 def _print_dtypes(prepared: Prepared) -> None:

@@ -72,9 +72,11 @@ def format_seconds(seconds: float) -> str:
     """A duration a person can read at a glance.
 
     Example:
-        >>> format_seconds(4.25), format_seconds(200), format_seconds(7300)
-        ('4.2 s', '3 min 20 s', '2 h 01 min')
+        >>> format_seconds(0.0382), format_seconds(4.25), format_seconds(200), format_seconds(7300)
+        ('38 ms', '4.2 s', '3 min 20 s', '2 h 01 min')
     """
+    if 0 < seconds < 0.9995:
+        return f"{1e3 * seconds:.{1 if seconds < 0.01 else 0}f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
     whole = round(seconds)

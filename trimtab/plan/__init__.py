@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trimtab.plan.longest import Longest, longest_context
     from trimtab.plan.make import Plan, make_plan
     from trimtab.plan.memory import Buckets, Memory
+    from trimtab.plan.policies import PolicyCost, policy_costs
 
 _MODULES = {
     "AttentionRow": "attention",
@@ -30,6 +31,8 @@ _MODULES = {
     "make_plan": "make",
     "Buckets": "memory",
     "Memory": "memory",
+    "PolicyCost": "policies",
+    "policy_costs": "policies",
 }
 
 __all__ = [  # noqa: RUF022 (in the order of the dictionary above)
@@ -47,6 +50,8 @@ __all__ = [  # noqa: RUF022 (in the order of the dictionary above)
     "make_plan",
     "Buckets",
     "Memory",
+    "PolicyCost",
+    "policy_costs",
 ]
 
 __getattr__ = lazily(__name__, _MODULES)

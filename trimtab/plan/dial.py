@@ -145,7 +145,7 @@ def setting_of(job: Job, device: DeviceFacts, segments: Segments) -> Setting:
     policies = tuple(policy for policy, count in segments for _ in range(count))
     memory = predict(job.changed(policies=policies))
     rates = rates_of(device, job.dtype)
-    costs = _costs(job, rates)
+    costs = policy_seconds(job, rates)
     seconds = sum(costs[policy] * count for policy, count in segments) + _loss_cost(job, rates)
     return Setting(
         policies, job.mlp_tiles, job.loss_memory, memory.needed, memory.host, seconds, job.unpacked_layers
@@ -197,7 +197,7 @@ def tile_counts(job: Job, tiles: int | None) -> Iterator[int]:
         count *= 2
 
 
-def _costs(job: Job, rates: Rates) -> dict[str, float]:
+def policy_seconds(job: Job, rates: Rates) -> dict[str, float]:
     """Seconds a layer and microbatch that each policy adds, by the device's ceilings."""
     N, tokens = job.batch * job.tokens, job.tokens
     costs = {}
@@ -243,7 +243,7 @@ class _Search:
     """One number of tiles: which counts of policies fit, and which of those is fastest."""
 
     def __init__(self, job: Job, rates: Rates, limit: int, host: int | None) -> None:
-        self.costs = _costs(job, rates)
+        self.costs = policy_seconds(job, rates)
         gradients = gradient_bytes(job)
         self.layers: Layers = layers_of(job, gradients)
         self.around = dict(moments_around(job, gradients, self.layers))

@@ -8,9 +8,10 @@ from trimtab.adapt.spec_recompute import canonical, counted
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
-from trimtab.facts.units import format_bytes, parse_bytes, parse_share
+from trimtab.facts.units import format_bytes, format_seconds, parse_bytes, parse_share
 from trimtab.plan import dial, unpacked
 from trimtab.plan.memory import CONTEXT, Job, predict, segments_of
+from trimtab.plan.policies import cost_of, policy_costs
 from trimtab.recipe.keys import Recipe
 
 
@@ -96,7 +97,7 @@ def settle(
         "limit_basis": words,
         "allocator_bytes": limit - CONTEXT[job.device] if recipe.memory_limit is not None else None,
         "host_bytes": setting.host,
-        "reason": _reason(job, setting, named is not None, fits, limit, words),
+        "reason": _reason(job, device, setting, named is not None, fits, limit, words),
     }
     return {**chosen, "sentence": sentence(chosen, job.shape.num_layers)}
 
@@ -116,7 +117,9 @@ def _with_tiles(
     return dial.setting_of(job.changed(mlp_tiles=fewest), device, segments), False
 
 
-def _reason(job: Job, setting: dial.Setting, named: bool, fits: bool, limit: int, words: str) -> str:
+def _reason(
+    job: Job, device: DeviceFacts, setting: dial.Setting, named: bool, fits: bool, limit: int, words: str
+) -> str:
     if named:
         return "named in the recipe" if fits else f"named in the recipe; does not fit {words}"
     if not fits and setting.needed <= limit:
@@ -126,7 +129,10 @@ def _reason(job: Job, setting: dial.Setting, named: bool, fits: bool, limit: int
     plain = predict(job.changed(policies=(), mlp_tiles=setting.mlp_tiles)).needed
     if set(setting.policies) == {"none"}:
         return f"everything fits {words}"
-    return f"the fastest that fits {words}; keeping everything would take {format_bytes(plain)}"
+    job = job.changed(mlp_tiles=setting.mlp_tiles)
+    _, seconds = cost_of(policy_costs(job, device), setting.policies)
+    spare = "" if seconds is None else f" and spare {format_seconds(seconds)} a microbatch, by arithmetic"
+    return f"the fastest that fits {words}; keeping everything would take {format_bytes(plain)}{spare}"
 
 
 def sentence(chosen: dict[str, Any], num_layers: int) -> str:

@@ -1,0 +1,76 @@
+"""What each recompute policy is said to save and cost: the same as the plan of a run with it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from plan_jobs import CHOICES, FULL, H200, QLORA, QWEN
+
+from trimtab.adapt.spec_recompute import POLICIES
+from trimtab.facts.devices import DeviceFacts
+from trimtab.model.spec import flops_per_token
+from trimtab.plan import make_plan, policy_costs
+from trimtab.plan.dial import setting_of
+from trimtab.plan.memory import Job, predict
+from trimtab.plan.policies import cost_of
+from trimtab.recipe import loads
+
+JOBS = {"full": FULL.changed(tokens=4096), "adapters": QLORA.changed(tokens=8192)}
+
+
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_rows_are_the_plan_s_own_figures(job: Job) -> None:
+    rows = policy_costs(job, H200)
+    assert [row.policy for row in rows] == list(POLICIES)
+    layers = job.shape.num_layers
+    plain = setting_of(job, H200, (("none", layers),)).seconds
+    for row in rows:
+        assert row.kept + row.saved == rows[0].kept
+        whole = predict(job.changed(policies=(row.policy,) * layers))
+        assert whole.host == row.host * layers
+        seconds = setting_of(job, H200, ((row.policy, layers),)).seconds - plain
+        assert row.seconds * layers == pytest.approx(seconds, abs=1e-12)
+        assert cost_of(rows, [row.policy] * layers) == (row.saved * layers, pytest.approx(seconds, abs=1e-12))
+
+
+def test_arithmetic_is_a_share_of_forward_and_backward() -> None:
+    job = JOBS["full"]
+    of = {row.policy: row for row in policy_costs(job, H200)}
+    assert of["none"].arithmetic == of["pointwise"].arithmetic == 0
+    # A block computed again is its forward pass without the last product.
+    shape = job.shape
+    head = 2.0 * shape.vocab_size * shape.hidden_size
+    down = 2.0 * shape.hidden_size * shape.intermediate_size
+    forward = (flops_per_token(shape, 4096, training=False) - head) / shape.num_layers - down
+    both = (flops_per_token(shape, 4096) - 3 * head) / shape.num_layers
+    assert of["block"].arithmetic == pytest.approx(forward / both)
+    assert of["offload"].arithmetic == of["block"].arithmetic > of["selective"].arithmetic
+    # Frozen weights have no gradients of their own, so that the same work is a larger share.
+    frozen = {row.policy: row for row in policy_costs(JOBS["adapters"], H200)}
+    trained = policy_costs(dataclasses.replace(JOBS["adapters"], lora=None, quantization=None), H200)
+    assert frozen["block"].arithmetic > {row.policy: row for row in trained}["block"].arithmetic
+
+
+def test_no_times_where_nothing_is_known_of_the_device() -> None:
+    unknown = DeviceFacts("a GPU", "cuda", 24 * 10**9, capability=(8, 9), bf16=True)
+    rows = policy_costs(FULL, unknown)
+    assert all(row.seconds is None for row in rows)
+    assert cost_of(rows, ["block", "none"])[1] is None
+
+
+@pytest.mark.parametrize(("limit", "said"), [("8GiB", " ms a microbatch, by arithmetic"), ("100GiB", None)])
+def test_the_plan_says_what_its_choice_costs(limit: str, said: str | None) -> None:
+    recipe = loads(
+        "model: x\ndata: {train: y}\nmax_seq_length: 4096\nper_device_train_batch_size: 4\n"
+        f"optim: adamw_8bit\nmemory_limit: {limit}"
+    )
+    memory = make_plan(recipe, QWEN, device=H200, choices=CHOICES).choices["memory"]
+    if said is None:
+        assert memory["reason"] == "everything fits memory_limit: 100GiB"
+        return
+    assert memory["reason"].startswith(
+        "the fastest that fits memory_limit: 8GiB; keeping everything would take "
+    )
+    assert " and spare " in memory["reason"]
+    assert memory["reason"].endswith(said)
