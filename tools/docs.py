@@ -63,6 +63,10 @@ steps. "trimtab" has all of the memory, "trimtab tight" the `memory_limit` that 
 above 1 says how many times as fast as that peer ours is. The floor is the step's products at the rate of the device's
 best product. Packed windows hold documents of 400 tokens on average, none of which sees another.
 
+Losses of adapters agree step by step. Where all weights are trained they are bf16, and the peers round each update to
+the nearest: at a learning rate of 1e-5 most of it is lost. trimtab rounds by chance, so that nothing is lost on average
+and the loss falls faster; "trimtab nearest" is the same step with the peers' rounding, for its losses alone.
+
 """
 
 _SIGNALS = (

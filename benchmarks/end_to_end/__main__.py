@@ -102,7 +102,8 @@ def run_all(wanted: list[Case], path: Path, options: argparse.Namespace) -> dict
     if sys.platform == "linux":
         where["host_cores"] = len(os.sched_getaffinity(0))
     records = {} if options.fresh else read(path)
-    left = [case for case in wanted if not _done(records.get(case.name), where)]
+    same = {} if options.missing else {key: where[key] for key in ("commit", "versions")}
+    left = [case for case in wanted if not _done(records.get(case.name), same)]
     path.parent.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + 60 * options.minutes
     for batch in processes(left, options.share_processes):
@@ -136,10 +137,10 @@ def append(path: Path, record: dict[str, Any]) -> None:
         file.write(("\n" * torn + json.dumps(record, ensure_ascii=False) + "\n").encode())
 
 
-def _done(record: dict[str, Any] | None, where: dict[str, Any]) -> bool:
+def _done(record: dict[str, Any] | None, same: dict[str, Any]) -> bool:
     if record is None or record.get("failed"):
         return False
-    return all(record.get(key) == where[key] for key in ("commit", "versions"))
+    return all(record.get(key) == value for key, value in same.items())
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -172,6 +173,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--commit", help="what is measured, where git cannot tell")
     made.add_argument("--fresh", action="store_true", help="measure again what the file already has")
+    made.add_argument(
+        "--missing", action="store_true", help="leave alone what the file has of other commits and versions"
+    )
     made.add_argument("--list", action="store_true", help="name the cases and stop")
     made.add_argument("--table", type=Path, metavar="FILE.jsonl", help="print a file's tables and stop")
     return made

@@ -80,6 +80,8 @@ class Case:
 
 OURS = ("trimtab", "trimtab tight", "trimtab eager")
 """With all the memory there is; within that of the peer that takes least; and every kernel handed over by itself."""
+NEAREST = "trimtab nearest"
+"""Ours, for its losses: bf16 weights rounded to the nearest as the peers round them, which loses small updates."""
 PEERS = ("hf", "hf recompute", "liger", "unsloth", "unsloth recompute")
 PACKED_PEERS = ("hf recompute", "liger")
 CAPS_GB = {8: "llama-8b", 12: "llama-8b", 16: "llama-8b", 24: "llama-8b"} | dict.fromkeys(
@@ -109,6 +111,7 @@ def cases() -> list[Case]:
     found: list[Case] = []
     for job in JOBS[:4]:
         found += [_case(job, name) for name in ("unsloth recompute", "trimtab", "trimtab tight")]
+    found += [_case(job, NEAREST) for job in (QWEN_SHORT, QWEN_LONG)]
     found += [Case(LLAMA_SHORT, "trimtab", start=start, limit_s=150) for start in ("cold", "warm")]
     for job in JOBS[4:]:
         found += [_case(job, name) for name in ("unsloth recompute", "trimtab", "trimtab tight")]

@@ -87,14 +87,19 @@ def prepared_for(
     return replace(prepared, choices=replace(prepared.choices, memory=memory))
 
 
-def build(prepared: Prepared, folder: Path, tokens: Tokens) -> tuple[Step, dict[str, Any]]:
-    """The micro-step, and what was chosen for it."""
+def build(
+    prepared: Prepared, folder: Path, tokens: Tokens, *, nearest: bool = False
+) -> tuple[Step, dict[str, Any]]:
+    """The micro-step, and what was chosen for it. `nearest` rounds weights in 16 bits to the nearest."""
     recipe, choices = prepared.recipe, prepared.choices
     device = torch.device(choices.device)
     assembling._set_up_torch(choices)
     decoder = assembling._model(recipe, choices, prepared.shape, folder, fresh=True)
+    load_peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    assembling._unpack(decoder, choices)
     parameters = trained_parameters(decoder)
     optimizer = assembling._optimizer(recipe, choices, parameters)
+    optimizer.stochastic_rounding &= not nearest
     loss_of = MicrobatchLoss(decoder, device, autocast_of(choices), packing=recipe.packing)
     graphs = assembling.recorded(choices, loss_of, parameters)
     in_backward = assembling._in_backward(recipe, choices, optimizer, Mesh.world())
@@ -125,6 +130,7 @@ def build(prepared: Prepared, folder: Path, tokens: Tokens) -> tuple[Step, dict[
         return loss.detach()
 
     chosen = {
+        "load_peak_bytes": load_peak,
         "attention": choices.attention["impl"],
         "compile": choices.compile,
         "graphs": choices.graphs,

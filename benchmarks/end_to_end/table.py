@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end.jobs import OURS, PEERS, Job, config_of
+from benchmarks.end_to_end.jobs import NEAREST, OURS, PEERS, Job, config_of
 from benchmarks.records import read as read_records
 from trimtab.facts.shapes_hf import shape_from_config
 from trimtab.model.spec import flops_per_token
 
 FIRST_LOSS_OFF = 5e-3
 LAST_LOSS_OFF = 3e-2
-"""How far first and last losses of contestants may lie apart; they differ in rounding, and round bf16 weights by
-chance (ours) or to the nearest."""
+"""How far first and last losses of contestants may lie apart; they differ in rounding. Last ones of bf16 weights are
+compared with those of ours that round to the nearest, as the peers do: by chance, as ours do otherwise, no update is
+lost, and losses fall faster."""
 
 Records = dict[str, dict[str, Any]]
 
@@ -53,10 +54,12 @@ def problems(records: Records) -> list[str]:
     found = [
         f"{record['name']}: {record['failed']}"
         for record in records.values()
-        if record.get("failed") and (record.get("case") or {}).get("contestant") in OURS
+        if record.get("failed") and (record.get("case") or {}).get("contestant") in (*OURS, NEAREST)
     ]
     for job, of_job in _by_job(records).items():
         for which, allowed in ((0, FIRST_LOSS_OFF), (-1, LAST_LOSS_OFF)):
+            if which and NEAREST in of_job:
+                of_job = {name: record for name, record in of_job.items() if name not in OURS}
             count = min((len(r["losses"]) for r in of_job.values()), default=0)
             if not count:
                 continue

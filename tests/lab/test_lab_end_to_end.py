@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.end_to_end import __main__ as runner
-from benchmarks.end_to_end import jobs, world
+from benchmarks.end_to_end import child, jobs, world
 from benchmarks.end_to_end.child import FEWEST
 from benchmarks.end_to_end.jobs import Case, Job
 from benchmarks.end_to_end.table import floor_s, markdown, page, problems, read
@@ -131,6 +131,27 @@ def test_losses_that_are_apart_and_failures_of_ours_are_problems() -> None:
     assert problems(failed) == [f"{ours.name}: ValueError: no"]
 
 
+def test_peers_that_round_weights_to_the_nearest_are_compared_with_ours_that_do() -> None:
+    def of(contestant: str, *losses: float) -> dict[str, Any]:
+        return record(Case(jobs.QWEN_SHORT, contestant), 1, 1, losses)
+
+    seen = [of("hf", 9.0, 8.5), of("trimtab", 9.0, 7.0)]
+    assert len(problems(records(*seen))) == 1
+    assert problems(records(*seen, of(jobs.NEAREST, 9.0, 8.51))) == []
+    assert len(problems(records(*seen, of(jobs.NEAREST, 9.0, 8.0)))) == 1
+    assert len(problems(records(*seen, of(jobs.NEAREST, 9.1, 8.51)))) == 1, "first losses are all compared"
+
+
+def test_rounding_to_the_nearest_loses_what_rounding_by_chance_keeps(tmp_path: Path) -> None:
+    job = Job("tiny-qwen3-0.6b", "full", 2, 64)
+    ended = {}
+    for contestant in ("trimtab", jobs.NEAREST):
+        order = {"weights": str(tmp_path), "limits": {}, "cases": []}
+        losses = child.run(Case(job, contestant), order, "cpu", {})["losses"]
+        ended[contestant] = losses[FEWEST] - losses[0]  # weights in bf16, also on a CPU
+    assert ended["trimtab"] < 1.5 * ended[jobs.NEAREST] < 0
+
+
 def test_a_command_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
@@ -150,6 +171,9 @@ def test_a_command_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Mo
     ran.clear()
     assert runner.main(words) == 0
     assert ran == ["tiny-llama-8b qlora 2×64/hf recompute"], "what failed is tried again"
+    ran.clear()
+    runner.main([*words[:-1], "def", "--missing"])
+    assert ran == ["tiny-llama-8b qlora 2×64/hf recompute"], "what another commit measured stays"
     ran.clear()
     runner.main([*words[:-1], "def"])
     assert len(ran) == 4

@@ -144,6 +144,10 @@ def test_the_copies_are_there_before_the_first_step(tmp_path: Path) -> None:
     asked = recipe(tmp_path, "run", unpacked_layers=1, dtype="bf16")
     prepared = prepare(asked)
     decoder = assembling._model(asked, prepared.choices, prepared.shape, prepared.model, fresh=True)
+    assert all(layer.unpacked is None for _, layer in quantized_layers(decoder)), (
+        "nothing whole while loading"
+    )
+    assembling._unpack(decoder, prepared.choices)
     formats = [
         None if layer.unpacked is None else layer.unpacked.dtype for _, layer in quantized_layers(decoder)
     ]

@@ -103,6 +103,7 @@ def assemble(
     store = Store(folder.checkpoints, keep_last=recipe.save_total_limit, on_event=on_event, base=base)
     found = _checkpoint(store, folder) if resume else None
     decoder = _model(recipe, choices, shape, weights, fresh=found is None)
+    _unpack(decoder, choices)
     parameters = trained_parameters(decoder)
     mesh = Mesh.world()
     optimizer = _optimizer(recipe, choices, parameters)
@@ -146,8 +147,7 @@ def assemble(
 
 
 def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *, fresh: bool) -> Decoder:
-    """On the meta device shape, quantized layout, adapters, recompute, compile; then weights, unpacked
-    ones and gradients' format.
+    """On the meta device shape, quantized layout, adapters, recompute, compile; then weights and gradients' format.
 
     No step changes a parameter's name. A checkpoint (not `fresh`) brings what is trained; frozen weights are always
     read from where they come from.
@@ -184,12 +184,16 @@ def _model(recipe: Recipe, choices: Choices, shape: ModelShape, weights: Any, *,
         init_weights(decoder, recipe.seed)
     elif read_weights:
         fill_grown(decoder, stored, lambda: load_weights(decoder, weights))
-    # Of runs made before there was a choice: none. Now, so that no step is the one that takes the memory.
-    keep_unpacked(decoder, choices.memory.get("unpacked_layers", 0), dtype=torch_dtype(choices.dtype))
     if settings is not None and fresh:
         _fill_adapters(recipe, decoder, weights)
     set_gradient_format(decoder, choices)
     return decoder
+
+
+def _unpack(decoder: Decoder, choices: Choices) -> None:
+    """Copies of packed weights, once all is loaded and before a step could be the one that takes the memory."""
+    layers = choices.memory.get("unpacked_layers", 0)  # none in runs made before there was a choice
+    keep_unpacked(decoder, layers, dtype=torch_dtype(choices.dtype))
 
 
 def _fill_adapters(recipe: Recipe, decoder: Decoder, weights: Any) -> None:

@@ -139,6 +139,7 @@ class Graphs:
         with suppress(RuntimeError):
             torch._C._cuda_releasePool(index, self._pool)
         self._pool = None
+        self._forget()
         torch.cuda.empty_cache()
 
     def _forget(self) -> None:
