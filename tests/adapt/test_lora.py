@@ -252,6 +252,14 @@ def test_settings_that_cannot_be(settings: dict, words: list[str]) -> None:
         assert word in str(found.value)
 
 
+@pytest.mark.parametrize("words", [["wq"], "wq.*"])
+def test_what_is_offered_instead_of_an_unknown_target(words: str | list[str]) -> None:
+    for shape, offered in ((TIED, False), (UNTIED, True)):
+        with pytest.raises(RecipeError, match=r"there are .*q_proj") as caught:
+            adapt_spec.resolve(shape, LoraSettings(r=2, target_modules=words))
+        assert ("embed_tokens" in str(caught.value)) is offered
+
+
 def test_a_tied_embedding_is_no_target() -> None:
     with pytest.raises(RecipeError, match="also the model's head"):
         add_adapters(base(TIED), LoraSettings(target_modules=("embed_tokens",)))

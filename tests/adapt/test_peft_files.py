@@ -206,6 +206,39 @@ def test_a_tensor_too_few_and_one_too_many(tmp_path: Path) -> None:
     refused(other, "replaces model.x,")
 
 
+def test_a_rank_that_the_weights_do_not_have(tmp_path: Path) -> None:
+    folder = written(tmp_path / "a")
+    r = json.loads((folder / "adapter_config.json").read_text())["r"]
+    edit_config(folder, r=r + 1, rank_pattern={})
+    refused(folder, f"rank {r + 1}, and adapter_model.safetensors has it in rank", "belong together")
+
+
+@pytest.mark.parametrize("words", [["q_proj", "up_proj"], "all-linear", r".*\.(q_proj|up_proj)", "(broken"])
+def test_a_module_that_the_config_names_and_the_weights_lack(words: object, tmp_path: Path) -> None:
+    decoder = base(TIED)
+    add_adapters(decoder, LoraSettings(r=2, target_modules="all-linear"))
+    init_adapters(decoder, seed=0)
+    folder = tmp_path / "a"
+    folder.mkdir()
+    save_adapter(decoder, folder, base_name="some/base")
+    edit_config(folder, target_modules=words)
+    load_adapter(base(TIED), folder)
+
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if "layers.1.mlp.up_proj" in key]:
+            del tensors[key]
+
+    edit_tensors(folder, cut)
+    if words == "(broken":  # what is no expression names nothing
+        load_adapter(base(TIED), folder)
+        return
+    refused(
+        folder, "lacks model.layers.1.mlp.up_proj, which adapter_config.json names", "get the adapter again"
+    )
+    edit_config(folder, layers_to_transform=[0, 1])  # in words of its own it may leave some out
+    load_adapter(base(TIED), folder)
+
+
 def test_an_adapter_that_diverged_is_not_written(tmp_path: Path) -> None:
     decoder = adapted(LoraSettings(r=2))
     decoder.model.layers[0].mlp.up_proj.lora_A["default"].weight.data.fill_(torch.inf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,10 @@ class AdapterFolder:
     base_name: str | None
     base: dict[str, Any] | None
     """Source, revision and checksums of the base, where trimtab wrote it."""
+    ranks: Mapping[str, int]
+    """Of each module, as the weights have it."""
+    named: str | tuple[str, ...] = ()
+    """The modules as the config names them; nothing where it leaves some of them out in words of its own."""
 
 
 def read_adapter_folder(folder: str | Path) -> AdapterFolder:
@@ -63,11 +68,11 @@ def read_adapter_folder(folder: str | Path) -> AdapterFolder:
     """
     folder = Path(folder)
     config = _read_config(folder)
-    names, dtypes, metadata = _read_header(folder)
-    modules = tuple(name.removesuffix(".lora_A.weight") for name in names if name.endswith(".lora_A.weight"))
-    modules += tuple(
-        name.removesuffix(".lora_embedding_A") for name in names if name.endswith(".lora_embedding_A")
-    )
+    dims, dtypes, metadata = _read_header(folder)
+    names = list(dims)
+    ends = (".lora_A.weight", ".lora_embedding_A")
+    ranks = {name.removesuffix(end): dims[name][0] for end in ends for name in names if name.endswith(end)}
+    modules = tuple(ranks)
     if not modules:
         raise ModelError(f"{folder / WEIGHTS} holds no LoRA weights", "give the folder of a LoRA adapter")
     whole = tuple(plain_name(name) for name in names if ".lora_" not in name and not is_base_copy(name))
@@ -85,7 +90,9 @@ def read_adapter_folder(folder: str | Path) -> AdapterFolder:
         dtype="bf16" if formats == {"BF16"} else "fp32",
     )
     base = json.loads(metadata[BASE_KEY]) if BASE_KEY in metadata else None
-    return AdapterFolder(folder, settings, whole, config.get("base_model_name_or_path"), base)
+    return AdapterFolder(
+        folder, settings, whole, config.get("base_model_name_or_path"), base, ranks, _named(config)
+    )
 
 
 def fitted(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
@@ -106,10 +113,49 @@ def fitted(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
     if strange:
         raise other_base(found, f"it replaces {strange[0]}, and this model has no such module")
     try:
-        resolve(shape, found.settings)
+        adapted = resolve(shape, found.settings)
     except RecipeError as error:
         raise other_base(found, error.cause) from error
+    for target in adapted:
+        if found.ranks[target.name] != target.r:
+            raise ModelError(
+                f"{found.folder}: {CONFIG} gives {target.name} rank {target.r}, and {WEIGHTS} has it in rank "
+                f"{found.ranks[target.name]}",
+                "the two files do not belong together; get the adapter again",
+            )
+    lacking = [name for name in _named_modules(shape, found) if name not in found.ranks]
+    if lacking:
+        raise ModelError(
+            f"{found.folder / WEIGHTS} lacks {lacking[0]}, which {CONFIG} names", "get the adapter again"
+        )
     return found
+
+
+def _named(config: dict[str, Any]) -> str | tuple[str, ...]:
+    """What `target_modules` says, unless another key takes some of it back."""
+    if any(config.get(key) for key in ("exclude_modules", "layers_to_transform", "layers_pattern")):
+        return ()
+    words = config.get("target_modules") or ()
+    return words if isinstance(words, str) else tuple(words)
+
+
+def _named_modules(shape: ModelShape, found: AdapterFolder) -> list[str]:
+    """Modules of the model that the config means; words that mean none of its are nobody's concern."""
+    there = targets.matrices(shape)
+    if isinstance(found.named, str):
+        pattern = found.named
+        linear = (name for name in there if name not in (targets.EMBEDDING, targets.HEAD))
+        if pattern == targets.ALL_LINEAR:
+            return list(linear)
+        return [name for name in there if _matches(pattern, name)]
+    return [name for name in there if any(name == w or name.endswith(f".{w}") for w in found.named)]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error:
+        return False  # the weights say which modules there are
 
 
 def other_base(found: AdapterFolder, cause: str) -> ModelError:
@@ -167,8 +213,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_header(folder: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:
-    """(names without the prefix, their formats, the header's texts) of the weights."""
+def _read_header(folder: Path) -> tuple[dict[str, list[int]], dict[str, str], dict[str, str]]:
+    """(sizes by name without the prefix, formats by name, the header's texts) of the weights."""
     path = folder / WEIGHTS
     if not path.is_file():
         pickled = (folder / "adapter_model.bin").is_file()
@@ -180,13 +226,14 @@ def _read_header(folder: Path) -> tuple[list[str], dict[str, str], dict[str, str
     try:
         with safe_open(path, framework="numpy") as file:
             keys = list(file.keys())
+            dims = {key.removeprefix(PREFIX): file.get_slice(key).get_shape() for key in keys}
             dtypes = {key.removeprefix(PREFIX): file.get_slice(key).get_dtype() for key in keys}
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise ModelError(
             f"{path} is not a whole safetensors file ({error})", "get the adapter again"
         ) from error
-    return list(dtypes), dtypes, metadata
+    return dims, dtypes, metadata
 
 
 def config_of(

@@ -76,11 +76,13 @@ def select(shape: ModelShape, wanted: str | Sequence[str]) -> list[Matrix]:
     RecipeError for a name or a pattern that means nothing, with what exists.
     """
     there = matrices(shape)
+    tied = shape.tie_embeddings
+    offered = short_names(name for name in there if not (tied and name == EMBEDDING))
     if isinstance(wanted, str):
-        names = _by_pattern(there, wanted)
+        names = _by_pattern(there, wanted, offered)
     else:
-        names = _by_names(list(there), wanted, "lora.target_modules")
-    if EMBEDDING in names and shape.tie_embeddings:
+        names = _by_names(list(there), wanted, "lora.target_modules", offered)
+    if EMBEDDING in names and tied:
         raise RecipeError(
             "lora.target_modules names embed_tokens, whose matrix is also the model's head",
             "train it whole with lora.modules_to_save: [embed_tokens], or leave it out",
@@ -90,7 +92,8 @@ def select(shape: ModelShape, wanted: str | Sequence[str]) -> list[Matrix]:
 
 def select_modules(shape: ModelShape, wanted: Sequence[str]) -> list[str]:
     """Names of the parameters of the modules that `modules_to_save` means."""
-    names = _by_names(modules(shape), wanted, "lora.modules_to_save") if wanted else set()
+    there = modules(shape)
+    names = _by_names(there, wanted, "lora.modules_to_save", short_names(there)) if wanted else set()
     return [name for name, _ in shape.parameters() if name.rpartition(".")[0] in names]
 
 
@@ -107,7 +110,7 @@ def check_pattern(pattern: str, key: str) -> None:
         raise RecipeError(f"{key}: {pattern!r} is no regular expression ({error})", "correct it") from error
 
 
-def _by_pattern(there: dict[str, Matrix], pattern: str) -> set[str]:
+def _by_pattern(there: dict[str, Matrix], pattern: str, offered: Sequence[str]) -> set[str]:
     if pattern == ALL_LINEAR:
         return {name for name in there if name not in (EMBEDDING, HEAD)}
     check_pattern(pattern, "lora.target_modules")
@@ -115,13 +118,13 @@ def _by_pattern(there: dict[str, Matrix], pattern: str) -> set[str]:
     if not names:
         raise RecipeError(
             f"lora.target_modules: no module's whole name matches {pattern!r}",
-            f"names are like model.layers.0.self_attn.q_proj; there are {', '.join(short_names(there))}; a list "
+            f"names are like model.layers.0.self_attn.q_proj; there are {', '.join(offered)}; a list "
             "takes these short names, and all-linear every linear layer",
         )
     return names
 
 
-def _by_names(there: Sequence[str], wanted: Sequence[str], key: str) -> set[str]:
+def _by_names(there: Sequence[str], wanted: Sequence[str], key: str, offered: Sequence[str]) -> set[str]:
     found: set[str] = set()
     unknown = []
     for word in wanted:
@@ -132,6 +135,6 @@ def _by_names(there: Sequence[str], wanted: Sequence[str], key: str) -> set[str]
     if unknown:
         raise RecipeError(
             f"{key}: the model has no {', '.join(unknown)}",
-            f"there are {', '.join(short_names(there))}",
+            f"there are {', '.join(offered)}",
         )
     return found
