@@ -37,6 +37,7 @@ BASE = Job(
     device="cpu",
     lora=LORA,
 )
+HEADED = ("q_proj", "v_proj", "lm_head")
 BF16: dict[str, Any] = {"dtype": "bf16", "weights_dtype": "bf16"}
 
 
@@ -68,6 +69,15 @@ CASES = {
     "untied, both trained whole": vary(
         {"tie_embeddings": False, "vocab_size": 2048},
         lora=LoraSettings(r=8, modules_to_save=("embed_tokens", "lm_head")),
+    ),
+    "a head with an adapter": vary(
+        {"tie_embeddings": False, "vocab_size": 4096}, lora=LoraSettings(r=8, target_modules=HEADED)
+    ),
+    "a head with an adapter, bf16": vary(
+        {"tie_embeddings": False, "vocab_size": 4096}, **BF16, lora=LoraSettings(r=8, target_modules=HEADED)
+    ),
+    "a head with an adapter, a large vocabulary": vary(
+        {"tie_embeddings": False, "vocab_size": 40_000}, lora=LoraSettings(r=8, target_modules=HEADED)
     ),
     "NF4": vary(quantization=NF4),
     "NF4, bf16, recomputed": vary(**BF16, quantization=NF4, policies=("block",) * 6),

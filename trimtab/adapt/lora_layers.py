@@ -159,8 +159,8 @@ class LoRALinear(Adapted):
         weight_OI = self.dense_weight()
         for adapter in self.active:
             a_RI, b_OR = self.factors(adapter)
-            delta_OI = self.scaling[adapter] * (b_OR.to(weight_OI.dtype) @ a_RI.to(weight_OI.dtype))
-            weight_OI = weight_OI + delta_OI
+            factors = b_OR.to(weight_OI.dtype), a_RI.to(weight_OI.dtype)
+            weight_OI = torch.addmm(weight_OI, *factors, alpha=self.scaling[adapter])
             if adapter in self.lora_magnitude_vector:
                 lengths_O = self.magnitude(adapter) / self.row_lengths(adapter)
                 weight_OI = weight_OI * lengths_O.to(weight_OI.dtype)[:, None]

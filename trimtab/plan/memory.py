@@ -303,10 +303,12 @@ def _moments_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[
     kept = saved.outside + data_spec.batch_bytes(job.batch, job.tokens)
     dims = (N, shape.hidden_size, shape.vocab_size)
     autocast = job.dtype != job.weights_dtype
+    adapted = _adapted_head(job)
+    head_gradient = job.weights_dtype if adapted else job.gradient_dtype
     options: dict[str, Any] = {
         "memory_bytes": job.loss_memory,
-        "gradient_dtype": job.dtype if autocast else job.gradient_dtype,
-        "weight_grad": job.trained.head > 0,
+        "gradient_dtype": job.dtype if autocast else head_gradient,
+        "weight_grad": job.trained.head > 0 or adapted > 0,
     }
     loss = loss_spec.saved_bytes(job.loss_impl, *dims, job.dtype, **options)
     chunk = loss_spec.scratch_bytes(job.loss_impl, *dims, job.dtype, **options)
@@ -316,11 +318,11 @@ def _moments_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[
     head, embedding = job.trained.head, job.trained.named(EMBEDDING)
     stream = layers.stream
 
-    whole = earlier + kept + saved.final + loss
+    whole = earlier + kept + saved.final + loss + adapted
     yield "the loss, at the end of forward", whole + stream + chunk
     # Gradients that were computed with the loss wait, "triton"'s in the format they stay in; else the logits come
     # once more, from the hidden states that were kept for it.
-    made = head + stream
+    made = max(head, adapted) + stream
     if ready and job.loss_impl == "triton" and not autocast:
         made = 0
     yield "the loss, in backward", whole + made + (0 if ready else stream + chunk)
@@ -336,6 +338,14 @@ def _moments_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[
         (earlier or matrices) + held + max(dense, update) + stream + kept,
     )
     yield "the optimizer step", 0 if job.in_backward else gradients + _update_scratch(job)
+
+
+def _adapted_head(job: Job) -> int:
+    """Bytes of the head with its adapter in it, made anew for each loss; one for each scaling of it (DoRA) as well."""
+    if not job.trained.adapts_head:
+        return 0
+    copies = 2 if job.lora is not None and job.lora.use_dora else 1
+    return copies * nbytes(job.weights_dtype, job.shape.vocab_size * job.shape.hidden_size)
 
 
 def _stream(job: Job) -> str:

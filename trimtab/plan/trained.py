@@ -78,6 +78,11 @@ class Trained:
         """Bytes of the head's gradient: its own, or that of the embedding it is tied to."""
         return self.named(EMBEDDING if self.tied else HEAD)
 
+    @property
+    def adapts_head(self) -> bool:
+        """Whether the head has an adapter on it: the loss then reads a second matrix, with the adapter in it."""
+        return any(parameter.name.startswith(f"{HEAD}.lora_") for parameter in self.parameters)
+
     @cached_property
     def learning(self) -> model_spec.Learning:
         """What learns in a block; of blocks that differ, the one where most does."""
