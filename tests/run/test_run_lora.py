@@ -15,6 +15,7 @@ import torch
 from tiny_model import write_recipe, write_tiny_model
 
 import trimtab
+from trimtab.facts.errors import RecipeError
 from trimtab.checkpoint import read_manifest
 from trimtab.cli.main import main
 from trimtab.facts.errors import ModelError
@@ -237,6 +238,8 @@ def test_added_tokens_grow_the_embedding_and_are_trained(tied: bool, tmp_path: P
     assert again.opened.tokenizer.encode("the cat") == [rows - 1]
     with torch.no_grad():
         assert torch.equal(again.opened.decoder.logits(again.opened.decoder(ids_BT)), ours)
+    with pytest.raises(RecipeError, match=r"tokens of its own.*load it together with the model"):
+        trimtab.load(tmp_path / "model", device="cpu").add_adapter(tmp_path / "adapter", "late")
     assert call("generate", tmp_path / "model", "x", "--adapter", tmp_path / "adapter")[0] == 0
     assert call("merge", tmp_path / "model", tmp_path / "m2", "--adapter", tmp_path / "adapter") == (0, ANY)
     assert AutoTokenizer.from_pretrained(tmp_path / "m2").encode("the cat") == [rows - 1]

@@ -198,6 +198,12 @@ def put_adapter(
 ) -> None:
     """An adapter from peft's files on an opened model, in use."""
     found = read_adapter_folder(folder)
+    shape = opened.decoder.shape
+    if with_its_tokens(shape, opened.folder, folder)[0] != shape:
+        raise RecipeError(
+            f"the adapter {folder} has tokens of its own, for which this model has no rows",
+            "load it together with the model: trimtab.load(…, adapter=…)",
+        )
     if opened.base is None:
         check_adapter_base(found.base, opened.folder, folder)
     load_adapter(opened.decoder, folder, adapter=name)
