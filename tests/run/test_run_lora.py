@@ -15,10 +15,9 @@ import torch
 from tiny_model import write_recipe, write_tiny_model
 
 import trimtab
-from trimtab.facts.errors import RecipeError
 from trimtab.checkpoint import read_manifest
 from trimtab.cli.main import main
-from trimtab.facts.errors import ModelError
+from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.launch import prepare
 from trimtab.recipe import load
 from trimtab.run.dtypes import list_dtypes

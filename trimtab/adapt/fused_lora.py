@@ -9,7 +9,8 @@ instead of in five tensors. What an adapter gives is written first and the large
 adds in fp32 and rounds once, and it reads what is there while it computes, not in a pass of its own. Frozen weights may
 be packed; then each is dequantized into the shared workspace, multiplied and forgotten (one that is kept unpacked as
 well comes here as a plain one). Kept for the backward pass: x and H. Products run in x's format; A and B, usually fp32,
-are cast as they are used.
+are cast as they are used, and their gradients come out of the products in their own format: on a GPU never rounded to
+16 bits, and in no pass of their own.
 """
 
 # N tokens, I input features, O output features, R rank (of all layers together in H)
@@ -109,6 +110,13 @@ def _scaled(tensor: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.T
     return torch.mul(tensor, scaling, out=torch.empty_like(tensor, dtype=dtype))
 
 
+def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """left · right in another format; what a GPU adds up in fp32 is fp32 without a pass of its own."""
+    if left.is_cuda and dtype == torch.float32 and left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
+
+
 def _forward(
     x: torch.Tensor,
     h_NR: torch.Tensor,
@@ -148,7 +156,7 @@ def _gradient(
     texts: str,
     wants_dx: bool,
 ) -> list[torch.Tensor]:
-    """dx (empty where nobody asks), then all dA, then all dB."""
+    """dx (empty where nobody asks), then all dA in one matrix, then each dB."""
     x_NI = x.reshape(-1, x.shape[-1])
     dy_GNO = [grad.reshape(x_NI.shape[0], -1) for grad in dy]
     dh_NR = torch.empty_like(h_NR)
@@ -156,21 +164,17 @@ def _gradient(
     for dy_NO, b_OR, scaling in zip(dy_GNO, b, scales, strict=True):
         stop = start + b_OR.shape[1]
         torch.mm(dy_NO, _scaled(b_OR, scaling, dy_NO.dtype), out=dh_NR[:, start:stop])
-        db.append(_scaled(dy_NO.t() @ h_NR[:, start:stop], scaling, b_OR.dtype))
+        db_OR = _product(dy_NO.t(), h_NR[:, start:stop], b_OR.dtype)
+        db.append(db_OR if scaling == 1 else db_OR.mul_(scaling))
         start = stop
-    da_RI = dh_NR.t() @ x_NI
-    da = [
-        # each its own memory: an operator's results may not share any
-        piece.to(factor.dtype, copy=len(a) > 1)
-        for piece, factor in zip(da_RI.split([factor.shape[0] for factor in a]), a, strict=True)
-    ]
+    da_RI = _product(dh_NR.t(), x_NI, a[0].dtype)
     if not wants_dx:
-        return [x.new_empty(0), *da, *db]
+        return [x.new_empty(0), da_RI, *db]
     dx_NI = dh_NR @ _stacked(a, x.dtype)
     for dy_NO, (packing, tensors) in zip(dy_GNO, _weights(packed, texts), strict=True):
         with quantized_ops.weight(packing, tensors, dy_NO.dtype, dy_NO.device) as weight_OI:
             dx_NI.addmm_(dy_NO, weight_OI)
-    return [dx_NI.view(x.shape), *da, *db]
+    return [dx_NI.view(x.shape), da_RI, *db]
 
 
 _library = torch.library.Library("trimtab", "FRAGMENT")
@@ -194,8 +198,12 @@ def _(
 def _(
     dy: Any, x: torch.Tensor, h: Any, packed: Any, a: Any, b: Any, scales: Any, texts: str, wants_dx: bool
 ) -> list[torch.Tensor]:
-    factors = [factor.new_empty(factor.shape) for factor in (*a, *b)]
-    return [x.new_empty(x.shape if wants_dx else (0,)), *factors]
+    da_RI = a[0].new_empty((h.shape[1], x.shape[-1]))
+    return [
+        x.new_empty(x.shape if wants_dx else (0,)),
+        da_RI,
+        *(factor.new_empty(factor.shape) for factor in b),
+    ]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
@@ -210,11 +218,12 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> Any:
     num_packed, num = ctx.counts
     packed, a, b = tensors[:num_packed], tensors[num_packed : num_packed + num], tensors[num_packed + num :]
     wants_dx = bool(ctx.needs_input_grad[0])
-    dx, *factors = torch.ops.trimtab.lora_group_gradient(
+    dx, da_RI, *db = torch.ops.trimtab.lora_group_gradient(
         list(grads), x, h_NR, packed, a, b, ctx.scales, ctx.texts, wants_dx
     )
+    da = list(da_RI.split([factor.shape[0] for factor in a]))  # rows of one matrix, each a tensor of its own
     frozen = [None] * num_packed
-    return dx if wants_dx else None, None, frozen, factors[:num], factors[num:], None, None, None
+    return dx if wants_dx else None, None, frozen, da, db, None, None, None
 
 
 torch.library.register_autograd("trimtab::lora_group", _backward, setup_context=_save)
