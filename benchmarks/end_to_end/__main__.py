@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end.jobs import LONG, PEER_GIB, Case, cases, tiny_cases
+from benchmarks.end_to_end.jobs import PEER_GIB, Case, cases, model_of, tiny_cases
 from benchmarks.end_to_end.table import markdown, problems, read
 from benchmarks.provenance import commit, versions
 
@@ -57,15 +57,14 @@ def processes(wanted: list[Case], share: bool) -> Iterator[list[Case]]:
     for case in wanted:
         # Under a cap, with other limits or an empty cache a process must be fresh.
         alone = case.cap_gb is not None or bool(case.start) or case.contestant == "trimtab tight"
-        # Long ones and packed ones apart: what comes late in the list shall not come early for company's sake.
-        kind = (case.job.packed, case.job.tokens > LONG)
-        key = (case.contestant, case.job.model, case.job.method, *kind, case.name if alone else "")
+        key = (model_of(case), case.name if alone else "")
         together.setdefault(key, []).append(case)
     yield from together.values()
 
 
-def run_process(batch: list[Case], order: dict[str, Any], cold: bool) -> list[dict[str, Any]]:
-    """Runs cases in a process of their own and returns their records; a case without one failed."""
+def run_process(batch: list[Case], order: dict[str, Any], cold: bool) -> tuple[list[dict[str, Any]], bool]:
+    """Runs cases in a process of their own; (their records, whether Ctrl-C stopped it). A case without a record failed,
+    or was not begun."""
     with tempfile.TemporaryDirectory() as folder:
         paths = Path(folder) / "order.json", Path(folder) / "results.jsonl"
         paths[0].write_text(json.dumps(order | {"cases": [asdict(case) for case in batch]}))
@@ -86,13 +85,17 @@ def run_process(batch: list[Case], order: dict[str, Any], cold: bool) -> list[di
                 ended = f"the process ended with {code.returncode}"
             except subprocess.TimeoutExpired:
                 ended = f"stopped after {limit} s"
+            except KeyboardInterrupt:
+                ended = ""
         found = read(paths[1])
         last = log.read_text(errors="replace").strip().splitlines()[-1:]
+    if not ended:
+        return list(found.values()), True
     records = [found["device"]] if "device" in found else []
     for case in batch:
         missing = {"name": case.name, "case": asdict(case), "failed": f"{ended}: {''.join(last)[:300]}"}
         records.append(found.get(case.name, missing))
-    return records
+    return records, False
 
 
 def run_all(wanted: list[Case], path: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -120,12 +123,16 @@ def run_all(wanted: list[Case], path: Path, options: argparse.Namespace) -> dict
             "most_tokens": options.most_tokens,
         }
         order["tokens"] = {cap: int(count) for cap, count in order["tokens"].items()}
-        for record in run_process(batch, order, batch[0].start == "cold"):
+        measured, stopped = run_process(batch, order, batch[0].start == "cold")
+        for record in measured:
             record |= {**where, "time": datetime.now(UTC).isoformat(timespec="seconds")}
             record |= {"shared_process": len(batch) > 1}
             records[record["name"]] = record
             append(path, record)
             print("  " + _line(record), file=sys.stderr, flush=True)
+        if stopped:
+            print("stopped: what is measured is kept, and the next call goes on", file=sys.stderr)
+            break
     return records
 
 

@@ -106,6 +106,12 @@ LLAMA_8K, LLAMA_32K, LLAMA_64K = (Job("llama-8b", "qlora", 1, tokens) for tokens
 JOBS = (LLAMA_SHORT, QWEN_SHORT, LLAMA_8K, QWEN_LONG, LLAMA_32K, LLAMA_64K)
 
 
+def model_of(case: Case) -> str:
+    """What two cases share if one loaded model serves both: transformers recomputes or does not as it is told."""
+    loaded = "hf" if case.contestant == "hf recompute" else case.contestant
+    return f"{loaded} {case.job.model} {case.job.method}"
+
+
 def cases() -> list[Case]:
     """All of them, the most telling first: what a short session leaves out is at the end."""
     found: list[Case] = []

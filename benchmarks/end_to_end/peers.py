@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.end_to_end.jobs import LEARNING_RATE, LORA, TARGETS, Case, Job
+from benchmarks.end_to_end.jobs import LEARNING_RATE, LORA, TARGETS, Case, Job, model_of
 from benchmarks.end_to_end.world import Tokens
 
 Step = Callable[[], torch.Tensor]
@@ -41,8 +41,7 @@ def build(
     case: Case, folder: Path, adapter: Path, tokens: Tokens, device: str, kept: dict[str, Any], longest: int
 ) -> Step:
     """A peer's micro-step, the model loaded; a quantized one is kept for the next length, its adapter set back."""
-    job = case.job
-    key = f"{case.contestant} {job.model} {job.method}"
+    job, key = case.job, model_of(case)
     if key not in kept:
         kept.clear()
         model = _load(case, folder, adapter, device, longest)
@@ -51,6 +50,8 @@ def build(
     else:
         model = kept[key]
         _set_back(model, adapter)
+    if case.contestant.startswith(("hf", "liger")):
+        _recompute(model, job, _recomputes(case))
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = _optimizer(trained, LEARNING_RATE[job.method])
     arguments = tokens.for_peers(device, job.packed)
@@ -69,12 +70,30 @@ def build(
 
 
 def _load(case: Case, folder: Path, adapter: Path, device: str, longest: int) -> torch.nn.Module:
-    family, _, rest = case.contestant.partition(" ")
-    # Liger's users recompute where activations are large, as its own examples do.
-    recompute = rest == "recompute" or (family == "liger" and case.job.method == "qlora")
+    family = case.contestant.split()[0]
     if family == "unsloth":
-        return _unsloth(case.job, folder, adapter, recompute, longest)
-    return _transformers(case.job, folder, adapter, recompute, device, liger=family == "liger")
+        return _unsloth(case.job, folder, adapter, _recomputes(case), longest)
+    return _transformers(case.job, folder, adapter, device, liger=family == "liger")
+
+
+def _recomputes(case: Case) -> bool:
+    # Liger's users recompute where activations are large, as its own examples do.
+    liger = case.contestant == "liger" and case.job.method == "qlora"
+    return liger or case.contestant.endswith(" recompute")
+
+
+def _recompute(model: torch.nn.Module, job: Job, on: bool) -> None:
+    if on:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
+    # Recomputed blocks of a frozen model need an input with a gradient; else it only costs.
+    wanted, there = on and job.method == "qlora", getattr(model, "inputs_have_gradients", False)
+    if wanted and not there:
+        model.enable_input_require_grads()
+    elif there and not wanted:
+        model.disable_input_require_grads()
+    model.inputs_have_gradients = wanted
 
 
 def _set_back(model: torch.nn.Module, adapter: Path) -> None:
@@ -90,9 +109,7 @@ def _optimizer(parameters: list[Any], lr: float) -> Any:
     return bitsandbytes.optim.AdamW8bit(parameters, lr=lr, weight_decay=0.0)
 
 
-def _transformers(
-    job: Job, folder: Path, adapter: Path, recompute: bool, device: str, *, liger: bool
-) -> torch.nn.Module:
+def _transformers(job: Job, folder: Path, adapter: Path, device: str, *, liger: bool) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     if liger:
@@ -112,10 +129,6 @@ def _transformers(
 
         model.requires_grad_(False)
         model = PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
-    if recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        if job.method == "qlora":
-            model.enable_input_require_grads()
     return model
 
 

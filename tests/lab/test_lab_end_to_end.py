@@ -81,7 +81,7 @@ def test_shared_processes_load_a_model_once() -> None:
     assert sorted(c.name for b in batches for c in b) == sorted(c.name for c in wanted)
     assert any(len(batch) > 1 for batch in batches)
     for batch in batches:
-        assert len({(case.contestant, case.job.model) for case in batch}) == 1
+        assert len({jobs.model_of(case) for case in batch}) == 1
         assert len(batch) == 1 or not any(case.cap_gb or case.start for case in batch)
     assert all(len(batch) == 1 for batch in runner.processes(wanted, share=False))
 
@@ -155,11 +155,12 @@ def test_rounding_to_the_nearest_loses_what_rounding_by_chance_keeps(tmp_path: P
 def test_a_command_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
-    def process(batch: list[Case], order: dict[str, Any], cold: bool) -> list[dict[str, Any]]:
+    def process(batch: list[Case], order: dict[str, Any], cold: bool) -> tuple[list[dict[str, Any]], bool]:
         ran.extend(case.name for case in batch)
         if "hf recompute" in batch[0].contestant:
-            return [{"name": batch[0].name, "case": asdict(batch[0]), "failed": "stopped after 1 s: "}]
-        return [record(batch[0], 2.0, 1.0, chosen={"compile": {"on": False}})]
+            failed = {"name": batch[0].name, "case": asdict(batch[0]), "failed": "stopped after 1 s: "}
+            return [failed], False
+        return [record(batch[0], 2.0, 1.0, chosen={"compile": {"on": False}})], False
 
     monkeypatch.setattr(runner, "run_process", process)
     path = tmp_path / "out.jsonl"
@@ -179,6 +180,20 @@ def test_a_command_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(ran) == 4
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
     assert {"commit", "versions", "time", "losses"} <= lines[0].keys()
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = jobs.tiny_cases()[:2]
+    done = json.dumps(record(one, 2.0, 1.0, chosen={"compile": {"on": False}}))
+
+    def interrupted(words: list[str], **options: Any) -> None:
+        Path(words[-1]).write_text(done + "\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner.subprocess, "run", interrupted)
+    records, stopped = runner.run_process([one, two], {"cases": []}, cold=False)
+    assert stopped
+    assert [found["name"] for found in records] == [one.name], "what was not begun has not failed"
 
 
 def test_no_gpu_and_no_such_case_are_said(
