@@ -18,9 +18,12 @@ from trimtab.parallel import Mesh
 from trimtab.plan import longest_context
 from trimtab.plan.memory import CONTEXT, OUTSIDE
 from trimtab.recipe import build as build_recipe
-from trimtab.run import assembling
+from trimtab.run.assembling import recorded
+from trimtab.run.decoders import load_decoder, unpack
 from trimtab.run.microbatch import MicrobatchLoss
 from trimtab.run.precision import autocast_of
+from trimtab.run.torch_setup import set_up_torch
+from trimtab.run.updates import make_in_backward, make_optimizer
 
 GB = 10**9
 BESIDE_GB = 0.7
@@ -93,16 +96,16 @@ def build(
     """The micro-step, and what was chosen for it. `nearest` rounds weights in 16 bits to the nearest."""
     recipe, choices = prepared.recipe, prepared.choices
     device = torch.device(choices.device)
-    assembling._set_up_torch(choices)
-    decoder = assembling._model(recipe, choices, prepared.shape, folder, fresh=True)
+    set_up_torch(choices)
+    decoder = load_decoder(recipe, choices, prepared.shape, folder, fresh=True)
     load_peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    assembling._unpack(decoder, choices)
+    unpack(decoder, choices)
     parameters = trained_parameters(decoder)
-    optimizer = assembling._optimizer(recipe, choices, parameters)
+    optimizer = make_optimizer(recipe, choices, parameters)
     optimizer.stochastic_rounding &= not nearest
     loss_of = MicrobatchLoss(decoder, device, autocast_of(choices), packing=recipe.packing)
-    graphs = assembling.recorded(choices, loss_of, parameters)
-    in_backward = assembling._in_backward(recipe, choices, optimizer, Mesh.world())
+    graphs = recorded(choices, loss_of, parameters)
+    in_backward = make_in_backward(recipe, choices, optimizer, Mesh.world())
     batch = Batch(
         tokens.ids_BT,
         tokens.labels_BT,

@@ -19,7 +19,7 @@ from trimtab.facts.errors import RecipeError
 from trimtab.launch.here import resume, train
 from trimtab.launch.preparing import prepare
 from trimtab.recipe import load
-from trimtab.run import assembling
+from trimtab.run.decoders import load_decoder, unpack
 
 
 class Watched:
@@ -143,11 +143,11 @@ def test_a_folder_of_before_there_was_a_choice(runs: tuple[Path, Path], tmp_path
 def test_the_copies_are_there_before_the_first_step(tmp_path: Path) -> None:
     asked = recipe(tmp_path, "run", unpacked_layers=1, dtype="bf16")
     prepared = prepare(asked)
-    decoder = assembling._model(asked, prepared.choices, prepared.shape, prepared.model, fresh=True)
+    decoder = load_decoder(asked, prepared.choices, prepared.shape, prepared.model, fresh=True)
     assert all(layer.unpacked is None for _, layer in quantized_layers(decoder)), (
         "nothing whole while loading"
     )
-    assembling._unpack(decoder, prepared.choices)
+    unpack(decoder, prepared.choices)
     formats = [
         None if layer.unpacked is None else layer.unpacked.dtype for _, layer in quantized_layers(decoder)
     ]
