@@ -237,6 +237,32 @@ def test_a_step_that_waits_for_the_device_runs_plainly_and_says_so() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
+def test_a_first_graph_is_given_up_where_the_second_fails() -> None:
+    class WaitingLater(MicrobatchLoss):
+        def of(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            loss = super().of(inputs)
+            if any(parameter.grad is not None for parameter in self.decoder.parameters()):
+                assert float(loss.detach()) > 0
+            return loss
+
+    device = torch.device("cuda")
+    ours, theirs = made("none"), made("none")
+    said: list[str] = []
+    graphs = Graphs(
+        WaitingLater(ours, device, nullcontext, packing=True),
+        parameters_of(ours),
+        device,
+        on_event=said.append,
+    )
+    plain = plainly(theirs, MicrobatchLoss(theirs, device, nullcontext, packing=True))
+    steps = range(WARM_UP + 2)
+    assert all(map(torch.equal, run_steps(graphs, steps), run_steps(plain, steps)))
+    assert len(said) == 1
+    assert not graphs._recorded
+
+
+@pytest.mark.gpu
+@needs_cuda
 def test_no_more_memory_than_a_plain_step() -> None:
     device = torch.device("cuda")
     peaks = []

@@ -100,6 +100,8 @@ class Graphs:
         """
         first = all(parameter.grad is None for parameter in self.parameters.values())
         self.steps += first
+        if first and self.failed:
+            self.release()  # of one that was recorded before another could not be
         inputs = {name: tensor.pin_memory() for name, tensor in self.loss.inputs(batch).items()}
         recorded = self._fitting(first, inputs)
         if recorded is None:
