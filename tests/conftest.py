@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from trimtab.adapt.compiling import use_cache_folder
+
 torch.set_num_threads(1)
+# Compiled code is shared by the processes of this run, and with no other source.
+use_cache_folder(Path(tempfile.gettempdir()) / "trimtab-tests")
 
 # How long a draw takes says how busy the machine is, and nothing about the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import _dynamo as dynamo
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from trimtab.adapt import (
     LoraSettings,
@@ -23,7 +24,7 @@ from trimtab.adapt import (
     quantize_layout,
 )
 from trimtab.adapt import recompute as recompute_policies
-from trimtab.adapt.compiling import use_cache_folder
+from trimtab.adapt.compiling import source_key, use_cache_folder
 from trimtab.adapt.lora import set_masks
 from trimtab.facts.shapes import ModelShape
 from trimtab.generate.cache import KVCache
@@ -256,8 +257,11 @@ def test_generated_code_has_the_plain_decoders_numbers(recompute: bool, tmp_path
 
 
 def test_the_cache_folder_is_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert use_cache_folder() == tmp_path / ".cache" / "trimtab" / "compiled"
+    for before in ("", default_cache_dir()):  # torch names its own as soon as it is imported
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before)
+        own = tmp_path / ".cache" / "trimtab" / "compiled" / source_key()
+        assert use_cache_folder() == own
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(own)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
     assert use_cache_folder() == Path("/elsewhere")

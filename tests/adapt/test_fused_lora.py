@@ -140,7 +140,7 @@ def test_the_operators_are_sound(kind: str) -> None:
     with torch.no_grad():
         for wants_dx in (True, False):
             arguments = (dy, x.detach(), torch.randn(3, 6), *rest, wants_dx)
-            torch.library.opcheck(torch.ops.trimtab.lora_group_gradient, arguments)
+            torch.library.opcheck(torch.ops.trimtab.lora_group_gradients, arguments)
 
 
 @pytest.mark.parametrize("kind", ["plain", "nf4", "int8"])

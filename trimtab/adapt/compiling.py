@@ -8,19 +8,22 @@ through the plain blocks.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from torch import _dynamo as dynamo
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from trimtab.adapt.recompute import compiled, uncompiled
 from trimtab.model.decoder import Decoder
 
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 MOST_PROGRAMS = 64
 """Of one block, before torch stops with an error: policies × windows × lengths that are 0 or 1 or neither."""
 
@@ -58,14 +61,35 @@ def _not_of_in_place_operations(record: logging.LogRecord) -> bool:
     return "does not contain in-place ops" not in record.getMessage()
 
 
-def use_cache_folder() -> Path:
-    """Sends compiled code to the user's own cache folder, unless they named another; returns the folder.
+def use_cache_folder(parent: Path | None = None) -> Path:
+    """Sends compiled code to a folder of this source's own, unless the user named another; returns the folder.
 
-    torch's default is a folder in the shared temporary directory, emptied when the machine starts.
+    torch's default, which it may have named itself by now, is a folder in the shared temporary directory, emptied when
+    the machine starts.
+
+    Args:
+        parent: where that folder is; by default in the user's cache.
     """
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    folder = os.environ.setdefault(name, str(Path.home() / ".cache" / "trimtab" / "compiled"))
-    return Path(folder)
+    named = os.environ.get(CACHE_VARIABLE)
+    if not named or named == default_cache_dir():
+        parent = parent or Path.home() / ".cache" / "trimtab" / "compiled"
+        os.environ[CACHE_VARIABLE] = named = str(parent / source_key())
+    return Path(named)
+
+
+@cache
+def source_key() -> str:
+    """A name for this very source. torch finds compiled code by the names of operators, and code of an earlier version
+    of ours, which means something else by them, must not be found.
+
+    Example:
+        >>> len(source_key())
+        12
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def compilations() -> tuple[int, float]:

@@ -181,9 +181,9 @@ _library = torch.library.Library("trimtab", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _REST = "Tensor x, Tensor h, Tensor[] packed, Tensor[] a, Tensor[] b, float[] scales, str packings"
 _library.define(f"lora_group({_REST}, bool last) -> Tensor[]", tags=_tags)
-_library.define(f"lora_group_gradient(Tensor[] dy, {_REST}, bool wants_dx) -> Tensor[]", tags=_tags)
+_library.define(f"lora_group_gradients(Tensor[] dy, {_REST}, bool wants_dx) -> Tensor[]", tags=_tags)
 _library.impl("lora_group", _forward, "CompositeExplicitAutograd")
-_library.impl("lora_group_gradient", _gradient, "CompositeExplicitAutograd")
+_library.impl("lora_group_gradients", _gradient, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("trimtab::lora_group")
@@ -194,7 +194,7 @@ def _(
     return [x.new_empty((*x.shape[:-1], size)) for size in sizes]
 
 
-@torch.library.register_fake("trimtab::lora_group_gradient")
+@torch.library.register_fake("trimtab::lora_group_gradients")
 def _(
     dy: Any, x: torch.Tensor, h: Any, packed: Any, a: Any, b: Any, scales: Any, texts: str, wants_dx: bool
 ) -> list[torch.Tensor]:
@@ -218,7 +218,7 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> Any:
     num_packed, num = ctx.counts
     packed, a, b = tensors[:num_packed], tensors[num_packed : num_packed + num], tensors[num_packed + num :]
     wants_dx = bool(ctx.needs_input_grad[0])
-    dx, da_RI, *db = torch.ops.trimtab.lora_group_gradient(
+    dx, da_RI, *db = torch.ops.trimtab.lora_group_gradients(
         list(grads), x, h_NR, packed, a, b, ctx.scales, ctx.texts, wants_dx
     )
     da = list(da_RI.split([factor.shape[0] for factor in a]))  # rows of one matrix, each a tensor of its own
