@@ -20,7 +20,7 @@ from trimtab.adapt import (
     recompute,
     trained_parameters,
 )
-from trimtab.adapt.attention_results import LEAST
+from trimtab.adapt.sent_results import LEAST
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import build, init_weights
 from trimtab.model.decoder import Decoder
@@ -63,9 +63,10 @@ def test_offloading_gives_the_same_gradients_step_after_step(compiled: bool, til
     assert sent.around.store.host_bytes == SHAPE.num_layers * 4096 * SHAPE.hidden_size * 2
 
 
+@pytest.mark.parametrize("policy", ["offload_half", "offload_attention"])
 @pytest.mark.parametrize("tiles", [1, 4])
-def test_attention_s_results_come_back_as_they_went(tiles: int) -> None:
-    kept, sent = decoder_of("block", tiles), decoder_of("offload_attention", tiles)
+def test_dear_results_come_back_as_they_went(tiles: int, policy: str) -> None:
+    kept, sent = decoder_of("block", tiles), decoder_of(policy, tiles)
     for seed, tokens in enumerate((4096, 4096, 1024, 4096)):
         want, got = step(kept, tokens, seed), step(sent, tokens, seed)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), tokens
@@ -73,6 +74,8 @@ def test_attention_s_results_come_back_as_they_went(tiles: int) -> None:
             decoder.zero_grad(set_to_none=True)
     # The input, attention's output and, in fp32, a number a row and head.
     width = 2 * SHAPE.hidden_size * 2 + (SHAPE.num_heads * 4 if 1024 * SHAPE.num_heads >= LEAST else 0)
+    if policy == "offload_half":
+        width += 2 * ((SHAPE.num_heads + 2 * SHAPE.num_kv_heads) * SHAPE.head_dim + SHAPE.hidden_size)
     assert sent.around.store.host_bytes >= SHAPE.num_layers * 4096 * width
     gc.collect()
     torch.cuda.synchronize()
@@ -142,6 +145,7 @@ CASES += [
     ("block", 8, 32_768),
     ("offload", 16, 65_536),
     ("offload_attention", 1, 32_768),
+    ("offload_half", 1, 32_768),
 ]
 
 

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trimtab.adapt import (
     LoraSettings,
     add_adapters,
-    attention_results,
     init_adapters,
     offload,
     quantize_layout,
     recompute,
+    sent_results,
 )
 from trimtab.adapt.lora import set_masks
 from trimtab.adapt.spec_recompute import POLICIES, again, canonical, counted, layer_bytes
@@ -35,14 +35,16 @@ from trimtab.model.decoder import Decoder
 from trimtab.model.spec import product_flops, saved_bytes
 from trimtab.trainer.memory import LiveBytes
 
+L = len(POLICIES)
+"""Layers: one for each policy."""
 LLAMA = ModelShape(
-    "llama", 128, 64, 160, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=16, tie_embeddings=True
+    "llama", 128, 64, 160, num_layers=L, num_heads=4, num_kv_heads=2, head_dim=16, tie_embeddings=True
 )
 QWEN3 = ModelShape(
-    "qwen3", 128, 64, 192, num_layers=6, num_heads=4, num_kv_heads=1, head_dim=32, qk_norm=True
+    "qwen3", 128, 64, 192, num_layers=L, num_heads=4, num_kv_heads=1, head_dim=32, qk_norm=True
 )
 B, T = 2, 96
-MIXES = [*((policy,) * 6 for policy in POLICIES), POLICIES, canonical(POLICIES)]
+MIXES = [*((policy,) * L for policy in POLICIES), POLICIES, canonical(POLICIES)]
 IDS = torch.randint(0, 128, (B, T), generator=torch.Generator().manual_seed(0))
 
 
@@ -82,14 +84,14 @@ def test_the_same_bits_with_plain_attention(attention: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_kept_is_what_the_spec_says(policy: str, dtype: str, tiles: int) -> None:
     for shape in (LLAMA, QWEN3):
-        decoder = recompute.apply(decoder_of(shape, dtype), [policy] * 6, mlp_tiles=tiles)
+        decoder = recompute.apply(decoder_of(shape, dtype), [policy] * L, mlp_tiles=tiles)
         with LiveBytes() as live:
             hidden_BTC = decoder(IDS)
             kept = live.now - hidden_BTC.untyped_storage().nbytes()
         inputs = {"batch": B, "tokens": T, "dtype": dtype, "attention": "sdpa_flash"}
         saved = saved_bytes(shape, packed=False, **inputs)
         around = saved.final + saved.outside - IDS.numel() * 8  # the ids were there before
-        assert kept == layer_bytes(shape, policy, mlp_tiles=tiles, **inputs).kept * 6 + around
+        assert kept == layer_bytes(shape, policy, mlp_tiles=tiles, **inputs).kept * L + around
 
 
 def test_a_kept_product_may_be_short_or_biased() -> None:
@@ -131,12 +133,12 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_products_are_counted_as_they_are_run(policy: str, tiles: int) -> None:
     flops = []
-    for policies, count in ((["none"] * 6, 1), ([policy] * 6, tiles)):
+    for policies, count in ((["none"] * L, 1), ([policy] * L, tiles)):
         decoder = recompute.apply(decoder_of(LLAMA), policies, mlp_tiles=count)
         with Products() as products:
             decoder.loss(IDS, IDS.roll(-1, 1)).backward()
         flops.append(products.flops)
-    assert (flops[1] - flops[0]) / (B * T * 6) == again(LLAMA, policy, T, mlp_tiles=tiles).products
+    assert (flops[1] - flops[0]) / (B * T * L) == again(LLAMA, policy, T, mlp_tiles=tiles).products
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -151,7 +153,7 @@ def test_tiles_give_the_same_numbers(policies: tuple[str, ...], autocast: bool) 
 
 
 def test_tiles_without_gradients_and_with_frozen_weights() -> None:
-    decoder = recompute.apply(decoder_of(LLAMA), ["none"] * 6, mlp_tiles=3)
+    decoder = recompute.apply(decoder_of(LLAMA), ["none"] * L, mlp_tiles=3)
     plain = decoder_of(LLAMA)
     with torch.no_grad():
         torch.testing.assert_close(decoder(IDS), plain(IDS))
@@ -283,13 +285,13 @@ def shelved(decoder: Decoder) -> Iterator[Shelf]:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_only_the_input_of_a_layer_travels_and_it_is_not_held_elsewhere(compiled: bool, tiles: int) -> None:
     torch._dynamo.reset()
-    want = trained(recompute.apply(decoder_of(LLAMA), ["block"] * 6, mlp_tiles=tiles))
-    decoder = recompute.apply(decoder_of(LLAMA), ["block"] * 6, mlp_tiles=tiles)
+    want = trained(recompute.apply(decoder_of(LLAMA), ["block"] * L, mlp_tiles=tiles))
+    decoder = recompute.apply(decoder_of(LLAMA), ["block"] * L, mlp_tiles=tiles)
     with shelved(decoder) as shelf:
         loss = compiled_loss(decoder, "aot_eager") if compiled else decoder.loss(IDS, IDS.roll(-1, 1))
         loss.backward()
-    came_and_went = [f"{what} {i}" for i in (5, 4, 3, 2, 1, 0) for what in ("get", "gone")]
-    assert shelf.log == ["put"] * 6 + came_and_went, (
+    came_and_went = [f"{what} {i}" for i in reversed(range(L)) for what in ("get", "gone")]
+    assert shelf.log == ["put"] * L + came_and_went, (
         "buffers are free as soon as they were used, without a collection"
     )
     assert all(shelf.freed), "something else on the device still held a layer's input"
@@ -299,25 +301,29 @@ def test_only_the_input_of_a_layer_travels_and_it_is_not_held_elsewhere(compiled
 
 
 class Attended(TorchDispatchMode):
-    """Counts how often attention runs."""
+    """Counts how often attention runs, and the products before and after it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.times = 0
+        self.times = self.products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.times += recompute._is_attention(func)
+        name = recompute._name(func)
+        if name == "trimtab::lora_group":
+            self.products += LLAMA.intermediate_size not in recompute._sizes(name, args)
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("tiles", [1, 3])
 @pytest.mark.parametrize("kind", [None, "nf4"])
-def test_attention_s_results_travel_and_are_not_computed_again(
-    kind: str | None, tiles: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("policy", ["offload_half", "offload_attention"])
+def test_dear_results_travel_and_are_not_computed_again(
+    policy: str, kind: str | None, tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_results, "LEAST", 1000)
-    want = trained(recompute.apply(adapted(kind), ["none"] * 6, mlp_tiles=tiles))
-    decoder = recompute.apply(adapted(kind), ["offload_attention"] * 6, mlp_tiles=tiles)
+    monkeypatch.setattr(sent_results, "LEAST", 1000)
+    want = trained(recompute.apply(adapted(kind), ["none"] * L, mlp_tiles=tiles))
+    decoder = recompute.apply(adapted(kind), [policy] * L, mlp_tiles=tiles)
     offloading = decoder.around
     assert isinstance(offloading, recompute._Offloading)
     with shelved(decoder) as shelf, Attended() as attended:
@@ -327,10 +333,12 @@ def test_attention_s_results_travel_and_are_not_computed_again(
     got = [loss.detach(), *(parameter.grad for parameter in decoder.parameters())]
     for a, b in zip(got, want, strict=True):
         assert a is b is None or torch.equal(a, b)
-    assert attended.times == 6, "once a layer, in the forward pass"
-    # Of each layer the input and attention's output; row sums are small, and stay.
+    assert attended.times == L, "once a layer, in the forward pass"
+    # Of each layer the input and attention's output, row sums are small and stay; and q, k, v, o.
     puts = shelf.log.count("put")
-    assert puts == 6 + 6, shelf.log
+    assert puts == L * (2 if policy == "offload_attention" else 6), shelf.log
+    passes = {"offload_half": 1, "offload_attention": 2}[policy]
+    assert attended.products == passes * 2 * L, "q, k, v together, and o"
     assert sorted(line for line in shelf.log if line.startswith("get")) == sorted(
         f"get {number}" for number in range(puts)
     )
@@ -344,15 +352,15 @@ def test_orders_and_counts() -> None:
 
 def test_bad_policies() -> None:
     decoder = decoder_of(LLAMA)
-    with pytest.raises(RecipeError, match="3 recompute policies for 6 layers"):
+    with pytest.raises(RecipeError, match=f"3 recompute policies for {L} layers"):
         recompute.apply(decoder, ["none"] * 3)
     with pytest.raises(RecipeError, match=r"'full'.*use one of none, pointwise, selective, block, offload"):
-        recompute.apply(decoder, ["full"] * 6)
+        recompute.apply(decoder, ["full"] * L)
 
 
 def test_policies_can_be_taken_back() -> None:
-    decoder = recompute.apply(decoder_of(LLAMA), ["offload"] * 6, mlp_tiles=2)
-    recompute.apply(decoder, ["none"] * 6)
+    decoder = recompute.apply(decoder_of(LLAMA), ["offload"] * L, mlp_tiles=2)
+    recompute.apply(decoder, ["none"] * L)
     want = trained(decoder_of(LLAMA))
     assert all(torch.equal(a, b) for a, b in zip(trained(decoder), want, strict=True))
 
@@ -420,8 +428,8 @@ def test_a_layer_s_tensors_come_back_while_the_one_above_uses_its_own(
         kept.append(packed)
         wanted.append((float(layer), 10.0 + layer, 20.0 + layer))
     del x, part, packed
-    # What was sent last, together, is still there; all else has left.
-    assert [part._device is None for parts in kept for part in parts] == [True] * 7 + [False] * 2
+    # What the last layer sent is still there; all else has left.
+    assert [part._device is None for parts in kept for part in parts] == [True] * 6 + [False] * 3
     order = []
     for layer in (2, 1, 0):
         parts = kept.pop()
@@ -432,9 +440,9 @@ def test_a_layer_s_tensors_come_back_while_the_one_above_uses_its_own(
             device.log.clear()
         assert tuple(values) == wanted[layer]
         del parts, part
-    # Layer 2's input is fetched and, with it, all of layer 1; then all of layer 0; nothing comes twice.
+    # With layer 2's first tensor all of layer 1 is fetched, then all of layer 0; nothing comes twice.
     assert order == [
-        ["input 2", "input 1", "attention 1", "sums 1"], [], [],
+        ["input 1", "attention 1", "sums 1"], [], [],
         ["input 0", "attention 0", "sums 0"], [], [],
         [], [], [],
     ]  # fmt: skip
@@ -451,7 +459,7 @@ def test_tensors_come_back_as_they_lay(monkeypatch: pytest.MonkeyPatch, transpos
     whole = torch.arange(120.0).view(2, 3, 4, 5)
     x = whole.transpose(1, 2) if transposed else whole[:, :, :, 1:3]
     kept = store.send([x])[0]
-    store.send([torch.zeros(3)])
+    store._next_layer()
     back = kept.get()
     assert torch.equal(back, x)
     # What has gaps comes back without them.

@@ -21,7 +21,7 @@ from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import parse_bytes, parse_share
 from trimtab.plan import check_fits, longest_context, make_plan
-from trimtab.plan.dial import choose, least, setting_of, within_limit
+from trimtab.plan.dial import SENT, choose, least, setting_of, within_limit
 from trimtab.plan.limits import limit_of, sentence
 from trimtab.plan.memory import CONTEXT, Job, predict, segments_of
 from trimtab.recipe import loads
@@ -81,7 +81,9 @@ def test_the_search_finds_what_trying_everything_finds(share: float, lora: bool,
     all_of_them = []
     for counts in itertools.product(range(6), repeat=len(POLICIES)):
         sent = [count for policy, count in zip(POLICIES, counts, strict=True) if policy in HOST]
-        if sum(counts) == 5 and 0 in sent and not (compiled and sent[0]):
+        ways = ("offload",) if compiled else SENT
+        others = [count for policy, count in zip(HOST, sent, strict=True) if policy not in ways]
+        if sum(counts) == 5 and sum(map(bool, sent)) <= 1 and not any(others):
             policies = canonical(dict(zip(POLICIES, counts, strict=True)))
             setting = setting_of(job, GPU, tuple(segments_of(policies)))
             if setting.needed <= within_limit(job, limit):

@@ -173,7 +173,18 @@ def plainly(decoder: Decoder, loss: Any) -> Graphs:
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize(
-    "kind", ["none", "block", "selective", "pointwise", "offload", "offload_attention", "qlora", "masked"]
+    "kind",
+    [
+        "none",
+        "block",
+        "selective",
+        "pointwise",
+        "offload",
+        "offload_attention",
+        "offload_half",
+        "qlora",
+        "masked",
+    ],
 )
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_recorded_microbatch_gives_a_plain_one_s_bits(kind: str, packing: bool) -> None:

@@ -1,8 +1,8 @@
-"""What layers keep, in the host's memory between the forward and the backward pass: inputs, attention's results.
+"""What layers keep, in the host's memory between the forward and the backward pass: inputs, dear results.
 
 A tensor is copied to pinned memory by a stream of its own while the layer computes, and comes back while the layer
-above is in its backward pass. Those of at most two layers are on the device at once: of the one that uses them and of
-the one whose are on their way. Nothing waits for the host.
+above is in its backward pass. Those of at most two layers are on the device at once: of the one that makes or uses them
+and of the one whose are on their way. Nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class HostStore:
     def __init__(self, device: torch.device | str) -> None:
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: list[tuple[_Pinned, torch.cuda.Event | None]] = []
-        self._newest: list[weakref.ref[_Kept]] = []
         self._layer: weakref.ref[_Layer] | None = None
         self.host_bytes = 0
         """Pinned so far."""
@@ -72,20 +71,15 @@ class HostStore:
 
     def _next_layer(self) -> _Layer:
         below = self._layer() if self._layer is not None else None
+        if below is not None:
+            below.leave()  # any earlier, the device would wait for copies that have only just begun
         layer = _Layer(below)
         self._layer = weakref.ref(layer)
         return layer
 
     def _put(self, tensors: Sequence[torch.Tensor], layer: _Layer) -> list[_Kept]:
-        # What is sent together leaves together, when the next are sent: waiting any earlier would be for copies that
-        # have only just begun.
-        for before in self._newest:
-            kept = before()
-            if kept is not None:
-                kept.leave()
         sent = [_Kept(self, x.detach(), layer) for x in tensors]
-        self._newest = [weakref.ref(kept) for kept in sent]
-        layer.members += self._newest
+        layer.members += [weakref.ref(kept) for kept in sent]
         return sent
 
     def _take(self, num_bytes: int) -> _Pinned:
@@ -137,10 +131,18 @@ class _Layer:
     def begin(self) -> None:
         """This layer's backward pass begins: all of the next one's start their way back."""
         below, self.below = self.below, None
-        for member in [] if below is None else below.members:
-            kept = member()
-            if kept is not None:
-                kept.fetch()
+        for kept in [] if below is None else below.there():
+            kept.fetch()
+
+    def leave(self) -> None:
+        """The device may forget all of this layer's."""
+        for kept in self.there():
+            kept.leave()
+
+    def there(self) -> list[_Kept]:
+        """Those that autograd still holds."""
+        found = (member() for member in self.members)
+        return [kept for kept in found if kept is not None]
 
 
 class _Kept:
@@ -149,7 +151,7 @@ class _Kept:
     def __init__(self, store: HostStore, x: torch.Tensor, layer: _Layer) -> None:
         self._store, self._layer = store, layer
         self._device: torch.Tensor | None = x
-        """Here until the next one is put in, which is when the device may forget it, and again when fetched."""
+        """Here until the next layer begins, which is when the device may forget it, and again when fetched."""
         self._buffer = store._take(x.numel() * x.element_size())
         flat = self._buffer.tensor[: x.numel() * x.element_size()].view(x.dtype)
         # Laid out as it is on the device, the heads between the tokens say, so that one plain copy will do.

@@ -6,6 +6,7 @@
 | pointwise | results of matrix products and of attention | norms, rotary positions, gates |
 | selective | the layer's input, attention's output and row sums | all but attention |
 | block | the layer's input | everything |
+| offload_half | the layer's input, results of the attention half's products, in the host's memory | the other half |
 | offload_attention | what `selective` keeps, in the host's memory | all but attention |
 | offload | the layer's input, in the host's memory | everything |
 
@@ -25,9 +26,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trimtab.adapt import attention_results
+from trimtab.adapt import sent_results
 from trimtab.adapt.fused_lora import recomputing
 from trimtab.adapt.lora_layers import LoRALinear
+from trimtab.adapt.quantized_ops import Packing
 from trimtab.adapt.spec_recompute import HOST, POLICIES
 from trimtab.adapt.tiled import tiled
 from trimtab.facts.errors import RecipeError
@@ -61,7 +63,7 @@ def apply(decoder: Decoder, policies: Sequence[str], *, mlp_tiles: int = 1) -> D
     Args:
         decoder: the model, adapters included.
         policies: one of `POLICIES` for each layer, the first layer's first. On a CPU, whose memory is the host's,
-            "offload" is "block" and "offload_attention" keeps what it keeps where it is.
+            "offload" is "block", and the other two that send what they keep, keep it where it is.
         mlp_tiles: parts of the tokens that the feed-forward half of every layer is computed in, each part computed
             again in the backward pass, so that its activations never exist whole; 1 computes it at once.
 
@@ -127,6 +129,7 @@ def _ways(policies: Sequence[str], mlp_tiles: int, offloading: _Offloading) -> I
     contexts: dict[str, Callable[[Block], Callable[[], Any]]] = {
         "pointwise": _keeping_products,
         "selective": _of_any(_keeping_attention),
+        "offload_half": offloading.half_contexts,
         "offload_attention": offloading.attention_contexts,
     }
     of = {policy: contexts.get(policy, _of_any(_no_contexts)) for policy in policies}
@@ -177,11 +180,7 @@ def _both(around: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 def _keeping_attention() -> Any:
-    return create_selective_checkpoint_contexts(_keep_attention)
-
-
-def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_attention(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+    return _keeping(_is_attention)
 
 
 def _keeping_products(block: Block) -> Callable[[], Any]:
@@ -317,8 +316,47 @@ class _Offloading:
         nothing can be sent, and they stay on the device."""
         if self.store is None or torch.compiler.is_compiling():
             return _keeping_attention
-        return functools.partial(attention_results.contexts, _is_attention, self.store)
+        return functools.partial(sent_results.contexts, _is_attention, self.store)
+
+    def half_contexts(self, block: Block) -> Callable[[], Any]:
+        """The same with the products before attention and after it."""
+        attention = block.self_attn
+        sizes = frozenset(m.out_features for m in (attention.q_proj, attention.k_proj, attention.o_proj))
+        least = min(attention.q_proj.in_features, attention.o_proj.in_features)
+        is_dear = functools.partial(_is_of_half, sizes, least, block.mlp.down_proj.in_features)
+        if self.store is None or torch.compiler.is_compiling():
+            return functools.partial(_keeping, is_dear)
+        return functools.partial(sent_results.contexts, is_dear, self.store)
 
 
-def _is_attention(operator: Any) -> bool:
+def _is_attention(operator: Any, args: Sequence[Any] = ()) -> bool:
     return _name(operator) in ATTENTION_OPERATORS
+
+
+def _is_of_half(sizes: frozenset[int], least: int, wide: int, operator: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator is attention, or a product that gives so many numbers a token, reads at least so many, and
+    has nothing to do with the feed-forward's width. Where that is the width of the others too, attention alone."""
+    name = _name(operator)
+    if name not in PRODUCT_OPERATORS:
+        return name in ATTENTION_OPERATORS
+    summed, given = _sizes(name, args)
+    return given in sizes and summed >= least and wide not in (given, summed)
+
+
+def _sizes(name: str, args: Sequence[Any]) -> tuple[int, int]:
+    """Of a product's rows: (numbers that are read, numbers that are given; of a group the first layer's)."""
+    if name == "aten::addmm":
+        return args[1].shape[-1], args[2].shape[-1]
+    if name == "aten::mm":
+        return args[0].shape[-1], args[1].shape[-1]
+    text = args[6] if name == "trimtab::lora_group" else args[-1]
+    return args[0].shape[-1], Packing.read(text.split(";")[0]).out_features
+
+
+def _keeping(is_dear: sent_results.IsDear) -> Any:
+    return create_selective_checkpoint_contexts(functools.partial(_keep, is_dear))
+
+
+def _keep(is_dear: sent_results.IsDear, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    keep = is_dear(operator, args)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

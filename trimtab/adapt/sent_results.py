@@ -1,8 +1,8 @@
-"""Attention's results kept elsewhere between a layer's forward pass and the pass that computes it again.
+"""Dear results kept elsewhere between a layer's forward pass and the pass that computes it again.
 
-Two dispatch modes for one checkpoint: the first sees attention's operator run and sends what it gives to a store, the
-second hands it back instead of running the operator. Both see operators below autograd, so that the second pass builds
-the graph that the backward pass reads, around results it did not compute.
+Two dispatch modes for one checkpoint: the first sees an operator run and sends what it gives to a store, the second
+hands it back instead of running the operator. Both see operators below autograd, so that the second pass builds the
+graph that the backward pass reads, around results it did not compute.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+IsDear = Callable[[Any, Sequence[Any]], bool]
 LEAST = 1 << 16
 """Elements of a tensor that is worth the way: smaller ones stay where they are."""
 
@@ -35,7 +36,7 @@ class _Away:
     """What one call of an operator gave: large tensors in the store, everything else as it is."""
 
     def __init__(self, results: Any, store: Store) -> None:
-        self.single = isinstance(results, torch.Tensor)
+        self.single, self.kind = isinstance(results, torch.Tensor), type(results)
         self.parts = [results] if self.single else list(results)
         large = [i for i, part in enumerate(self.parts) if _is_large(part)]
         self.sent = dict(zip(large, store.send([self.parts[i] for i in large]), strict=True))
@@ -44,7 +45,7 @@ class _Away:
 
     def back(self) -> Any:
         parts = [self.sent[i].get() if i in self.sent else part for i, part in enumerate(self.parts)]
-        return parts[0] if self.single else tuple(parts)
+        return parts[0] if self.single else self.kind(parts)
 
 
 def _is_large(part: Any) -> bool:
@@ -52,39 +53,37 @@ def _is_large(part: Any) -> bool:
 
 
 class _Sending(TorchDispatchMode):
-    def __init__(self, is_attention: Callable[[Any], bool], store: Store, away: list[_Away]) -> None:
+    def __init__(self, is_dear: IsDear, store: Store, away: list[_Away]) -> None:
         super().__init__()
-        self.is_attention, self.store, self.away = is_attention, store, away
+        self.is_dear, self.store, self.away = is_dear, store, away
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        if self.is_attention(func):
+        if self.is_dear(func, args):
             self.away.append(_Away(results, self.store))
         return results
 
 
 class _Returning(TorchDispatchMode):
-    def __init__(self, is_attention: Callable[[Any], bool], away: list[_Away]) -> None:
+    def __init__(self, is_dear: IsDear, away: list[_Away]) -> None:
         super().__init__()
-        self.is_attention, self.away = is_attention, away
+        self.is_dear, self.away = is_dear, away
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_attention(func):
+        if self.is_dear(func, args):
             return self.away.pop(0).back()
         return func(*args, **(kwargs or {}))
 
 
-def contexts(
-    is_attention: Callable[[Any], bool], store: Store
-) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def contexts(is_dear: IsDear, store: Store) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """For `torch.utils.checkpoint.checkpoint(..., context_fn=...)`: the first pass's context and the second's.
 
     Args:
-        is_attention: whether an operator's results are to be kept.
+        is_dear: whether an operator's results are to be kept, from it and its arguments.
         store: where.
 
     Example:
-        >>> checkpoint(run, x, context_fn=lambda: contexts(is_attention, store))  # doctest: +SKIP
+        >>> checkpoint(run, x, context_fn=lambda: contexts(is_dear, store))  # doctest: +SKIP
     """
     away: list[_Away] = []
-    return _Sending(is_attention, store, away), _Returning(is_attention, away)
+    return _Sending(is_dear, store, away), _Returning(is_dear, away)

@@ -16,11 +16,11 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import spec as attention_spec
 from trimtab.model import spec as model_spec
 
-POLICIES = ("none", "pointwise", "selective", "block", "offload_attention", "offload")
+POLICIES = ("none", "pointwise", "selective", "block", "offload_half", "offload_attention", "offload")
 """From the one that keeps most on the device to the one that keeps least."""
-HOST = ("offload_attention", "offload")
+HOST = ("offload_half", "offload_attention", "offload")
 """Those that send what they keep to the host."""
-ALL_PRODUCTS = ("selective", "block", *HOST)
+ALL_PRODUCTS = ("selective", "block", "offload_attention", "offload")
 """Those that compute the products of a layer again."""
 
 
@@ -107,8 +107,8 @@ def layer_bytes(
     """Bytes of one layer, for one microbatch; arguments as in `trimtab.model.spec.saved_bytes`.
 
     Args:
-        policy: one of `POLICIES`. On a CPU `offload` keeps the input where it is, as `block` does, and
-            `offload_attention` what it keeps as well.
+        policy: one of `POLICIES`. On a CPU `offload` keeps the input where it is, as `block` does, and the other
+            two that send what they keep do so as well.
         mlp_tiles: parts of the tokens that the feed-forward half is computed in.
         learning: what learns in the layer.
     """
@@ -131,18 +131,18 @@ def layer_bytes(
     attended = 0
     if attention in attention_spec.TILED:
         attended = N * H * D * BYTES[dtype] + N * H * 4
+    projected = N * (H + 2 * K) * D * BYTES[dtype] + N * shape.hidden_size * BYTES[dtype]
     if policy == "pointwise":
-        products = N * (H + 2 * K) * D * BYTES[dtype] + N * shape.hidden_size * BYTES[dtype]
-        kept = block.stream + attended + products
+        kept = block.stream + attended + projected
         kept += block.stream if mlp_tiles > 1 else 2 * N * shape.intermediate_size * BYTES[dtype]
     elif policy == "selective":
         kept = block.stream + attended + (block.stream if mlp_tiles > 1 else 0)
     else:
-        kept = block.stream + (attended if policy == "offload_attention" else 0)
+        sent = {"offload_half": attended + projected, "offload_attention": attended}
+        kept = block.stream + sent.get(policy, 0)
         if policy in HOST and device != "cpu":
             # On the way back a layer ahead of where it is needed; `plain` counts what is in use.
-            resident = attended if policy == "offload_attention" and attended else block.stream
-            return LayerBytes(0, plain + kept, host=kept, resident=resident, tile=tile)
+            return LayerBytes(0, plain + kept, host=kept, resident=kept, tile=tile)
     return LayerBytes(kept, max(plain - kept, 0), tile=tile)
 
 
@@ -169,7 +169,7 @@ def again(
     Args:
         shape: the model.
         policy: one of `POLICIES`; `offload` computes what `block` does, `offload_attention` what `selective` does, and
-            with tiles the stream between the halves as well.
+            with tiles the stream between the halves as well; `offload_half` the feed-forward half.
         tokens: length of a document.
         layer: which one; attention differs where some have windows.
         dtype: the format computed in.
@@ -187,6 +187,8 @@ def again(
         moved = float(moved_first + moved_second)
     if policy in ALL_PRODUCTS:
         products = project + out + feed
+    elif policy == "offload_half":
+        products = feed
     if policy in ("block", "offload"):
         attention = model_spec.attention_flops(shape, layer, tokens, backward=False)
     if mlp_tiles > 1:

@@ -27,7 +27,7 @@ TrainOn = Literal["completions", "last", "all"]
 BadRows = Literal["stop", "skip"]
 MathField = Literal["math", "arithmetic", "algebra", "calculus"]
 Tracker = Literal["tensorboard", "wandb"]
-Policy = Literal["none", "pointwise", "selective", "block", "offload_attention", "offload"]
+Policy = Literal["none", "pointwise", "selective", "block", "offload_half", "offload_attention", "offload"]
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -312,10 +312,10 @@ class Recipe(Section):
     ] = "auto"
     """What each layer keeps for the backward pass, and what it computes again: `none` keeps all; `pointwise` computes
     norms, rotary positions and gates again; `selective` all but attention; `block` everything from the layer's input;
-    `offload` the same, and the input waits in the host's memory; `offload_attention` all but attention, and what is
-    kept waits there. One word for all layers, a list with one for each, or how many layers have which (the others have
-    none). `auto` takes the fastest that fits `memory_limit`, says which,
-    and keeps the choice with the run. The numbers are the same with all of them."""
+    `offload` the same, and the input waits in the host's memory; `offload_attention` all but attention, and
+    `offload_half` the feed-forward half alone, and what is kept waits there. One word for all layers, a list with one
+    for each, or how many layers have which (the others have none). `auto` takes the fastest that fits `memory_limit`,
+    says which, and keeps the choice with the run. The numbers are the same with all of them."""
     gradient_checkpointing: Annotated[bool | None, Field(examples=[True])] = None
     """The familiar name: `true` is `recompute: block`, `false` is `recompute: none`."""
     mlp_tiles: Annotated[Literal["auto"] | Count, Field(examples=["auto", 8])] = "auto"

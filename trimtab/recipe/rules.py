@@ -106,9 +106,10 @@ def _optimizer(recipe: Recipe) -> Iterator[str]:
 
 def _memory(recipe: Recipe) -> Iterator[str]:
     named = [recipe.recompute] if isinstance(recipe.recompute, str) else recipe.recompute
-    if recipe.torch_compile is True and "offload_attention" in named:
+    inside = [policy for policy in ("offload_half", "offload_attention") if policy in named]
+    if recipe.torch_compile is True and inside:
         yield (
-            "recompute: offload_attention sends tensors from inside a layer, which torch_compile: true compiles whole; "
+            f"recompute: {inside[0]} sends tensors from inside a layer, which torch_compile: true compiles whole; "
             "set recompute: offload, or torch_compile: false"
         )
     limit = recipe.memory_limit
