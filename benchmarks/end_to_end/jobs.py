@@ -83,7 +83,6 @@ OURS = ("trimtab", "trimtab tight", "trimtab eager")
 NEAREST = "trimtab nearest"
 """Ours, for its losses: bf16 weights rounded to the nearest as the peers round them, which loses small updates."""
 PEERS = ("hf", "hf recompute", "liger", "unsloth", "unsloth recompute")
-PACKED_PEERS = ("hf recompute", "liger")
 CAPS_GB = {8: "llama-8b", 12: "llama-8b", 16: "llama-8b", 24: "llama-8b"} | dict.fromkeys(
     (40, 48, 80), "llama-8b/8"
 )
@@ -131,7 +130,8 @@ def cases() -> list[Case]:
     for job in JOBS[4:]:
         found += [_case(job, name) for name in ("liger", "hf recompute")]
         found.append(_case(replace(job, packed=True), "trimtab"))
-    found += [_case(replace(job, packed=True), "liger") for job in JOBS[:4]]
+    packed = [replace(job, packed=True) for job in JOBS[:4]]
+    found += [_case(job, name) for job in packed for name in ("liger", "unsloth recompute")]
     return found
 
 

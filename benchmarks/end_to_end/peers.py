@@ -55,6 +55,8 @@ def build(
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = _optimizer(trained, LEARNING_RATE[job.method])
     arguments = tokens.for_peers(device, job.packed)
+    if job.packed and case.contestant.startswith("unsloth"):
+        arguments = tokens.in_one_row(device)
     half = torch.autocast(device, dtype=torch.bfloat16) if device == "cuda" else nullcontext()
     model.train()
 

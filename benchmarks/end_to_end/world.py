@@ -144,6 +144,13 @@ class Tokens:
             found["position_ids"] = self.positions_BT
         return {name: tensor.to(device) for name, tensor in found.items()}
 
+    def in_one_row(self, device: str) -> dict[str, torch.Tensor]:
+        """The same packed windows as Unsloth's collator hands them over: one row, and the documents' lengths."""
+        flat = {name: tensor.view(1, -1) for name, tensor in self.for_peers(device, packed=True).items()}
+        starts_D = torch.nonzero(self.positions_BT.view(-1) == 0).view(-1)
+        ends_D = torch.cat([starts_D[1:], torch.tensor([self.positions_BT.numel()])])
+        return {**flat, "packed_seq_lengths": (ends_D - starts_D).to(torch.int32)}
+
 
 def make_tokens(job: Job) -> Tokens:
     """The same windows for everyone; packed ones hold documents of exponential lengths."""

@@ -54,6 +54,16 @@ def test_labels_are_the_same_however_they_are_shifted(packed: bool) -> None:
     assert tokens.num_targets == int((tokens.positions_BT > 0).sum())
 
 
+def test_packed_windows_in_one_row_are_the_same_documents() -> None:
+    tokens = world.make_tokens(replace(TINY, packed=True))
+    flat, rows = tokens.in_one_row("cpu"), tokens.for_peers("cpu", packed=True)
+    assert all(torch.equal(flat[name].view_as(rows[name]), rows[name]) for name in rows)
+    lengths = flat["packed_seq_lengths"].tolist()
+    assert sum(lengths) == flat["input_ids"].numel()
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    assert torch.equal(positions, flat["position_ids"][0])
+
+
 def test_names_are_distinct_and_every_job_of_the_table_is_there() -> None:
     found = jobs.cases()
     assert len({case.name for case in found}) == len(found)
