@@ -24,7 +24,9 @@ from trimtab.adapt.sent_results import LEAST
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import build, init_weights
 from trimtab.model.decoder import Decoder
-from trimtab.plan.memory import Job, layer_bytes, predict
+from trimtab.plan.job import Job
+from trimtab.plan.layers import layer_bytes
+from trimtab.plan.memory import predict
 
 pytestmark = [
     pytest.mark.gpu,
@@ -187,7 +189,7 @@ def test_the_peak_of_a_quantized_step_is_what_was_predicted(policy: str, tiles: 
     memory = predict(job)
     moments = {k: v for k, v in memory.moments.items() if k != "the optimizer step"}
     # The workspace stands since the first step.
-    from trimtab.plan.memory import workspace_bytes
+    from trimtab.plan.layers import workspace_bytes
 
     predicted = max(moments.values()) - workspace_bytes(job)
     unit = layer_bytes(job, "block").kept

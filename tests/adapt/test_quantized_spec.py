@@ -17,7 +17,8 @@ from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import init_weights
 from trimtab.model import spec as model_spec
-from trimtab.plan.memory import Job, predict
+from trimtab.plan.job import Job
+from trimtab.plan.memory import predict
 from trimtab.trainer.memory import LiveBytes, storage_bytes
 
 CASES = [

@@ -17,7 +17,7 @@ from trimtab.adapt.lora import set_masks
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.kernels.attention import Layout
 from trimtab.model import build, init_weights
-from trimtab.plan.memory import Job
+from trimtab.plan.job import Job
 from trimtab.trainer.memory import storage_bytes
 
 

@@ -15,7 +15,8 @@ from trimtab.adapt import (  # noqa: E402
     LoraSettings,
 )
 from trimtab.facts.shapes import ModelShape  # noqa: E402
-from trimtab.plan.memory import Job, predict  # noqa: E402
+from trimtab.plan.job import Job  # noqa: E402
+from trimtab.plan.memory import predict  # noqa: E402
 from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
 
 SHAPE = ModelShape(

@@ -22,8 +22,10 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import parse_bytes, parse_share
 from trimtab.plan import check_fits, longest_context, make_plan
 from trimtab.plan.dial import SENT, choose, least, setting_of, within_limit
+from trimtab.plan.job import Job
+from trimtab.plan.layers import segments_of
 from trimtab.plan.limits import limit_of, sentence
-from trimtab.plan.memory import CONTEXT, Job, predict, segments_of
+from trimtab.plan.memory import CONTEXT, predict
 from trimtab.recipe import loads
 
 SMALL = ModelShape("llama", 1000, 256, 688, 5, num_heads=4, num_kv_heads=2, head_dim=64, tie_embeddings=True)

@@ -12,7 +12,8 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.model.spec import flops_per_token
 from trimtab.plan import make_plan, policy_costs
 from trimtab.plan.dial import setting_of
-from trimtab.plan.memory import Job, predict
+from trimtab.plan.job import Job
+from trimtab.plan.memory import predict
 from trimtab.plan.policies import cost_of
 from trimtab.recipe import loads
 

@@ -17,7 +17,9 @@ from trimtab.adapt import (  # noqa: E402
 )
 from trimtab.facts.dtypes import nbytes  # noqa: E402
 from trimtab.facts.shapes import ModelShape  # noqa: E402
-from trimtab.plan.memory import Job, predict, unpacking_bytes, workspace_bytes  # noqa: E402
+from trimtab.plan.job import Job  # noqa: E402
+from trimtab.plan.layers import unpacking_bytes, workspace_bytes  # noqa: E402
+from trimtab.plan.memory import predict  # noqa: E402
 from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
 
 TINY = ModelShape(

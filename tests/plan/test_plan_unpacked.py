@@ -16,7 +16,8 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.plan import check_fits, longest_context, make_plan
 from trimtab.plan.dial import choose, within_limit
-from trimtab.plan.memory import Job, predict
+from trimtab.plan.job import Job
+from trimtab.plan.memory import predict
 from trimtab.plan.unpacked import unpack
 from trimtab.recipe import check_resume, loads
 

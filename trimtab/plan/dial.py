@@ -18,18 +18,9 @@ from trimtab.facts.dtypes import BYTES
 from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.kernels.linear_cross_entropy.schedule import LEAST_ROWS, ROW_STEP, row_stride, schedule
 from trimtab.model import spec as model_spec
-from trimtab.plan.memory import (
-    OUTSIDE,
-    Job,
-    Layers,
-    gradient_bytes,
-    layer_bytes,
-    layers_of,
-    moments_around,
-    predict,
-    state_bytes,
-    weight_bytes,
-)
+from trimtab.plan.job import Job
+from trimtab.plan.layers import Layers, layer_bytes, layers_of
+from trimtab.plan.memory import OUTSIDE, gradient_bytes, moments_around, predict, state_bytes, weight_bytes
 
 SLACK, GAPS = 0.03, {"cuda": 48 * 2**20, "cpu": 0}
 """What a search leaves free: the share of the memory that comes and goes to which predictions are held, and what a

@@ -14,9 +14,10 @@ from trimtab.facts.errors import ResourceError
 from trimtab.facts.units import format_bytes
 from trimtab.kernels.adamw8bit.choice import choose as choose_adamw8bit
 from trimtab.plan.dial import HOST_SHARE
+from trimtab.plan.job import Job
 from trimtab.plan.limits import sentence
 from trimtab.plan.make import Plan
-from trimtab.plan.memory import Job, predict
+from trimtab.plan.memory import predict
 
 SHORTEST = 256
 """Shorter windows are not suggested."""

@@ -10,7 +10,9 @@ from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import format_bytes, format_seconds, parse_bytes, parse_share
 from trimtab.plan import dial, unpacked
-from trimtab.plan.memory import CONTEXT, Job, predict, segments_of
+from trimtab.plan.job import Job
+from trimtab.plan.layers import segments_of
+from trimtab.plan.memory import CONTEXT, predict
 from trimtab.plan.policies import cost_of, policy_costs
 from trimtab.recipe.keys import Recipe
 

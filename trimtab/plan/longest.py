@@ -9,7 +9,7 @@ from trimtab.adapt.spec_recompute import counted
 from trimtab.facts.devices import DeviceFacts
 from trimtab.kernels.linear_cross_entropy.choice import SHARE
 from trimtab.plan import dial
-from trimtab.plan.memory import Job
+from trimtab.plan.job import Job
 
 STEP = 256
 """Lengths are multiples of it."""

@@ -14,6 +14,7 @@ from trimtab.plan import limits as plan_limits
 from trimtab.plan import memory as plan_memory
 from trimtab.plan import time as plan_time
 from trimtab.plan.data import DataFacts
+from trimtab.plan.job import Job
 from trimtab.recipe.keys import Recipe
 
 VERSION = 1
@@ -27,7 +28,7 @@ class Plan:
     shape: ModelShape
     device: DeviceFacts
     num_devices: int
-    job: plan_memory.Job
+    job: Job
     memory: plan_memory.Memory
     data: dict[str, Any]
     time: plan_time.Time
@@ -130,7 +131,7 @@ def make_plan(
 
 
 def _time(
-    recipe: Recipe, job: plan_memory.Job, device: DeviceFacts, data: DataFacts | None, num_devices: int
+    recipe: Recipe, job: Job, device: DeviceFacts, data: DataFacts | None, num_devices: int
 ) -> plan_time.Time:
     steps = plan_data.total_steps(recipe, data, num_devices)
     processed = None
@@ -149,11 +150,9 @@ def _time(
     )
 
 
-def job_of(
-    recipe: Recipe, shape: ModelShape, device: DeviceFacts, choices: dict[str, Any]
-) -> plan_memory.Job:
+def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, choices: dict[str, Any]) -> Job:
     """What decides the memory of a step, from the recipe and what its `auto` keys came to."""
-    return plan_memory.Job(
+    return Job(
         shape=shape,
         batch=recipe.per_device_train_batch_size,
         tokens=recipe.max_seq_length,
@@ -195,7 +194,7 @@ def _has_domain_set(recipe: Recipe) -> bool:
     return bool(recipe.data.eval.domain) or held_out
 
 
-def _notes(recipe: Recipe, job: plan_memory.Job) -> list[str]:
+def _notes(recipe: Recipe, job: Job) -> list[str]:
     notes = []
     if job.device == "cpu" and job.dtype == "bf16" and not job.bf16:
         notes.append("this CPU has no bf16 arithmetic: dtype: fp32 would be several times faster")

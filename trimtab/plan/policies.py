@@ -11,7 +11,8 @@ from trimtab.adapt.spec_recompute import POLICIES
 from trimtab.facts.devices import DeviceFacts
 from trimtab.model import spec as model_spec
 from trimtab.plan import dial
-from trimtab.plan.memory import Job, layer_bytes
+from trimtab.plan.job import Job
+from trimtab.plan.layers import layer_bytes
 
 
 @dataclass(frozen=True)

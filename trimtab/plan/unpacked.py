@@ -7,7 +7,8 @@ import dataclasses
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.plan.dial import Setting, within_limit
-from trimtab.plan.memory import Job, predict
+from trimtab.plan.job import Job
+from trimtab.plan.memory import predict
 from trimtab.recipe.keys import Recipe
 
 

@@ -1,0 +1,70 @@
+"""What decides the memory and the time of a step, in one place. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from trimtab.adapt.spec import LoraSettings
+from trimtab.facts.shapes import ModelShape
+from trimtab.plan.trained import Trained, trained
+
+
+@dataclass(frozen=True)
+class Job:
+    """What decides the memory of a step: the recipe's keys after every `auto` has been settled."""
+
+    shape: ModelShape
+    batch: int
+    """Windows of a microbatch."""
+    tokens: int
+    """Tokens of a window."""
+    accumulation: int
+    dtype: str
+    weights_dtype: str
+    gradient_dtype: str
+    optimizer: str
+    attention: str
+    device: str
+    bf16: bool = False
+    """Whether the device computes bf16 in hardware."""
+    packed: bool = True
+    policies: tuple[str, ...] = ()
+    """What each layer keeps, the first layer's first (`trimtab.adapt.recompute`); empty where all keep everything."""
+    mlp_tiles: int = 1
+    """Parts of the tokens that feed-forward halves are computed in."""
+    pointwise: str = "reference"
+    optimizer_impl: str = "reference"
+    loss_impl: str = "chunked"
+    loss_memory: int | None = None
+    """Bytes that the loss "triton" may hold beyond inputs and gradients."""
+    in_backward: bool = False
+    """Whether backward itself updates each weight and frees its gradient."""
+    compiled: bool = False
+    """Whether layers are compiled whole, so that nothing inside one can be sent to the host."""
+    lora: LoraSettings | None = None
+    """The adapters' settings, where adapters are trained and all else is frozen."""
+    quantization: dict[str, Any] | None = None
+    """How frozen weights are packed: kind, block, double, impl."""
+    unpacked_layers: int = 0
+    """Layers whose packed weights are kept unpacked as well (`trimtab.adapt.unpacked`)."""
+
+    @cached_property
+    def trained(self) -> Trained:
+        """Which weights are trained, and the bytes that follow from it."""
+        return trained(self.shape, self.weights_dtype, self.gradient_dtype, self.lora, self.quantization)
+
+    def changed(self, **changes: Any) -> Job:
+        """A copy with other batch, tokens, policies or the like; what is trained stays, and is not worked out again."""
+        assert changes.keys().isdisjoint(("shape", "weights_dtype", "gradient_dtype", "lora", "quantization"))
+        other = dataclasses.replace(self, **changes)
+        other.__dict__["trained"] = self.trained
+        return other
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The policy of each layer."""
+        assert not self.policies or len(self.policies) == self.shape.num_layers
+        return self.policies or ("none",) * self.shape.num_layers
