@@ -26,11 +26,14 @@ def _signed(value: int) -> int:
 _FIRST, _SECOND = _signed(MULTIPLIERS[0]), _signed(MULTIPLIERS[1])
 
 
-def _mix(words: torch.Tensor) -> torch.Tensor:
-    """A 32-bit finalizer; shifts are arithmetic in torch, so the copies of the sign are masked away."""
-    words = (words ^ ((words >> 17) & 0x7FFF)) * _FIRST
-    words = (words ^ ((words >> 11) & 0x1FFFFF)) * _SECOND
-    return words ^ ((words >> 15) & 0x1FFFF)
+def _mix_(words: torch.Tensor) -> torch.Tensor:
+    """A 32-bit finalizer, in place; shifts are arithmetic in torch, so the copies of the sign are masked away.
+
+    In place, so that what is held does not depend on whether the interpreter lets a caller's argument go.
+    """
+    words.bitwise_xor_((words >> 17).bitwise_and_(0x7FFF)).mul_(_FIRST)
+    words.bitwise_xor_((words >> 11).bitwise_and_(0x1FFFFF)).mul_(_SECOND)
+    return words.bitwise_xor_((words >> 15).bitwise_and_(0x1FFFF))
 
 
 def kept(rows: int, columns: int, key_2: torch.Tensor, p: float, *, first: int = 0) -> torch.Tensor:
@@ -44,10 +47,10 @@ def kept(rows: int, columns: int, key_2: torch.Tensor, p: float, *, first: int =
         first: the number of the first row.
     """
     numbers_N = torch.arange(first, first + rows, dtype=torch.int32, device=key_2.device)
-    row_N1 = _mix(numbers_N[:, None] ^ key_2[0])
-    column_C = _mix(torch.arange(columns, dtype=torch.int32, device=key_2.device) ^ key_2[1])
+    row_N1 = _mix_(numbers_N[:, None] ^ key_2[0])
+    column_C = _mix_(torch.arange(columns, dtype=torch.int32, device=key_2.device) ^ key_2[1])
     # 31 bits without the sign, against p of their range.
-    return (_mix(row_N1 + column_C) & 0x7FFFFFFF) >= round(p * (1 << 31))
+    return _mix_(row_N1 + column_C).bitwise_and_(0x7FFFFFFF) >= round(p * (1 << 31))
 
 
 def drop(x_NC: torch.Tensor, key_2: torch.Tensor, p: float) -> torch.Tensor:

@@ -26,8 +26,8 @@ DEFAULT = "default"
 
 DROPOUT_CHUNK = 1 << 22
 """Elements whose dropout masks are made at once: those of [8192, 14336] would take half a gigabyte, thrice."""
-_WORD_BYTES = 12
-"""Of an element while its mask is made: three 32-bit words."""
+_WORD_BYTES = 8
+"""Of an element while its mask is made: two 32-bit words."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def dropout_bytes(shape: ModelShape, settings: LoraSettings, tokens: int, dtype:
     Example:
         >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> dropout_bytes(tiny, LoraSettings(r=2, lora_dropout=0.1), 10, "fp32")
-        5120
+        3840
     """
     if not settings.lora_dropout:
         return 0
