@@ -152,14 +152,32 @@ def test_peers_that_round_weights_to_the_nearest_are_compared_with_ours_that_do(
     assert len(problems(records(*seen, of(jobs.NEAREST, 9.1, 8.51)))) == 1, "first losses are all compared"
 
 
+@pytest.mark.oracle
 def test_rounding_to_the_nearest_loses_what_rounding_by_chance_keeps(tmp_path: Path) -> None:
-    job = Job("tiny-qwen3-0.6b", "full", 2, 64)
-    ended = {}
-    for contestant in ("trimtab", jobs.NEAREST):
+    """Ours in bf16, by chance and to the nearest, beside transformers in fp32 and in bf16, with one optimizer."""
+    import bitsandbytes
+    from transformers import AutoModelForCausalLM
+
+    job, steps = Job("tiny-qwen3-0.6b", "full", 2, 64), FEWEST + 3
+    folder = world.model_folder(tmp_path, job.model, "cpu")
+    arguments = world.make_tokens(job).for_peers("cpu", packed=False)
+    fallen = {}
+    for contestant, dtype in (("trimtab", torch.float32), (jobs.NEAREST, torch.bfloat16)):
         order = {"weights": str(tmp_path), "limits": {}, "cases": []}
-        losses = child.run(Case(job, contestant), order, "cpu", {})["losses"]
-        ended[contestant] = losses[FEWEST] - losses[0]  # weights in bf16, also on a CPU
-    assert ended["trimtab"] < 1.5 * ended[jobs.NEAREST] < 0
+        ours = child.run(Case(job, contestant), order, "cpu", {})["losses"]
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        lr = jobs.LEARNING_RATE["full"]
+        optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=lr, weight_decay=0.0)
+        theirs = []
+        for _ in range(steps):
+            loss = model(**arguments, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            theirs.append(float(loss.detach()))
+        assert ours[:steps] == pytest.approx(theirs, abs=1e-3), contestant
+        fallen[contestant] = ours[steps - 1] - ours[0]
+    assert fallen["trimtab"] < 3 * fallen[jobs.NEAREST] < 0
 
 
 def test_a_command_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,8 @@ def fitted(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
                 f"{found.ranks[target.name]}",
                 "the two files do not belong together; get the adapter again",
             )
-    lacking = [name for name in _named_modules(shape, found) if name not in found.ranks]
+    named = targets.meant(there, found.named)
+    lacking = [name for name in there if name in named and name not in found.ranks]
     if lacking:
         raise ModelError(
             f"{found.folder / WEIGHTS} lacks {lacking[0]}, which {CONFIG} names", "get the adapter again"
@@ -136,26 +137,13 @@ def _named(config: dict[str, Any]) -> str | tuple[str, ...]:
     if any(config.get(key) for key in ("exclude_modules", "layers_to_transform", "layers_pattern")):
         return ()
     words = config.get("target_modules") or ()
-    return words if isinstance(words, str) else tuple(words)
-
-
-def _named_modules(shape: ModelShape, found: AdapterFolder) -> list[str]:
-    """Modules of the model that the config means; words that mean none of its are nobody's concern."""
-    there = targets.matrices(shape)
-    if isinstance(found.named, str):
-        pattern = found.named
-        linear = (name for name in there if name not in (targets.EMBEDDING, targets.HEAD))
-        if pattern == targets.ALL_LINEAR:
-            return list(linear)
-        return [name for name in there if _matches(pattern, name)]
-    return [name for name in there if any(name == w or name.endswith(f".{w}") for w in found.named)]
-
-
-def _matches(pattern: str, name: str) -> bool:
+    if not isinstance(words, str):
+        return tuple(words)
     try:
-        return re.fullmatch(pattern, name) is not None
+        re.compile(words)
     except re.error:
-        return False  # the weights say which modules there are
+        return ()  # the weights say which modules there are
+    return words
 
 
 def other_base(found: AdapterFolder, cause: str) -> ModelError:

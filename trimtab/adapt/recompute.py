@@ -190,22 +190,17 @@ def _keeping_products(block: Block) -> Callable[[], Any]:
     """
     attention, feed_forward = block.self_attn, block.mlp
     least = min(attention.q_proj.in_features, attention.o_proj.in_features)
-    return functools.partial(_keep_products_contexts, least, feed_forward.down_proj.in_features)
+    is_dear = functools.partial(_is_product, least, feed_forward.down_proj.in_features)
+    return functools.partial(_keeping, is_dear)
 
 
-def _keep_products_contexts(least: int, last: int) -> Any:
-    return create_selective_checkpoint_contexts(functools.partial(_keep_products, least, last))
-
-
-def _keep_products(
-    least: int, last: int, context: Any, operator: Any, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
+def _is_product(least: int, last: int, operator: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator is attention, or a product over at least so many numbers and not over `last`."""
     name = _name(operator)
-    keep = name in ATTENTION_OPERATORS
-    if name in PRODUCT_OPERATORS:
-        summed = args[1 if name == "aten::addmm" else 0].shape[-1]
-        keep = summed >= least and summed != last
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+    if name not in PRODUCT_OPERATORS:
+        return name in ATTENTION_OPERATORS
+    summed = _sizes(name, args)[0]
+    return summed >= least and summed != last
 
 
 def _name(operator: Any) -> str:

@@ -110,11 +110,24 @@ def check_pattern(pattern: str, key: str) -> None:
         raise RecipeError(f"{key}: {pattern!r} is no regular expression ({error})", "correct it") from error
 
 
-def _by_pattern(there: dict[str, Matrix], pattern: str, offered: Sequence[str]) -> set[str]:
-    if pattern == ALL_LINEAR:
+def meant(there: Iterable[str], wanted: str | Sequence[str]) -> set[str]:
+    """Of the names there are, those that `target_modules` means, if any: all-linear, a regular expression over whole
+    names, or names, whole or their last parts.
+
+    Example:
+        >>> sorted(meant(["model.a.q_proj", "model.b.q_proj", "lm_head"], ["q_proj", "v_proj"]))
+        ['model.a.q_proj', 'model.b.q_proj']
+    """
+    if wanted == ALL_LINEAR:
         return {name for name in there if name not in (EMBEDDING, HEAD)}
+    if isinstance(wanted, str):
+        return {name for name in there if re.fullmatch(wanted, name)}
+    return {name for name in there if any(name == word or name.endswith(f".{word}") for word in wanted)}
+
+
+def _by_pattern(there: dict[str, Matrix], pattern: str, offered: Sequence[str]) -> set[str]:
     check_pattern(pattern, "lora.target_modules")
-    names = {name for name in there if re.fullmatch(pattern, name)}
+    names = meant(there, pattern)
     if not names:
         raise RecipeError(
             f"lora.target_modules: no module's whole name matches {pattern!r}",
@@ -125,16 +138,10 @@ def _by_pattern(there: dict[str, Matrix], pattern: str, offered: Sequence[str]) 
 
 
 def _by_names(there: Sequence[str], wanted: Sequence[str], key: str, offered: Sequence[str]) -> set[str]:
-    found: set[str] = set()
-    unknown = []
-    for word in wanted:
-        names = {name for name in there if name == word or name.endswith(f".{word}")}
-        found |= names
-        if not names:
-            unknown.append(word)
+    unknown = [word for word in wanted if not meant(there, [word])]
     if unknown:
         raise RecipeError(
             f"{key}: the model has no {', '.join(unknown)}",
             f"there are {', '.join(offered)}",
         )
-    return found
+    return meant(there, wanted)

@@ -126,6 +126,8 @@ class Graphs:
         for parameter in self.parameters.values():
             parameter.grad = None
         self._recorded.clear()
+        if self.failed:
+            self._give_back()
         self._pool = None
         self._forget()
         torch.cuda.empty_cache()
@@ -133,16 +135,23 @@ class Graphs:
     def _unwind(self) -> None:
         """After a recording that failed: torch's allocator still believes in it (2.11), and holds on to the memory that
         was taken for it (2.13 too). Where torch has seen to that itself, it says so."""
-        index = torch.cuda.current_device() if self.device.index is None else self.device.index
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_endAllocateToPool(self._index, self._pool)
         if self._recorded:
-            return  # the other graph is in the same memory
-        with suppress(RuntimeError):
-            torch._C._cuda_releasePool(index, self._pool)
+            return  # the other graph is in the same memory, until it is released
+        self._give_back()
         self._pool = None
         self._forget()
         torch.cuda.empty_cache()
+
+    def _give_back(self) -> None:
+        """What a recording that failed has taken of the graphs' memory; the graphs that did not are gone by now."""
+        with suppress(RuntimeError):
+            torch._C._cuda_releasePool(self._index, self._pool)
+
+    @property
+    def _index(self) -> int:
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
 
     def _forget(self) -> None:
         """What is kept for the stream that runs next to nothing from now on."""
