@@ -21,7 +21,7 @@ from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import parse_bytes, parse_share
 from trimtab.plan import check_fits, longest_context, make_plan
-from trimtab.plan.dial import SENT, choose, least, setting_of, within_limit
+from trimtab.plan.dial import choose, least, setting_of, within_limit
 from trimtab.plan.job import Job
 from trimtab.plan.layers import segments_of
 from trimtab.plan.limits import limit_of, sentence
@@ -83,7 +83,7 @@ def test_the_search_finds_what_trying_everything_finds(share: float, lora: bool,
     all_of_them = []
     for counts in itertools.product(range(6), repeat=len(POLICIES)):
         sent = [count for policy, count in zip(POLICIES, counts, strict=True) if policy in HOST]
-        ways = ("offload",) if compiled else SENT
+        ways = ("offload",) if compiled else HOST
         others = [count for policy, count in zip(HOST, sent, strict=True) if policy not in ways]
         if sum(counts) == 5 and sum(map(bool, sent)) <= 1 and not any(others):
             policies = canonical(dict(zip(POLICIES, counts, strict=True)))

@@ -27,8 +27,6 @@ SLACK, GAPS = 0.03, {"cuda": 48 * 2**20, "cpu": 0}
 GPU's allocator loses between its blocks. What stands, weights and optimizer states, is known to the byte."""
 SHORTEST_TILE = 512
 """Tokens of the smallest tile: shorter products leave a GPU idle."""
-SENT = ("offload_attention", "offload")
-"""Policies that a search sends layers to the host by. `offload_half` waits for its measurement on a GPU."""
 HOST_SHARE = 0.8
 """Of the host's free memory that may be pinned."""
 PRODUCT_RATE = 0.75
@@ -255,7 +253,7 @@ class _Search:
         self.limit = limit
         self.num_layers = job.shape.num_layers
         # One way to the host for all layers that take it.
-        ways = ("offload",) if job.compiled else SENT
+        ways = ("offload",) if job.compiled else spec_recompute.HOST
         self.most_sent = {policy: self._most(self.layers.of[policy].host, host) for policy in ways}
 
     def _most(self, per_layer: int, host: int | None) -> int:
