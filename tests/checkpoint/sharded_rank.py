@@ -6,6 +6,7 @@ python sharded_rank.py RANK FOLDER DEVICE    FOLDER/single holds a checkpoint th
 from __future__ import annotations
 
 import errno
+import gc
 import sys
 from pathlib import Path
 
@@ -152,6 +153,7 @@ def main() -> None:
         "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=WORLD
     )
     exercise(rank, folder, sys.argv[3])
+    gc.collect()  # sharded modules hold the group in cycles: its threads end with the last of them
     dist.destroy_process_group()
 
 

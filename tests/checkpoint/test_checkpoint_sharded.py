@@ -25,7 +25,12 @@ def test_two_ranks_and_one_process_read_each_other(tmp_path: Path, device: str) 
     with Store(tmp_path / "single", on_event=said.append) as store:
         store.save(5, {name: ranks.whole(name) for name in ranks.SHAPES}, {}, wait=True)
 
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
     started = [
         subprocess.Popen(
             [sys.executable, str(HERE / "sharded_rank.py"), str(rank), str(tmp_path), device],

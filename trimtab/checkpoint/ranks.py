@@ -29,6 +29,12 @@ class Ranks:
             self.rank = dist.get_rank()
             self.count = dist.get_world_size()
 
+    def close(self) -> None:
+        """Ends the group and its threads: those of one that outlives the interpreter can abort the process."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group = None
+
     @property
     def leads(self) -> bool:
         """True on the rank that publishes and prunes."""
@@ -37,6 +43,7 @@ class Ranks:
     def together(self, work: Callable[[], T]) -> list[T]:
         """Everybody's results, by rank. The error of the first rank that has one is raised on all."""
         if self.group is None:
+            assert self.count == 1, "a store that was closed is asked by several ranks"
             return [work()]
         result: T | None = None
         failure: TrimtabError | OSError | None = None

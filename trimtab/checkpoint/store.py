@@ -136,11 +136,12 @@ class Store:
                     self._pending = None
 
     def close(self) -> None:
-        """Waits for the save under way and ends the thread."""
+        """Waits for the save under way, ends the thread and the ranks' group."""
         try:
             self.wait()
         finally:
             self._thread.shutdown()
+            self._ranks.close()
 
     def __enter__(self) -> Store:
         return self
