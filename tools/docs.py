@@ -58,10 +58,11 @@ _END_TO_END = """\
 # Whole training steps
 
 `python -m benchmarks.end_to_end` on a CUDA GPU: one micro-step (forward, backward, 8-bit AdamW) of trimtab and of the
-peers, each in a process of its own, on the same random weights, windows and first adapter; medians of synchronized
-steps. "trimtab" has all of the memory, "trimtab tight" the `memory_limit` that the thriftiest peer needed. A ratio
-above 1 says how many times as fast as that peer ours is. The floor is the step's products at the rate of the device's
-best product. Packed windows hold documents of 400 tokens on average, none of which sees another.
+peers, each contestant in a process of its own, on the same random weights, windows and first adapter; medians of
+synchronized steps. "trimtab" has all of the memory, "trimtab tight" the `memory_limit` that the thriftiest peer needed.
+A ratio above 1 says how many times as fast as that peer ours is. The floor is the step's products at the rate of the
+device's best product. Packed windows hold documents of 400 tokens on average, none of which sees another. Unsloth ran
+without xformers and flash-attn, on torch's attention, which costs it most where windows are packed.
 
 Losses of adapters agree step by step. Where all weights are trained they are bf16, and the peers round each update to
 the nearest: at a learning rate of 1e-5 most of it is lost. trimtab rounds by chance, so that nothing is lost on average

@@ -123,6 +123,8 @@ def cases() -> list[Case]:
     for job in JOBS[:4]:
         packed = replace(job, packed=True)
         found += [_case(packed, name) for name in ("trimtab", "hf recompute")]
+        if job.method == "full":
+            found.append(_case(packed, NEAREST))
     found += [_longest(cap, model) for cap, model in CAPS_GB.items()]
     for job in JOBS[:4]:
         found += [_case(job, name) for name in ("hf recompute", "liger", "hf", "unsloth") if _fits(job, name)]

@@ -415,7 +415,7 @@ def test_bad_rows_are_skipped_counted_and_said_where_that_is_asked_for(tmp_path:
         f"{path}:2: messages is a number, not a list of messages; the row is left out, as all like it" in said
     )
     with pytest.raises(
-        DataError, match=r"nothing that can be used: 1 no examples.*; the first: .*b.jsonl:1: mess"
+        DataError, match=r"nothing that can be used: 1 unusable as examples.*; the first: .*b.jsonl:1: mess"
     ):
         opened(write(tmp_path / "b.jsonl", [{"messages": 3}]), tokenizer, bad_rows="skip")
 

@@ -325,8 +325,8 @@ def _build(
 LEFT_OUT = {
     "empty": "empty",
     "short": "shorter than two tokens",
-    "untrained": "without a token to train on (no answer in them)",
-    "bad": "no examples, or refused by the chat template",
+    "untrained": "without a token to train on (no answer)",
+    "bad": "unusable as examples, or refused by the chat template",
 }
 """Why documents are left out, in words."""
 

@@ -197,8 +197,9 @@ def _notes(corpus: Any) -> Iterator[str]:
             "once the answer is there (leaving out earlier thinking, say); they are trained on as it writes them whole"
         )
     if summary.tokens:
+        what = "example" if summary.documents == 1 else "examples"
         yield (
-            f"{summary.documents:,} examples ({form.name}), {summary.trained / summary.tokens:.0%} of "
+            f"{summary.documents:,} {what} ({form.name}), {summary.trained / summary.tokens:.0%} of "
             f"{summary.tokens:,} tokens trained on"
         )
 
