@@ -148,7 +148,7 @@ class Model:
             receipt=receipt,
             source={"model": opened.name, "step": opened.step},
             overwrite=overwrite,
-            tokenizer=opened.tokenizer if opened.added_tokens else None,
+            tokenizer=opened.tokenizer if opened.own_tokenizer else None,
         )
         return receipt
 
@@ -172,9 +172,9 @@ class Model:
         return receipt
 
     def _check_target(self, folder: Path, dtype: str) -> None:
-        if dtype not in DTYPES:
-            raise RecipeError(f"dtype {dtype!r} is not known", f"use one of {', '.join(DTYPES)}")
-        if self.opened.folder.resolve().is_relative_to(folder.resolve()):
+        _check_dtype(dtype)
+        places = [self.opened.folder, Path((self.opened.base or {}).get("source", self.opened.folder))]
+        if any(place.resolve().is_relative_to(folder.resolve()) for place in places):
             raise RecipeError(
                 f"{folder} is where the model itself comes from, and would be replaced", "name another folder"
             )
@@ -318,6 +318,19 @@ def plan_run(recipe: str | Path | dict[str, Any], **overrides: Any) -> dict[str,
     from trimtab import launch
 
     return launch.prepare(_recipe(recipe, overrides)).plan.to_dict()
+
+
+def check_saving(folder: str | Path, *, dtype: str, overwrite: bool) -> None:
+    """What can be refused before a model is read, which may take long: another format, a folder that stays."""
+    from trimtab.model.save import check_replaceable
+
+    _check_dtype(dtype)
+    check_replaceable(Path(folder), overwrite)
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise RecipeError(f"dtype {dtype!r} is not known", f"use one of {', '.join(DTYPES)}")
 
 
 def _tell(message: str) -> None:

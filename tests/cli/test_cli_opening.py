@@ -124,8 +124,10 @@ def test_an_export_says_its_format_and_whether_it_rounds(run: Path, tmp_path: Pa
 
 def test_a_model_is_not_written_over_itself(run: Path, model_copy: Path, cli: Call) -> None:
     before = (model_copy / "model.safetensors").read_bytes()
-    for source, target in ((model_copy, model_copy), (run, run / "model"), (run, run)):
+    for source, target in ((model_copy, model_copy), (run, run / "model")):
         cli("export", "hf", source, target, "--overwrite").refused(2, "comes from", "name another folder")
+    cli("export", "hf", run, run, "--overwrite").refused(4, "is not a model folder")
+    cli("export", "hf", run, run.parent / "new", "--dtype", "int8").refused(2, "int8", "bf16")
     assert (model_copy / "model.safetensors").read_bytes() == before
 
 

@@ -15,6 +15,7 @@ import torch
 from tiny_model import write_recipe, write_tiny_model
 
 import trimtab
+from trimtab.adapt import active_adapters
 from trimtab.checkpoint import read_manifest
 from trimtab.cli.main import main
 from trimtab.facts.errors import ModelError, RecipeError
@@ -380,3 +381,57 @@ def test_python_switches_adapters(plain: Path, deep: Path, tmp_path: Path) -> No
     assert model.adapters == ["default"], "refused before anything was merged"
     assert model.generate("the cat", max_new_tokens=6) == alone
     assert call("merge", plain, tmp_path / "full")[0] == 4
+
+
+def test_a_run_s_base_is_not_replaced_by_what_is_made_of_it(tmp_path: Path) -> None:
+    run = new_run(tmp_path, lora={"r": 2}, max_steps=3)
+    base = tmp_path / "model"
+    before = (base / "model.safetensors").read_bytes()
+    for words in (("merge", run, base), ("export", "peft", run, base)):
+        code, said = call(*words, "--overwrite")
+        assert code in (2, 4), said
+        assert (base / "model.safetensors").read_bytes() == before
+    with pytest.raises(RecipeError, match="where the model itself comes from"):
+        trimtab.load(run, device="cpu").merge(base, overwrite=True)
+    assert call("generate", run, "the") == (0, ANY)
+
+
+def test_an_opened_run_takes_no_adapter_of_another_base(plain: Path, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model", seed=7)
+    other = new_run(tmp_path, lora={"r": 4, "lora_alpha": 16}, max_steps=3)
+    assert call("export", "peft", other, tmp_path / "other")[0] == 0
+    assert call("export", "peft", plain, tmp_path / "own")[0] == 0
+    model = trimtab.load(plain, device="cpu")
+    with pytest.raises(ModelError, match="for another base"):
+        model.add_adapter(tmp_path / "other", "other")
+    assert model.adapters == ["default"]
+    model.add_adapter(tmp_path / "own", "again")
+    assert model.adapters == ["default", "again"]
+
+
+def test_saving_an_adapter_leaves_those_in_use_as_they_were(plain: Path, tmp_path: Path) -> None:
+    assert call("export", "peft", plain, tmp_path / "own")[0] == 0
+    model = trimtab.load(plain, device="cpu")
+    model.add_adapter(tmp_path / "own", "again")
+    for used in ([], ["again"], ["default", "again"]):
+        model.use_adapters(*used)
+        model.save_adapter(tmp_path / f"saved-{len(used)}", adapter="default")
+        assert active_adapters(model.opened.decoder) == used
+
+
+def test_a_limit_that_cannot_be_met_is_refused_on_resume_as_well(plain: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(plain, run)
+    code, said = call("train", "--resume", run, "max_steps=8", "memory_limit=1MB")
+    assert code == 6, said
+    assert "memory_limit" in said
+    assert call("train", "--resume", run, "max_steps=8", "memory_limit=4GB") == (0, ANY)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_adapters_in_bf16_under_products_in_fp16(packed: bool, tmp_path: Path) -> None:
+    lora = {"r": 2, "dtype": "bf16"}
+    run = new_run(tmp_path, lora=lora, dtype="fp16", max_steps=4, learning_rate=1e-3, load_in_4bit=packed)
+    found = losses(run)
+    assert len(found) == 4
+    assert found[-1] < found[0]

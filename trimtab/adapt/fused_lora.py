@@ -102,7 +102,11 @@ def _weights(packed: list[torch.Tensor], texts: str) -> Iterator[tuple[Packing, 
 
 def _stacked(factors_RI: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """All A of a group as one matrix, in the format of the products."""
-    return (factors_RI[0] if len(factors_RI) == 1 else torch.cat(factors_RI)).to(dtype)
+    if len(factors_RI) == 1:
+        return factors_RI[0].to(dtype)
+    if factors_RI[0].dtype != torch.float32:  # autocast refuses to put together what is bf16 where products are fp16
+        factors_RI = [factor_RI.to(dtype) for factor_RI in factors_RI]
+    return torch.cat(factors_RI).to(dtype)
 
 
 def _scaled(tensor: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:

@@ -41,9 +41,10 @@ def hf(
     from trimtab.launch.device import need_torch
 
     need_torch()
-    from trimtab.api import load
+    from trimtab.api import check_saving, load
     from trimtab.report.plain import plain
 
+    check_saving(folder, dtype=dtype, overwrite=overwrite)
     loaded = load(model, revision=revision, checkpoint=checkpoint, device="cpu", dtype="fp32")
     receipt = loaded.save(folder, dtype=dtype, overwrite=overwrite)
     print(plain(f"written: {folder} in {dtype}{_rounding(loaded.opened.formats, dtype)}"))

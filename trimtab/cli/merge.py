@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -38,11 +37,10 @@ def merge(
     from trimtab.launch.device import need_torch
 
     need_torch()
-    from trimtab.api import load
-    from trimtab.model.save import check_replaceable
+    from trimtab.api import check_saving, load
     from trimtab.report.plain import plain
 
-    check_replaceable(Path(folder), overwrite)  # before an hour of reading
+    check_saving(folder, dtype=dtype, overwrite=overwrite)
     loaded = load(
         model, revision=revision, checkpoint=checkpoint, adapter=adapter, device="cpu", dtype="fp32"
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab.adapt.lora import remove_adapter, use_adapters
+from trimtab.adapt.lora import active_adapters, remove_adapter, use_adapters
 from trimtab.adapt.peft_config import CONFIG
 from trimtab.adapt.peft_files import load_adapter, save_adapter, stored_tensors
 from trimtab.adapt.spec import DEFAULT
@@ -53,14 +54,13 @@ def export_peft(
         receipt: where the receipt is written; None writes none.
         source: what is known of the adapter's origin, for the receipt.
         overwrite: replace an adapter's folder.
-        tokenizer: saved beside the adapter, where it has tokens that the base's has not.
+        tokenizer: saved beside the adapter, where it is another than the base's.
 
     Raises:
         ModelError: the folder exists, or what was written is not the adapter.
     """
     folder = Path(folder)
-    use_adapters(decoder, adapter)
-    with staged_folder(folder, overwrite=overwrite, holds=CONFIG) as staging:
+    with _using(decoder, adapter), staged_folder(folder, overwrite=overwrite, holds=CONFIG) as staging:
         save_adapter(
             decoder,
             staging,
@@ -96,6 +96,17 @@ def export_peft(
     if receipt is not None:
         result.write(receipt)
     return result
+
+
+@contextmanager
+def _using(decoder: Decoder, adapter: str) -> Iterator[None]:
+    """One adapter alone in use; afterwards those that were."""
+    before = active_adapters(decoder)
+    use_adapters(decoder, adapter)
+    try:
+        yield
+    finally:
+        use_adapters(decoder, before)
 
 
 def _check_bytes(tensors: dict[str, torch.Tensor], folder: Path) -> Check:

@@ -14,7 +14,7 @@ import torch
 from trimtab import text
 from trimtab.facts.errors import CheckpointError
 from trimtab.launch.device import need_trackers
-from trimtab.launch.preparing import Frozen, Prepared, prepare
+from trimtab.launch.preparing import Frozen, Prepared, prepare, unwritten_tokens
 from trimtab.plan import check_disk, check_fits, make_plan
 from trimtab.plan.disk import Disk
 from trimtab.recipe import Recipe, build, check_resume, dump, load, to_dict
@@ -95,7 +95,10 @@ def resume(
             )
         changed = any(getattr(before, key) != getattr(recipe, key) for key in MEMORY_KEYS)
         frozen = Frozen(Choices.from_dict(kept), folder.model, kept["model_commit"], changed)
-        return _go(prepare(recipe, frozen), folder, view, kept=kept, after_step=after_step)
+        prepared = prepare(recipe, frozen)
+        if changed:
+            check_fits(prepared.plan, prepared.device)
+        return _go(prepared, folder, view, kept=kept, after_step=after_step)
 
 
 def _kept(folder: RunFolder) -> dict[str, Any]:
@@ -124,6 +127,9 @@ def _go(
     tokenizer_commit = None
     if kept is None:
         tokenizer_commit = _begin(prepared, folder)
+        unwritten = unwritten_tokens(prepared)
+        if unwritten is not None:
+            view.message(unwritten)
     tokenizer = sources.load_tokenizer(folder.model, shape)
     opened = corpora.open_corpora(recipe, tokenizer, view, kept=kept and kept["data"])
     plan = make_plan(recipe, shape, device=prepared.device, data=opened.facts, choices=choices.to_dict())

@@ -17,6 +17,7 @@ from trimtab.plan import Plan, make_plan
 from trimtab.plan.limits import settle
 from trimtab.plan.make import job_of
 from trimtab.recipe import Recipe
+from trimtab.run.adapter_tokens import check_same_tokens
 from trimtab.run.choices import Choices, choose_all
 from trimtab.run.places import model_folder, shape_of
 from trimtab.run.recording import choose_graphs
@@ -57,6 +58,7 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None) -> Prepared:
     if frozen is None:
         device = detect(recipe.device)
         model, commit = model_folder(recipe.model.name, revision=recipe.model.revision, weights=False)
+        check_same_tokens(recipe, model)
         shape = shape_of(recipe, model)
         choices = choose_all(recipe, shape, device, threads())
     else:
@@ -82,6 +84,18 @@ def _check_rates(plan: Plan) -> None:
             "embedding_learning_rate is given, and neither embeddings nor head are trained",
             "name embed_tokens or lm_head in lora.modules_to_save, or leave it out",
         )
+
+
+def unwritten_tokens(prepared: Prepared) -> str | None:
+    """What a person should know of tokens that are added to a model whose head is not trained."""
+    tokens, parameters = prepared.recipe.model.added_tokens, prepared.plan.job.trained.parameters
+    has_head = not prepared.shape.tie_embeddings
+    if not tokens or not has_head or any(parameter.name.startswith(f"{HEAD}.") for parameter in parameters):
+        return None
+    return (
+        "model.added_tokens: the model learns to read them and not to write them, as its head is not trained; "
+        "name lm_head in lora.modules_to_save as well for both"
+    )
 
 
 def _memory(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from trimtab.adapt.spec import DEFAULT, LoraSettings, trained
 from trimtab.adapt.tokens import fill_grown
 from trimtab.checkpoint import Found, Store, read_manifest
 from trimtab.facts.dtypes import TORCH_NAMES
-from trimtab.facts.errors import CheckpointError, RecipeError
+from trimtab.facts.errors import CheckpointError, ModelError, RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.shapes_hf import config_from_shape
 from trimtab.kernels.attention.choice import choose
@@ -32,6 +31,7 @@ from trimtab.model import (
     read_token_ids,
 )
 from trimtab.model.weights import Provenance
+from trimtab.run.adapter_tokens import check_known, with_its_tokens
 from trimtab.run.adapters import check_adapter_base, check_base, settings_of
 from trimtab.run.folder import RunFolder, read_json, write_json
 from trimtab.run.places import STARTER, model_folder
@@ -59,8 +59,8 @@ class OpenedModel:
     """Of a run with adapters: source, revision and checksums of the weights below them."""
     whole_changed: int = 0
     """Numbers of modules trained as a whole (`modules_to_save`) that differ from the base's."""
-    added_tokens: bool = False
-    """Whether the tokenizer has tokens that the base's has not."""
+    own_tokenizer: bool = False
+    """Whether the tokenizer is another than the base's: more tokens, another chat template."""
 
 
 def load_tokenizer(folder: Path, shape: ModelShape) -> Tokenizer:
@@ -140,8 +140,7 @@ def open_model(
         read: list[Provenance] = []
         fill_grown(decoder, stored, lambda: read.append(load_weights(decoder, folder)))
         formats = tuple(GGUF_FLOATS.get(name, name) for name in read[0].formats)
-        added = shape is not stored
-        opened = OpenedModel(decoder, tokenizer, name, folder, None, formats, added_tokens=added)
+        opened = OpenedModel(decoder, tokenizer, name, folder, None, formats, own_tokenizer=texts != folder)
     if adapter is not None:
         if active_adapters(opened.decoder):
             raise RecipeError(
@@ -179,8 +178,9 @@ def _open_run(
         _load_base(decoder, base, place)
     formats, changed = _load_checkpoint(decoder, run, found, on_event)
     whole = changed if settings is not None else 0
-    added = bool(kept["recipe"]["model"].get("added_tokens"))
-    return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, whole, added)
+    model = kept["recipe"]["model"]
+    own = any(model.get(key) for key in ("tokenizer", "added_tokens", "chat_template"))
+    return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, whole, own)
 
 
 def _load_base(decoder: Decoder, base: dict[str, Any], place: Path | None) -> None:
@@ -198,31 +198,18 @@ def put_adapter(
 ) -> None:
     """An adapter from peft's files on an opened model, in use."""
     found = read_adapter_folder(folder)
-    shape = opened.decoder.shape
-    if with_its_tokens(shape, opened.folder, folder)[0] != shape:
-        raise RecipeError(
-            f"the adapter {folder} has tokens of its own, for which this model has no rows",
-            "load it together with the model: trimtab.load(…, adapter=…)",
-        )
+    check_known(folder, opened.tokenizer)
     if opened.base is None:
         check_adapter_base(found.base, opened.folder, folder)
+    elif found.base is not None and found.base["files"] != opened.base["files"]:
+        raise ModelError(
+            f"the adapter {folder} is for another base than {opened.name}",
+            f"it was trained on {found.base['source']}; put it on that one",
+        )
     load_adapter(opened.decoder, folder, adapter=name)
     opened.decoder.eval()
     if found.base is None and found.base_name and found.base_name != opened.name:
         on_event(f"the adapter says it was made for {found.base_name}; its sizes fit {opened.name}")
-
-
-def with_its_tokens(shape: ModelShape, model: Path, adapter: Path) -> tuple[ModelShape, Path]:
-    """(shape, where the tokenizer is) of a model that an adapter will be put on.
-
-    An adapter with tokens of its own brings its tokenizer, and the embedding that has rows for them.
-    """
-    if not (adapter / "tokenizer.json").is_file():
-        return shape, model
-    num_tokens = text.load(adapter).vocab_size
-    if num_tokens <= shape.vocab_size:
-        return shape, model
-    return dataclasses.replace(shape, vocab_size=num_tokens), adapter
 
 
 def _find_checkpoint(run: RunFolder, which: str, on_event: Callable[[str], None]) -> Found:
