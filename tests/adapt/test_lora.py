@@ -19,7 +19,7 @@ from trimtab.adapt import (
     use_adapters,
 )
 from trimtab.adapt import spec as adapt_spec
-from trimtab.adapt.lora import set_masks
+from trimtab.adapt.lora import keep_whole, set_masks
 from trimtab.adapt.lora_dropout import Masks, kept
 from trimtab.adapt.lora_products import add_lora, lora_linear
 from trimtab.facts.errors import RecipeError
@@ -162,6 +162,12 @@ def test_masks_repeat_and_are_fair() -> None:
         assert abs(float(together)) < 4 / one.numel() ** 0.5
 
 
+@pytest.mark.parametrize("p", [1 - 2.0**-30, 1 - 2.0**-32, 1 - 2.0**-53])
+def test_a_share_all_but_one_drops_all_but_everything(p: float) -> None:
+    key_2 = Masks(["one"], torch.device("cpu")).words_K2[0]
+    assert not bool(kept(100, 100, key_2, p).any())
+
+
 def test_masks_in_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     key_2 = Masks(["one"], torch.device("cpu")).words_K2[0]
     x = torch.randn(37, 24)
@@ -220,6 +226,24 @@ def test_several_adapters_are_switched_and_added() -> None:
         use_adapters(decoder, "three")
 
 
+def test_adapters_that_cannot_be_added_leave_those_in_use() -> None:
+    decoder = base(UNTIED)
+    for name, dora in (("one", False), ("two", False), ("long", True)):
+        add_adapters(decoder, LoraSettings(r=2, target_modules=("q_proj",), use_dora=dora), adapter=name)
+        init_adapters(decoder, seed=0, adapter=name)
+    add_adapters(decoder, LoraSettings(r=2, target_modules=("model.layers.0.mlp.up_proj",)), adapter="few")
+    init_adapters(decoder, seed=0, adapter="few")
+    for name in ("one", "two"):
+        keep_whole(decoder, name, {"lm_head.weight": torch.full((97, 32), 0.1 * len(name))})
+    use_adapters(decoder, "few")
+    before = logits(decoder)
+    for names, words in ((["one", "two"], "both replace lm_head"), (["one", "long"], "DoRA")):
+        with pytest.raises(RecipeError, match=words):
+            use_adapters(decoder, names)
+        assert active_adapters(decoder) == ["few"]
+        assert torch.equal(logits(decoder), before)
+
+
 def test_a_copy_is_a_copy() -> None:
     decoder = adapted(LoraSettings(r=2))
     other = copy.deepcopy(decoder)
@@ -243,6 +267,15 @@ def test_a_copy_is_a_copy() -> None:
         ({"r": 2, "modules_to_save": ("q_proj",)}, ["both in lora.target_modules"]),
         ({"r": 2, "target_modules": ("lm_head",), "lora_dropout": 0.1}, ["lm_head"]),
         ({"r": 2, "target_modules": ("embed_tokens",), "use_dora": True}, ["DoRA"]),
+        ({"r": 2, "rank_pattern": {"q_proj": 33}}, ["lora.rank_pattern: q_proj is 33", "at most 32"]),
+        ({"r": 2, "rank_pattern": {"(?i)Q_proj": 8}}, ["lora.rank_pattern: '(?i)Q_proj'", "(?i:"]),
+        ({"r": 2, "alpha_pattern": {"(?i)Q_proj": 8}}, ["lora.alpha_pattern: '(?i)Q_proj'", "(?i:"]),
+        ({"r": 2, "alpha_pattern": {"q{99999999999999999999}": 8}}, ["no regular expression", "correct it"]),
+        ({"r": 2, "rank_pattern": {"": 8}}, ["lora.rank_pattern has an empty text"]),
+        ({"r": 2, "alpha_pattern": {" ": 8}}, ["lora.alpha_pattern has an empty text"]),
+        ({"r": 2, "target_modules": ("q_proj", "")}, ["lora.target_modules has an empty text"]),
+        ({"r": 2, "modules_to_save": ("",)}, ["lora.modules_to_save has an empty text"]),
+        ({"r": 2, "modules_to_save": ("model.layers.1.mlp.up_proj",)}, ["model.layers.1.mlp.up_proj is both in"]),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be(settings: dict, words: list[str]) -> None:
@@ -250,6 +283,20 @@ def test_settings_that_cannot_be(settings: dict, words: list[str]) -> None:
         add_adapters(base(UNTIED), LoraSettings(**settings))
     for word in words:
         assert word in str(found.value)
+
+
+def test_a_module_may_be_adapted_in_one_layer_and_trained_whole_in_another() -> None:
+    one, other = (f"model.layers.{i}.self_attn.q_proj" for i in range(2))
+    decoder = add_adapters(base(), LoraSettings(r=2, target_modules=(one,), modules_to_save=(other,)))
+    assert {n.partition(".lora")[0] for n in trained_parameters(decoder)} == {one, f"{other}.weight"}
+
+
+def test_dropout_on_an_embedding_alone_holds_nothing() -> None:
+    settings = LoraSettings(r=2, target_modules=("embed_tokens",), lora_dropout=0.1)
+    assert adapt_spec.dropout_bytes(UNTIED, settings, 10, "fp32") == 0
+    decoder = adapted(settings, UNTIED)
+    assert set_masks(decoder, torch.device("cpu")) is None
+    decoder.train().loss(IDS_BT, IDS_BT).backward()
 
 
 @pytest.mark.parametrize("words", [["wq"], "wq.*"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from lora_cases import (
+    IDS_BT,
     TIED,
     UNTIED,
     adapted,
@@ -23,9 +24,13 @@ from lora_cases import (
 from safetensors.torch import load_file, save_file
 
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters, load_adapter, save_adapter, use_adapters
-from trimtab.adapt.lora import active_adapters, adapter_names
-from trimtab.adapt.peft_files import own_tensors
-from trimtab.facts.errors import ModelError, RecipeError
+from trimtab.adapt.lora import active_adapters, adapter_names, trained_parameters
+from trimtab.adapt.peft_config import read_adapter_folder
+from trimtab.adapt.peft_files import fill_adapter, own_tensors
+from trimtab.adapt.spec import adapter_parameters
+from trimtab.checkpoint.manifest import digests
+from trimtab.facts.errors import CheckpointError, ModelError, RecipeError
+from trimtab.run.adapters import check_adapter_base, check_base
 
 CASES = {
     "all-linear": (TIED, {"r": 4, "lora_alpha": 8}),
@@ -40,6 +45,10 @@ CASES = {
     "whole, untied": (UNTIED, {"r": 3, "modules_to_save": ("embed_tokens", "lm_head")}),
     "whole, tied": (TIED, {"r": 3, "modules_to_save": ("embed_tokens",)}),
     "norms": (TIED, {"r": 3, "modules_to_save": ("input_layernorm", "model.norm")}),
+    "adapted here, whole there": (TIED, {"r": 3, "target_modules": ("model.layers.0.self_attn.q_proj",),
+                                         "modules_to_save": ("model.layers.1.self_attn.q_proj",)}),
+    "beyond the matrices": (UNTIED, {"r": 40, "target_modules": ("q_proj", "k_proj", "embed_tokens"),
+                                     "rank_pattern": {"k_proj": 20}, "any_rank": True}),
 }  # fmt: skip
 
 
@@ -75,14 +84,17 @@ def test_peft_loads_ours_to_the_same_logits(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("case", [c for c in CASES if c != "whole, tied"])
+@pytest.mark.parametrize("case", CASES)
 def test_we_load_peft_s_to_the_same_logits(case: str, tmp_path: Path) -> None:
     shape, given = CASES[case]
     save_base(tmp_path / "base", shape)
     config = {"target_modules": "all-linear", **given}
+    config.pop("any_rank", None)
     for key in ("target_modules", "modules_to_save"):
         if isinstance(config.get(key), tuple):
-            config[key] = [word.rpartition(".")[2] for word in config[key]]
+            config[key] = [word if ".layers." in word else word.rpartition(".")[2] for word in config[key]]
+    if case == "whole, tied":
+        config["ensure_weight_tying"] = True
     model = theirs(tmp_path / "base", **config)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -100,6 +112,43 @@ def test_we_load_peft_s_to_the_same_logits(case: str, tmp_path: Path) -> None:
     assert distance(exact_logits(decoder), expected) > 1e-4, "the comparison could not fail"
 
 
+@pytest.mark.oracle
+def test_an_embedding_that_peft_trained_apart_from_its_head(tmp_path: Path) -> None:
+    save_base(tmp_path / "base", TIED)
+    model = theirs(tmp_path / "base", r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    model.save_pretrained(tmp_path / "adapter")
+    refused(tmp_path / "adapter", "trains the embedding apart from the head", "ensure_weight_tying=True")
+
+
+def test_an_adapter_beyond_its_matrices_trains_further(tmp_path: Path) -> None:
+    folder = written(tmp_path / "a", LoraSettings(r=40, any_rank=True))
+    found = read_adapter_folder(folder)
+    settings = LoraSettings.from_dict(json.loads(json.dumps(found.settings.to_dict())))
+    assert dict(adapter_parameters(TIED, settings))[
+        "model.layers.0.self_attn.k_proj.lora_B.default.weight"
+    ] == (
+        16,
+        40,
+    )
+    decoder = add_adapters(base(), settings)
+    fill_adapter(decoder, found)
+    trained = trained_parameters(decoder)
+    optimizer = torch.optim.SGD(trained.values(), lr=0.01)
+    losses = []
+    for _ in range(3):
+        loss = decoder.train().loss(IDS_BT, IDS_BT)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[0] > losses[1] > losses[2]
+    (tmp_path / "b").mkdir()
+    save_adapter(decoder, tmp_path / "b", base_name="some/base")
+    again = base()
+    load_adapter(again, tmp_path / "b")
+    assert torch.equal(logits(again), logits(decoder.eval()))
+
+
 def written(folder: Path, settings: LoraSettings | None = None) -> Path:
     folder.mkdir()
     save_adapter(adapted(settings or LoraSettings(r=2)), folder, base_name="some/base")
@@ -111,11 +160,11 @@ def edit_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def edit_tensors(folder: Path, change) -> None:
+def edit_tensors(folder: Path, change, metadata: dict[str, str] | None = None) -> None:
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
     change(tensors)
-    save_file(tensors, path)
+    save_file(tensors, path, metadata=metadata)
 
 
 def refused(folder: Path, *words: str, shape=TIED) -> None:
@@ -136,6 +185,21 @@ def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
     refused(folder, "only a pickle")
 
 
+WRONG = {
+    "r": [None, True, 2.0, "2", [2], 10**400],
+    "lora_alpha": [0, None, True, "8", float("nan"), float("inf"), 10**400],
+    "lora_dropout": [1.0, -0.1, "a", True, float("nan")],
+    "use_rslora": ["false", 1],
+    "use_dora": ["true", 0],
+    "rank_pattern": [[1], {"q_proj": "x"}, {"q_proj": None}, {"q_proj": 0}, {"q_proj": 2.5}, {"(": 4},
+                     {"(?i)q_proj": 4}],
+    "alpha_pattern": ["q_proj", {"q_proj": None}, {"q_proj": 0}, {"q_proj": float("inf")}, {"(": 4}],
+    "target_modules": [5, ["q_proj", 5], {"q_proj": 1}, True],
+    "base_model_name_or_path": [5, ["a"]],
+}  # fmt: skip
+"""Values of the config's keys that cannot be."""
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
@@ -144,13 +208,111 @@ def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
         ({"bias": "all"}, "bias is 'all'"),
         ({"init_lora_weights": "pissa_niter_4"}, "whose weights were changed"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
-        ({"lora_alpha": float("nan")}, "lora_alpha"),
+        *((change, f"{key} is ") for key in WRONG for change in ({key: value} for value in WRONG[key])),
     ],
 )
 def test_configs_that_mean_something_else(changes: dict, word: str, tmp_path: Path) -> None:
     folder = written(tmp_path / "a")
     edit_config(folder, **changes)
     refused(folder, word)
+
+
+def test_values_of_the_config_that_mean_what_they_meant(tmp_path: Path) -> None:
+    folder = written(tmp_path / "a", LoraSettings(r=2, lora_alpha=8))
+    said = ("lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+    path = folder / "adapter_config.json"
+    short = {key: value for key, value in json.loads(path.read_text()).items() if key not in said}
+    path.write_text(json.dumps(short))
+    plain = read_adapter_folder(folder)
+    edit_config(folder, **dict.fromkeys(said[1:]), target_modules=None, base_model_name_or_path=None)
+    assert read_adapter_folder(folder).settings == plain.settings
+    assert (plain.settings.lora_alpha, plain.settings.use_rslora) == (8, False)
+    edit_config(folder, use_rslora=True, lora_alpha=-1.5, lora_dropout=0.99, rank_pattern={"other": 4})
+    settings = read_adapter_folder(folder).settings
+    assert (settings.use_rslora, settings.lora_alpha, settings.lora_dropout) == (True, -1.5, 0.99)
+
+
+def test_a_config_nested_too_deeply(tmp_path: Path) -> None:
+    folder = written(tmp_path / "a")
+    (folder / "adapter_config.json").write_text('{"r": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    refused(folder, "adapter_config.json cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.tensor(1.0), ["has the size []", "a matrix"]),
+        (torch.ones(2), ["has the size [2]", "a matrix"]),
+        (torch.ones(2, 32, dtype=torch.float8_e4m3fn), ["in the format F8_E4M3", "BF16, F32"]),
+        (torch.ones(2, 32, dtype=torch.int32), ["in the format I32", "BF16, F32"]),
+        (torch.ones(2, 32, dtype=torch.bool), ["in the format BOOL", "BF16, F32"]),
+    ],
+    ids=["a number", "a vector", "float8", "int", "bool"],
+)
+@pytest.mark.parametrize("factor", ["A", "B"])
+def test_tensors_that_cannot_be(tensor: torch.Tensor, words: list[str], factor: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "a")
+    name = f"model.layers.0.mlp.up_proj.lora_{factor}.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({f"base_model.model.{name}": tensor}))
+    refused(folder, f"adapter_model.safetensors: {name}", *words)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_numbers_in_other_formats_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = written(tmp_path / "a")
+    edit_tensors(folder, lambda tensors: tensors.update({k: t.to(dtype) for k, t in tensors.items()}))
+    load_adapter(base(), folder)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "no JSON",
+        "[" * 100_000,
+        '["a"]',
+        '"a"',
+        "null",
+        '{"source": "a"}',
+        '{"source": 3, "files": {}}',
+        '{"source": "a", "revision": [], "files": {}}',
+        '{"source": "a", "files": ["model.safetensors"]}',
+        '{"source": "a", "files": {"model.safetensors": {"sha256": "00"}}}',
+        '{"source": "a", "files": {"model.safetensors": {"size": 1}}}',
+    ],
+)
+def test_records_of_a_base_that_cannot_be(record: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "a")
+    edit_tensors(folder, lambda tensors: None, {"trimtab_base": record})
+    refused(folder, "adapter_model.safetensors: trimtab_base in its header is ", "size and sha256")
+
+
+def test_another_base_says_what_can_be_done(tmp_path: Path) -> None:
+    place = save_base(tmp_path / "base", TIED)
+    size = (place / "model.safetensors").stat().st_size
+    base_record = {"source": "some/base", "revision": "abc", "files": {}}
+    for files, different in (
+        ({}, "other names"),
+        ({"model.safetensors": {"size": size + 1, "sha256": ""}}, "another size"),
+        ({"model.safetensors": {"size": size, "sha256": ""}}, "other content"),
+    ):
+        record = {**base_record, "files": files}
+        with pytest.raises(CheckpointError, match=different) as run:
+            check_base(record, place, "the run")
+        assert run.value.remedy == (
+            "it was trained on some/base at revision abc; put those weights back to that place"
+        )
+        with pytest.raises(ModelError, match=different) as adapter:
+            check_adapter_base(record, place, tmp_path / "adapter")
+        assert adapter.value.remedy == "it was trained on some/base at revision abc; give that model"
+    check_base(name_base_of(place), place, "the run")
+
+
+def name_base_of(place: Path) -> dict:
+    found = digests([place / "model.safetensors"])
+    return {
+        "source": "some/base",
+        "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in found.items()},
+    }
 
 
 def test_an_adapter_for_another_base(tmp_path: Path) -> None:

@@ -112,12 +112,18 @@ def use_adapters(decoder: nn.Module, names: str | Sequence[str]) -> None:
             raise RecipeError(f"the model has no adapter {name}", f"there are {', '.join(there) or 'none'}")
         if wanted.count(name) > 1:
             raise RecipeError(f"adapter {name} is named {wanted.count(name)} times", "name each one once")
-    for layer in adapted_layers(decoder):
-        active = tuple(name for name in wanted if name in layer.settings)
+    chosen = [
+        (layer, tuple(name for name in wanted if name in layer.settings)) for layer in adapted_layers(decoder)
+    ]
+    for layer, active in chosen:
         if len(active) > 1 and any(layer.settings[name].use_dora for name in active):
             raise RecipeError("adapters with DoRA cannot be added up", "use one at a time")
+    whole = _chosen_whole(decoder, wanted)
+    # Nothing is refused from here on: a refusal leaves the model as it was.
+    for layer, active in chosen:
         layer.active = active
-    _use_whole(decoder, wanted)
+    for parameter, data in whole:
+        parameter.data = data
 
 
 def remove_adapter(decoder: nn.Module, adapter: str) -> None:
@@ -139,11 +145,12 @@ def keep_whole(decoder: Decoder, adapter: str, tensors: Mapping[str, torch.Tenso
         kept[""].setdefault(name, parameters[name].data)
 
 
-def _use_whole(decoder: nn.Module, wanted: tuple[str, ...]) -> None:
+def _chosen_whole(decoder: nn.Module, wanted: tuple[str, ...]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """What each parameter that some adapter replaces is with these adapters; RecipeError where two replace it."""
     kept = decoder.__dict__.get("whole_modules")
     if kept is None:
-        return
-    parameters = dict(decoder.named_parameters())
+        return []
+    parameters, chosen = dict(decoder.named_parameters()), []
     for name, own in kept[""].items():
         having = [adapter for adapter in wanted if name in kept.get(adapter, {})]
         if len(having) > 1:
@@ -151,7 +158,8 @@ def _use_whole(decoder: nn.Module, wanted: tuple[str, ...]) -> None:
                 f"adapters {' and '.join(having)} both replace {name.removesuffix('.weight')}",
                 "use one at a time",
             )
-        parameters[name].data = kept[having[0]][name] if having else own
+        chosen.append((parameters[name], kept[having[0]][name] if having else own))
+    return chosen
 
 
 def init_adapters(decoder: Decoder, seed: int, *, adapter: str = DEFAULT) -> None:

@@ -15,6 +15,7 @@ from trimtab.facts.randomness import derive
 from trimtab.kernels.stochastic_rounding.spec import MULTIPLIERS
 
 _WORD = 1 << 32
+_MOST = 0x7FFFFFFF
 
 
 def _signed(value: int) -> int:
@@ -49,8 +50,8 @@ def kept(rows: int, columns: int, key_2: torch.Tensor, p: float, *, first: int =
     numbers_N = torch.arange(first, first + rows, dtype=torch.int32, device=key_2.device)
     row_N1 = _mix_(numbers_N[:, None] ^ key_2[0])
     column_C = _mix_(torch.arange(columns, dtype=torch.int32, device=key_2.device) ^ key_2[1])
-    # 31 bits without the sign, against p of their range.
-    return _mix_(row_N1 + column_C).bitwise_and_(0x7FFFFFFF) >= round(p * (1 << 31))
+    # 31 bits without the sign, against p of their range; 2³¹ itself, for a p all but 1, would wrap to below all.
+    return _mix_(row_N1 + column_C).bitwise_and_(_MOST) >= min(round(p * (1 << 31)), _MOST)
 
 
 def drop(x_NC: torch.Tensor, key_2: torch.Tensor, p: float) -> torch.Tensor:

@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from trimtab.adapt import targets
+from trimtab.adapt.peft_reading import CONFIG, FACTORS_A, WEIGHTS, read_config, read_header
 from trimtab.adapt.spec import LoraSettings, resolve
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.facts.shapes import ModelShape
-
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-"""Before every name in a file of peft's."""
-BASE_KEY = "trimtab_base"
-"""In the safetensors header of an adapter that trimtab wrote: the base's source, revision and checksums."""
-
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    "fan_in_fan_out": (False,),
-    "lora_bias": (False,),
-    "trainable_token_indices": (None,),
-    "layer_replication": (None,),
-    "target_parameters": (None, [], {}),
-    "use_qalora": (False,),
-    "alora_invocation_tokens": (None,),
-    "arrow_config": (None,),
-}
-"""Keys that change the arithmetic, and the values with which they change nothing."""
-_MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of `init_lora_weights` that also change the base's own weights."""
 
 
 @dataclass(frozen=True)
@@ -67,32 +42,34 @@ def read_adapter_folder(folder: str | Path) -> AdapterFolder:
         16
     """
     folder = Path(folder)
-    config = _read_config(folder)
-    dims, dtypes, metadata = _read_header(folder)
-    names = list(dims)
-    ends = (".lora_A.weight", ".lora_embedding_A")
-    ranks = {name.removesuffix(end): dims[name][0] for end in ends for name in names if name.endswith(end)}
+    config, header = read_config(folder), read_header(folder)
+    names = list(header.dims)
+    ranks = {
+        name.removesuffix(end): header.dims[name][0]
+        for end in FACTORS_A
+        for name in names
+        if name.endswith(end)
+    }
     modules = tuple(ranks)
     if not modules:
         raise ModelError(f"{folder / WEIGHTS} holds no LoRA weights", "give the folder of a LoRA adapter")
     whole = tuple(plain_name(name) for name in names if ".lora_" not in name and not is_base_copy(name))
-    formats = {dtypes[name] for name in names if ".lora_" in name}
+    formats = {header.dtypes[name] for name in names if ".lora_" in name}
     settings = LoraSettings(
         r=config["r"],
-        lora_alpha=config.get("lora_alpha", 8),
+        lora_alpha=config["lora_alpha"],
         target_modules=modules,
-        lora_dropout=config.get("lora_dropout") or 0.0,
-        use_rslora=bool(config.get("use_rslora")),
-        use_dora=bool(config.get("use_dora")),
-        rank_pattern=_used(config.get("rank_pattern"), modules),
-        alpha_pattern=_used(config.get("alpha_pattern"), modules),
+        lora_dropout=config["lora_dropout"] or 0.0,
+        use_rslora=bool(config["use_rslora"]),
+        use_dora=bool(config["use_dora"]),
+        rank_pattern=_used(config["rank_pattern"], modules),
+        alpha_pattern=_used(config["alpha_pattern"], modules),
         modules_to_save=tuple(sorted({name.rpartition(".")[0] for name in whole})),
         dtype="bf16" if formats == {"BF16"} else "fp32",
+        any_rank=True,
     )
-    base = json.loads(metadata[BASE_KEY]) if BASE_KEY in metadata else None
-    return AdapterFolder(
-        folder, settings, whole, config.get("base_model_name_or_path"), base, ranks, _named(config)
-    )
+    base_name = config["base_model_name_or_path"]
+    return AdapterFolder(folder, settings, whole, base_name, header.base, ranks, _named(config))
 
 
 def fitted(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
@@ -101,6 +78,7 @@ def fitted(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
     A head that is stored beside the embedding it is tied to is left out.
     """
     if shape.tie_embeddings and f"{targets.EMBEDDING}.weight" in found.whole:
+        _check_head(found)
         kept = tuple(name for name in found.settings.modules_to_save if name != targets.HEAD)
         settings = dataclasses.replace(found.settings, modules_to_save=kept)
         found = dataclasses.replace(found, settings=settings)
@@ -132,18 +110,24 @@ def fitted(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
     return found
 
 
+def _check_head(found: AdapterFolder) -> None:
+    """ModelError for an adapter that replaces a tied embedding only: peft keeps the base's matrix as the head."""
+    if f"{targets.HEAD}.weight" not in found.whole:
+        raise ModelError(
+            f"the adapter {found.folder} does not fit this model: it trains the embedding apart from the head, and "
+            "this model's are one matrix",
+            "train it again with peft's ensure_weight_tying=True, or with trimtab",
+        )
+
+
 def _named(config: dict[str, Any]) -> str | tuple[str, ...]:
     """What `target_modules` says, unless another key takes some of it back."""
     if any(config.get(key) for key in ("exclude_modules", "layers_to_transform", "layers_pattern")):
         return ()
-    words = config.get("target_modules") or ()
+    words = config["target_modules"] or ()
     if not isinstance(words, str):
         return tuple(words)
-    try:
-        re.compile(words)
-    except re.error:
-        return ()  # the weights say which modules there are
-    return words
+    return words if targets.is_pattern(words) else ()  # the weights say which modules there are
 
 
 def other_base(found: AdapterFolder, cause: str) -> ModelError:
@@ -171,57 +155,6 @@ def _used(patterns: Mapping[str, Any] | None, modules: tuple[str, ...]) -> dict[
         for key, value in (patterns or {}).items()
         if any(targets.matching(key, name) for name in modules)
     }
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    if not path.is_file():
-        raise ModelError(f"{folder} is not an adapter's folder (no {CONFIG} in it)", "give one that peft or "
-                         "`trimtab export peft` wrote")  # fmt: skip
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error})", "get the adapter again") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise ModelError(f"{path} describes no LoRA adapter (peft_type {kind})", "only LoRA can be loaded")
-    if not isinstance(config.get("r"), int) or config["r"] < 1:
-        raise ModelError(f"{path}: r is {config.get('r')}", "a rank is at least 1")
-    for key, harmless in _REFUSED.items():
-        if key in config and config[key] not in harmless:
-            raise ModelError(
-                f"{path}: {key} is {config[key]!r}, which is not supported", "merge it with peft first"
-            )
-    init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().startswith(_MOVES_BASE):
-        raise ModelError(
-            f"{path}: init_lora_weights is {init!r}: the adapter belongs to a base whose weights were changed with it",
-            "convert it with peft (save_pretrained(path_initial_model_for_weight_conversion=…)), or merge it there",
-        )
-    return config
-
-
-def _read_header(folder: Path) -> tuple[dict[str, list[int]], dict[str, str], dict[str, str]]:
-    """(sizes by name without the prefix, formats by name, the header's texts) of the weights."""
-    path = folder / WEIGHTS
-    if not path.is_file():
-        pickled = (folder / "adapter_model.bin").is_file()
-        raise ModelError(
-            f"{folder} has no {WEIGHTS}"
-            + (", only a pickle, and reading one can run hidden code" if pickled else ""),
-            "save the adapter with safe_serialization=True" if pickled else "complete the download",
-        )
-    try:
-        with safe_open(path, framework="numpy") as file:
-            keys = list(file.keys())
-            dims = {key.removeprefix(PREFIX): file.get_slice(key).get_shape() for key in keys}
-            dtypes = {key.removeprefix(PREFIX): file.get_slice(key).get_dtype() for key in keys}
-            metadata = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise ModelError(
-            f"{path} is not a whole safetensors file ({error})", "get the adapter again"
-        ) from error
-    return dims, dtypes, metadata
 
 
 def config_of(

@@ -20,10 +20,6 @@ from trimtab.adapt.lora import (
     use_adapters,
 )
 from trimtab.adapt.peft_config import (
-    BASE_KEY,
-    CONFIG,
-    PREFIX,
-    WEIGHTS,
     AdapterFolder,
     config_of,
     fitted,
@@ -32,6 +28,7 @@ from trimtab.adapt.peft_config import (
     plain_name,
     read_adapter_folder,
 )
+from trimtab.adapt.peft_reading import BASE_KEY, CONFIG, PREFIX, WEIGHTS
 from trimtab.adapt.spec import DEFAULT, LoraSettings
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.model.decoder import Decoder

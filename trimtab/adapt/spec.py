@@ -50,6 +50,8 @@ class LoraSettings:
     modules_to_save: tuple[str, ...] = ()
     dtype: str = "fp32"
     """Number format of A and B: fp32 or bf16."""
+    any_rank: bool = False
+    """Whether ranks may be beyond their matrices: fresh ones gain nothing from it, loaded ones are what they are."""
 
     def scaling(self, r: int, alpha: float) -> float:
         """s of one module."""
@@ -92,15 +94,18 @@ def resolve(shape: ModelShape, settings: LoraSettings) -> list[Target]:
     """
     found = []
     unused = {*settings.rank_pattern, *settings.alpha_pattern}
-    for key in unused:
-        targets.check_pattern(key, "lora.rank_pattern and lora.alpha_pattern")
+    for key in settings.rank_pattern:
+        targets.check_ending(key, "lora.rank_pattern")
+    for key in settings.alpha_pattern:
+        targets.check_ending(key, "lora.alpha_pattern")
     for matrix in targets.select(shape, settings.target_modules):
         rank_key = _key_for(settings.rank_pattern, matrix.name)
         alpha_key = _key_for(settings.alpha_pattern, matrix.name)
         unused -= {rank_key, alpha_key}
         r = settings.r if rank_key is None else settings.rank_pattern[rank_key]
         alpha = settings.lora_alpha if alpha_key is None else settings.alpha_pattern[alpha_key]
-        _check_rank(r, matrix, "lora.r" if rank_key is None else f"lora.rank_pattern: {rank_key}")
+        rank_said = "lora.r" if rank_key is None else f"lora.rank_pattern: {rank_key}"
+        _check_rank(r, matrix, rank_said, any_rank=settings.any_rank)
         if not (isinstance(alpha, int | float) and math.isfinite(alpha)):
             raise RecipeError(f"lora_alpha of {matrix.name} is {alpha}", "give a finite number")
         found.append(Target(matrix, r, alpha, settings.scaling(r, alpha)))
@@ -109,7 +114,7 @@ def resolve(shape: ModelShape, settings: LoraSettings) -> list[Target]:
             f"lora.rank_pattern or lora.alpha_pattern names {sorted(unused)[0]}, which no adapted module matches",
             f"adapted are {', '.join(targets.short_names(target.name for target in found))}",
         )
-    _check_kinds(found, settings)
+    _check_kinds(shape, found, settings)
     return found
 
 
@@ -117,17 +122,17 @@ def _key_for(patterns: Mapping[str, Any], name: str) -> str | None:
     return next((key for key in patterns if targets.matching(key, name)), None)
 
 
-def _check_rank(r: int, matrix: Matrix, key: str) -> None:
+def _check_rank(r: int, matrix: Matrix, key: str, *, any_rank: bool) -> None:
     most = min(matrix.out_features, matrix.in_features)
     if r < 1:
         raise RecipeError(f"{key} is {r} for {matrix.name}", "a rank is at least 1")
-    if r > most:
+    if r > most and not any_rank:
         size = f"{matrix.out_features} × {matrix.in_features}, of rank {most} at most"
         own = ", or give this module its own with lora.rank_pattern" if key == "lora.r" else ""
         raise RecipeError(f"{key} is {r} and {matrix.name} is {size}", f"set it to at most {most}{own}")
 
 
-def _check_kinds(found: list[Target], settings: LoraSettings) -> None:
+def _check_kinds(shape: ModelShape, found: list[Target], settings: LoraSettings) -> None:
     if settings.use_dora and any(target.matrix.is_embedding for target in found):
         raise RecipeError(
             "lora.use_dora is on and embed_tokens is among the targets",
@@ -138,8 +143,8 @@ def _check_kinds(found: list[Target], settings: LoraSettings) -> None:
             "lora.lora_dropout drops inputs of a layer, and the loss uses lm_head's matrix as a whole",
             "set lora_dropout: 0, or leave lm_head out of lora.target_modules",
         )
-    whole = {name.rpartition(".")[2] for name in settings.modules_to_save}
-    both = [target.name for target in found if target.name.rpartition(".")[2] in whole]
+    whole = targets.meant(targets.modules(shape), settings.modules_to_save)
+    both = [target.name for target in found if target.name in whole]
     if both:
         raise RecipeError(
             f"{both[0]} is both in lora.target_modules and in lora.modules_to_save", "keep it in one of them"
@@ -220,5 +225,5 @@ def dropout_bytes(shape: ModelShape, settings: LoraSettings, tokens: int, dtype:
     if not settings.lora_dropout:
         return 0
     linear = [t for t in resolve(shape, settings) if not t.matrix.is_embedding]
-    widest = tokens * max(t.matrix.in_features for t in linear)
+    widest = tokens * max((t.matrix.in_features for t in linear), default=0)
     return min(widest, DROPOUT_CHUNK) * _WORD_BYTES + nbytes(dtype, widest)

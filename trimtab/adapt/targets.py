@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from trimtab.facts.errors import RecipeError
@@ -99,15 +99,55 @@ def select_modules(shape: ModelShape, wanted: Sequence[str]) -> list[str]:
 
 def matching(pattern: str, name: str) -> bool:
     """Whether a key of `rank_pattern` or `alpha_pattern` means a module: its end, or a regular expression of it."""
-    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+    return _ending(pattern).match(name) is not None
+
+
+def _ending(pattern: str) -> re.Pattern[str]:
+    """A key of `rank_pattern` or `alpha_pattern` over whole names."""
+    return re.compile(rf"(.*\.)?({pattern})$")
+
+
+def is_pattern(text: str) -> bool:
+    """Whether a text is a regular expression."""
+    return _fault(re.compile, text) is None
+
+
+def is_ending(text: str) -> bool:
+    """Whether a text can be a key of `rank_pattern` or `alpha_pattern`.
+
+    Example:
+        >>> is_ending("q_proj"), is_ending("("), is_ending("(?i)q_proj")
+        (True, False, False)
+    """
+    return _fault(_ending, text) is None
+
+
+def _fault(compiled: Callable[[str], object], text: str) -> Exception | None:
+    """What is wrong with a regular expression, if anything."""
+    try:
+        compiled(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        return error
+    return None
 
 
 def check_pattern(pattern: str, key: str) -> None:
     """RecipeError for a text that is no regular expression."""
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise RecipeError(f"{key}: {pattern!r} is no regular expression ({error})", "correct it") from error
+    fault = _fault(re.compile, pattern)
+    if fault is not None:
+        raise RecipeError(f"{key}: {pattern!r} is no regular expression ({fault})", "correct it") from fault
+
+
+def check_ending(pattern: str, key: str) -> None:
+    """RecipeError for a text that can be no key of `rank_pattern` or `alpha_pattern`."""
+    if not pattern.strip():
+        raise RecipeError(f"{key} has an empty text as a key", "name modules there, or leave it out")
+    fault = _fault(_ending, pattern)
+    if fault is not None:
+        raise RecipeError(
+            f"{key}: {pattern!r} is no regular expression for the end of a name ({fault})",
+            "write flags around what they are for: (?i:…)" if "flags" in str(fault) else "correct it",
+        ) from fault
 
 
 def meant(there: Iterable[str], wanted: str | Sequence[str]) -> set[str]:
@@ -138,6 +178,8 @@ def _by_pattern(there: dict[str, Matrix], pattern: str, offered: Sequence[str]) 
 
 
 def _by_names(there: Sequence[str], wanted: Sequence[str], key: str, offered: Sequence[str]) -> set[str]:
+    if not all(word.strip() for word in wanted):
+        raise RecipeError(f"{key} has an empty text among its names", "leave it out, or name a module there")
     unknown = [word for word in wanted if not meant(there, [word])]
     if unknown:
         raise RecipeError(

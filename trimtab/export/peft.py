@@ -127,6 +127,11 @@ def _check_bytes(tensors: dict[str, torch.Tensor], folder: Path) -> Check:
 
 def _check_logits(decoder: Decoder, folder: Path, adapter: str) -> tuple[Check, str]:
     expected_BTV = probe_logits(decoder)
+    if not bool(torch.isfinite(expected_BTV).all()):
+        raise ModelError(
+            "with this adapter the model gives NaN or infinity",
+            "export an earlier checkpoint (--checkpoint), or train anew with a lower learning_rate",
+        )
     try:
         load_adapter(decoder, folder, adapter=_CHECKED)
         found_BTV = probe_logits(decoder)

@@ -44,31 +44,43 @@ def name_base(recipe: Recipe, place: Path, commit: str | None) -> dict[str, Any]
 
 def check_base(base: Mapping[str, Any], place: Path, what: str) -> None:
     """CheckpointError unless the weights at a place are, byte for byte, those that a checkpoint was trained on."""
+    different = _difference(base, place)
+    if different is not None:
+        raise CheckpointError(
+            f"{what} is for another base than {place}: {different}",
+            f"it was trained on {_named(base)}; put those weights back to that place",
+        )
+
+
+def _named(base: Mapping[str, Any]) -> str:
+    at = f" at revision {base['revision']}" if base.get("revision") else ""
+    return f"{base['source']}{at}"
+
+
+def _difference(base: Mapping[str, Any], place: Path) -> str | None:
+    """In what the weights at a place are others than a base's, or None; the cheap comparisons first."""
     if base.get("init") == "random":
-        return
+        return None
     paths = {path.name: path for path in weight_paths(place)}
     wanted = base["files"]
-    remedy = f"it was trained on {base['source']}" + (
-        f" at revision {base['revision']}" if base.get("revision") else ""
-    )
-    remedy += "; put those weights back, or name the place where they are"
     if set(paths) != set(wanted):
-        raise CheckpointError(f"{what} is for another base than {place}: its files have other names", remedy)
+        return "its files have other names"
     for name, path in paths.items():
         if path.stat().st_size != wanted[name]["size"]:
-            raise CheckpointError(f"{what} is for another base than {place}: {name} has another size", remedy)
+            return f"{name} has another size"
     for name, file in digests(paths.values()).items():
         if file.sha256 != wanted[name]["sha256"]:
-            raise CheckpointError(
-                f"{what} is for another base than {place}: {name} has other content", remedy
-            )
+            return f"{name} has other content"
+    return None
 
 
 def check_adapter_base(base: Mapping[str, Any] | None, place: Path, folder: Path) -> None:
     """ModelError for an adapter that trimtab wrote for other weights than those at a place."""
     if base is None:
         return
-    try:
-        check_base(base, place, f"the adapter {folder}")
-    except CheckpointError as error:
-        raise ModelError(error.cause, error.remedy) from error
+    different = _difference(base, place)
+    if different is not None:
+        raise ModelError(
+            f"the adapter {folder} is for another base than {place}: {different}",
+            f"it was trained on {_named(base)}; give that model",
+        )

@@ -1,0 +1,221 @@
+"""The two files of an adapter's folder as they lie there, each key and each tensor checked. No torch."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from trimtab.adapt import targets
+from trimtab.facts.errors import ModelError
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Before every name in a file of peft's."""
+BASE_KEY = "trimtab_base"
+"""In the safetensors header of an adapter that trimtab wrote: the base's source, revision and checksums."""
+FACTORS_A = (".lora_A.weight", ".lora_embedding_A")
+"""How the names of the first factors end; they have a row for each rank."""
+
+_FACTORS = (*FACTORS_A, ".lora_B.weight", ".lora_embedding_B")
+_FORMATS = ("F16", "BF16", "F32", "F64")
+_MOST_RANK = 1 << 31
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),
+    "trainable_token_indices": (None,),
+    "layer_replication": (None,),
+    "target_parameters": (None, [], {}),
+    "use_qalora": (False,),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+}
+"""Keys that change the arithmetic, and the values with which they change nothing."""
+_MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` that also change the base's own weights."""
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 1 <= value < _MOST_RANK
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def _is_strength(value: Any) -> bool:
+    return _is_number(value) and value != 0
+
+
+def _is_share(value: Any) -> bool:
+    return value is None or (_is_number(value) and 0 <= value < 1)
+
+
+def _is_switch(value: Any) -> bool:
+    return value is None or type(value) is bool
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_names(value: Any) -> bool:
+    return _is_text(value) or (isinstance(value, list) and all(isinstance(word, str) for word in value))
+
+
+def _maps_to(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether patterns can be used as such and lead to what fits."""
+
+    def all_fit(value: Any) -> bool:
+        if not isinstance(value, dict):
+            return value is None
+        return all(targets.is_ending(key) and fits(item) for key, item in value.items())
+
+    return all_fit
+
+
+class _Key(NamedTuple):
+    """A key of the config that is read."""
+
+    missing: Any
+    """What it is where it is not there; peft's, but for the rank."""
+    fits: Callable[[Any], bool]
+    expected: str
+
+
+_KEYS = {
+    "r": _Key(None, _is_rank, "a whole number, 1 or more"),
+    "lora_alpha": _Key(8, _is_strength, "a finite number other than 0"),
+    "lora_dropout": _Key(None, _is_share, "a number from 0 to below 1"),
+    "use_rslora": _Key(None, _is_switch, "true or false"),
+    "use_dora": _Key(None, _is_switch, "true or false"),
+    "rank_pattern": _Key(
+        None, _maps_to(_is_rank), "whole numbers, 1 or more, by modules' names or regular expressions"
+    ),
+    "alpha_pattern": _Key(
+        None, _maps_to(_is_strength), "finite numbers other than 0 by modules' names or regular expressions"
+    ),
+    "target_modules": _Key(None, _is_names, "a text, a list of texts or null"),
+    "base_model_name_or_path": _Key(None, _is_text, "a text or null"),
+}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config's keys, those that are used of the right kind and there in any case."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ModelError(f"{folder} is not an adapter's folder (no {CONFIG} in it)", "give one that peft or "
+                         "`trimtab export peft` wrote")  # fmt: skip
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read ({error})", "get the adapter again") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise ModelError(
+            f"{path} describes no LoRA adapter (peft_type {_short(kind)})", "only LoRA can be loaded"
+        )
+    config = {**{key: rule.missing for key, rule in _KEYS.items()}, **config}
+    for key, rule in _KEYS.items():
+        if not rule.fits(config[key]):
+            raise ModelError(f"{path}: {key} is {_short(config[key])}", f"it must be {rule.expected}")
+    _check_meaning(path, config)
+    return config
+
+
+def _check_meaning(path: Path, config: dict[str, Any]) -> None:
+    """ModelError for a kind of LoRA that computes something else."""
+    for key, harmless in _REFUSED.items():
+        if key in config and config[key] not in harmless:
+            raise ModelError(
+                f"{path}: {key} is {_short(config[key])}, which is not supported", "merge it with peft first"
+            )
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_MOVES_BASE):
+        raise ModelError(
+            f"{path}: init_lora_weights is {init!r}: the adapter belongs to a base whose weights were changed with it",
+            "convert it with peft (save_pretrained(path_initial_model_for_weight_conversion=…)), or merge it there",
+        )
+
+
+def _short(value: Any) -> str:
+    """A value from a config in a few words, as JSON writes the simple ones."""
+    plain = {True: "true", False: "false", None: "null"}
+    return plain[value] if value is None or isinstance(value, bool) else reprlib.repr(value)
+
+
+class Header(NamedTuple):
+    """What the weights' file says of its tensors; names without the prefix."""
+
+    dims: dict[str, list[int]]
+    dtypes: dict[str, str]
+    base: dict[str, Any] | None
+    """Source, revision and checksums of the base, where trimtab wrote the file."""
+
+
+def read_header(folder: Path) -> Header:
+    """The weights' names, sizes and formats."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        pickled = (folder / "adapter_model.bin").is_file()
+        raise ModelError(
+            f"{folder} has no {WEIGHTS}"
+            + (", only a pickle, and reading one can run hidden code" if pickled else ""),
+            "save the adapter with safe_serialization=True" if pickled else "complete the download",
+        )
+    try:
+        with safe_open(path, framework="numpy") as file:
+            keys = list(file.keys())
+            dims = {key.removeprefix(PREFIX): file.get_slice(key).get_shape() for key in keys}
+            dtypes = {key.removeprefix(PREFIX): file.get_slice(key).get_dtype() for key in keys}
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path} is not a whole safetensors file ({error})", "get the adapter again"
+        ) from error
+    for key in dims:
+        _check_tensor(path, key, dims[key], dtypes[key])
+    return Header(dims, dtypes, _base_record(path, metadata[BASE_KEY]) if BASE_KEY in metadata else None)
+
+
+def _check_tensor(path: Path, key: str, dims: list[int], dtype: str) -> None:
+    if dtype not in _FORMATS:
+        raise ModelError(
+            f"{path}: {key} is in the format {dtype}",
+            f"it must be one of {', '.join(_FORMATS)}; save it anew so",
+        )
+    if key.endswith(_FACTORS) and len(dims) != 2:
+        raise ModelError(f"{path}: {key} has the size {dims}", "it must be a matrix; get the adapter again")
+
+
+def _base_record(path: Path, text: str) -> dict[str, Any]:
+    try:
+        base = json.loads(text)
+    except (ValueError, RecursionError):
+        base = None
+    if not _is_base(base):
+        raise ModelError(
+            f"{path}: {BASE_KEY} in its header is {_short(text)}",
+            "it must be JSON with the base's source, revision and files, each with size and sha256; export the "
+            "adapter again",
+        )
+    return dict(base)
+
+
+def _is_base(base: Any) -> bool:
+    if not (
+        isinstance(base, dict) and isinstance(base.get("source"), str) and _is_text(base.get("revision"))
+    ):
+        return False
+    files = base.get("files")
+    return isinstance(files, dict) and all(
+        isinstance(file, dict) and type(file.get("size")) is int and isinstance(file.get("sha256"), str)
+        for file in files.values()
+    )
