@@ -188,6 +188,37 @@ def test_what_has_no_answer_is_counted_and_left_out(tmp_path: Path, tokenizer: T
         opened(write(tmp_path / "b.jsonl", [rows[0], rows[3]]), tokenizer)
 
 
+@pytest.mark.parametrize("template", [CHATML, None], ids=["template", "plain"])
+@pytest.mark.parametrize("answer", [None, ""], ids=["null", "empty"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "Add.", "input": "2, 2", "output": "4"},
+        {"instruction": "Add.", "output": "4"},
+        {"prompt": "Add.", "completion": "4"},
+    ],
+    ids=["alpaca", "alpaca without input", "prompt-completion"],
+)
+def test_an_output_that_is_empty_or_null_is_no_answer(
+    tmp_path: Path, row: dict[str, Any], answer: str | None, template: str | None
+) -> None:
+    """Nothing may teach a model to answer with nothing."""
+    tokenizer = chat_tokenizer(template)
+    unanswered = {**row, list(row)[-1]: answer}
+    path = write(tmp_path / "a.jsonl", [row, unanswered, unanswered])
+    summary = opened(path, tokenizer).summary
+    assert (summary.documents, summary.untrained) == (1, 2)
+    assert opened(path, tokenizer, train_on="all").summary.documents == 3
+    with pytest.raises(DataError, match="nothing to train on: 2 without a token to train on"):
+        opened(write(tmp_path / "b.jsonl", [unanswered] * 2), tokenizer)
+
+
+def test_an_alpaca_row_without_an_output_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write(tmp_path / "a.jsonl", [SAME["alpaca"], {"instruction": "Add."}])
+    with pytest.raises(DataError, match=r"a.jsonl:2: has no column 'output'"):
+        opened(path, tokenizer)
+
+
 def test_broken_characters_are_repaired_and_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "a.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "a\\ud800b"},'

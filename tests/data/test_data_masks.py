@@ -156,6 +156,55 @@ def test_a_stream_without_anything_to_train_on_is_refused(tmp_path: Path, tokeni
     loader.close()
 
 
+LONG = {"role": "user", "content": "far too much before the answer " * 20}
+NOTHING = {
+    "no answer": (
+        [{"role": "user", "content": "Hi"}],
+        r"a.jsonl holds nothing to train on: 12 without a token",
+    ),
+    "too far": (
+        [LONG, {"role": "assistant", "content": "Yes."}],
+        "in all 12 examples of .* within 48 tokens; raise",
+    ),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("case", NOTHING)
+def test_a_look_at_nothing_to_train_on_is_refused(
+    tmp_path: Path, tokenizer: Tokenizer, case: str, streaming: bool
+) -> None:
+    messages, complaint = NOTHING[case]
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps({"messages": messages}) + "\n") * 12)
+    with pytest.raises(DataError, match=complaint):
+        highlighted(
+            open_corpus(str(path), tokenizer, streaming=streaming, num_proc=1, cache_dir=tmp_path / "cache"),
+            tokenizer,
+            max_seq_length=T,
+        )
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_a_stream_that_begins_with_nothing_to_train_on_goes_on(
+    tmp_path: Path, tokenizer: Tokenizer, case: str
+) -> None:
+    good = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho."}]
+    path = tmp_path / "a.jsonl"
+    rows = [NOTHING[case][0]] * 12 + [good] * 3
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
+    stream = open_corpus(str(path), tokenizer, streaming=True, num_proc=1)
+    assert highlighted(stream, tokenizer, max_seq_length=T)["origin"] == "a.jsonl:13"
+    with pytest.raises(IndexError):
+        highlighted(stream, tokenizer, max_seq_length=T, number=3)
+    loader = make_loader([stream], max_seq_length=T, batch_size=4, packing=False)
+    for _ in range(3):
+        (batch,) = loader.next_step()
+        assert [origin for window in batch.origins for origin in window].count("a.jsonl:14") == 1
+        assert batch.num_targets > 0
+    loader.close()
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_restoring_anywhere_gives_the_same_rest(
     chats: Path, tokenizer: Tokenizer, streaming: bool, tmp_path: Path

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from trimtab.facts.errors import RecipeError
-from trimtab.recipe import build, load, loads
+from trimtab.recipe import build, dump, load, loads
+from trimtab.recipe.rules import TEMPLATE_NAMES
 
 MINIMAL = "model: starter\ndata:\n  train: [notes.txt]\n"
 
@@ -251,6 +253,27 @@ def test_overrides() -> None:
     assert recipe.output_dir == "2024"
 
 
+def test_overrides_of_free_names() -> None:
+    overrides = [
+        "lora.rank_pattern.q_proj=8",
+        "lora.rank_pattern.layers.0.mlp.up_proj=4",
+        "lora.alpha_pattern.q_proj=1.5",
+        "data.chat_template_kwargs.enable_thinking=false",
+        "data.train.0.columns.output=12",
+        "recompute.block=3",
+    ]
+    recipe = loads(MINIMAL + "lora: {alpha_pattern: {k_proj: 2}}\n", overrides)
+    assert recipe.lora is not None
+    assert recipe.lora.rank_pattern == {"q_proj": 8, "layers.0.mlp.up_proj": 4}
+    assert recipe.lora.alpha_pattern == {"k_proj": 2, "q_proj": 1.5}
+    assert recipe.data.chat_template_kwargs == {"enable_thinking": False}
+    assert recipe.data.train[0].columns == {"output": "12"}
+    assert recipe.recompute == {"block": 3}
+    again = loads(dump(recipe), ["lora.rank_pattern.q_proj=9", "lora.rank_pattern.0=1"])
+    assert again.lora is not None
+    assert again.lora.rank_pattern == {"q_proj": 9, "layers.0.mlp.up_proj": 4, "0": 1}
+
+
 def test_override_of_one_of_a_pair_replaces_the_other() -> None:
     recipe = loads(MINIMAL + "num_train_epochs: 3\nwarmup_ratio: 0.1\n", ["max_steps=50", "warmup_steps=5"])
     assert (recipe.max_steps, recipe.num_train_epochs) == (50, None)
@@ -280,6 +303,12 @@ def test_override_opens_a_single_source_and_an_absent_model_section() -> None:
         ),
         ("=3", "'=3' is not an override; write key=value, for example learning_rate=1e-4"),
         ("seed.x=3", "seed has no keys inside it{from}"),
+        ("data.train.².weight=3", "data.train is a list of 1 and has no item '²'{from}; count from 0 to 0"),
+        ("lora.rank_pattern.q_proj=x", "lora.rank_pattern.q_proj must be a whole number, not 'x'{from}"),
+        (
+            "lora.rank_pattern.=8",
+            "'lora.rank_pattern.=8' is not an override; write key=value, for example learning_rate=1e-4",
+        ),
     ],
 )
 def test_override_messages(override: str, expected: str) -> None:
@@ -294,6 +323,59 @@ def test_files_that_are_not_there(tmp_path) -> None:
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RecipeError, match="not UTF-8"):
         load(tmp_path / "b.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "what", "text"),
+    [
+        ('model.added_tokens=["\\ud800"]', "model.added_tokens.0", r"'\ud800'"),
+        ('prompts=[a, "\\udfff x"]', "prompts.1", r"'\udfff x'"),
+        ("output_dir=runs/\udcff", "output_dir", r"'runs/\udcff'"),
+        ("model.chat_template=\udcff", "model.chat_template", r"'\udcff'"),
+        ('data.chat_template_kwargs={"\\ud800": 1}', "a name in data.chat_template_kwargs", r"'\ud800'"),
+        ("lora.rank_pattern.\udcff=1", "a name in lora.rank_pattern", r"'\udcff'"),
+        ('"\ud800"=1', "a name in the recipe", r"""'"\ud800"'"""),
+    ],
+)
+def test_text_that_no_file_can_hold_is_refused(override: str, what: str, text: str) -> None:
+    said = override.encode(errors="backslashreplace").decode()
+    expected = f"{what} holds a character that UTF-8 cannot write: {text} (from '{said}'); correct it, or leave it out"
+    assert message(MINIMAL, (override,)) == expected
+
+
+def test_text_that_no_file_can_hold_is_refused_wherever_it_is_from() -> None:
+    with pytest.raises(
+        RecipeError, match=r"output_dir holds a character that UTF-8 cannot write: 'runs/\\udcff'"
+    ):
+        loads(MINIMAL, name="\udcff.yaml")
+    with pytest.raises(
+        RecipeError, match=r"2 problems in the recipe:\n  - prompts.0 holds .*\n  - prompts.1 holds"
+    ):
+        build({"model": "a", "data": {"train": "x"}, "prompts": ["\ud800", "\ud801"]})
+    assert "prompts.0 holds a character that UTF-8 cannot write: '\\ud800' (line 4)" in message(
+        MINIMAL + 'prompts: ["\\ud800"]\n'
+    )
+
+
+def test_a_character_may_be_written_as_json_writes_it() -> None:
+    given = json.dumps(["a \U0001f600"])
+    recipe = loads(MINIMAL, [f"prompts={given}", 'lora.rank_pattern={"\\ud83d\\ude00": 1}'])
+    assert recipe.prompts == ["a \U0001f600"]
+    assert recipe.lora is not None
+    assert recipe.lora.rank_pattern == {"\U0001f600": 1}
+
+
+@pytest.mark.parametrize("name", TEMPLATE_NAMES)
+def test_what_a_chat_template_is_given_anyway_is_no_variable(name: str) -> None:
+    assert message(MINIMAL, (f"data.chat_template_kwargs={{{name}: x}}",)) == (
+        f"data.chat_template_kwargs names {name}, which every chat template is given anyway; leave it out"
+    )
+
+
+def test_several_names_that_a_chat_template_is_given_anyway() -> None:
+    said = message(MINIMAL, ("data.chat_template_kwargs={tools: x, messages: y, enable_thinking: true}",))
+    assert "names messages, tools, which every chat template is given anyway; leave them out" in said
+    assert loads(MINIMAL, ["data.chat_template_kwargs={eos_token: x}"]).data.chat_template_kwargs
 
 
 def test_build_gives_the_same_messages() -> None:

@@ -435,3 +435,14 @@ def test_adapters_in_bf16_under_products_in_fp16(packed: bool, tmp_path: Path) -
     found = losses(run)
     assert len(found) == 4
     assert found[-1] < found[0]
+
+
+def test_an_adapter_that_makes_the_model_explode_is_refused_as_such(plain: Path, tmp_path: Path) -> None:
+    model = trimtab.load(plain, device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.opened.decoder.named_parameters():
+            if ".lora_B." in name:
+                parameter.fill_(1e30)
+    with pytest.raises(ModelError, match=r"gives NaN or infinity.*earlier checkpoint"):
+        model.save_adapter(tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()

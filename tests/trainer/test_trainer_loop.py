@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from tiny_job import TinyLoader, tiny_job
+from tiny_job import TinyLoader, TinySGD, tiny_job
 
 from trimtab.facts.errors import DataError, TrainingError
 from trimtab.trainer import Cadence, TrainState, train
@@ -65,6 +65,32 @@ def test_a_bad_step_leaves_the_state_before_it(logging_steps: int) -> None:
     assert job.store.saved[4][1]["loader"] == {"step": 4}
     assert len(job.log.losses()) == 4
     assert any(r["kind"] == "event" for r in job.log.records)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("step", [0, 4])
+def test_the_remedy_for_a_bad_step_fits_it(step: int, named: bool, adapters: bool) -> None:
+    """Documents only where some are named, an export only where something is saved, and the one that can be done."""
+    loader = TinyLoader(poison_step=step if named else None)
+    job = tiny_job(loader)
+    if not named:  # of all the step's gradients together, not of one
+        norm = job.global_norm
+        job.global_norm = lambda p: norm(p) * (float("inf") if loader.step == step + 1 else 1.0)
+    if adapters:
+        job.parameters = {f"{name}.lora_A.default.weight": p for name, p in job.parameters.items()}
+        job.optimizer = TinySGD(job.parameters)
+    with pytest.raises(TrainingError) as raised:
+        train(job, TrainState())
+    remedy = raised.value.remedy
+    assert remedy is not None
+    assert ("doc:" in raised.value.cause) is named
+    assert ("look at those documents; " in remedy) is named
+    assert ("trimtab export hf" in remedy) is (step > 0 and not adapters)
+    assert ("lora.adapter" in remedy) is ("trimtab export peft" in remedy) is (step > 0 and adapters)
+    assert ("trimtab merge" in remedy) is (step > 0 and adapters)
+    assert ("learning_rate" in remedy) is (step > 0)
+    assert ("lower lora.lora_alpha" in remedy) is (step == 0 and adapters)
 
 
 def test_data_that_vanishes_loses_nothing() -> None:

@@ -126,14 +126,19 @@ def _prompt_completion(
 def _alpaca(
     value: Mapping[str, Any], form: Format, template: bool
 ) -> Conversation | tuple[tuple[str, bool], ...]:
-    """With a template the instruction and its input are what the user says; without one, under plain headings."""
+    """With a template the instruction and its input are what the user says; without one, under plain headings.
+
+    An output that is empty or null is no answer, as an empty completion is none.
+    """
     texts = {part: _text(form.get(value, part), part) for part in ("instruction", "input", "output")}
     question, more, answer = texts["instruction"], texts["input"], texts["output"]
     if not (question or more or answer):
         return ()
     if template:
         user = f"{question}\n\n{more}" if more else question
-        messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+        messages = [{"role": "user", "content": user}]
+        if answer:
+            messages.append({"role": "assistant", "content": answer})
         return _conversation(messages, [], value, form)
     system = _text(form.get(value, "system"), "system")
     opening = f"{system}\n\n" if system else ""

@@ -10,7 +10,7 @@ from trimtab.data.batch import Piece
 from trimtab.data.corpus import Corpus
 from trimtab.data.loader import PackedCorpus
 from trimtab.data.stream_corpus import StreamCorpus
-from trimtab.data.streaming import Cursor, Reading
+from trimtab.data.streaming import Cursor, Reading, nothing_streamed
 from trimtab.text.streaming import Detokenizer
 from trimtab.text.tokenizer import Tokenizer
 
@@ -28,6 +28,9 @@ def highlighted(
         tokenizer: the one it was opened with.
         max_seq_length: tokens of a window.
         number: which of the pieces that are trained on, from 0.
+
+    Raises:
+        DataError: there is nothing to train on.
 
     Example:
         >>> highlighted(open_corpus("chats.jsonl", tokenizer), tokenizer)["runs"]      # doctest: +SKIP
@@ -77,10 +80,14 @@ def _piece(corpus: Corpus | StreamCorpus, max_seq_length: int, number: int) -> t
     """The piece with this number, and whether its document goes on after it."""
     if isinstance(corpus, StreamCorpus):
         reading = Reading(dataclasses.replace(corpus, num_proc=1), max_seq_length, True, Cursor())
+        seen = 0
         with closing(iter(reading)) as pieces:
-            for i, (_, piece) in enumerate(pieces):
-                if i == number:
+            for _, piece in pieces:
+                if seen == number:
                     return piece, len(piece.ids) == max_seq_length
+                seen += 1
+        if not seen:
+            raise nothing_streamed(corpus, reading.skipped, max_seq_length)
         raise IndexError(number)
     packed = PackedCorpus(corpus, max_seq_length, True)
     pieces_P = packed.packing.pieces

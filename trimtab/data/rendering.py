@@ -17,6 +17,8 @@ from trimtab.text.chat import ChatProcess, Conversation, Limits, TemplateFailed
 
 TODAY = "2024-07-26"
 """The date that templates are told, so that texts are the same on every day: Llama 3's own where it knows none."""
+READING = 2
+"""Counted up when a row becomes another text or mask than before, so that cached tokens are made anew."""
 LIMITS = Limits(seconds=30.0, patience=90.0)
 """For `BATCH_EXAMPLES` conversations, on a machine whose cores are all tokenizing."""
 
@@ -62,7 +64,7 @@ class Rendering:
     def digest(self) -> str:
         """Of everything that decides text and mask, the rows themselves excepted."""
         chat = self.chat.digest if self.chat else None
-        return digest_of(1, chat, self.train_on, dict(self.variables))
+        return digest_of(READING, chat, self.train_on, dict(self.variables))
 
 
 def no_template(name: str) -> ModelError:

@@ -173,6 +173,14 @@ def _windows(
     return [windows[w] for w in shuffled(len(windows), derive(key, "chunk", number)).tolist()]
 
 
+def nothing_streamed(corpus: StreamCorpus, skipped: Counter[str], max_seq_length: int) -> DataError:
+    """The complaint about a stream that a whole pass took nothing from."""
+    name = corpus.name if corpus.side == "all" else f"{corpus.name} ({corpus.side})"
+    if skipped["lost"]:
+        return nothing_packed(name, skipped["lost"], max_seq_length)
+    return nothing_left(name, skipped)
+
+
 class WindowStream:
     """Windows of one source, pass after pass, one chunk made ahead in a thread.
 
@@ -229,7 +237,7 @@ class WindowStream:
                 return self._chunk.windows[self._window]
             self._done_bytes = self._chunk.done_bytes
             if self._chunk.following is None and self._number == 0 and not self._chunk.windows:
-                raise self._nothing(self._chunk.skipped)
+                raise nothing_streamed(self.corpus, self._chunk.skipped, self.max_seq_length)
             if self._chunk.following is None:
                 self._tell(self._chunk.skipped)
             self._cursor, self._chunk = self._chunk.following, None
@@ -249,12 +257,6 @@ class WindowStream:
             self._tell(self._chunk.skipped)
         self._drop_ahead()
         self._thread.shutdown(wait=True)
-
-    def _nothing(self, skipped: Counter[str]) -> DataError:
-        name = f"{self.corpus.name} ({self.corpus.side})"
-        if skipped["lost"]:
-            return nothing_packed(name, skipped["lost"], self.max_seq_length)
-        return nothing_left(name, skipped)
 
     def _tell(self, skipped: Counter[str]) -> None:
         """What was left out of a pass, or of the part of it that was read since the run began or was continued."""

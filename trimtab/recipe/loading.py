@@ -79,6 +79,9 @@ def build(data: dict[str, Any], *, where: dict[Path, str] | None = None, name: s
         >>> build({"model": "starter", "data": {"train": ["notes.txt"]}}).model.name
         'starter'
     """
+    unwritable = list(problems.unwritable(data, where or {}))
+    if unwritable:
+        raise problems.combine(unwritable, name)
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -98,11 +101,12 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 def _apply(override: str, data: dict[str, Any], where: dict[Path, str]) -> None:
     """Set one `a.b.0.c=value` in the data, in place. The value is YAML: `2e-5`, `true`, `[a, b]`, words."""
     keys, equals, text = override.partition("=")
-    path: Path = tuple(int(part) if part.isdigit() else part for part in keys.strip().split("."))
-    if not equals or not all(str(part) for part in path):
+    parts = keys.strip().split(".")
+    if not equals or not all(parts):
         raise RecipeError(
             f"'{override}' is not an override", "write key=value, for example learning_rate=1e-4"
         )
+    path = _path(parts)
     label = f"from '{override}'"
     value: Any = text
     if not problems.expects_text(path) or text in ("null", "~", ""):
@@ -119,6 +123,15 @@ def _apply(override: str, data: dict[str, Any], where: dict[Path, str]) -> None:
     for old in [key for key in where if key[: len(path)] == path]:
         del where[old]
     where[path] = label
+
+
+def _path(parts: Sequence[str]) -> Path:
+    """The parts of a dotted key; what follows a key of free names (`lora.rank_pattern`) is one name, dots and all."""
+    path: Path = tuple(int(part) if part.isdecimal() else part for part in parts)
+    for length in range(1, len(path)):
+        if problems.values_at(path[:length]) is not None:
+            return (*path[:length], ".".join(parts[length:]))
+    return path
 
 
 def _refuse_both_of_a_pair(overrides: Sequence[str]) -> None:
@@ -157,11 +170,11 @@ def _descend(path: Path, data: dict[str, Any], label: str) -> Any:
 def _expanded(path: Path, value: Any, label: str) -> dict[str, Any] | list[Any]:
     """`model: NAME` opened to `model: {name: NAME}` so that a key inside it can be set."""
     section = problems.section_at(path)
-    if section is None:
+    if section is None and problems.values_at(path) is None:
         raise RecipeError(f"{problems.dotted(path)} has no keys inside it ({label})")
     if value is None:
         return {}
-    if isinstance(value, str) and issubclass(section, Shorthand):
+    if isinstance(value, str) and section is not None and issubclass(section, Shorthand):
         return {section.main_key(): value}
     raise RecipeError(f"{problems.dotted(path)} is not a mapping ({label})")
 

@@ -187,13 +187,53 @@ def section_at(path: Path) -> type[BaseModel] | None:
     return current
 
 
+def values_at(path: Path) -> Any:
+    """What the values are where the key at this path holds free names (`lora.rank_pattern`); None where it does not."""
+    annotation = _annotation(path)
+    for inner in (annotation, *typing.get_args(annotation)):
+        if typing.get_origin(inner) is dict:
+            return typing.get_args(inner)[1]
+    return None
+
+
 def expects_text(path: Path) -> bool:
     """Whether the key at this path holds text, so that `model.revision=123` needs no quotes."""
+    return _annotation(path) in (str, str | None) or values_at(path[:-1]) is str
+
+
+def _annotation(path: Path) -> Any:
+    """The type of the key at this path; None where there is no such key."""
     parent = section_at(path[:-1]) if path else None
     field = parent.model_fields.get(str(path[-1])) if parent else None
-    if field is None:
+    return field.annotation if field else None
+
+
+def unwritable(value: Any, where: dict[Path, str], path: Path = ()) -> Iterator[tuple[str, str | None]]:
+    """(cause, remedy) for each text that UTF-8 cannot write, and so no file of a run can hold."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if isinstance(key, str) and not _is_writable(key):
+                what = f"a name in {dotted(path) or 'the recipe'}"
+                yield _not_utf8(key, what, _place((*path, key), where))
+            yield from unwritable(inner, where, (*path, key))
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            yield from unwritable(inner, where, (*path, i))
+    elif isinstance(value, str) and not _is_writable(value):
+        yield _not_utf8(value, dotted(path), _place(path, where))
+
+
+def _not_utf8(text: str, what: str, place: str) -> tuple[str, str]:
+    cause = f"{what} holds a character that UTF-8 cannot write: {_inline(text)}{place}"
+    return cause.encode(errors="backslashreplace").decode(), "correct it, or leave it out"
+
+
+def _is_writable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
         return False
-    return field.annotation in (str, str | None)
+    return True
 
 
 def all_keys(section: type[BaseModel] = Recipe, prefix: Path = ()) -> Iterator[Path]:

@@ -13,6 +13,18 @@ if TYPE_CHECKING:
 FLAT_SCHEDULES = ("constant", "constant_with_warmup")
 """Schedules whose learning rate at a step does not depend on how many steps there will be."""
 
+TEMPLATE_NAMES = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "namespace",
+    "raise_exception",
+    "strftime_now",
+    "self",
+)
+"""What every chat template is given already, from the rows, from trimtab and from Jinja."""
+
 
 def problems(recipe: Recipe) -> list[str]:
     """One sentence, `cause; remedy`, for each pair of keys that contradict each other; empty if none do."""
@@ -22,6 +34,7 @@ def problems(recipe: Recipe) -> list[str]:
         *_precision(recipe),
         *_optimizer(recipe),
         *_memory(recipe),
+        *_template(recipe),
         *_measuring(recipe),
         *_lora(recipe),
         *_quantized(recipe),
@@ -119,6 +132,16 @@ def _memory(recipe: Recipe) -> Iterator[str]:
         yield (
             f"gradient_checkpointing: {str(recipe.gradient_checkpointing).lower()} and recompute are both given; "
             "keep recompute"
+        )
+
+
+def _template(recipe: Recipe) -> Iterator[str]:
+    taken = [name for name in TEMPLATE_NAMES if name in recipe.data.chat_template_kwargs]
+    if taken:
+        them = "it" if len(taken) == 1 else "them"
+        yield (
+            f"data.chat_template_kwargs names {', '.join(taken)}, which every chat template is given anyway; "
+            f"leave {them} out"
         )
 
 

@@ -7,6 +7,7 @@ directives are refused: a recipe is read top to bottom, and no text of a few lin
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -28,6 +29,7 @@ MAX_DEPTH = 12
 
 Path = tuple[str | int, ...]
 _PREFIX = "tag:yaml.org,2002:"
+_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 def read(text: str, name: str) -> tuple[Any, dict[Path, int]]:
@@ -121,7 +123,7 @@ def _plain(node: Node, path: Path, lines: dict[Path, int], name: str) -> Any:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, ScalarNode):
             raise RecipeError(f"{name} has a key that is not a word (line {line})")
-        key = key_node.value
+        key = _whole(key_node.value)
         if key in mapping:
             first = lines[(*path, key)]
             raise RecipeError(f"key '{key}' is given twice (lines {first} and {line})", "keep one of them")
@@ -142,4 +144,9 @@ def _scalar(node: ScalarNode) -> Any:
     if kind == "float":
         return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
     # Words, and what YAML 1.1 would have made a date or a merge key of.
-    return text
+    return _whole(text)
+
+
+def _whole(text: str) -> str:
+    """A text in which two escapes that are one character, as JSON has them beyond U+FFFF, are that character."""
+    return _PAIR.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)

@@ -240,8 +240,7 @@ class _Loop:
         job.log.sync()
         raise TrainingError(
             f"the loss or its gradient is not finite at step {entry['step']}: {where}; {saved}",
-            "look at those documents; to go on with a lower learning_rate or another dtype, export the checkpoint "
-            "(`trimtab export hf`) and name it as the model of a new recipe",
+            _remedy(job, where, state.step),
         )
 
     def evaluate(self) -> bool:
@@ -316,3 +315,20 @@ class _Loop:
                 self.observers.remove(observer)
                 for other in self.observers:
                     other.message(f"{type(observer).__name__} is told nothing more: {error}")
+
+
+def _remedy(job: Job, where: str, saved_step: int) -> str:
+    """What to do about numbers that are not finite; `where` is what `explain` said."""
+    adapters = any(".lora_" in name for name in job.parameters)
+    look = "look at those documents; " if "(documents: " in where else ""
+    if saved_step == 0:
+        lower = "lower lora.lora_alpha, " if adapters else ""
+        return f"{look}as it is so from the start, {lower}set another dtype, or see whether the weights are sound"
+    if adapters:
+        way = (
+            "export the adapter (`trimtab export peft`) and name it as lora.adapter in a new recipe, or put it into "
+            "the model (`trimtab merge`)"
+        )
+    else:
+        way = "export the checkpoint (`trimtab export hf`) and name it as the model of a new recipe"
+    return f"{look}start anew with a lower learning_rate or another dtype, or go on so from the checkpoint: {way}"
