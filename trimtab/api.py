@@ -155,7 +155,8 @@ class Model:
     def merge(self, folder: str | Path, *, dtype: str = "bf16", overwrite: bool = False) -> Path:
         """Merges the adapters in use into the weights and writes a folder that transformers loads.
 
-        The model itself is merged from then on: it has no adapters any more. Returns the receipt's path.
+        It must be loaded in fp32: in 16 bits a merge would round twice. The model itself is merged from then on: it has
+        no adapters any more. Returns the receipt's path.
         """
         from trimtab.export import export_merged
 

@@ -15,11 +15,14 @@ from trimtab.adapt import (
     add_adapters,
     init_adapters,
     lora_dropout,
+    quantize_layout,
+    remove_adapter,
+    set_masks,
     trained_parameters,
     use_adapters,
 )
 from trimtab.adapt import spec as adapt_spec
-from trimtab.adapt.lora import keep_whole, set_masks
+from trimtab.adapt.lora import keep_whole
 from trimtab.adapt.lora_dropout import Masks, kept
 from trimtab.adapt.lora_products import add_lora, lora_linear
 from trimtab.facts.errors import RecipeError
@@ -310,3 +313,28 @@ def test_what_is_offered_instead_of_an_unknown_target(words: str | list[str]) ->
 def test_a_tied_embedding_is_no_target() -> None:
     with pytest.raises(RecipeError, match="also the model's head"):
         add_adapters(base(TIED), LoraSettings(target_modules=("embed_tokens",)))
+
+
+def test_names_and_orders_that_cannot_be_are_said() -> None:
+    decoder = base(UNTIED)
+    for word in ("type", "keys", "pop", "forward"):
+        with pytest.raises(RecipeError, match="a word of torch's own"):
+            add_adapters(decoder, LoraSettings(r=2), adapter=word)
+    add_adapters(decoder, LoraSettings(r=2), adapter="fr")
+    for wrong in (
+        lambda: init_adapters(decoder, 0),
+        lambda: remove_adapter(decoder, "default"),
+    ):
+        with pytest.raises(RecipeError, match="no adapter default; there are fr"):
+            wrong()
+    with pytest.raises(RecipeError, match="quantized or has an adapter already"):
+        quantize_layout(decoder, "nf4")
+    quantized = quantize_layout(base(UNTIED), "int8")
+    with pytest.raises(RecipeError, match="quantized or has an adapter already"):
+        quantize_layout(quantized, "nf4")
+
+
+def test_dropout_without_masks_says_what_to_call() -> None:
+    decoder = adapted(LoraSettings(r=2, lora_dropout=0.5)).train()
+    with pytest.raises(RecipeError, match="set_masks"):
+        decoder.loss(IDS_BT[:, :-1], IDS_BT[:, 1:])

@@ -12,11 +12,12 @@ from quantized_world import SHAPE, empty, folder, plain, token_ids
 from safetensors.torch import load_file, save_file
 
 from trimtab.adapt.quantized import packed_state, quantize_layout, quantized_layers
-from trimtab.facts.errors import ModelError
+from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.kernels.nf4 import spec as nf4_spec
 from trimtab.model import build, check_weights, load_weights, read_shape
 from trimtab.model.weights import stored_packing
 from trimtab.model.weights_packed import StoredPacking
+from trimtab.run.quantizing import lay_out
 
 pytestmark = pytest.mark.oracle
 
@@ -124,11 +125,53 @@ def test_damaged_files_are_refused_before_anything_is_filled(tmp_path: Path) -> 
         "in FP4": {**whole, f"{up}.quant_state.bitsandbytes__fp4": whole[state].clone()},
         "absmax is missing": {key: value for key, value in whole.items() if key != f"{up}.absmax"},
         "absmax holds": {**whole, f"{up}.absmax": whole[f"{up}.absmax"][:-1].clone()},
+        "NaN or infinity": {**whole, f"{up}.absmax": whole[f"{up}.absmax"] * float("nan")},
+        "negative scales": {**whole, f"{up}.absmax": -whole[f"{up}.absmax"]},
+        "was .'float32'.; known": {**whole, state: facts(dtype=["float32"])},
+        "blocks of 64.0": {**whole, state: facts(blocksize=64.0)},
+        "is no JSON": {**whole, state: torch.full((60_000,), ord("["), dtype=torch.uint8)},
     }
     for message, tensors in broken.items():
         save_file(tensors, file, metadata={"format": "pt"})
         with pytest.raises(ModelError, match=message):
             load_weights(empty(double=False), path)
+
+
+@pytest.mark.parametrize("changed", [10**400, float("nan"), "x", None])
+def test_an_offset_of_the_scales_is_a_number(changed: Any, tmp_path: Path) -> None:
+    path, _ = saved(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    state = "model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4"
+    text = {**json.loads(bytes(tensors[state].tolist())), "nested_offset": changed}
+    tensors[state] = torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="no number as nested_offset"):
+        load_weights(empty(double=True), path)
+
+
+def test_damaged_int8_files_are_refused(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path, load_in_8bit=True)
+    file = path / "model.safetensors"
+    whole = load_file(file)
+    scales, order = "model.layers.0.mlp.up_proj.SCB", "model.layers.0.mlp.up_proj.weight_format"
+    for message, change in (
+        ("NaN or infinity", {scales: whole[scales] * float("inf")}),
+        ("negative scales", {scales: -whole[scales]}),
+        ("in another order", {order: torch.zeros(2, dtype=torch.uint8)}),
+    ):
+        save_file({**whole, **change}, file, metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=message):
+            load_weights(empty(kind="int8"), path)
+
+
+def test_layers_left_unquantized_beside_quantized_ones_are_said(tmp_path: Path) -> None:
+    skipped = ["lm_head", "q_proj"]
+    path, _ = saved(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=skipped)
+    decoder = build(SHAPE, dtype="bf16", device="meta", attention="reference")
+    choice = {"kind": "nf4", "double": False, "block": 64, "dtype": "bf16", "impl": "reference"}
+    with pytest.raises(RecipeError, match="keeps q_proj unquantized in 2 places"):
+        lay_out(decoder, choice, path, "cpu")
 
 
 def test_other_quantizations_are_refused(tmp_path: Path) -> None:

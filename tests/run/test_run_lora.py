@@ -446,3 +446,22 @@ def test_an_adapter_that_makes_the_model_explode_is_refused_as_such(plain: Path,
     with pytest.raises(ModelError, match=r"gives NaN or infinity.*earlier checkpoint"):
         model.save_adapter(tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
+
+
+def test_a_merge_in_16_bits_is_refused_and_leaves_the_model(
+    plain: Path, packed: Path, tmp_path: Path
+) -> None:
+    for run in (plain, packed):
+        model = trimtab.load(run, device="cpu", dtype="bf16")
+        before = model.generate("the", max_new_tokens=4, temperature=0.0)
+        with pytest.raises(ModelError, match=r'bfloat16.*dtype="fp32"'):
+            model.merge(tmp_path / "merged")
+        assert model.adapters == ["default"]
+        assert model.generate("the", max_new_tokens=4, temperature=0.0) == before
+        assert not (tmp_path / "merged").exists()
+
+
+def test_a_checkpoint_is_of_a_run(plain: Path, tmp_path: Path) -> None:
+    code, said = call("generate", plain.parent / "model", "the", "--checkpoint", "best")
+    assert code == 2
+    assert "is no run folder" in said

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         adapter_names,
         add_adapters,
         init_adapters,
+        remove_adapter,
+        set_masks,
         trained_parameters,
         use_adapters,
     )
@@ -46,7 +48,9 @@ _PLACES = {
     "load_adapter": "peft_files",
     "merge_adapters": "merging",
     "quantize_layout": "quantized",
+    "remove_adapter": "lora",
     "save_adapter": "peft_files",
+    "set_masks": "lora",
     "trained_parameters": "lora",
     "use_adapters": "lora",
 }
@@ -66,7 +70,9 @@ __all__ = [
     "load_adapter",
     "merge_adapters",
     "quantize_layout",
+    "remove_adapter",
     "save_adapter",
+    "set_masks",
     "trained_parameters",
     "use_adapters",
 ]

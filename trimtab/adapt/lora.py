@@ -44,6 +44,8 @@ def add_adapters(decoder: Decoder, settings: LoraSettings, *, adapter: str = DEF
     """
     if not adapter.replace("-", "_").isidentifier():
         raise RecipeError(f"{adapter!r} cannot be an adapter's name", "use letters, digits, - and _")
+    if hasattr(nn.ParameterDict(), adapter) or hasattr(nn.ModuleDict(), adapter):
+        raise RecipeError(f"{adapter!r} is a word of torch's own and no adapter's name", "give it another")
     if adapter in adapter_names(decoder):
         raise RecipeError(f"the model has an adapter {adapter} already", "give this one another name")
     for target in resolve(decoder.shape, settings):
@@ -128,6 +130,7 @@ def use_adapters(decoder: nn.Module, names: str | Sequence[str]) -> None:
 
 def remove_adapter(decoder: nn.Module, adapter: str) -> None:
     """Take an adapter off a model, and out of use."""
+    _check_there(decoder, adapter)
     use_adapters(decoder, [name for name in active_adapters(decoder) if name != adapter])
     for layer in adapted_layers(decoder):
         layer.remove(adapter)
@@ -167,9 +170,16 @@ def init_adapters(decoder: Decoder, seed: int, *, adapter: str = DEFAULT) -> Non
 
     After the weights are loaded: DoRA's lengths are taken from them.
     """
+    _check_there(decoder, adapter)
     for layer in adapted_layers(decoder):
         if adapter in layer.settings:
             layer.reset(adapter, seed)
+
+
+def _check_there(decoder: nn.Module, adapter: str) -> None:
+    there = adapter_names(decoder)
+    if adapter not in there:
+        raise RecipeError(f"the model has no adapter {adapter}", f"there are {', '.join(there) or 'none'}")
 
 
 def trained_parameters(decoder: nn.Module) -> dict[str, nn.Parameter]:

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from trimtab.adapt.lora_dropout import drop
+from trimtab.facts.errors import RecipeError
 
 
 class _Linear(torch.autograd.Function):
@@ -156,7 +157,11 @@ def add_lora(
         tensor([[4., 4., 4.]])
     """
     if p:
-        assert key_2 is not None, "dropout needs a key"
+        if key_2 is None:
+            raise RecipeError(
+                "adapters with dropout need masks before the first step",
+                "masks = trimtab.adapt.set_masks(decoder, device), then masks.set(seed, step, microbatch) before each",
+            )
         out: torch.Tensor = _AddedDropped.apply(y, x, a_RI, b_OR, key_2, scaling, p)
         return out
     out = _Added.apply(y, x, a_RI, b_OR, scaling)

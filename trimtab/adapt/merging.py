@@ -94,7 +94,7 @@ def _replace(decoder: Decoder, name: str, weight: torch.Tensor, base: nn.Module)
         else:
             plain = nn.Linear(weight.shape[1], weight.shape[0], bias=getattr(base, "bias", None) is not None)
     kept = base._parameters.get("weight")
-    dtype = weight.dtype if kept is None else kept.dtype
+    dtype = decoder.model.embed_tokens.weight.dtype if kept is None else kept.dtype
     plain.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
     bias = getattr(base, "bias", None)
     if bias is not None:

@@ -359,6 +359,11 @@ def _fill(layer: QuantizedLinear, linear: nn.Linear) -> None:
 
 
 def _linears(decoder: Decoder, skip: tuple[str, ...]) -> list[tuple[str, nn.Linear]]:
+    for name, module in decoder.named_modules():
+        if isinstance(module, QuantizedLinear) or "base" in module.__dict__:
+            raise RecipeError(
+                f"{name} is quantized or has an adapter already", "quantize a plain model, then add adapters"
+            )
     found = [(name, module) for name, module in decoder.named_modules() if type(module) is nn.Linear]
     last_words = {name.rpartition(".")[2] for name, _ in found}
     known = last_words | {name for name, _ in found} | set(spec_quantized.NEVER)

@@ -41,6 +41,12 @@ def export_merged(
     """
     # Before anything is changed: merging cannot be undone.
     check_replaceable(Path(folder), bool(options.get("overwrite")))
+    loaded = decoder.model.embed_tokens.weight.dtype
+    if loaded != torch.float32:
+        raise ModelError(
+            f"the model is loaded in {str(loaded).removeprefix('torch.')}, in which a merge rounds twice",
+            'load it with dtype="fp32", or use `trimtab merge`',
+        )
     expected_BTV = probe_logits(decoder)
     merged = merge_adapters(decoder, dtype=dtype, whole_changed=options.pop("whole_changed", 0))
     found_BTV = probe_logits(decoder)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab.adapt.lora import active_adapters, remove_adapter, use_adapters
+from trimtab.adapt.lora import active_adapters, adapter_names, remove_adapter, use_adapters
 from trimtab.adapt.peft_config import CONFIG
 from trimtab.adapt.peft_files import load_adapter, save_adapter, stored_tensors
 from trimtab.adapt.spec import DEFAULT
@@ -136,7 +136,8 @@ def _check_logits(decoder: Decoder, folder: Path, adapter: str) -> tuple[Check, 
         load_adapter(decoder, folder, adapter=_CHECKED)
         found_BTV = probe_logits(decoder)
     finally:
-        remove_adapter(decoder, _CHECKED)
+        if _CHECKED in adapter_names(decoder):
+            remove_adapter(decoder, _CHECKED)
         use_adapters(decoder, adapter)
     if not torch.equal(found_BTV, expected_BTV):
         worst = float((found_BTV - expected_BTV).abs().max())

@@ -102,6 +102,15 @@ def stored_packing(path: str | Path) -> StoredPacking | None:
     return weights_safetensors.stored_packing(Path(path))
 
 
+def packed_names(path: str | Path) -> set[str]:
+    """Names of the weights that bitsandbytes quantized before they were saved."""
+    if source_kind(path) == "gguf":
+        return set()
+    from trimtab.model import weights_safetensors
+
+    return weights_safetensors.packed_names(Path(path))
+
+
 def load_weights(decoder: Decoder, path: str | Path, *, progress: Progress | None = None) -> Provenance:
     """Fill a decoder's parameters from a Hugging Face folder (safetensors) or a GGUF file.
 

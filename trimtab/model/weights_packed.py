@@ -8,7 +8,7 @@ INT8 has `weight` (codes), and beside it `SCB`, the largest magnitude of each ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ TELLING = (INT8_SCALES, *_STATES)
 """The parts that say how a weight is quantized."""
 
 PackedWeight = NF4Weight | Int8Tensor
+_DAMAGED = "the weights are damaged; fetch them again"
 
 
 class StoredPacking(NamedTuple):
@@ -77,9 +78,15 @@ def dims_of(state: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
 
 
 def read(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
-    """A quantized weight from its tensors, every size checked."""
+    """A quantized weight from its tensors, every size checked, and the numbers that scale it."""
     if INT8_SCALES not in state:
-        return NF4Weight.from_bitsandbytes(state)
+        try:
+            weight = NF4Weight.from_bitsandbytes(state)
+        except ModelError as error:
+            raise ModelError(f"{where}: {error.cause}", error.remedy or _DAMAGED) from error
+        _check_scales([weight.absmax if weight.nested_absmax is None else weight.nested_absmax], where)
+        _check_numbers([weight.quant_map, weight.nested_quant_map, weight.offset], where)
+        return weight
     codes_NK, largest_N = state["weight"], state[INT8_SCALES]
     if codes_NK.dtype != torch.int8 or codes_NK.ndim != 2:
         raise ModelError(
@@ -89,10 +96,23 @@ def read(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
         raise ModelError(
             f"{where}: SCB is not one fp32 number for each of {codes_NK.shape[0]} rows", "fetch it again"
         )
-    if int(state.get(_INT8_FORMAT, torch.tensor(0))) != 0:
+    _check_scales([largest_N], where)
+    order = state.get(_INT8_FORMAT, torch.tensor(0))
+    if order.numel() != 1 or int(order) != 0:
         raise ModelError(
             f"{where}: an INT8 weight in another order than row by row", "save it with a newer version"
         )
     none = codes_NK.new_empty(0)
     # theirs is w ≈ code · SCB / 127, ours code · scale
     return Int8Tensor(codes_NK, largest_N / 127.0, none, codes_NK.shape[1], torch.float16)
+
+
+def _check_scales(scales: Sequence[torch.Tensor | None], where: str) -> None:
+    _check_numbers(scales, where)
+    if any(bool((scale < 0).any()) for scale in scales if scale is not None):
+        raise ModelError(f"{where}: a quantized weight has negative scales", _DAMAGED)
+
+
+def _check_numbers(tensors: Sequence[torch.Tensor | None], where: str) -> None:
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor is not None):
+        raise ModelError(f"{where}: what scales a quantized weight holds NaN or infinity", _DAMAGED)

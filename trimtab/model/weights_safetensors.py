@@ -48,7 +48,7 @@ def load_folder(decoder: Decoder, folder: Path, progress: Progress | None) -> Pr
         for done, (name, entry) in enumerate(in_order, 1):
             where = str(folder / entry.file)
             if entry.parts:
-                places.put_packed(name, packed.read(_tensors(entry, opened), where), where)
+                places.put_packed(name, packed.read(_tensors(entry, opened), f"{where}: {name}"), where)
             else:
                 places.put(name, opened[entry.file].get_tensor(entry.name), where)
             if progress is not None:
@@ -76,6 +76,16 @@ def stored_packing(folder: Path) -> packed.StoredPacking | None:
                 packed.check_facts_size(tuple(opened.get_slice(key).get_shape()), key)
                 return packed.packing_of({"weight." + owner[1]: opened.get_tensor(key)})
     return None
+
+
+def packed_names(folder: Path) -> set[str]:
+    """Names of the weights that are quantized. Reads the files' headers."""
+    found = set()
+    for file in weight_files(folder):
+        with _open(folder / file) as opened:
+            owners = map(packed.owner_of, opened.keys())
+            found |= {owner[0] for owner in owners if owner is not None}
+    return found
 
 
 def _tensors(entry: _Stored, opened: dict[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from trimtab.adapt import quantize_layout, spec_quantized
+from trimtab.adapt.quantized import quantized_layers
 from trimtab.facts.errors import RecipeError
 from trimtab.model.building import torch_dtype
 from trimtab.model.decoder import Decoder
-from trimtab.model.weights import stored_packing
+from trimtab.model.weights import packed_names, stored_packing
 
 
 def lay_out(
@@ -42,6 +43,20 @@ def lay_out(
         impl=quantization["impl"],
         device=device,
     )
+    if stored is not None and weights is not None:
+        _check_all_stored(decoder, weights)
+
+
+def _check_all_stored(decoder: Decoder, weights: Path) -> None:
+    """RecipeError for files that keep some layers of the blocks in 16 bits beside quantized ones."""
+    there = packed_names(weights)
+    plain = [name for name, _ in quantized_layers(decoder) if f"{name}.weight" not in there]
+    if plain:
+        words = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in plain))
+        raise RecipeError(
+            f"{weights} keeps {words} unquantized in {len(plain)} places beside quantized layers, which a run cannot",
+            "give the model's unquantized weights, or leave load_in_4bit and load_in_8bit out",
+        )
 
 
 def _check_stored(

@@ -102,6 +102,11 @@ def open_model(
             f"revision {revision!r} is given and {name} is not on the hub",
             "leave the revision out" + ("; a run's states are chosen with checkpoint" if is_run else ""),
         )
+    if not is_run and str(checkpoint) != "latest":
+        raise RecipeError(
+            f"checkpoint {checkpoint!r} is given and {name} is no run folder",
+            "leave the checkpoint out; a hub id's states are chosen with revision",
+        )
     folder = run.model if is_run else model_folder(name, revision=revision)[0]
     stored = shape = read_shape(folder)
     texts = folder

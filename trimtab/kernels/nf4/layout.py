@@ -116,15 +116,18 @@ def read_facts(state: Mapping[str, torch.Tensor], name: str) -> dict[str, Any]:
         raise ModelError(f"{name}.{STATE} is not the text that bitsandbytes writes", "fetch the file again")
     try:
         facts = json.loads(bytes(packed.reshape(-1).tolist()))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{name}.{STATE} is no JSON: {error}", "fetch the file again") from error
     shape = facts.get("shape") if isinstance(facts, dict) else None
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise ModelError(f"{name}.{STATE} has no shape", "fetch the file again")
     if facts.get("quant_type") != "nf4":
         raise ModelError(f"{name} has quant_type {facts.get('quant_type')!r}, not nf4")
-    if facts.get("blocksize") not in spec.BLOCKS:
+    if type(facts.get("blocksize")) is not int or facts["blocksize"] not in spec.BLOCKS:
         raise ModelError(f"{name} has blocks of {facts.get('blocksize')!r}; known are {spec.BLOCKS}")
-    if facts.get("dtype") not in DTYPES:
+    if not isinstance(facts.get("dtype"), str) or facts["dtype"] not in DTYPES:
         raise ModelError(f"{name} was {facts.get('dtype')!r}; known are {', '.join(DTYPES)}")
+    offset = facts.get("nested_offset", 0.0)
+    if type(offset) not in (int, float) or not abs(offset) <= torch.finfo(torch.float32).max:
+        raise ModelError(f"{name}.{STATE} has no number as nested_offset", "fetch the file again")
     return facts
