@@ -146,7 +146,7 @@ def test_an_offset_of_the_scales_is_a_number(changed: Any, tmp_path: Path) -> No
     text = {**json.loads(bytes(tensors[state].tolist())), "nested_offset": changed}
     tensors[state] = torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8)
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="no number as nested_offset"):
+    with pytest.raises(ModelError, match="no nested_offset that is a number"):
         load_weights(empty(double=True), path)
 
 

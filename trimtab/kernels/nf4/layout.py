@@ -72,8 +72,11 @@ def read(state: Mapping[str, torch.Tensor], name: str) -> NF4Weight:
     nested = facts.get("nested_blocksize", spec.NESTED_BLOCK)
     if not isinstance(nested, int) or nested < 2 or nested & (nested - 1):
         raise ModelError(f"{name}: nested_blocksize {nested!r} is no power of two")
-    if not isinstance(facts.get("nested_offset"), float | int):
-        raise ModelError(f"{name}.{STATE} has no nested_offset", "the file is not whole: fetch it again")
+    offset = facts.get("nested_offset")
+    if not isinstance(offset, float | int) or not abs(offset) <= torch.finfo(torch.float32).max:
+        raise ModelError(
+            f"{name}.{STATE} has no nested_offset that is a number", "the file is not whole: fetch it again"
+        )
     scales = _entry(state, f"{name}.nested_absmax")
     table = _entry(state, f"{name}.nested_quant_map")
     return NF4Weight(
@@ -85,7 +88,7 @@ def read(state: Mapping[str, torch.Tensor], name: str) -> NF4Weight:
         block,
         _checked(f"{name}.nested_absmax", scales, torch.float32, spec.num_blocks(blocks, nested)),
         _checked(f"{name}.nested_quant_map", table, torch.float32, 256),
-        torch.tensor(float(facts["nested_offset"]), dtype=torch.float32, device=absmax.device),
+        torch.tensor(float(offset), dtype=torch.float32, device=absmax.device),
         nested,
     )
 
@@ -127,7 +130,4 @@ def read_facts(state: Mapping[str, torch.Tensor], name: str) -> dict[str, Any]:
         raise ModelError(f"{name} has blocks of {facts.get('blocksize')!r}; known are {spec.BLOCKS}")
     if not isinstance(facts.get("dtype"), str) or facts["dtype"] not in DTYPES:
         raise ModelError(f"{name} was {facts.get('dtype')!r}; known are {', '.join(DTYPES)}")
-    offset = facts.get("nested_offset", 0.0)
-    if type(offset) not in (int, float) or not abs(offset) <= torch.finfo(torch.float32).max:
-        raise ModelError(f"{name}.{STATE} has no number as nested_offset", "fetch the file again")
     return facts
