@@ -237,7 +237,7 @@ def picture(rows: list[dict[str, Any]]) -> str:
 
 def run_together(cases: list[str]) -> None:
     """A process for each case, all at the same time, on its share of the cores: threads that wait for each other and
-    outnumber the cores are a hundred times as slow."""
+    outnumber the cores hardly get on."""
     command = [sys.executable, "-m", "benchmarks.lora_quality", *sys.argv[1:], "--case"]
     share = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(cases)))}
     running = {

@@ -112,8 +112,10 @@ class Model:
 
     def add_adapter(self, folder: str | Path, name: str) -> None:
         """Puts one more adapter on the model, from a folder of peft's or of `save_adapter`, and uses it."""
+        from trimtab.run.adapter_tokens import check_known
         from trimtab.run.sources import put_adapter
 
+        check_known(Path(folder), self.opened.tokenizer)
         put_adapter(self.opened, Path(folder), _tell, name=name)
 
     def use_adapters(self, *names: str) -> None:

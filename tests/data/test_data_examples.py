@@ -12,11 +12,11 @@ import numpy as np
 import psutil
 import pytest
 from chat_templates import CHATML, CHATML_MARKED, GEMMA, LLAMA3, MISTRAL, VARIABLES, chat_tokenizer
+from data_rows import opened, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.data import SourceSpec, TokenizerSpec, highlighted, make_loader, open_corpus, worker
-from trimtab.data.corpus import Corpus
 from trimtab.data.examples import ROLES, example_of
 from trimtab.data.formats import PARTS, Format
 from trimtab.data.streaming import Cursor, Reading
@@ -35,15 +35,6 @@ RENDERED = [
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return chat_tokenizer(CHATML)
-
-
-def write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def opened(path: Path, tokenizer: Tokenizer, **spec: Any) -> Corpus:
-    return open_corpus(SourceSpec(str(path), **spec), tokenizer, cache_dir=path.parent / "cache", num_proc=1)
 
 
 def runs(path: Path, tokenizer: Tokenizer, number: int = 0, **spec: Any) -> list[tuple[str, bool]]:
@@ -186,31 +177,6 @@ def test_what_has_no_answer_is_counted_and_left_out(tmp_path: Path, tokenizer: T
     assert again.entry.path == corpus.entry.path
     with pytest.raises(DataError, match=r"nothing to train on: 2 without a token to train on.*train_on: all"):
         opened(write(tmp_path / "b.jsonl", [rows[0], rows[3]]), tokenizer)
-
-
-@pytest.mark.parametrize("template", [CHATML, None], ids=["template", "plain"])
-@pytest.mark.parametrize("answer", [None, ""], ids=["null", "empty"])
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"instruction": "Add.", "input": "2, 2", "output": "4"},
-        {"instruction": "Add.", "output": "4"},
-        {"prompt": "Add.", "completion": "4"},
-    ],
-    ids=["alpaca", "alpaca without input", "prompt-completion"],
-)
-def test_an_output_that_is_empty_or_null_is_no_answer(
-    tmp_path: Path, row: dict[str, Any], answer: str | None, template: str | None
-) -> None:
-    """Nothing may teach a model to answer with nothing."""
-    tokenizer = chat_tokenizer(template)
-    unanswered = {**row, list(row)[-1]: answer}
-    path = write(tmp_path / "a.jsonl", [row, unanswered, unanswered])
-    summary = opened(path, tokenizer).summary
-    assert (summary.documents, summary.untrained) == (1, 2)
-    assert opened(path, tokenizer, train_on="all").summary.documents == 3
-    with pytest.raises(DataError, match="nothing to train on: 2 without a token to train on"):
-        opened(write(tmp_path / "b.jsonl", [unanswered] * 2), tokenizer)
 
 
 def test_an_alpaca_row_without_an_output_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_templates import CHATML, LLAMA3, chat_tokenizer
+from data_rows import opened, write
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -329,3 +330,28 @@ def test_packed_examples_lose_no_label_and_gain_none(
     assert batch.num_targets == len(expected)
     inputs, shifted = batch.input_ids_BT[:, 1:], batch.labels_BT[:, :-1]
     assert (inputs[shifted != -100] == shifted[shifted != -100]).all()
+
+
+@pytest.mark.parametrize("template", [CHATML, None], ids=["template", "plain"])
+@pytest.mark.parametrize("answer", [None, ""], ids=["null", "empty"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "Add.", "input": "2, 2", "output": "4"},
+        {"instruction": "Add.", "output": "4"},
+        {"prompt": "Add.", "completion": "4"},
+    ],
+    ids=["alpaca", "alpaca without input", "prompt-completion"],
+)
+def test_an_output_that_is_empty_or_null_is_no_answer(
+    tmp_path: Path, row: dict[str, Any], answer: str | None, template: str | None
+) -> None:
+    """Nothing may teach a model to answer with nothing."""
+    tokenizer = chat_tokenizer(template)
+    unanswered = {**row, list(row)[-1]: answer}
+    path = write(tmp_path / "a.jsonl", [row, unanswered, unanswered])
+    summary = opened(path, tokenizer).summary
+    assert (summary.documents, summary.untrained) == (1, 2)
+    assert opened(path, tokenizer, train_on="all").summary.documents == 3
+    with pytest.raises(DataError, match="nothing to train on: 2 without a token to train on"):
+        opened(write(tmp_path / "b.jsonl", [unanswered] * 2), tokenizer)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command import call
 from tiny_model import write_recipe, write_tiny_model
 
 import trimtab
-from trimtab.cli.main import main
 from trimtab.facts.errors import RecipeError
 
 QUICK: dict[str, Any] = {
@@ -24,13 +22,6 @@ QUICK: dict[str, Any] = {
 }
 TOKENS = ["<|tool|>", "the cat"]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
-
-
-def call(*words: object) -> tuple[int, str]:
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-        code = main([str(word) for word in words])
-    return code, shown.getvalue()
 
 
 def done(*words: object) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
 from pathlib import Path
@@ -12,12 +10,12 @@ from unittest.mock import ANY
 
 import pytest
 import torch
+from command import call
 from tiny_model import write_recipe, write_tiny_model
 
 import trimtab
 from trimtab.adapt import active_adapters
 from trimtab.checkpoint import read_manifest
-from trimtab.cli.main import main
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.launch import prepare
 from trimtab.recipe import load
@@ -41,13 +39,6 @@ DEEP = {
     "modules_to_save": ["embed_tokens"],
     "rank_pattern": {"down_proj": 2},
 }
-
-
-def call(*words: object) -> tuple[int, str]:
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-        code = main([str(word) for word in words])
-    return code, shown.getvalue()
 
 
 def losses(run: Path) -> list[float]:

@@ -108,10 +108,8 @@ def use_adapters(decoder: nn.Module, names: str | Sequence[str]) -> None:
         >>> use_adapters(decoder, [])  # the base model  # doctest: +SKIP
     """
     wanted = (names,) if isinstance(names, str) else tuple(names)
-    there = adapter_names(decoder)
     for name in wanted:
-        if name not in there:
-            raise RecipeError(f"the model has no adapter {name}", f"there are {', '.join(there) or 'none'}")
+        _check_there(decoder, name)
         if wanted.count(name) > 1:
             raise RecipeError(f"adapter {name} is named {wanted.count(name)} times", "name each one once")
     chosen = [

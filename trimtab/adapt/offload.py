@@ -106,7 +106,7 @@ class _Pinned:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.tensor = torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)
-        self.tensor.zero_()  # by all threads: CUDA would bring in one page after another, four times as slowly
+        self.tensor.zero_()  # by all threads; CUDA would bring in one page after another
         runtime = torch.cuda.cudart()
         failed = int(runtime.cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
         if failed:

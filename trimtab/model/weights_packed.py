@@ -8,7 +8,7 @@ INT8 has `weight` (codes), and beside it `SCB`, the largest magnitude of each ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -84,8 +84,10 @@ def read(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
             weight = NF4Weight.from_bitsandbytes(state)
         except ModelError as error:
             raise ModelError(f"{where}: {error.cause}", error.remedy or _DAMAGED) from error
-        _check_scales([weight.absmax if weight.nested_absmax is None else weight.nested_absmax], where)
-        _check_numbers([weight.quant_map, weight.nested_quant_map, weight.offset], where)
+        _check_scales(weight.absmax if weight.nested_absmax is None else weight.nested_absmax, where)
+        for tensor in (weight.nested_quant_map, weight.offset):
+            if tensor is not None:
+                _check_finite(tensor, where)
         return weight
     codes_NK, largest_N = state["weight"], state[INT8_SCALES]
     if codes_NK.dtype != torch.int8 or codes_NK.ndim != 2:
@@ -96,7 +98,7 @@ def read(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
         raise ModelError(
             f"{where}: SCB is not one fp32 number for each of {codes_NK.shape[0]} rows", "fetch it again"
         )
-    _check_scales([largest_N], where)
+    _check_scales(largest_N, where)
     order = state.get(_INT8_FORMAT, torch.tensor(0))
     if order.numel() != 1 or int(order) != 0:
         raise ModelError(
@@ -107,12 +109,12 @@ def read(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
     return Int8Tensor(codes_NK, largest_N / 127.0, none, codes_NK.shape[1], torch.float16)
 
 
-def _check_scales(scales: Sequence[torch.Tensor | None], where: str) -> None:
-    _check_numbers(scales, where)
-    if any(bool((scale < 0).any()) for scale in scales if scale is not None):
+def _check_scales(scales: torch.Tensor, where: str) -> None:
+    _check_finite(scales, where)
+    if bool((scales < 0).any()):
         raise ModelError(f"{where}: a quantized weight has negative scales", _DAMAGED)
 
 
-def _check_numbers(tensors: Sequence[torch.Tensor | None], where: str) -> None:
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor is not None):
+def _check_finite(tensor: torch.Tensor, where: str) -> None:
+    if not bool(torch.isfinite(tensor).all()):
         raise ModelError(f"{where}: what scales a quantized weight holds NaN or infinity", _DAMAGED)

@@ -31,7 +31,7 @@ from trimtab.model import (
     read_token_ids,
 )
 from trimtab.model.weights import Provenance
-from trimtab.run.adapter_tokens import check_known, with_its_tokens
+from trimtab.run.adapter_tokens import with_its_tokens
 from trimtab.run.adapters import check_adapter_base, check_base, settings_of
 from trimtab.run.folder import RunFolder, read_json, write_json
 from trimtab.run.places import STARTER, model_folder
@@ -203,7 +203,6 @@ def put_adapter(
 ) -> None:
     """An adapter from peft's files on an opened model, in use."""
     found = read_adapter_folder(folder)
-    check_known(folder, opened.tokenizer)
     if opened.base is None:
         check_adapter_base(found.base, opened.folder, folder)
     elif found.base is not None and found.base["files"] != opened.base["files"]:

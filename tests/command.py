@@ -1,0 +1,16 @@
+"""The command line in this process: what it answers, and what it says on both channels."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+from trimtab.cli.main import main
+
+
+def call(*words: object) -> tuple[int, str]:
+    """(exit code, everything printed)."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        code = main([str(word) for word in words])
+    return code, shown.getvalue()
