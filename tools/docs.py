@@ -1,4 +1,4 @@
-"""Writes the generated pages again: docs/reference/{cli,recipe,kernels}.md and docs/recipe.schema.json.
+"""Writes what is generated again: docs/reference/*.md, docs/recipe.schema.json and the figures in README.md.
 
 `python tools/docs.py` writes them, `python tools/docs.py --check` only says which are out of date. The command
 line's page is made from the verbs' own docstrings, arguments and options; a test compares. Needs no torch.
@@ -24,6 +24,7 @@ from trimtab.facts import errors
 from trimtab.recipe import docs as recipe_docs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+README = DOCS.parent / "README.md"
 RESULTS = DOCS.parent / "benchmarks" / "results"
 
 _HEAD = """\
@@ -64,11 +65,19 @@ A ratio above 1 says how many times as fast as that peer ours is. The floor is t
 device's best product. Packed windows hold documents of 400 tokens on average, none of which sees another. Unsloth ran
 without xformers and flash-attn, on torch's attention, which costs it most where windows are packed.
 
+The longest contexts are those that the plan's arithmetic finds for a card of so many GB (0.7 of them for CUDA's own
+context): with all the host memory that it takes, and "here", with the 126 GiB of this host. A real step under a cap of
+the allocator confirms, of the whole model or, where that would take more than ten minutes, of 8 of its 32 layers, each
+as in the whole model, under a cap that is less by what the others take. The first step holds compiling kernels and
+pinning the host's memory.
+
 Losses of adapters agree step by step. Where all weights are trained they are bf16, and the peers round each update to
 the nearest: at a learning rate of 1e-5 most of it is lost. trimtab rounds by chance, so that nothing is lost on average
 and the loss falls faster; "trimtab nearest" is the same step with the peers' rounding, for its losses alone.
 
 """
+
+_BEGIN, _END = "<!-- made by tools/docs.py -->", "<!-- end -->"
 
 _SIGNALS = (
     ("130", "stopped by Ctrl-C (SIGINT); a run that had begun to train is saved"),
@@ -120,10 +129,17 @@ def files(folder: Path = DOCS) -> Iterator[tuple[Path, str]]:
     """(path, text) of everything that is generated under a docs folder."""
     yield folder / "reference" / "cli.md", cli_page()
     yield folder / "reference" / "kernels.md", kernels_page()
-    if (RESULTS / "end-to-end-h200.jsonl").exists():
-        records = end_to_end.read(RESULTS / "end-to-end-h200.jsonl")
-        yield folder / "reference" / "end-to-end.md", _END_TO_END + end_to_end.page(records)
+    records = end_to_end.read(RESULTS / "end-to-end-h200.jsonl")
+    yield folder / "reference" / "end-to-end.md", _END_TO_END + end_to_end.page(records)
+    yield folder.parent / "README.md", with_figures(README.read_text(encoding="utf-8"), records)
     yield from recipe_docs.files(folder)
+
+
+def with_figures(text: str, records: dict[str, dict[str, Any]]) -> str:
+    """The README with the tables between its two marks made again."""
+    before, rest = text.split(_BEGIN)
+    _, after = rest.split(_END)
+    return f"{before}{_BEGIN}\n{end_to_end.summary(records)}{_END}{after}"
 
 
 def _anchor(name: str) -> str:

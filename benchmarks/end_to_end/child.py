@@ -105,20 +105,22 @@ def _longest(case: Case, folder: Path, adapter: Path, order: dict[str, Any], dev
     from benchmarks.end_to_end import ours
     from trimtab.facts.devices import host_memory
 
-    root, cap_gb = Path(order["weights"]), case.cap_gb
+    root = Path(order["weights"])
     name, _, layers = case.job.model.partition("/")
     whole, its_adapter = world.config_folder(root, name), world.adapter_folder(root, name)
     proposed = ours.longest(case, whole, its_adapter, device)
     if proposed == 0:
         return {"failed": "nothing fits", "proposed": 0}
-    if layers:
-        cap_gb = ours.cap_of_part(case, (whole, folder), (its_adapter, adapter), device)
     tokens = order["tokens"].get(f"{case.cap_gb:g}") or min(proposed, order["most_tokens"], _positions(name))
     for _ in range(TRIES):
-        one = replace(case, job=replace(case.job, tokens=tokens), cap_gb=cap_gb, start="cold")
+        one = replace(case, job=replace(case.job, tokens=tokens), start="cold")
+        more: dict[str, Any] = {}
+        if layers:
+            cap_gb, more = ours.part_of(one, (whole, folder), (its_adapter, adapter), device)
+            one = replace(one, cap_gb=cap_gb)
         try:
             started = time.perf_counter()
-            prepared = ours.prepared_for(one, folder, adapter, device, None)
+            prepared = ours.prepared_for(one, folder, adapter, device, None, more)
             step, chosen = ours.build(prepared, folder, world.make_tokens(one.job))
             record = _measured(step, one, device, started)
         except torch.OutOfMemoryError:

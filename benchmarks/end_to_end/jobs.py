@@ -6,10 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.models import MODELS
+from trimtab.plan.memory import CONTEXT
 
 LORA = {"r": 16, "lora_alpha": 16}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LEARNING_RATE = {"full": 1e-5, "qlora": 1e-4}
+GB = 10**9
+BESIDE_GB = 0.7
+"""Of a card's memory, for the CUDA context: what is left is the allocator's cap."""
 LONG = 20_000
 """Tokens from which a step takes seconds."""
 DOCUMENT_TOKENS = 400
@@ -83,11 +87,10 @@ OURS = ("trimtab", "trimtab tight", "trimtab eager")
 NEAREST = "trimtab nearest"
 """Ours, for its losses: bf16 weights rounded to the nearest as the peers round them, which loses small updates."""
 PEERS = ("hf", "hf recompute", "liger", "unsloth", "unsloth recompute")
-CAPS_GB = {8: "llama-8b", 12: "llama-8b", 16: "llama-8b", 24: "llama-8b"} | dict.fromkeys(
-    (40, 48, 80), "llama-8b/8"
-)
+CAPS_GB = dict.fromkeys((8, 12, 16, 24, 40), "llama-8b") | dict.fromkeys((48, 80), "llama-8b/8")
 """Of imitated cards, and what confirms the length: the model, or so many of its layers where a step of all would take
-many minutes, under a cap that is less by what the others' weights take."""
+more than ten minutes, each as it is in the whole model, under a cap that is less by what the plan counts for the
+others."""
 
 PEER_GIB = {
     "qwen3-0.6b full 4×1024": 3.7,
@@ -103,6 +106,11 @@ QWEN_SHORT, QWEN_LONG = (Job("qwen3-0.6b", "full", 4, tokens) for tokens in (102
 LLAMA_SHORT = Job("llama-8b", "qlora", 2, 2048)
 LLAMA_8K, LLAMA_32K, LLAMA_64K = (Job("llama-8b", "qlora", 1, tokens) for tokens in (8192, 32_768, 65_536))
 JOBS = (LLAMA_SHORT, QWEN_SHORT, LLAMA_8K, QWEN_LONG, LLAMA_32K, LLAMA_64K)
+
+
+def card_bytes(cap_gb: float, device: str) -> int:
+    """What a recipe may name as its limit, so that the allocator gets a card's memory less what is beside it."""
+    return round((cap_gb - BESIDE_GB) * GB) + CONTEXT[device]
 
 
 def model_of(case: Case) -> str:
@@ -143,7 +151,7 @@ def _fits(job: Job, contestant: str) -> bool:
 
 
 def _longest(cap_gb: float, model: str) -> Case:
-    return Case(Job(model, "qlora", 1, 0), "trimtab", limit_s=400, cap_gb=cap_gb)
+    return Case(Job(model, "qlora", 1, 0), "trimtab", limit_s=900, cap_gb=cap_gb)
 
 
 def _case(job: Job, contestant: str) -> Case:

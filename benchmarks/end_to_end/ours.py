@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.end_to_end.jobs import LEARNING_RATE, Case, Job
+from benchmarks.end_to_end.jobs import GB, LEARNING_RATE, Case, Job, card_bytes
 from benchmarks.end_to_end.peers import Step
 from benchmarks.end_to_end.world import Tokens
 from trimtab.adapt import trained_parameters
+from trimtab.adapt.spec_recompute import counted
 from trimtab.data import Batch
 from trimtab.launch.preparing import Prepared, prepare
 from trimtab.parallel import Mesh
 from trimtab.plan import longest_context
-from trimtab.plan.memory import CONTEXT, OUTSIDE
+from trimtab.plan.memory import OUTSIDE, predict
 from trimtab.recipe import build as build_recipe
 from trimtab.run.assembling import recorded
 from trimtab.run.decoders import load_decoder, unpack
@@ -24,10 +25,6 @@ from trimtab.run.microbatch import MicrobatchLoss
 from trimtab.run.precision import autocast_of
 from trimtab.run.torch_setup import set_up_torch
 from trimtab.run.updates import make_in_backward, make_optimizer
-
-GB = 10**9
-BESIDE_GB = 0.7
-"""Of a card's memory, for the CUDA context: what is left is the allocator's cap."""
 
 
 def recipe_of(job: Job, folder: Path, adapter: Path, device: str, limit_bytes: int | None) -> dict[str, Any]:
@@ -54,11 +51,6 @@ def recipe_of(job: Job, folder: Path, adapter: Path, device: str, limit_bytes: i
     if limit_bytes is not None:
         recipe["memory_limit"] = f"{limit_bytes}B"
     return recipe
-
-
-def card_bytes(cap_gb: float, device: str) -> int:
-    """What a recipe may name as its limit, so that the allocator gets a card's memory less what is beside it."""
-    return round((cap_gb - BESIDE_GB) * GB) + CONTEXT[device]
 
 
 def prepared_for(
@@ -154,12 +146,35 @@ def longest(case: Case, folder: Path, adapter: Path, device: str) -> int:
     return longest_context(prepared.plan.job, prepared.device, card_bytes(case.cap_gb, device)).tokens
 
 
-def cap_of_part(case: Case, folders: tuple[Path, Path], adapters: tuple[Path, Path], device: str) -> float:
-    """The cap, GB, for a model of some of the layers: the whole one's, less what stands for the layers left out."""
+def part_of(
+    case: Case, folders: tuple[Path, Path], adapters: tuple[Path, Path], device: str
+) -> tuple[float, dict[str, Any]]:
+    """What some of the layers need to run as they do in the whole model: (the cap in GB, keys of the recipe).
+
+    What each layer keeps is in the proportions of the whole model's choice, and the cap is less by what the plan counts
+    for the layers left out. `folders` and `adapters` are those of the whole model and of the part.
+    """
     assert case.cap_gb is not None
-    standing = []
-    for folder, adapter in zip(folders, adapters, strict=True):
-        short = replace(case, job=replace(case.job, tokens=256))
-        plan = prepared_for(short, folder, adapter, device, None, {"unpacked_layers": 0}).plan
-        standing.append(plan.memory.before.total)
-    return case.cap_gb - (standing[0] - standing[1]) / GB
+    whole, part = (
+        prepared_for(case, *place, device, None).plan for place in zip(folders, adapters, strict=True)
+    )
+    more = {
+        "recompute": proportion(counted(whole.job.layers), part.shape.num_layers),
+        "mlp_tiles": whole.job.mlp_tiles,
+        "unpacked_layers": 0,
+    }
+    job = prepared_for(case, folders[1], adapters[1], device, None, more).plan.job
+    needed = predict(job.changed(loss_memory=whole.job.loss_memory)).needed
+    return case.cap_gb - (whole.memory.needed - needed) / GB, more
+
+
+def proportion(counts: dict[str, int], total: int) -> dict[str, int]:
+    """About the same shares of fewer layers: each kind once at least, what is left over of the most frequent one.
+
+    Example:
+        >>> proportion({"offload": 28, "block": 3, "selective": 1}, 8)
+        {'offload': 6, 'block': 1, 'selective': 1}
+    """
+    found = {name: max(1, round(count * total / sum(counts.values()))) for name, count in counts.items()}
+    most = max(counts, key=lambda name: counts[name])
+    return found | {most: found[most] + total - sum(found.values())}

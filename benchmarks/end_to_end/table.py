@@ -5,16 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end.jobs import NEAREST, OURS, PEERS, Job, config_of
+from benchmarks.end_to_end.jobs import LORA, NEAREST, OURS, PEERS, Job, card_bytes, cases, config_of
 from benchmarks.records import read as read_records
+from trimtab.adapt.spec import LoraSettings
+from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes_hf import shape_from_config
 from trimtab.model.spec import flops_per_token
+from trimtab.plan import longest_context
+from trimtab.plan.job import Job as PlannedJob
+from trimtab.plan.longest import Longest
 
 FIRST_LOSS_OFF = 5e-3
 LAST_LOSS_OFF = 3e-2
 """How far first and last losses of contestants may lie apart; they differ in rounding. Last ones of bf16 weights are
 compared with those of ours that round to the nearest, as the peers do: by chance, as ours do otherwise, no update is
 lost, and losses fall faster."""
+
+TITLES = {
+    "llama-8b": "Llama 3.1 8B",
+    "qwen3-0.6b": "Qwen3 0.6B",
+    "qlora": "QLoRA",
+    "full": "all weights",
+    "hf": "Hugging Face",
+    "liger": "Liger",
+    "unsloth": "Unsloth",
+}
+LONGEST = (
+    "The longest window of Llama 3.1 8B with QLoRA on a card of so much memory, each confirmed by a step under a cap "
+    "(* by 8 of its 32 layers):"
+)
 
 Records = dict[str, dict[str, Any]]
 
@@ -117,7 +136,7 @@ def _steps(records: Records) -> list[list[str]]:
             _cell(of_job.get(name)) if name in of_job else _short(why.get(f"{job.name}/{name}"))
             for name in (*PEERS, *OURS)
         ]
-        fastest = min((r["median_ms"] for r in peers), default=None)
+        fastest = min((r["median_ms"] for r in peers), default=None) if not _untried(job, records) else None
         thrifty = min(peers, key=lambda r: r["peak_bytes"] or 0, default=None)
         ratios = [
             _ratio(fastest, of_job.get("trimtab")),
@@ -129,6 +148,12 @@ def _steps(records: Records) -> list[list[str]]:
             share = f"{least / of_job['trimtab']['median_ms']:.0%}"
         rows.append([job.name, *cells, *ratios, "–" if least is None else f"{least:.0f}", share])
     return rows
+
+
+def _untried(job: Job, records: Records) -> set[str]:
+    """Peers that have a case for the job and no record: which of them is the fastest is not known then."""
+    wanted = {case for case in cases() if case.job == job and case.contestant in PEERS}
+    return {case.contestant for case in wanted if case.name not in records}
 
 
 def _short(reason: str | None) -> str:
@@ -176,20 +201,57 @@ def _first_steps(records: Records) -> list[list[str]]:
     return rows
 
 
+def by_arithmetic(model: str, cap_gb: float) -> Longest:
+    """The longest context on a card of so many GB whose host has all the memory that it takes.
+
+    Example:
+        >>> by_arithmetic("llama-8b", 24).tokens
+        219648
+    """
+    nf4 = {"kind": "nf4", "block": 64, "double": True, "impl": "triton"}
+    job = PlannedJob(
+        shape_from_config(config_of(model.partition("/")[0]), model),
+        batch=1,
+        tokens=1024,
+        accumulation=1,
+        dtype="bf16",
+        weights_dtype="bf16",
+        gradient_dtype="bf16",
+        optimizer="adamw_8bit",
+        attention="triton",
+        device="cuda",
+        pointwise="triton",
+        loss_impl="triton",
+        lora=LoraSettings(r=LORA["r"]),
+        quantization=nf4,
+    )
+    gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
+    return longest_context(job, gpu, card_bytes(cap_gb, "cuda"))
+
+
 def _longest(records: Records) -> list[list[str]]:
-    rows = [["model", "GB", "proposed", "confirmed", "step s", "peak GiB", "host GiB", "how"]]
+    head = ["GB", "by arithmetic", "host GiB", "proposed here", "confirmed", "layers"]
+    rows = [[*head, "first step s", "peak GiB", "host GiB", "how"]]
     capped = [r for r in records.values() if (r.get("case") or {}).get("cap_gb") is not None]
     for record in sorted(capped, key=lambda r: r["case"]["cap_gb"]):
         case = record["case"]
-        start = [case["job"]["model"], f"{case['cap_gb']:g}", f"{record.get('proposed', 0):,}"]
+        name, _, layers = case["job"]["model"].partition("/")
+        able = by_arithmetic(name, case["cap_gb"])
+        start = [
+            f"{case['cap_gb']:g}",
+            f"{able.tokens:,}",
+            "–" if able.setting is None else f"{able.setting.host / 2**30:.1f}",
+            f"{record.get('proposed', 0):,}",
+        ]
         if "confirmed" not in record:
-            rows.append([*start, "–", "–", "–", "–", record.get("failed", "–")])
+            rows.append([*start, "–", "–", "–", "–", "–", record.get("failed", "–")])
             continue
         peak, host = record["peak_bytes"], record["chosen"]["host_bytes"]
         rows.append(
             [
                 *start,
                 f"{record['confirmed']:,}",
+                f"{layers or config_of(name)['num_hidden_layers']}",
                 f"{record['first_step_s']:.1f}",
                 "–" if peak is None else f"{peak / 2**30:.2f}",
                 f"{(host or 0) / 2**30:.1f}",
@@ -197,6 +259,31 @@ def _longest(records: Records) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def summary(records: Records) -> str:
+    """The jobs in short, as a list of what a person would choose from: the fastest peer and the thriftiest one, ours
+    beside each; then the longest contexts."""
+    rows = [["job", "fastest peer", "trimtab", "", "thriftiest peer", "trimtab in its memory", ""]]
+    for job, of_job in _by_job(records).items():
+        peers = {name: of_job[name] for name in PEERS if name in of_job}
+        if job.packed or _untried(job, records) or not {"trimtab", "trimtab tight"} <= set(of_job):
+            continue
+        fastest = min(peers, key=lambda name: peers[name]["median_ms"])
+        thrifty = min(peers, key=lambda name: peers[name]["peak_bytes"] or 0)
+        row = [f"{TITLES[job.model]}, {TITLES[job.method]}, {job.rows} × {job.tokens:,}"]
+        for name, mine in ((fastest, "trimtab"), (thrifty, "trimtab tight")):
+            peer, ours = peers[name], of_job[mine]
+            title = " ".join(TITLES.get(word, word) for word in name.split())
+            row += [f"{_cell(peer)} {title}", f"**{_cell(ours)}**", f"{_ratio(peer['median_ms'], ours)} ×"]
+        rows.append(row)
+    lengths = [["card, GB"], ["tokens"]]
+    capped = [r for r in records.values() if "confirmed" in r]
+    for record in sorted(capped, key=lambda r: r["case"]["cap_gb"]):
+        lengths[0].append(f"{record['case']['cap_gb']:g}")
+        part = "*" if "/" in record["case"]["job"]["model"] else ""
+        lengths[1].append(f"{record['confirmed']:,}{part}")
+    return f"{_aligned(rows)}\n{LONGEST}\n\n{_aligned(lengths)}"
 
 
 def _aligned(rows: list[list[str]]) -> str:

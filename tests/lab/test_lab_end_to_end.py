@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from benchmarks.end_to_end import __main__ as runner
-from benchmarks.end_to_end import child, jobs, world
+from benchmarks.end_to_end import child, jobs, ours, world
 from benchmarks.end_to_end.child import FEWEST
 from benchmarks.end_to_end.jobs import Case, Job
-from benchmarks.end_to_end.table import floor_s, markdown, page, problems, read
+from benchmarks.end_to_end.table import floor_s, markdown, page, problems, read, summary
+from tests.plan.plan_jobs import H200
+from trimtab.launch import preparing
 
 TINY = Job("tiny-llama-8b", "qlora", 2, 64)
 LLAMA = jobs.LLAMA_SHORT
@@ -74,6 +76,25 @@ def test_names_are_distinct_and_every_job_of_the_table_is_there() -> None:
     assert [case.cap_gb for case in found if case.cap_gb] == [8, 12, 16, 24, 40, 48, 80]
 
 
+def test_layers_of_a_part_run_as_in_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "detect", lambda _: H200)
+    names = ("llama-8b", "llama-8b/8")
+    places = [
+        [made(tmp_path, name) for name in names] for made in (world.config_folder, world.adapter_folder)
+    ]
+    case = Case(Job("llama-8b/8", "qlora", 1, 400_000), "trimtab", cap_gb=48)
+    cap_gb, more = ours.part_of(case, tuple(places[0]), tuple(places[1]), "cuda")
+    whole = ours.prepared_for(case, places[0][0], places[1][0], "cuda", None).plan
+    part = ours.prepared_for(
+        replace(case, cap_gb=cap_gb), places[0][1], places[1][1], "cuda", None, more
+    ).plan
+    assert set(part.job.layers) == set(whole.job.layers)
+    assert part.job.mlp_tiles == whole.job.mlp_tiles
+    room = [jobs.card_bytes(gb, "cuda") - plan.memory.needed for gb, plan in ((48, whole), (cap_gb, part))]
+    assert room[0] == pytest.approx(room[1], abs=10)
+    assert cap_gb < 48 - 2, "three quarters of the weights are left out"
+
+
 def test_the_limit_is_the_thriftiest_peers() -> None:
     seen = records(
         record(Case(LLAMA, "unsloth recompute"), 386, 6.5),
@@ -96,6 +117,12 @@ def test_shared_processes_load_a_model_once() -> None:
     assert all(len(batch) == 1 for batch in runner.processes(wanted, share=False))
 
 
+def cells_of(seen: dict[str, dict[str, Any]]) -> list[str]:
+    """Of the row of the job over 2×2048 tokens."""
+    row = next(line for line in markdown(seen).splitlines() if line.startswith(f"| {LLAMA.name}"))
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
 def test_tables_have_ratios_and_say_why_a_cell_is_empty() -> None:
     seen = records(
         {"name": "device", "matmul_flops_per_s": 780e12},
@@ -114,14 +141,19 @@ def test_tables_have_ratios_and_say_why_a_cell_is_empty() -> None:
             chosen={"host_bytes": 2**36, "memory": "offload in all 32 layers"},
         ),
     )
-    text = markdown(seen)
-    steps = next(line for line in text.splitlines() if line.startswith(f"| {LLAMA.name}"))
-    cells = [cell.strip() for cell in steps.strip("|").split("|")]
+    assert cells_of(seen)[9] == "–", "the fastest peer is not known before all have run"
+    seen |= records(record(Case(LLAMA, "hf recompute"), 681, 13.5), record(Case(LLAMA, "liger"), 681, 7.9))
+    text, cells = markdown(seen), cells_of(seen)
     assert cells[1] == "out of memory"
     assert cells[5:11] == ["386 @ 6.8", "193 @ 40.0", "300 @ 6.7", "–", "2.00", "1.29"]
     assert cells[11] == f"{1e3 * floor_s(LLAMA, 780e12):.0f}"
-    assert "| 180,224" in text
+    assert "| 24 | 219,648       | 51.9     | 180,224       | 180,224   | 32 " in text
     assert "offload in all 32 layers" in text
+    short = summary(seen)
+    assert (
+        "| Llama 3.1 8B, QLoRA, 2 × 2,048 | 386 @ 6.8 Unsloth recompute | **193 @ 40.0** | 2.00 × |" in short
+    )
+    assert "| tokens   | 180,224 |" in short
     assert problems(seen) == []
     seen["device"]["device"] = "Some GPU"
     for one in seen.values():

@@ -21,7 +21,7 @@ from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import parse_bytes, parse_share
 from trimtab.plan import check_fits, longest_context, make_plan
-from trimtab.plan.dial import choose, least, setting_of, within_limit
+from trimtab.plan.dial import choose, least, setting_of, with_policies, within_limit
 from trimtab.plan.job import Job
 from trimtab.plan.layers import segments_of
 from trimtab.plan.limits import limit_of, sentence
@@ -203,6 +203,31 @@ def test_a_limit_that_cannot_be_met() -> None:
     assert "set lora: {r: 16}" in (caught.value.remedy or "")
     with pytest.raises(ResourceError, match=r"recompute: block \(saves|recompute: offload \(saves"):
         check_fits(plan("memory_limit=6GB", "recompute=none", "mlp_tiles=1", "gradient_accumulation_steps=1"))
+
+
+def test_beside_policies_by_hand_loss_and_tiles_still_make_the_run_fit() -> None:
+    job, policies = dataclasses.replace(JOB, tokens=8192), ("block",) * JOB.shape.num_layers
+    roomy, fits = with_policies(job, GPU, 10**12, policies)
+    assert fits
+    assert (roomy.loss_memory, roomy.mlp_tiles, roomy.policies) == (job.loss_memory, 1, policies)
+    smallest, fits = with_policies(job, GPU, 0, policies)
+    assert not fits
+    assert smallest.needed < roomy.needed
+    tight, fits = with_policies(job, GPU, smallest.needed, policies)
+    assert fits
+    assert tight.needed == smallest.needed
+    assert tight.seconds >= roomy.seconds
+    assert tight.loss_memory != job.loss_memory
+    kept, fits = with_policies(job, GPU, smallest.needed, policies, tiles=1, fixed_loss=True)
+    assert not fits
+    assert (kept.loss_memory, kept.mlp_tiles) == (job.loss_memory, 1)
+
+
+@pytest.mark.parametrize(("free", "left"), [(20 * 2**30, 4 * 2**30), (800 * 2**30, 16 * 2**30)])
+def test_something_is_left_of_the_hosts_memory(free: int, left: int) -> None:
+    host = dataclasses.replace(GPU, host_free_bytes=free)
+    assert host.pinnable_bytes == free - left
+    assert dataclasses.replace(GPU, host_free_bytes=None).pinnable_bytes is None
 
 
 def test_offloading_more_than_the_host_has_is_refused() -> None:

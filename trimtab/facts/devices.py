@@ -55,6 +55,8 @@ HOST_LINK = {(9, 0): 55e9, (10, 0): 55e9, (12, 0): 55e9, (8, 9): 25e9, (8, 0): 2
 5.0), half of it for PCIe 4.0."""
 SLOW_LINK = 12e9
 """PCIe 3.0, and anything that is not known."""
+HOST_RESERVE = 16 * 2**30
+"""The most of a host's free memory that a run leaves to everything else; of little memory it leaves a fifth."""
 
 BF16_CAPABILITY = (8, 0)
 """CUDA devices from here on compute bf16; Volta and Turing do not."""
@@ -103,6 +105,18 @@ class DeviceFacts:
     def available_bytes(self) -> int:
         """What a run can count on."""
         return self.memory_bytes if self.free_bytes is None else self.free_bytes
+
+    @property
+    def pinnable_bytes(self) -> int | None:
+        """What a run may pin of the host's memory: what is free, less a part for everything else; None if unknown.
+
+        Example:
+            >>> DeviceFacts("GPU", "cuda", 24 * 2**30, host_free_bytes=20 * 2**30).pinnable_bytes // 2**30
+            16
+        """
+        if self.host_free_bytes is None:
+            return None
+        return self.host_free_bytes - min(self.host_free_bytes // 5, HOST_RESERVE)
 
     def ceiling(self, dtype: str) -> tuple[float, str] | None:
         """(FLOP/s, where the figure is from) of products in a format; None where nothing is known."""

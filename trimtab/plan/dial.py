@@ -19,7 +19,7 @@ from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.kernels.linear_cross_entropy.schedule import LEAST_ROWS, ROW_STEP, row_stride, schedule
 from trimtab.model import spec as model_spec
 from trimtab.plan.job import Job
-from trimtab.plan.layers import Layers, layer_bytes, layers_of
+from trimtab.plan.layers import Layers, layer_bytes, layers_of, segments_of
 from trimtab.plan.memory import OUTSIDE, gradient_bytes, moments_around, predict, state_bytes, weight_bytes
 
 SLACK, GAPS = 0.03, {"cuda": 48 * 2**20, "cpu": 0}
@@ -27,8 +27,6 @@ SLACK, GAPS = 0.03, {"cuda": 48 * 2**20, "cpu": 0}
 GPU's allocator loses between its blocks. What stands, weights and optimizer states, is known to the byte."""
 SHORTEST_TILE = 512
 """Tokens of the smallest tile: shorter products leave a GPU idle."""
-HOST_SHARE = 0.8
-"""Of the host's free memory that may be pinned."""
 PRODUCT_RATE = 0.75
 """Of a device's ceiling that the matrix products of a layer reach: 690–790 of 989 TFLOP/s, measured on an H200."""
 ATTENTION_RATE = 0.6
@@ -100,8 +98,7 @@ def choose(
         True False
     """
     within = within_limit(job, limit)
-    host = None if device.host_free_bytes is None else int(device.host_free_bytes * HOST_SHARE)
-    rates = rates_of(device, job.dtype)
+    host, rates = device.pinnable_bytes, rates_of(device, job.dtype)
     best: tuple[float, Job, Segments] | None = None
     least: tuple[int, Job, Segments] | None = None
     for variant in _variants(job, tiles, fixed_loss):
@@ -119,6 +116,24 @@ def choose(
     return setting_of(variant, device, segments), best is not None
 
 
+def with_policies(
+    job: Job,
+    device: DeviceFacts,
+    limit: int,
+    policies: tuple[str, ...],
+    *,
+    tiles: int | None = None,
+    fixed_loss: bool = False,
+) -> tuple[Setting, bool]:
+    """(the fastest tiles and loss that fit a limit beside layers that are given, whether any do); else the smallest."""
+    segments = tuple(segments_of(policies))
+    settings = [setting_of(variant, device, segments) for variant in _variants(job, tiles, fixed_loss)]
+    fitting = [setting for setting in settings if setting.needed <= limit]
+    if fitting:
+        return min(fitting, key=lambda setting: setting.seconds), True
+    return min(settings, key=lambda setting: setting.needed), False
+
+
 def within_limit(job: Job, limit: int) -> int:
     """What a search fills of a limit: all but some slack."""
     standing = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
@@ -127,8 +142,7 @@ def within_limit(job: Job, limit: int) -> int:
 
 def least(job: Job, device: DeviceFacts, *, tiles: int | None = None) -> int:
     """The fewest bytes on the device with which a job can be run at all, the process itself included."""
-    host = None if device.host_free_bytes is None else int(device.host_free_bytes * HOST_SHARE)
-    rates = rates_of(device, job.dtype)
+    host, rates = device.pinnable_bytes, rates_of(device, job.dtype)
     thrifty = job.changed(loss_memory=_loss_memories(job)[-1])
     variants = (thrifty.changed(mlp_tiles=count) for count in tile_counts(job, tiles))
     return min(_Search(variant, rates, 0, host).smallest()[0] for variant in variants)

@@ -13,7 +13,6 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.units import format_bytes
 from trimtab.kernels.adamw8bit.choice import choose as choose_adamw8bit
-from trimtab.plan.dial import HOST_SHARE
 from trimtab.plan.job import Job
 from trimtab.plan.limits import sentence
 from trimtab.plan.make import Plan
@@ -79,12 +78,12 @@ def _has(plan: Plan, device: DeviceFacts, there: int) -> str:
 
 
 def _check_host(plan: Plan, device: DeviceFacts) -> None:
-    free = device.host_free_bytes
-    if free is None or plan.memory.host <= free * HOST_SHARE:
+    free, pinnable = device.host_free_bytes, device.pinnable_bytes
+    if free is None or pinnable is None or plan.memory.host <= pinnable:
         return
     raise ResourceError(
         f"recompute: offload keeps {format_bytes(plan.memory.host)} in the host's memory, of which "
-        f"{format_bytes(free)} are free and {HOST_SHARE:.0%} may be pinned",
+        f"{format_bytes(free)} are free and {format_bytes(pinnable)} may be pinned",
         "set recompute: auto, or fewer layers to offload, or a shorter max_seq_length",
     )
 

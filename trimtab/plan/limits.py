@@ -11,7 +11,6 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import format_bytes, format_seconds, parse_bytes, parse_share
 from trimtab.plan import dial, unpacked
 from trimtab.plan.job import Job
-from trimtab.plan.layers import segments_of
 from trimtab.plan.memory import CONTEXT, predict
 from trimtab.plan.policies import cost_of, policy_costs
 from trimtab.recipe.keys import Recipe
@@ -87,7 +86,7 @@ def settle(
     if named is None:
         setting, fits = dial.choose(job, device, limit, tiles=tiles, fixed_loss=fixed_loss)
     else:
-        setting, fits = _with_tiles(job, device, limit, named, tiles)
+        setting, fits = dial.with_policies(job, device, limit, named, tiles=tiles, fixed_loss=fixed_loss)
     if fits and recipe.unpacked_layers == "auto":
         setting = unpacked.unpack(job, setting, limit)
     chosen = {
@@ -102,21 +101,6 @@ def settle(
         "reason": _reason(job, device, setting, named is not None, fits, limit, words),
     }
     return {**chosen, "sentence": sentence(chosen, job.shape.num_layers)}
-
-
-def _with_tiles(
-    job: Job, device: DeviceFacts, limit: int, named: tuple[str, ...], tiles: int | None
-) -> tuple[dial.Setting, bool]:
-    """The named policies, and as few tiles as fit."""
-    segments = tuple(segments_of(named))
-    setting = None
-    for count in dial.tile_counts(job, tiles):
-        setting = dial.setting_of(job.changed(mlp_tiles=count), device, segments)
-        if setting.needed <= limit:
-            return setting, True
-    assert setting is not None
-    fewest = next(iter(dial.tile_counts(job, tiles)))
-    return dial.setting_of(job.changed(mlp_tiles=fewest), device, segments), False
 
 
 def _reason(
