@@ -205,6 +205,21 @@ def test_a_limit_that_cannot_be_met() -> None:
         check_fits(plan("memory_limit=6GB", "recompute=none", "mlp_tiles=1", "gradient_accumulation_steps=1"))
 
 
+def test_a_resumed_run_is_told_only_what_it_may_change() -> None:
+    resumed = "gradient_accumulation_steps=1", "recompute=none", "mlp_tiles=1"
+    with pytest.raises(ResourceError) as caught:
+        check_fits(plan("memory_limit=6GB", *resumed), resumed=True)
+    assert "recompute: block (saves" in (caught.value.remedy or "")
+    assert "batch" not in (caught.value.remedy or "")
+    with pytest.raises(ResourceError, match="set recompute: block and raise memory_limit to"):
+        check_fits(plan("memory_limit=3GB", *resumed), resumed=True)
+    with pytest.raises(ResourceError, match="; raise memory_limit to"):
+        check_fits(plan("memory_limit=3GB", "gradient_accumulation_steps=1"), resumed=True)
+    small = dataclasses.replace(GPU, memory_bytes=3 * 10**9)
+    with pytest.raises(ResourceError, match="set recompute: block and continue on a device with"):
+        check_fits(plan(*resumed), small, resumed=True)
+
+
 def test_beside_policies_by_hand_loss_and_tiles_still_make_the_run_fit() -> None:
     job, policies = dataclasses.replace(JOB, tokens=8192), ("block",) * JOB.shape.num_layers
     roomy, fits = with_policies(job, GPU, 10**12, policies)

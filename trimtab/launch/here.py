@@ -97,7 +97,7 @@ def resume(
         frozen = Frozen(Choices.from_dict(kept), folder.model, kept["model_commit"], changed)
         prepared = prepare(recipe, frozen)
         if changed:
-            check_fits(prepared.plan, prepared.device)
+            check_fits(prepared.plan, prepared.device, resumed=True)
         return _go(prepared, folder, view, kept=kept, after_step=after_step)
 
 

@@ -17,6 +17,7 @@ from trimtab.plan.job import Job
 from trimtab.plan.limits import sentence
 from trimtab.plan.make import Plan
 from trimtab.plan.memory import predict
+from trimtab.recipe.resume import CHANGEABLE_ON_RESUME
 
 SHORTEST = 256
 """Shorter windows are not suggested."""
@@ -31,34 +32,50 @@ class Remedy:
     saving: int
 
 
-def check_fits(plan: Plan, device: DeviceFacts | None = None) -> None:
+def check_fits(plan: Plan, device: DeviceFacts | None = None, *, resumed: bool = False) -> None:
     """Raise a ResourceError if the plan needs more memory than there is, or than it is allowed; return if it fits.
 
     The error names what is needed and what is there, and the changes of the recipe, each with its computed
-    saving, that are enough; where no single one is, those that are together.
+    saving, that are enough; where no single one is, those that are together. For a run that is `resumed`, only
+    changes that it may see.
     """
     device = device or plan.device
-    needed, there = plan.memory.needed, min(device.available_bytes, plan.limit)
+    there = min(device.available_bytes, plan.limit)
     _check_host(plan, device)
-    if needed <= there:
+    if plan.memory.needed <= there:
         return
-    singles = remedies(plan)
-    enough = [remedy for remedy in singles if remedy.needed <= there]
-    if enough:
-        remedy = "set " + ", or ".join(_sentence(one) for one in enough[:3])
-    else:
-        together, fits = _together(plan, there)
-        listed = ", and ".join(_sentence(one) for one in together)
-        if fits:
-            remedy = f"set {listed}: together {format_bytes(together[-1].needed)}"
-        elif together:
-            remedy = (
-                f"take a smaller model or a larger device: even {listed} leave "
-                f"{format_bytes(together[-1].needed)}"
-            )
-        else:
-            remedy = "take a smaller model or a larger device"
+    remedy = _for_a_resumed_run(plan, device, there) if resumed else _for_a_new_run(plan, there)
     raise ResourceError(f"training needs {_needs(plan)} and {_has(plan, device, there)}", remedy)
+
+
+def _for_a_new_run(plan: Plan, there: int) -> str:
+    enough = [remedy for remedy in remedies(plan) if remedy.needed <= there]
+    if enough:
+        return "set " + ", or ".join(_sentence(one) for one in enough[:3])
+    together, fits = _together(plan, there)
+    listed = ", and ".join(_sentence(one) for one in together)
+    if fits:
+        return f"set {listed}: together {format_bytes(together[-1].needed)}"
+    if together:
+        return (
+            f"take a smaller model or a larger device: even {listed} leave "
+            f"{format_bytes(together[-1].needed)}"
+        )
+    return "take a smaller model or a larger device"
+
+
+def _for_a_resumed_run(plan: Plan, device: DeviceFacts, there: int) -> str:
+    """A run that has begun goes on with the same batch, formats and optimizer: what is left is what layers keep."""
+    may = [remedy for remedy in remedies(plan) if remedy.change.split(":")[0] in CHANGEABLE_ON_RESUME]
+    enough = [remedy for remedy in may if remedy.needed <= there]
+    if enough:
+        return "set " + ", or ".join(_sentence(one) for one in enough)
+    smallest = min(may, key=lambda remedy: remedy.needed, default=None)
+    least, first = plan.memory.needed, ""
+    if smallest is not None:
+        least, first = smallest.needed, f"set {smallest.change} and "
+    how = "raise memory_limit to" if least <= device.available_bytes else "continue on a device with"
+    return f"{first}{how} {format_bytes(least)}: a run that has begun cannot do with less"
 
 
 def _needs(plan: Plan) -> str:

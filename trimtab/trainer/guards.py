@@ -35,13 +35,13 @@ class FiniteGuard:
         return None if step < 0 else step
 
 
-def explain(job: Job, microbatches: Sequence[Any], num_targets: int, step: int = 0) -> str:
+def explain(job: Job, microbatches: Sequence[Any], num_targets: int, step: int = 0) -> str | None:
     """Runs a bad step again with every module watched; says the batch, its documents and the first bad layer.
 
-    On a mesh each process looks at its own microbatches, and all say what the first that found something says.
+    None if each microbatch by itself is sound. On a mesh each process looks at its own microbatches, and all say what
+    the first that found something says.
     """
-    found = job.mesh.first_text(_explain_here(job, microbatches, num_targets, step))
-    return found or "only when the step's microbatches are taken together"
+    return job.mesh.first_text(_explain_here(job, microbatches, num_targets, step))
 
 
 def _explain_here(job: Job, microbatches: Sequence[Any], num_targets: int, step: int) -> str | None:

@@ -233,14 +233,15 @@ class _Loop:
         self.saved_step = state.step
         if job.graphs is not None:
             job.graphs.release()
-        where = explain(job, job.loader.next_step(), max(1, entry["num_targets"]), state.step)
+        found = explain(job, job.loader.next_step(), max(1, entry["num_targets"]), state.step)
+        where = found or "only when the step's microbatches are taken together"
         self.emit(
             {"kind": "event", "step": state.step, "message": f"not finite at step {entry['step']}: {where}"}
         )
         job.log.sync()
         raise TrainingError(
             f"the loss or its gradient is not finite at step {entry['step']}: {where}; {saved}",
-            _remedy(job, where, state.step),
+            _remedy(job, state.step, documents=found is not None),
         )
 
     def evaluate(self) -> bool:
@@ -317,10 +318,10 @@ class _Loop:
                     other.message(f"{type(observer).__name__} is told nothing more: {error}")
 
 
-def _remedy(job: Job, where: str, saved_step: int) -> str:
-    """What to do about numbers that are not finite; `where` is what `explain` said."""
+def _remedy(job: Job, saved_step: int, *, documents: bool) -> str:
+    """What to do about numbers that are not finite; `documents` if some were named."""
     adapters = any(".lora_" in name for name in job.parameters)
-    look = "look at those documents; " if "(documents: " in where else ""
+    look = "look at those documents; " if documents else ""
     if saved_step == 0:
         lower = "lower lora.lora_alpha, " if adapters else ""
         return f"{look}as it is so from the start, {lower}set another dtype, or see whether the weights are sound"
