@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -286,6 +287,43 @@ def test_settings_that_cannot_be(settings: dict, words: list[str]) -> None:
         add_adapters(base(UNTIED), LoraSettings(**settings))
     for word in words:
         assert word in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        *(({"r": value}, ["lora.r is", "a whole number"]) for value in (0, -1, 2.0, True, "8", None, 1 << 31)),
+        *(
+            ({"lora_alpha": value}, ["lora.lora_alpha is", "above 0"])
+            for value in (-1, 0, math.nan, math.inf, "8", None, True, 10**400)
+        ),
+        *(({"lora_dropout": value}, ["lora.lora_dropout is", "below 1"]) for value in (-0.1, 1, math.nan, "0")),
+        *(({"dtype": value}, ["lora.dtype is", "fp32 or bf16"]) for value in ("fp16", "float32", None)),
+        *(({"target_modules": value}, ["lora.target_modules is"]) for value in ("", (), None, (1,), {"q_proj"})),
+        *(({"modules_to_save": value}, ["lora.modules_to_save is", "list or tuple"])
+          for value in ("lm_head", None, ("lm_head", 1))),
+        ({"use_dora": "false"}, ["lora.use_dora is 'false'", "true or false"]),
+        ({"use_rslora": 1}, ["lora.use_rslora is 1"]),
+        ({"rank_pattern": {"q_proj": 0}}, ["lora.rank_pattern: q_proj is 0", "a whole number"]),
+        ({"rank_pattern": ["q_proj"]}, ["lora.rank_pattern is ['q_proj']", "a number for each"]),
+        ({"alpha_pattern": {"q_proj": -2.0}}, ["lora.alpha_pattern: q_proj is -2.0", "above 0"]),
+        ({"alpha_pattern": {"q_proj": math.inf}}, ["lora.alpha_pattern: q_proj is inf"]),
+        ({"alpha_pattern": {1: 2.0}}, ["lora.alpha_pattern is {1: 2.0}"]),
+        ({"lora_alpha": 0, "any_rank": True}, ["lora.lora_alpha is 0", "other than 0"]),
+    ],
+)  # fmt: skip
+def test_values_that_a_recipe_refuses_are_refused_in_python(settings: dict, words: list[str]) -> None:
+    with pytest.raises(RecipeError) as found:
+        LoraSettings(**settings)
+    for word in words:
+        assert word in str(found.value)
+
+
+def test_names_in_a_list_are_those_in_a_tuple() -> None:
+    one = LoraSettings(target_modules=["q_proj"], modules_to_save=["norm"])
+    assert one == LoraSettings(target_modules=("q_proj",), modules_to_save=("norm",))
+    assert LoraSettings.from_dict(one.to_dict()) == one
+    assert LoraSettings(lora_alpha=-1.5, alpha_pattern={"q_proj": -2}, any_rank=True).lora_alpha == -1.5
 
 
 def test_a_module_may_be_adapted_in_one_layer_and_trained_whole_in_another() -> None:

@@ -24,7 +24,8 @@ from lora_cases import (
 from safetensors.torch import load_file, save_file
 
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters, load_adapter, save_adapter, use_adapters
-from trimtab.adapt.lora import active_adapters, adapter_names, trained_parameters
+from trimtab.adapt.lora import active_adapters, adapter_names, set_masks, trained_parameters
+from trimtab.adapt.merging import merge_adapters
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.peft_files import fill_adapter, own_tensors
 from trimtab.adapt.spec import adapter_parameters
@@ -147,6 +148,25 @@ def test_an_adapter_beyond_its_matrices_trains_further(tmp_path: Path) -> None:
     again = base()
     load_adapter(again, tmp_path / "b")
     assert torch.equal(logits(again), logits(decoder.eval()))
+
+
+def test_dropout_on_the_head_is_refused_where_it_would_be_trained_only(tmp_path: Path) -> None:
+    plain = adapted(LoraSettings(r=2, target_modules=("q_proj", "lm_head")), UNTIED)
+    (tmp_path / "a").mkdir()
+    save_adapter(plain, tmp_path / "a", base_name="some/base")
+    edit_config(tmp_path / "a", lora_dropout=0.1)
+    decoder = base(UNTIED)
+    found = load_adapter(decoder, tmp_path / "a")
+    assert torch.equal(logits(decoder.eval()), logits(plain.eval()))
+    masks = set_masks(decoder, torch.device("cpu"))
+    assert masks is not None
+    masks.set(0, 0, 0)
+    with pytest.raises(RecipeError, match=r"drops inputs of lm_head.*decoder\.eval"):
+        decoder.train().loss(IDS_BT, IDS_BT)
+    with pytest.raises(RecipeError, match=r"lm_head's matrix as a whole; set lora_dropout: 0"):
+        add_adapters(base(UNTIED), found.settings)
+    merge_adapters(decoder.eval(), dtype="fp32")
+    torch.testing.assert_close(logits(decoder), logits(plain), rtol=1e-4, atol=1e-5)
 
 
 def written(folder: Path, settings: LoraSettings | None = None) -> Path:

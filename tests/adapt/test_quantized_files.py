@@ -150,6 +150,27 @@ def test_an_offset_of_the_scales_is_a_number(changed: Any, tmp_path: Path) -> No
         load_weights(empty(double=True), path)
 
 
+def test_other_blocks_of_the_scales_are_said_to_be_bitsandbytes_and_load_as_numbers(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    expected = plain(seed=9)
+    load_weights(expected, path)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    ending = ".quant_state.bitsandbytes__nf4"
+    for state in [name for name in tensors if name.endswith(ending)]:
+        text = {**json.loads(bytes(tensors[state].tolist())), "nested_blocksize": 512}
+        tensors[state] = torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8)
+        assert tensors[state.replace(ending, ".nested_absmax")].numel() == 1  # fewer scales than one block
+    save_file(tensors, file, metadata={"format": "pt"})
+    words = r"_proj.weight: bitsandbytes wrote .*nested_blocksize 512.*default only, 256; .*leave load_in_4bit out"
+    with pytest.raises(ModelError, match=words):
+        load_weights(empty(double=True), path)
+    ordinary = plain(seed=9)
+    load_weights(ordinary, path)
+    for name, parameter in ordinary.named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name)), name
+
+
 def test_damaged_int8_files_are_refused(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, load_in_8bit=True)
     file = path / "model.safetensors"

@@ -195,6 +195,32 @@ def test_broken_characters_are_repaired_and_counted(tmp_path: Path, tokenizer: T
     assert "c\ufffdd\ufffd" in highlighted(corpus, tokenizer)["runs"][1][0]
 
 
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["plain", "marked"])
+def test_broken_characters_in_lists_written_as_json_are_repaired_too(tmp_path: Path, template: str) -> None:
+    answer = {"role": "assistant", "content": "It \ud800is\ufdd1 four. \U0001f642"}
+    path = write(tmp_path / "a.jsonl", [{"messages": json.dumps([QUESTION, answer])}])
+    tokenizer = chat_tokenizer(template)
+    corpus = opened(path, tokenizer)
+    assert corpus.summary.repaired == 1
+    assert highlighted(corpus, tokenizer)["runs"][1] == ("It \ufffdis\ufffd four. \U0001f642<|im_end|>", True)
+
+
+def test_broken_characters_in_names_and_tools_are_repaired_too(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("{{ tools | tojson if tools }}" + CHATML)
+    rows = [
+        {"messages": [QUESTION, ANSWER], "tools": tools}
+        for tools in ([{"\ud800": 1}], json.dumps([{"\ud800": 1}]), [{"\U0001f642": 1}])
+    ]
+    corpus = opened(write(tmp_path / "a.jsonl", rows), tokenizer)
+    assert corpus.summary.repaired == 2
+    shown = [highlighted(corpus, tokenizer, number=number)["runs"][0][0] for number in range(3)]
+    assert [text.partition("<")[0] for text in shown] == [
+        '[{"\ufffd": 1}]',
+        '[{"\ufffd": 1}]',
+        '[{"\U0001f642": 1}]',
+    ]
+
+
 BAD_ROWS = {
     "a number": (3, r"a.jsonl:2: is a number, not an object"),
     "another format": (
@@ -315,6 +341,7 @@ def test_masks_are_those_of_transformers(tmp_path: Path, template: str, spaced: 
     rows = []
     for _ in range(40):
         said = [str(draw.choice(texts)) for _ in range(2 * draw.integers(1, 4))]
+        said[-1] = said[-1] or "a"  # a last answer that is empty is left out
         roles = ("user", "assistant")
         rows.append([{"role": roles[i % 2], "content": text} for i, text in enumerate(said)])
     corpus = opened(write(tmp_path / "a.jsonl", [{"messages": row} for row in rows]), tokenizer)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import CHATML, LLAMA3, chat_tokenizer
+from chat_templates import CHATML, CHATML_MARKED, LLAMA3, chat_tokenizer
 from data_rows import opened, write
 from hypothesis import given
 from hypothesis import strategies as st
@@ -355,3 +355,67 @@ def test_an_output_that_is_empty_or_null_is_no_answer(
     assert opened(path, tokenizer, train_on="all").summary.documents == 3
     with pytest.raises(DataError, match="nothing to train on: 2 without a token to train on"):
         opened(write(tmp_path / "b.jsonl", [unanswered] * 2), tokenizer)
+
+
+ASKED = {"role": "user", "content": "Add."}
+ANSWERED = {"role": "assistant", "content": "4"}
+SILENT = {"role": "assistant", "content": ""}
+NO_ANSWERS: dict[str, dict[str, Any]] = {
+    "completion": {"prompt": [ASKED], "completion": ""},
+    "completion of messages": {"prompt": [ASKED], "completion": [SILENT]},
+    "completion after an answer": {"prompt": [ASKED, ANSWERED, ASKED], "completion": [SILENT]},
+    "completion to a text": {"prompt": "Add.", "completion": [SILENT]},
+    "messages": {"messages": [ASKED, SILENT]},
+    "messages, named": {"messages": [ASKED, {**SILENT, "name": "bot", "reasoning_content": ""}]},
+    "messages, twice": {"messages": [ASKED, SILENT, ASKED, SILENT]},
+    "messages, context": {"messages": [ASKED, SILENT, ASKED, {**ANSWERED, "weight": 0}]},
+    "messages, parts": {"messages": [ASKED, {**SILENT, "content": []}]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "Add."}, {"from": "gpt", "value": ""}]},
+}
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LLAMA3], ids=["chatml", "marked", "llama3"])
+@pytest.mark.parametrize("case", NO_ANSWERS)
+def test_a_conversation_of_empty_answers_has_nothing_to_train_on(
+    tmp_path: Path, case: str, template: str
+) -> None:
+    """As a plain prompt with an empty completion has nothing."""
+    tokenizer, row = chat_tokenizer(template), NO_ANSWERS[case]
+    with pytest.raises(DataError, match="nothing to train on: 2 without a token to train on"):
+        opened(write(tmp_path / "a.jsonl", [row] * 2), tokenizer)
+    assert opened(tmp_path / "a.jsonl", tokenizer, train_on="all").summary.documents == 2
+
+
+@pytest.mark.parametrize("train_on", ["completions", "last"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASKED, ANSWERED, ASKED, SILENT]},
+        {"prompt": [ASKED], "completion": [ANSWERED, ASKED, SILENT]},
+    ],
+    ids=["messages", "prompt-completion"],
+)
+def test_an_empty_answer_at_the_end_is_left_out_with_its_question(
+    tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], train_on: Any
+) -> None:
+    corpus = opened(write(tmp_path / "a.jsonl", [row]), tokenizer, train_on=train_on)
+    assert (corpus.summary.unanswered, corpus.summary.untrained) == (1, 0)
+    shown = highlighted(corpus, tokenizer)["runs"]
+    assert [text for text, trained in shown if trained] == ["4<|im_end|>"]
+    assert shown[-1] == ("\n", False)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"content": " "},
+        {"content": "", "reasoning_content": "Hm."},
+        {"content": "", "tool_calls": [{"name": "add"}]},
+    ],
+    ids=["white space", "thinking", "a call"],
+)
+def test_an_answer_without_words_is_still_one(
+    tmp_path: Path, tokenizer: Tokenizer, said: dict[str, Any]
+) -> None:
+    row = {"messages": [ASKED, {"role": "assistant", **said}]}
+    assert opened(write(tmp_path / "a.jsonl", [row]), tokenizer).summary.documents == 1

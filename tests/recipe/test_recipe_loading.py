@@ -168,6 +168,7 @@ def test_refused_keys_say_what_to_do() -> None:
         ("recompute=[none, foo]", "recompute cannot be [none, foo]"),
         ("mlp_tiles=0", "mlp_tiles cannot be 0"),
         ("unpacked_layers=x", "unpacked_layers cannot be x"),
+        ("recompute=[none, null]", "recompute cannot be [none, null] (from"),
         ("data.chat_template_kwargs={a: [1]}", "data.chat_template_kwargs.a cannot be [1]"),
         ("torch_compile=yes", "torch_compile: 'yes' is not one of auto, true, false"),
     ],
@@ -207,6 +208,58 @@ def test_a_value_that_is_none_of_several_kinds_is_one_problem(override: str, sai
 )
 def test_keys_that_contradict_each_other(line: str, part: str) -> None:
     assert part in message(MINIMAL + line + "\n")
+
+
+NO_VALUE = {
+    "learning_rate": "give one, for example `learning_rate: 2e-05`, or leave it out",
+    "packing": "give one, for example `packing: true`, or leave it out",
+    "optim": "give one, for example `optim: adamw_8bit`, or leave it out",
+    "output_dir": "give one, for example `output_dir: runs/my-run`, or leave it out",
+    "mlp_tiles": "give one, for example `mlp_tiles: auto`, or leave it out",
+    "recompute": "give one, for example `recompute: auto`, or leave it out",
+    "prompts": "give one, for example `prompts: [The derivative of x^2 is]`, or leave it out",
+    "lora.target_modules": "give one, for example `target_modules: all-linear`, or leave it out",
+    "lora.rank_pattern.q_proj": "give one, or leave it out",
+    "data.chat_template_kwargs.a": "give one, or leave it out",
+    "data.eval": "give one, or leave it out",
+    "data.train": "give one, for example `train: [./notes, data/*.jsonl]`",
+    "model.name": "give one, for example `name: Qwen/Qwen3-0.6B-Base`",
+    "model": "give one, for example `model: Qwen/Qwen3-0.6B-Base`",
+}
+"""Numbers, words, lists, mappings, sections; those that a recipe needs cannot be left out."""
+
+
+@pytest.mark.parametrize("key", NO_VALUE)
+@pytest.mark.parametrize("written", ["", "null", "~"])
+def test_a_key_with_nothing_after_it_has_no_value(key: str, written: str) -> None:
+    override = f"{key}={written}"
+    assert message(MINIMAL, (override,)) == f"{key} has no value (from '{override}'); {NO_VALUE[key]}"
+
+
+def test_keys_with_nothing_after_them_are_named_with_their_lines() -> None:
+    said = message("model:\ndata: {train: [a, null]}\nlearning_rate:\nmlp_tiles: null\n")
+    assert "model has no value (line 1); " in said
+    assert "data.train.1 has no value (line 2); give one, or leave it out" in said
+    assert "learning_rate has no value (line 3); " in said
+    assert "mlp_tiles has no value (line 4); " in said
+    assert "None" not in said
+
+
+@pytest.mark.parametrize("limit", ["0B", "0.0GiB", "0 GB", "0.1B", "0%", "0.0 %"])
+def test_a_memory_limit_of_nothing_is_refused(limit: str) -> None:
+    assert message(MINIMAL, (f"memory_limit={limit}",)) == (
+        f"memory_limit: {limit} is neither a size nor a share above 0; write it like 24GiB, 24GB or 80%"
+    )
+    assert loads(MINIMAL, ["memory_limit=0.5GiB"]).memory_limit == "0.5GiB"
+
+
+def test_there_are_no_more_tiles_than_tokens() -> None:
+    keys = "per_device_train_batch_size: 2\nmax_seq_length: 16\nmlp_tiles: "
+    assert loads(f"{MINIMAL}{keys}32\n").mlp_tiles == 32
+    assert message(f"{MINIMAL}{keys}33\n") == (
+        "mlp_tiles: 33 is more than there are tokens at once (per_device_train_batch_size: 2 × max_seq_length: 16); "
+        "give at most 32"
+    )
 
 
 @pytest.mark.parametrize("share", ["0", "1", "-0.1", "1.5"])

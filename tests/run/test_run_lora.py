@@ -15,6 +15,7 @@ from tiny_model import write_recipe, write_tiny_model
 
 import trimtab
 from trimtab.adapt import active_adapters
+from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.checkpoint import read_manifest
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.launch import prepare
@@ -346,6 +347,32 @@ def test_number_formats_train(formats: dict[str, str], plain: Path, tmp_path: Pa
     assert {entry.dtype for name, entry in manifest.tensors.items() if name.startswith("parameters.")} == {
         "float32"
     }
+
+
+def test_dropout_on_the_head_matters_to_training_only(tmp_path: Path) -> None:
+    """An adapter of peft's that was trained so is generated with and merged, and not trained further."""
+    write_tiny_model(tmp_path / "model", tie_embeddings=False)
+    lora = {"r": 2, "target_modules": ["q_proj", "lm_head"]}
+    run = new_run(tmp_path, lora=lora, max_steps=3, learning_rate=1e-2)
+    adapter = tmp_path / "adapter"
+    assert call("export", "peft", run, adapter) == (0, ANY)
+    config = adapter / "adapter_config.json"
+    config.write_text(config.read_text().replace('"lora_dropout": 0.0', '"lora_dropout": 0.1'))
+    assert read_adapter_folder(adapter).settings.lora_dropout == 0.1
+    assert call("generate", tmp_path / "model", "the", "--adapter", adapter) == (0, ANY)
+    assert call("merge", tmp_path / "model", tmp_path / "merged", "--adapter", adapter) == (0, ANY)
+    trimtab.load(tmp_path / "model", adapter=adapter, device="cpu").save_adapter(tmp_path / "again")
+    recipe = {**SMALL, "lora": {"adapter": str(adapter)}, "output_dir": str(tmp_path / "on")}
+    code, said = call("train", write_recipe(tmp_path, **recipe))
+    assert code == 2, said
+    for word in (
+        "adapts lm_head with a lora_dropout of 0.1",
+        "set lora_dropout to 0 in its adapter_config.json",
+    ):
+        assert word in " ".join(said.split())
+    code, said = call("train", write_recipe(tmp_path, **{**recipe, "lora": {**lora, "lora_dropout": 0.1}}))
+    assert code == 2, said
+    assert "leave lm_head out of lora.target_modules" in " ".join(said.split())
 
 
 def test_export_hf_of_a_run_with_adapters_names_the_way(plain: Path, tmp_path: Path) -> None:

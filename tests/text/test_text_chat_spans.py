@@ -141,6 +141,7 @@ def test_marks_that_cannot_be_told_apart_are_said() -> None:
     once = templates.CHATML_MARKED.replace("{% if m.role == 'assistant' %}", "{% if loop.index0 == 1 %}")
     with pytest.raises(TemplateFailed, match=r"marks 1 stretches where 2 answers are"):
         trained(once, TWO, skipped=[3])
+    assert trained(once, TWO, skipped=[1, 3]) == [], "where none is trained on, none has to be told apart"
 
 
 def test_where_it_cannot_be_told_the_error_says_why_and_last_still_works() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from trimtab.adapt import targets
 from trimtab.adapt.lora_dropout import Masks
 from trimtab.adapt.lora_layers import LoRAEmbedding, LoRALinear
-from trimtab.adapt.spec import DEFAULT, LoraSettings, Target, resolve
+from trimtab.adapt.spec import DEFAULT, LoraSettings, Target, check_trainable, resolve
 from trimtab.adapt.spec_quantized import check_whole
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.model.decoder import Decoder
@@ -32,6 +32,8 @@ def add_adapters(decoder: Decoder, settings: LoraSettings, *, adapter: str = DEF
     No name of the model changes. The adapters' numbers are undefined until `init_adapters` or `load_adapter`. Called
     again with another name it adds a second adapter beside the first.
 
+    Settings that cannot be trained are refused; an adapter that is only used comes through `load_adapter`.
+
     Args:
         decoder: from `build`, quantized layout and all.
         settings: which modules, rank, alpha and so on.
@@ -42,6 +44,12 @@ def add_adapters(decoder: Decoder, settings: LoraSettings, *, adapter: str = DEF
         >>> load_weights(decoder, "my-model")  # doctest: +SKIP
         >>> init_adapters(decoder, seed=0)  # doctest: +SKIP
     """
+    check_trainable(decoder.shape, settings)
+    return place_adapters(decoder, settings, adapter)
+
+
+def place_adapters(decoder: Decoder, settings: LoraSettings, adapter: str) -> Decoder:
+    """`add_adapters`, of an adapter that may be one to use and not to train."""
     if not adapter.replace("-", "_").isidentifier():
         raise RecipeError(f"{adapter!r} cannot be an adapter's name", "use letters, digits, - and _")
     if hasattr(nn.ParameterDict(), adapter) or hasattr(nn.ModuleDict(), adapter):

@@ -18,6 +18,7 @@ from trimtab.adapt.fused_lora import Part, lora_group
 from trimtab.adapt.lora_products import add_lora, lora_linear
 from trimtab.adapt.quantized import QuantizedLinear
 from trimtab.adapt.spec import LoraSettings
+from trimtab.facts.errors import RecipeError
 from trimtab.facts.randomness import derive
 from trimtab.model.building import torch_dtype
 
@@ -155,9 +156,14 @@ class LoRALinear(Adapted):
 
     def effective_weight(self) -> torch.Tensor:
         """W with the active adapters in it, [O, I] in W's format, differentiable in them: for a loss that takes a
-        matrix. Holds a second W."""
+        matrix. Holds a second W. RecipeError while training with dropout: there is no input to drop."""
         weight_OI = self.dense_weight()
         for adapter in self.active:
+            if self._drop(adapter):
+                raise RecipeError(
+                    f"adapter {adapter} drops inputs of {self.path}, and the loss uses its matrix as a whole",
+                    "call decoder.eval() to use it; to train it, make it with lora_dropout=0",
+                )
             a_RI, b_OR = self.factors(adapter)
             factors = b_OR.to(weight_OI.dtype), a_RI.to(weight_OI.dtype)
             weight_OI = torch.addmm(weight_OI, *factors, alpha=self.scaling[adapter])

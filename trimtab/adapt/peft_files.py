@@ -14,8 +14,8 @@ from trimtab.adapt import targets
 from trimtab.adapt.lora import (
     active_adapters,
     adapted_layers,
-    add_adapters,
     keep_whole,
+    place_adapters,
     remove_adapter,
     use_adapters,
 )
@@ -135,7 +135,7 @@ def load_adapter(decoder: Decoder, folder: str | Path, *, adapter: str = DEFAULT
     """
     found = fitted(decoder.shape, read_adapter_folder(folder))
     before = active_adapters(decoder)
-    add_adapters(decoder, found.settings, adapter=adapter)
+    place_adapters(decoder, found.settings, adapter)
     try:
         fill_adapter(decoder, found, adapter=adapter)
     except ModelError:  # the model is as it was

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import reprlib
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from trimtab.adapt import targets
+from trimtab.adapt.settings_rules import ANY_STRENGTH, NAMES, RANK, SHARE, SWITCH, Rule
 from trimtab.facts.errors import ModelError
 
 CONFIG = "adapter_config.json"
@@ -25,7 +24,6 @@ FACTORS_A = (".lora_A.weight", ".lora_embedding_A")
 
 _FACTORS = (*FACTORS_A, ".lora_B.weight", ".lora_embedding_B")
 _FORMATS = ("F16", "BF16", "F32", "F64")
-_MOST_RANK = 1 << 31
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
@@ -42,43 +40,28 @@ _MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` that also change the base's own weights."""
 
 
-def _is_rank(value: Any) -> bool:
-    return type(value) is int and 1 <= value < _MOST_RANK
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-def _is_strength(value: Any) -> bool:
-    return _is_number(value) and value != 0
-
-
-def _is_share(value: Any) -> bool:
-    return value is None or (_is_number(value) and 0 <= value < 1)
-
-
-def _is_switch(value: Any) -> bool:
-    return value is None or type(value) is bool
-
-
 def _is_text(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
 def _is_names(value: Any) -> bool:
-    return _is_text(value) or (isinstance(value, list) and all(isinstance(word, str) for word in value))
+    return _is_text(value) or NAMES.fits(value)
 
 
-def _maps_to(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Whether patterns can be used as such and lead to what fits."""
+def _or_null(rule: Rule) -> Rule:
+    """The same of a key that may be null, which is as if it were not there."""
+    return Rule(lambda value: value is None or rule.fits(value), rule.expected)
+
+
+def _by_module(rule: Rule, expected: str) -> Rule:
+    """Patterns that can be used as such and lead to what fits."""
 
     def all_fit(value: Any) -> bool:
         if not isinstance(value, dict):
             return value is None
-        return all(targets.is_ending(key) and fits(item) for key, item in value.items())
+        return all(targets.is_ending(key) and rule.fits(item) for key, item in value.items())
 
-    return all_fit
+    return Rule(all_fit, f"{expected} by modules' names or regular expressions")
 
 
 class _Key(NamedTuple):
@@ -86,24 +69,19 @@ class _Key(NamedTuple):
 
     missing: Any
     """What it is where it is not there; peft's, but for the rank."""
-    fits: Callable[[Any], bool]
-    expected: str
+    rule: Rule
 
 
 _KEYS = {
-    "r": _Key(None, _is_rank, "a whole number, 1 or more"),
-    "lora_alpha": _Key(8, _is_strength, "a finite number other than 0"),
-    "lora_dropout": _Key(None, _is_share, "a number from 0 to below 1"),
-    "use_rslora": _Key(None, _is_switch, "true or false"),
-    "use_dora": _Key(None, _is_switch, "true or false"),
-    "rank_pattern": _Key(
-        None, _maps_to(_is_rank), "whole numbers, 1 or more, by modules' names or regular expressions"
-    ),
-    "alpha_pattern": _Key(
-        None, _maps_to(_is_strength), "finite numbers other than 0 by modules' names or regular expressions"
-    ),
-    "target_modules": _Key(None, _is_names, "a text, a list of texts or null"),
-    "base_model_name_or_path": _Key(None, _is_text, "a text or null"),
+    "r": _Key(None, RANK),
+    "lora_alpha": _Key(8, ANY_STRENGTH),
+    "lora_dropout": _Key(None, _or_null(SHARE)),
+    "use_rslora": _Key(None, _or_null(SWITCH)),
+    "use_dora": _Key(None, _or_null(SWITCH)),
+    "rank_pattern": _Key(None, _by_module(RANK, "whole numbers, 1 or more,")),
+    "alpha_pattern": _Key(None, _by_module(ANY_STRENGTH, "finite numbers other than 0")),
+    "target_modules": _Key(None, Rule(_is_names, "a text, a list of texts or null")),
+    "base_model_name_or_path": _Key(None, Rule(_is_text, "a text or null")),
 }
 
 
@@ -122,8 +100,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(
             f"{path} describes no LoRA adapter (peft_type {_short(kind)})", "only LoRA can be loaded"
         )
-    config = {**{key: rule.missing for key, rule in _KEYS.items()}, **config}
-    for key, rule in _KEYS.items():
+    config = {**{key: known.missing for key, known in _KEYS.items()}, **config}
+    for key, (_, rule) in _KEYS.items():
         if not rule.fits(config[key]):
             raise ModelError(f"{path}: {key} is {_short(config[key])}", f"it must be {rule.expected}")
     _check_meaning(path, config)

@@ -230,6 +230,13 @@ class QuantizedLinear(nn.Module):
         else:
             found = ("int8", tuple(weight.codes.shape), 0, 0)
         mine = self.packing
+        if found[3] != mine.nested_block and found[3] and mine.nested_block:
+            raise ModelError(
+                f"bitsandbytes wrote its 8-bit scales with nested_blocksize {found[3]}, and they are taken as they are "
+                f"with bitsandbytes' default only, {mine.nested_block}",
+                "quantize the original weights again, or leave load_in_4bit out: the weights then load as the numbers "
+                "that they stand for",
+            )
         if found != (mine.kind, mine.shape, mine.block, mine.nested_block):
             raise ModelError(
                 f"a weight in {_words(*found)} for a layer in "

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.adapt import targets
+from trimtab.adapt import settings_rules, targets
 from trimtab.adapt.targets import ALL_LINEAR, Matrix
 from trimtab.facts.dtypes import BYTES, nbytes
 from trimtab.facts.errors import RecipeError
@@ -51,7 +51,15 @@ class LoraSettings:
     dtype: str = "fp32"
     """Number format of A and B: fp32 or bf16."""
     any_rank: bool = False
-    """Whether ranks may be beyond their matrices: fresh ones gain nothing from it, loaded ones are what they are."""
+    """Whether ranks may be beyond their matrices, and strengths negative: fresh ones gain nothing from it, loaded ones
+    are what they are."""
+
+    def __post_init__(self) -> None:
+        """RecipeError for values that cannot be, whatever the model; lists become tuples."""
+        settings_rules.check(vars(self))
+        if not isinstance(self.target_modules, str):
+            object.__setattr__(self, "target_modules", tuple(self.target_modules))
+        object.__setattr__(self, "modules_to_save", tuple(self.modules_to_save))
 
     def scaling(self, r: int, alpha: float) -> float:
         """s of one module."""
@@ -65,10 +73,7 @@ class LoraSettings:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> LoraSettings:
         """The inverse of `to_dict`."""
-        plain: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
-        }
-        return LoraSettings(**plain)
+        return LoraSettings(**data)
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ def resolve(shape: ModelShape, settings: LoraSettings) -> list[Target]:
     """The adapters that the settings mean on this model.
 
     Raises:
-        RecipeError: a module that does not exist, a rank below 1 or beyond its matrix, a pattern without meaning.
+        RecipeError: a module that does not exist, a rank beyond its matrix, a pattern without meaning.
     """
     found = []
     unused = {*settings.rank_pattern, *settings.alpha_pattern}
@@ -106,8 +111,6 @@ def resolve(shape: ModelShape, settings: LoraSettings) -> list[Target]:
         alpha = settings.lora_alpha if alpha_key is None else settings.alpha_pattern[alpha_key]
         rank_said = "lora.r" if rank_key is None else f"lora.rank_pattern: {rank_key}"
         _check_rank(r, matrix, rank_said, any_rank=settings.any_rank)
-        if not (isinstance(alpha, int | float) and math.isfinite(alpha)):
-            raise RecipeError(f"lora_alpha of {matrix.name} is {alpha}", "give a finite number")
         found.append(Target(matrix, r, alpha, settings.scaling(r, alpha)))
     if unused:
         raise RecipeError(
@@ -124,8 +127,6 @@ def _key_for(patterns: Mapping[str, Any], name: str) -> str | None:
 
 def _check_rank(r: int, matrix: Matrix, key: str, *, any_rank: bool) -> None:
     most = min(matrix.out_features, matrix.in_features)
-    if r < 1:
-        raise RecipeError(f"{key} is {r} for {matrix.name}", "a rank is at least 1")
     if r > most and not any_rank:
         size = f"{matrix.out_features} × {matrix.in_features}, of rank {most} at most"
         own = ", or give this module its own with lora.rank_pattern" if key == "lora.r" else ""
@@ -138,17 +139,38 @@ def _check_kinds(shape: ModelShape, found: list[Target], settings: LoraSettings)
             "lora.use_dora is on and embed_tokens is among the targets",
             "DoRA is for linear layers; leave it out",
         )
-    if settings.lora_dropout and any(target.name == targets.HEAD for target in found):
-        raise RecipeError(
-            "lora.lora_dropout drops inputs of a layer, and the loss uses lm_head's matrix as a whole",
-            "set lora_dropout: 0, or leave lm_head out of lora.target_modules",
-        )
     whole = targets.meant(targets.modules(shape), settings.modules_to_save)
     both = [target.name for target in found if target.name in whole]
     if both:
         raise RecipeError(
             f"{both[0]} is both in lora.target_modules and in lora.modules_to_save", "keep it in one of them"
         )
+
+
+def check_trainable(shape: ModelShape, settings: LoraSettings, adapter: str | None = None) -> None:
+    """RecipeError for adapters that can be used, for generating or merging, and not trained.
+
+    Args:
+        shape: the model's.
+        settings: the adapters'.
+        adapter: where they were loaded from, if they were.
+
+    Example:
+        >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> check_trainable(tiny, LoraSettings(r=2, lora_dropout=0.1))
+    """
+    if not settings.lora_dropout or all(target.name != targets.HEAD for target in resolve(shape, settings)):
+        return
+    cause = f"drops inputs of a layer, and the loss uses {targets.HEAD}'s matrix as a whole"
+    if adapter is None:
+        raise RecipeError(
+            f"lora.lora_dropout {cause}",
+            f"set lora_dropout: 0, or leave {targets.HEAD} out of lora.target_modules",
+        )
+    raise RecipeError(
+        f"lora.adapter: {adapter} adapts {targets.HEAD} with a lora_dropout of {settings.lora_dropout}, which {cause}",
+        "to train it further, set lora_dropout to 0 in its adapter_config.json",
+    )
 
 
 def adapter_parameters(

@@ -91,13 +91,25 @@ def example_of(place: str, value: Any, form: Format, *, template: bool, keep_end
         raise DataError(f"{place}: {error.cause}", error.remedy) from None
     if isinstance(found, tuple):
         return Example(None, found, repaired=repaired) if any(text for text, _ in found) else None
-    if not found.messages:
-        return None
-    last = max((i for i, m in enumerate(found.messages) if m["role"] == "assistant"), default=-1)
-    unanswered = last >= 0 and last < len(found.messages) - 1
-    if unanswered and not keep_end:
-        found = Conversation(found.messages[: last + 1], found.tools, found.skipped)
-    return Example(found, unanswered=unanswered and not keep_end, repaired=repaired)
+    return _chat(found, keep_end, repaired) if found.messages else None
+
+
+def _chat(found: Conversation, keep_end: bool, repaired: bool) -> Example:
+    """A conversation up to its last answer in which something is said; without any, nothing of it is trained on."""
+    # Once more, for lists that were written as JSON: escapes in them are characters only now.
+    (messages, tools), late = _clean([found.messages, found.tools])
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    said = [i for i in answers if _says_something(messages[i])]
+    end = (said or answers or [len(messages) - 1])[-1] + 1
+    unanswered = end < len(messages) and not keep_end
+    skipped = found.skipped if any(i not in found.skipped for i in said) else answers
+    made = Conversation(messages[:end] if unanswered else messages, tools, skipped)
+    return Example(made, unanswered=unanswered, repaired=repaired or late)
+
+
+def _says_something(message: Message) -> bool:
+    """Whether there is a text, be it white space, a call of a tool, thinking: anything but who speaks."""
+    return any(inner for key, inner in message.items() if key not in ("role", "name"))
 
 
 def _turns(value: Mapping[str, Any], form: Format, template: bool) -> Conversation:
@@ -250,8 +262,10 @@ def _clean(value: Any) -> tuple[Any, bool]:
             return value, False
         return _MARKS.sub("\ufffd", value), True
     if isinstance(value, dict):
-        pairs = {str(key): _clean(inner) for key, inner in value.items()}
-        return {key: made for key, (made, _) in pairs.items()}, any(bad for _, bad in pairs.values())
+        pairs = [(_clean(str(key)), _clean(inner)) for key, inner in value.items()]
+        return {key: made for (key, _), (made, _) in pairs}, any(
+            one or other for (_, one), (_, other) in pairs
+        )
     if isinstance(value, list):
         cleaned = [_clean(inner) for inner in value]
         return [made for made, _ in cleaned], any(bad for _, bad in cleaned)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from trimtab.facts.errors import RecipeError
 from trimtab.recipe.keys import Recipe
@@ -101,17 +102,29 @@ def _written(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {_written(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_written, value)) + "]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return value if isinstance(value, str) else _inline(value)
 
 
 def _none_of(path: Path, value: Any, where: dict[Path, str]) -> tuple[str, str | None]:
     """(cause, remedy) for a value that is none of the several things that a key may be."""
-    model = section_at(path[:-1])
-    field = model.model_fields.get(str(path[-1])) if model else None
+    if value is None:
+        return _no_value(path, where)
+    field = _field(path)
     examples = (field.examples if field else None) or []
     shown = " or ".join(f"`{path[-1]}: {_written(example)}`" for example in examples)
     cause = f"{dotted(path)} cannot be {_written(value)[:80]}{_place(path, where)}"
     return cause, f"write it like {shown}" if shown else None
+
+
+def _no_value(path: Path, where: dict[Path, str]) -> tuple[str, str]:
+    """(cause, remedy) for a key that needs a value and has none: nothing is written after it, or `null`."""
+    field = _field(path)
+    example = f", for example `{path[-1]}: {_written(field.examples[0])}`" if field and field.examples else ""
+    needed = field is not None and field.is_required()
+    return (
+        f"{dotted(path)} has no value{_place(path, where)}",
+        f"give one{example}{'' if needed else ', or leave it out'}",
+    )
 
 
 def combine(found: list[tuple[str, str | None]], name: str) -> RecipeError:
@@ -131,11 +144,12 @@ def _problem(detail: Any, where: dict[Path, str]) -> Iterator[tuple[str, str | N
             yield cause, remedy
     elif kind == "extra_forbidden":
         yield unknown_key(path, place)
+    elif value is None and path:
+        yield _no_value(path, where)
     elif kind == "missing":
-        model = section_at(path[:-1])
-        assert model is not None
-        examples = model.model_fields[str(path[-1])].examples
-        remedy = f"for example `{path[-1]}: {_inline(examples[0])}`" if examples else None
+        field = _field(path)
+        assert field is not None
+        remedy = f"for example `{path[-1]}: {_inline(field.examples[0])}`" if field.examples else None
         yield f"missing key '{dotted(path)}'{_place(path[:-1], where)}", remedy
     elif kind == "literal_error":
         choices = [word.strip("'") for word in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
@@ -203,9 +217,14 @@ def expects_text(path: Path) -> bool:
 
 def _annotation(path: Path) -> Any:
     """The type of the key at this path; None where there is no such key."""
-    parent = section_at(path[:-1]) if path else None
-    field = parent.model_fields.get(str(path[-1])) if parent else None
+    field = _field(path)
     return field.annotation if field else None
+
+
+def _field(path: Path) -> FieldInfo | None:
+    """The key at this path; None where there is no such key."""
+    parent = section_at(path[:-1]) if path else None
+    return parent.model_fields.get(str(path[-1])) if parent else None
 
 
 def unwritable(value: Any, where: dict[Path, str], path: Path = ()) -> Iterator[tuple[str, str | None]]:

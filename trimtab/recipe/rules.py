@@ -126,12 +126,22 @@ def _memory(recipe: Recipe) -> Iterator[str]:
             "set recompute: offload, or torch_compile: false"
         )
     limit = recipe.memory_limit
-    if limit is not None and parse_bytes(limit) is None and parse_share(limit) is None:
-        yield f"memory_limit: {limit} is neither a size nor a share; write it like 24GiB, 24GB or 80%"
+    if limit is not None and not parse_bytes(limit) and parse_share(limit) is None:
+        yield f"memory_limit: {limit} is neither a size nor a share above 0; write it like 24GiB, 24GB or 80%"
     if recipe.gradient_checkpointing is not None and recipe.recompute != "auto":
         yield (
             f"gradient_checkpointing: {str(recipe.gradient_checkpointing).lower()} and recompute are both given; "
             "keep recompute"
+        )
+    yield from _tiles(recipe)
+
+
+def _tiles(recipe: Recipe) -> Iterator[str]:
+    windows, length = recipe.per_device_train_batch_size, recipe.max_seq_length
+    if recipe.mlp_tiles != "auto" and recipe.mlp_tiles > windows * length:
+        yield (
+            f"mlp_tiles: {recipe.mlp_tiles} is more than there are tokens at once "
+            f"(per_device_train_batch_size: {windows} × max_seq_length: {length}); give at most {windows * length}"
         )
 
 

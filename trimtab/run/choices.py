@@ -8,7 +8,7 @@ from typing import Any
 
 from trimtab.adapt import spec_quantized
 from trimtab.adapt.peft_config import fitted, read_adapter_folder
-from trimtab.adapt.spec import LoraSettings, resolve
+from trimtab.adapt.spec import LoraSettings, check_trainable, resolve
 from trimtab.adapt.targets import EMBEDDING, select_modules
 from trimtab.facts.compilers import compile_obstacle
 from trimtab.facts.devices import DeviceFacts
@@ -127,6 +127,7 @@ def _lora(recipe: Recipe, shape: ModelShape) -> LoraSettings | None:
         return None
     if lora.adapter is not None:
         settings = fitted(shape, read_adapter_folder(lora.adapter)).settings
+        check_trainable(shape, settings, lora.adapter)
         if recipe.model.added_tokens and EMBEDDING not in settings.modules_to_save:
             raise RecipeError(
                 f"model.added_tokens gives the embedding rows that lora.adapter: {lora.adapter} does not train",
@@ -135,6 +136,7 @@ def _lora(recipe: Recipe, shape: ModelShape) -> LoraSettings | None:
         return settings
     settings = LoraSettings.from_dict(lora.model_dump(exclude={"adapter"}))
     resolve(shape, settings)
+    check_trainable(shape, settings)
     select_modules(shape, settings.modules_to_save)
     return settings
 

@@ -37,6 +37,8 @@ def answers(messages: Sequence[Message], skipped: Sequence[int] = ()) -> list[in
 def chosen_marks(marks: list[Span], every: list[int], chosen: list[int], last: bool) -> list[Span]:
     """Of the stretches a template marks for `every` answer those of the chosen ones."""
     if chosen != every:
+        if not chosen:
+            return []
         if len(marks) != len(every):
             raise NotFound(
                 f"it marks {len(marks)} stretches where {len(every)} answers are, and not all of these are to be "

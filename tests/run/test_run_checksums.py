@@ -1,0 +1,199 @@
+"""Checksums of a base's files: read once, read again after any write, and never believed where a write could hide."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from trimtab.checkpoint import manifest
+from trimtab.facts.errors import CheckpointError
+from trimtab.run import checksums
+from trimtab.run.adapters import check_base
+from trimtab.run.checksums import remembered
+
+
+@pytest.fixture(autouse=True)
+def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Names of the files that were read, as they are. Small files are worth a note here, and files settle at once."""
+    found: list[str] = []
+    plain = manifest.digest
+
+    def noted(path: Path, *, sync: bool = False) -> manifest.File:
+        found.append(path.name)
+        return plain(path, sync=sync)
+
+    monkeypatch.setattr(manifest, "digest", noted)
+    monkeypatch.setattr(checksums, "WORTH", 4)
+    monkeypatch.setattr(checksums, "SETTLED_NS", -(10**12))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return found
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def weights(folder: Path, *contents: bytes) -> list[Path]:
+    folder.mkdir(exist_ok=True)
+    paths = [folder / f"model-{i}.safetensors" for i in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    return paths
+
+
+def notes(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "home" / ".cache" / "trimtab" / "checksums").glob("*"))
+
+
+def test_a_file_is_read_once_and_again_when_it_was_written_to(tmp_path: Path, reads: list[str]) -> None:
+    paths = weights(tmp_path / "base", b"first", b"second")
+    expected = {path.name: manifest.File(path.stat().st_size, sha256(path.read_bytes())) for path in paths}
+    assert remembered(paths) == expected
+    assert sorted(reads) == [path.name for path in paths]
+    reads.clear()
+    assert remembered(reversed(paths)) == expected
+    assert list(remembered(reversed(paths))) == sorted(expected)
+    assert reads == []
+    assert [path.suffix for path in notes(tmp_path)] == [".json", ".json"], "nothing half written is left"
+    paths[1].write_bytes(b"SECOND")
+    assert remembered(paths)[paths[1].name].sha256 == sha256(b"SECOND")
+    assert reads == [paths[1].name]
+
+
+def test_a_write_that_puts_the_time_back_is_seen(tmp_path: Path, reads: list[str]) -> None:
+    """As `rsync --times --inplace` and `touch -r` do."""
+    (path,) = weights(tmp_path / "base", b"before")
+    remembered([path])
+    stat = path.stat()
+    time.sleep(0.05)
+    path.write_bytes(b"behind")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    assert remembered([path])[path.name].sha256 == sha256(b"behind")
+
+
+def test_another_file_in_its_place_is_seen(tmp_path: Path, reads: list[str]) -> None:
+    one, two = weights(tmp_path / "base", b"one of them", b"the other 1")
+    link = tmp_path / "base" / "link"
+    link.symlink_to(one)
+    assert remembered([link])["link"].sha256 == sha256(b"one of them")
+    link.unlink()
+    link.symlink_to(two)
+    assert remembered([link])["link"].sha256 == sha256(b"the other 1")
+    os.replace(two, one)
+    assert remembered([one])[one.name].sha256 == sha256(b"the other 1")
+
+
+def test_what_was_written_just_now_is_not_remembered(
+    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksums, "SETTLED_NS", 2_000_000_000)
+    (path,) = weights(tmp_path / "base", b"fresh")
+    remembered([path])
+    assert notes(tmp_path) == []
+    os.utime(path, ns=(0, 0))  # an old file by one of its times, as copies with their times kept are
+    remembered([path])
+    assert notes(tmp_path) == []
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now + 3_000_000_000)
+    remembered([path])
+    assert len(notes(tmp_path)) == 1
+    reads.clear()
+    remembered([path])
+    assert reads == []
+
+
+def test_what_is_written_while_it_is_read_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = weights(tmp_path / "base", b"before")
+    plain = manifest.digest
+
+    def written_meanwhile(path: Path, *, sync: bool = False) -> manifest.File:
+        found = plain(path, sync=sync)
+        time.sleep(0.05)
+        path.write_bytes(b"behind")
+        return found
+
+    monkeypatch.setattr(manifest, "digest", written_meanwhile)
+    remembered([path])
+    assert notes(tmp_path) == []
+
+
+def test_small_files_are_always_read(
+    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksums, "WORTH", 6)
+    paths = weights(tmp_path / "base", b"small", b"not small")
+    for _ in range(2):
+        remembered(paths)
+    assert sorted(reads) == [paths[0].name, paths[0].name, paths[1].name]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b"\xff", b'{"stat": []}', b"[" * 100_000, "sha", "bytes"],
+    ids=["empty", "torn", "list", "null", "no text", "no key", "deep", "no checksum", "of another file"],
+)
+def test_a_note_that_is_not_whole_is_passed_over(
+    content: bytes | str, tmp_path: Path, reads: list[str]
+) -> None:
+    (path,) = weights(tmp_path / "base", b"weights")
+    remembered([path])
+    (note,) = notes(tmp_path)
+    whole = note.read_text()
+    if content == "sha":
+        content = whole.replace(sha256(b"weights"), "z" * 64).encode()
+    elif content == "bytes":
+        content = whole.replace('"stat": [7', '"stat": [8').encode()
+    assert content != whole.encode()
+    note.write_bytes(content)
+    reads.clear()
+    assert remembered([path])[path.name].sha256 == sha256(b"weights")
+    assert reads == [path.name]
+    assert note.read_text() == whole
+
+
+def test_a_folder_that_cannot_be_used_costs_time_only(
+    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = weights(tmp_path / "base", b"weights")
+    (tmp_path / "home").write_text("a file where a folder should be")
+    assert remembered([path])[path.name].sha256 == sha256(b"weights")
+    monkeypatch.setattr(Path, "home", _no_home)
+    assert remembered([path])[path.name].sha256 == sha256(b"weights")
+    assert len(reads) == 2
+    full = tmp_path / "full"
+    full.mkdir()
+    monkeypatch.setattr(os, "fsync", _no_space)
+    assert remembered([path], full)[path.name].sha256 == sha256(b"weights")
+    assert list(full.iterdir()) == []
+
+
+def _no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def _no_space(handle: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_base_is_checked_without_reading_it_twice(tmp_path: Path, reads: list[str]) -> None:
+    place = tmp_path / "base"
+    place.mkdir()
+    path = place / "model.safetensors"
+    path.write_bytes(b"weights")
+    base = {"source": "some/base", "files": {path.name: {"size": 7, "sha256": sha256(b"weights")}}}
+    for _ in range(3):
+        check_base(base, place, "the run")
+    assert reads == [path.name]
+    (note,) = notes(tmp_path)
+    note.write_text(note.read_text().replace(sha256(b"weights"), "0" * 64))
+    check_base(base, place, "the run")  # a wrong note does not lock the run out
+    path.write_bytes(b"others!")
+    with pytest.raises(CheckpointError, match="other content"):
+        check_base(base, place, "the run")

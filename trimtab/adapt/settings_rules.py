@@ -1,0 +1,82 @@
+"""What an adapter's settings may be, whether Python, a recipe or peft's config gives them. No torch."""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from trimtab.facts.errors import RecipeError
+
+_MOST_RANK = (1 << 31) - 1
+
+
+class Rule(NamedTuple):
+    """Whether a value can be, and what can."""
+
+    fits: Callable[[Any], bool]
+    expected: str
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST_RANK
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
+
+
+RANK = Rule(_is_rank, f"a whole number from 1 to {_MOST_RANK}")
+ANY_STRENGTH = Rule(lambda value: _is_number(value) and value != 0, "a finite number other than 0")
+STRENGTH = Rule(lambda value: _is_number(value) and value > 0, "a finite number above 0")
+SHARE = Rule(lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 to below 1")
+SWITCH = Rule(lambda value: isinstance(value, bool), "true or false")
+NAMES = Rule(_is_names, "modules' names in a list or tuple, even if it is one")
+TARGETS = Rule(
+    lambda value: bool(value) and (isinstance(value, str) or _is_names(value)),
+    "all-linear, a regular expression, or modules' names in a list or tuple",
+)
+FORMAT = Rule(lambda value: value in ("fp32", "bf16"), "fp32 or bf16")
+
+_RULES = {
+    "r": RANK,
+    "target_modules": TARGETS,
+    "lora_dropout": SHARE,
+    "use_rslora": SWITCH,
+    "use_dora": SWITCH,
+    "modules_to_save": NAMES,
+    "dtype": FORMAT,
+    "any_rank": SWITCH,
+}
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """RecipeError for a value of `LoraSettings` that cannot be; its patterns are checked against the model.
+
+    Example:
+        >>> check({"r": 8, "lora_dropout": 0.1})
+    """
+    strength = ANY_STRENGTH if settings.get("any_rank") is True else STRENGTH
+    rules = {**_RULES, "lora_alpha": strength}
+    for key, value in settings.items():
+        if key in rules:
+            _check_value(f"lora.{key}", value, rules[key])
+    _check_pattern("lora.rank_pattern", settings.get("rank_pattern", {}), RANK)
+    _check_pattern("lora.alpha_pattern", settings.get("alpha_pattern", {}), strength)
+
+
+def _check_value(key: str, value: Any, rule: Rule) -> None:
+    if not rule.fits(value):
+        raise RecipeError(f"{key} is {reprlib.repr(value)}", f"it must be {rule.expected}")
+
+
+def _check_pattern(key: str, value: Any, rule: Rule) -> None:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise RecipeError(f"{key} is {reprlib.repr(value)}", "give modules' names with a number for each")
+    for name, number in value.items():
+        _check_value(f"{key}: {name}", number, rule)
