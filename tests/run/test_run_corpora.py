@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tiny_model import sentences, write_texts, write_tiny_model
@@ -103,3 +104,20 @@ def test_all_of_the_training_text_held_out_is_an_error(tmp_path: Path, tokenizer
     write_texts(tmp_path / "train.jsonl", 1, 5)
     with pytest.raises(DataError):
         opened(tmp_path, tokenizer, eval={"domain": [str(tmp_path / "train.jsonl")]})
+
+
+def test_characters_that_were_replaced_are_said(tmp_path: Path, tokenizer: text.Tokenizer) -> None:
+    class Listening(Quiet):
+        said: ClassVar[list[str]] = []
+
+        def message(self, text: str) -> None:
+            self.said.append(text)
+
+    rows = ["the cat sees \ud83d a dog.", "a dog runs."]
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    data = {"train": [str(tmp_path / "some.jsonl")], "cache_dir": str(tmp_path / "cache"), "num_proc": 1}
+    recipe = build({"model": "x", "data": data, "max_seq_length": 64, "max_steps": 3})
+    open_corpora(recipe, tokenizer, Listening())
+    assert [note for note in Listening.said if "U+FFFD" in note] == [
+        f"{tmp_path / 'some.jsonl'}: in 1 document halves of Unicode pairs, which no text can hold, became U+FFFD"
+    ]

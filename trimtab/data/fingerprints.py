@@ -113,8 +113,9 @@ def _remembered(path: Path, stat: tuple[int, int, int, int], memory: Path | None
             return noted["digest"]
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not there or unreadable: the file itself is read
+    began = time.time_ns()
     digest = hash_file(path)
-    if time.time_ns() - max(stat[1], stat[2]) > _SETTLED_NS and stat_of(path) == stat:
+    if began - max(stat[1], stat[2]) > _SETTLED_NS and stat_of(path) == stat:
         write_json(note, {"stat": list(stat), "digest": digest})
     return digest
 

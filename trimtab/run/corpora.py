@@ -184,6 +184,9 @@ def _notes(corpus: Any) -> Iterator[str]:
         count = getattr(summary, why)
         if count:
             yield left_out(count, why) + (f"; the first: {summary.complaint}" if why == "bad" else "")
+    if summary.repaired:
+        what = "document" if summary.repaired == 1 else "documents"
+        yield f"in {summary.repaired} {what} halves of Unicode pairs, which no text can hold, became U+FFFD"
     form = corpus.form
     if form is None:
         return

@@ -71,7 +71,10 @@ def read(state: Mapping[str, torch.Tensor], name: str) -> NF4Weight:
         return NF4Weight(codes, absmax, quant_map, tuple(shape), dtype, block)
     nested = facts.get("nested_blocksize", spec.NESTED_BLOCK)
     if not isinstance(nested, int) or nested < 2 or nested & (nested - 1):
-        raise ModelError(f"{name}: nested_blocksize {nested!r} is no power of two")
+        raise ModelError(
+            f"{name}.{STATE} has a nested_blocksize of {nested!r}, which is no power of two",
+            "convert it with bitsandbytes again",
+        )
     offset = facts.get("nested_offset")
     if not isinstance(offset, float | int) or not abs(offset) <= torch.finfo(torch.float32).max:
         raise ModelError(
