@@ -30,10 +30,7 @@ TITLES = {
     "liger": "Liger",
     "unsloth": "Unsloth",
 }
-LONGEST = (
-    "The longest window of Llama 3.1 8B with QLoRA on a card of so much memory, each confirmed by a step under a cap "
-    "(* by 8 of its 32 layers):"
-)
+LONGEST = "The longest window of Llama 3.1 8B with QLoRA on a card of so much memory, confirmed by a step under a cap"
 
 Records = dict[str, dict[str, Any]]
 
@@ -283,7 +280,8 @@ def summary(records: Records) -> str:
         lengths[0].append(f"{record['case']['cap_gb']:g}")
         part = "*" if "/" in record["case"]["job"]["model"] else ""
         lengths[1].append(f"{record['confirmed']:,}{part}")
-    return f"{_aligned(rows)}\n{LONGEST}\n\n{_aligned(lengths)}"
+    parts = " (* by 8 of its 32 layers)" if "*" in "".join(lengths[1]) else ""
+    return f"{_aligned(rows)}\n{LONGEST}{parts}:\n\n{_aligned(lengths)}"
 
 
 def _aligned(rows: list[list[str]]) -> str:
