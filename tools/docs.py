@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import typer.main
 
 from benchmarks.end_to_end import table as end_to_end
+from benchmarks.end_to_end.picture import losses
 from benchmarks.kernels.table import page, read
 from trimtab.cli.main import VERBS
 from trimtab.facts import errors
@@ -73,7 +74,10 @@ pinning the host's memory.
 
 Losses of adapters agree step by step. Where all weights are trained they are bf16, and the peers round each update to
 the nearest: at a learning rate of 1e-5 most of it is lost. trimtab rounds by chance, so that nothing is lost on average
-and the loss falls faster; "trimtab nearest" is the same step with the peers' rounding, for its losses alone.
+and the loss falls faster; "trimtab nearest" is the same step with the peers' rounding, for its losses alone. The loss
+of every step, a line a contestant:
+
+![losses of the same steps](end-to-end-losses.svg)
 
 """
 
@@ -131,6 +135,7 @@ def files(folder: Path = DOCS) -> Iterator[tuple[Path, str]]:
     yield folder / "reference" / "kernels.md", kernels_page()
     records = end_to_end.read(RESULTS / "end-to-end-h200.jsonl")
     yield folder / "reference" / "end-to-end.md", _END_TO_END + end_to_end.page(records)
+    yield folder / "reference" / "end-to-end-losses.svg", losses(records)
     yield folder.parent / "README.md", with_figures(README.read_text(encoding="utf-8"), records)
     yield from recipe_docs.files(folder)
 

@@ -72,7 +72,7 @@ def problems(records: Records) -> list[str]:
         for record in records.values()
         if record.get("failed") and (record.get("case") or {}).get("contestant") in (*OURS, NEAREST)
     ]
-    for job, of_job in _by_job(records).items():
+    for job, of_job in by_job(records).items():
         for which, allowed in ((0, FIRST_LOSS_OFF), (-1, LAST_LOSS_OFF)):
             if which and NEAREST in of_job:
                 of_job = {name: record for name, record in of_job.items() if name not in OURS}
@@ -104,7 +104,7 @@ def floor_s(job: Job, flops_per_s: float) -> float:
     return a_token * job.rows * job.tokens / flops_per_s
 
 
-def _by_job(records: Records) -> dict[Job, Records]:
+def by_job(records: Records) -> dict[Job, Records]:
     """Finished cases by job and contestant, the jobs in their records' order."""
     found: dict[Job, Records] = {}
     for record in records.values():
@@ -127,7 +127,7 @@ def _steps(records: Records) -> list[list[str]]:
     head = ["job", *PEERS, *(f"**{name}**" for name in OURS), "fastest peer / ours", "thriftiest / tight"]
     rows = [[*head, "floor ms", "of floor"]]
     why = {r["name"]: r.get("absent") or r.get("failed") for r in records.values()}
-    for job, of_job in _by_job(records).items():
+    for job, of_job in by_job(records).items():
         peers = [of_job[name] for name in PEERS if name in of_job]
         cells = [
             _cell(of_job.get(name)) if name in of_job else _short(why.get(f"{job.name}/{name}"))
@@ -166,7 +166,7 @@ def _ratio(peer_ms: float | None, record: dict[str, Any] | None) -> str:
 
 def _losses(records: Records) -> list[list[str]]:
     rows = [["job", "contestant", "first", "after the last common step", "steps"]]
-    for job, of_job in _by_job(records).items():
+    for job, of_job in by_job(records).items():
         count = min(len(record["losses"]) for record in of_job.values())
         for name, record in of_job.items():
             losses = record["losses"]
@@ -262,7 +262,7 @@ def summary(records: Records) -> str:
     """The jobs in short, as a list of what a person would choose from: the fastest peer and the thriftiest one, ours
     beside each; then the longest contexts."""
     rows = [["job", "fastest peer", "trimtab", "", "thriftiest peer", "trimtab in its memory", ""]]
-    for job, of_job in _by_job(records).items():
+    for job, of_job in by_job(records).items():
         peers = {name: of_job[name] for name in PEERS if name in of_job}
         if job.packed or _untried(job, records) or not {"trimtab", "trimtab tight"} <= set(of_job):
             continue

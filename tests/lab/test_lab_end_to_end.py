@@ -14,6 +14,7 @@ from benchmarks.end_to_end import __main__ as runner
 from benchmarks.end_to_end import child, jobs, ours, world
 from benchmarks.end_to_end.child import FEWEST
 from benchmarks.end_to_end.jobs import Case, Job
+from benchmarks.end_to_end.picture import losses
 from benchmarks.end_to_end.table import floor_s, markdown, page, problems, read, summary
 from tests.plan.plan_jobs import H200
 from trimtab.launch import preparing
@@ -171,6 +172,18 @@ def test_losses_that_are_apart_and_failures_of_ours_are_problems() -> None:
     assert len(problems(late)) == 1
     failed = records({"name": ours.name, "case": asdict(ours), "failed": "ValueError: no"})
     assert problems(failed) == [f"{ours.name}: ValueError: no"]
+
+
+def test_losses_are_drawn_where_there_is_something_to_compare() -> None:
+    steps = (9.0, 8.5, 8.0, 7.5, 7.0)
+    alone = record(Case(jobs.LLAMA_8K, "trimtab"), 1, 1, steps)
+    both = [record(Case(LLAMA, name), 1, 1, steps) for name in ("trimtab", "liger")]
+    short = [record(Case(jobs.LLAMA_32K, name), 1, 1, steps[:3]) for name in ("trimtab", "liger")]
+    drawn = losses(records(alone, *both, *short))
+    assert drawn.count("<polyline") == 2
+    assert LLAMA.name in drawn
+    assert jobs.LLAMA_8K.name not in drawn
+    assert jobs.LLAMA_32K.name not in drawn
 
 
 def test_peers_that_round_weights_to_the_nearest_are_compared_with_ours_that_do() -> None:

@@ -104,9 +104,8 @@ def _stacked(factors_RI: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
     """All A of a group as one matrix, in the format of the products."""
     if len(factors_RI) == 1:
         return factors_RI[0].to(dtype)
-    if (
-        factors_RI[0].dtype != torch.float32
-    ):  # autocast refuses to put together what is bf16 where products are fp16
+    # Autocast refuses to put together what is bf16 where products are fp16.
+    if factors_RI[0].dtype != torch.float32:
         factors_RI = [factor_RI.to(dtype) for factor_RI in factors_RI]
     return torch.cat(factors_RI).to(dtype)
 
