@@ -64,7 +64,8 @@ peers, each contestant in a process of its own, on the same random weights, wind
 synchronized steps. "trimtab" has all of the memory, "trimtab tight" the `memory_limit` that the thriftiest peer needed.
 A ratio above 1 says how many times as fast as that peer ours is. The floor is the step's products at the rate of the
 device's best product. Packed windows hold documents of 400 tokens on average, none of which sees another. Unsloth ran
-without xformers and flash-attn, on torch's attention, which costs it most where windows are packed.
+without xformers and flash-attn, on torch's attention, which costs it most where windows are packed. Not all cases
+of a row were measured on one day: the data names commit and time of each, and the machine was of the same kind.
 
 The longest contexts are those that the plan's arithmetic finds for a card of so many GB (0.7 of them for CUDA's own
 context): with all the host memory that it takes, and "here", with the 126 GiB of this host. A real step under a cap of
