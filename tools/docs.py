@@ -68,8 +68,8 @@ without xformers and flash-attn, on torch's attention, which costs it most where
 of a row were measured on one day: the data names commit and time of each, and the machine was of the same kind.
 
 The longest contexts are those that the plan's arithmetic finds for a card of so many GB (0.7 of them for CUDA's own
-context): with all the host memory that it takes, and "here", with the 126 GiB of this host. A real step under a cap of
-the allocator confirms, of the whole model or, where that would take more than ten minutes, of 8 of its 32 layers, each
+context): with all the host memory that it takes, and "here", with what this host has. A real step under a cap of the
+allocator confirms, of the whole model or, where that would take more than ten minutes, of 8 of its 32 layers, each
 as in the whole model, under a cap that is less by what the others take. The first step holds compiling kernels and
 pinning the host's memory.
 

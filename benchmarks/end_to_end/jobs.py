@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.models import MODELS
@@ -14,6 +15,8 @@ LEARNING_RATE = {"full": 1e-5, "qlora": 1e-4}
 GB = 10**9
 BESIDE_GB = 0.7
 """Of a card's memory, for the CUDA context: what is left is the allocator's cap."""
+LONGEST_ATTENTION = "triton"
+"""cuDNN's backward adds up in fp32 beside the gradients, 16 KB a token here; ours does not, and is slower."""
 LONG = 20_000
 """Tokens from which a step takes seconds."""
 DOCUMENT_TOKENS = 400
@@ -111,6 +114,34 @@ JOBS = (LLAMA_SHORT, QWEN_SHORT, LLAMA_8K, QWEN_LONG, LLAMA_32K, LLAMA_64K)
 def card_bytes(cap_gb: float, device: str) -> int:
     """What a recipe may name as its limit, so that the allocator gets a card's memory less what is beside it."""
     return round((cap_gb - BESIDE_GB) * GB) + CONTEXT[device]
+
+
+def recipe_of(
+    job: Job, folder: str | Path, adapter: Path | None, device: str, limit_bytes: int | None
+) -> dict[str, Any]:
+    """What a person would write for the job; gradients in the weights' own format, as the peers have them."""
+    recipe: dict[str, Any] = {
+        "model": {"name": str(folder)},
+        "data": {"train": [{"source": "starter:math"}]},
+        "max_seq_length": job.tokens,
+        "packing": job.packed,
+        "per_device_train_batch_size": job.rows,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 100,
+        "learning_rate": LEARNING_RATE[job.method],
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": 0.0,
+        "optim": "adamw_8bit",
+        "device": device,
+    }
+    if job.method == "qlora":
+        recipe |= {"lora": LORA if adapter is None else {"adapter": str(adapter)}, "load_in_4bit": True}
+    else:
+        recipe["gradient_dtype"] = "bf16" if device == "cuda" else "fp32"
+    if limit_bytes is not None:
+        recipe["memory_limit"] = f"{limit_bytes}B"
+    return recipe
 
 
 def model_of(case: Case) -> str:

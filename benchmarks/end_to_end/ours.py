@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.end_to_end.jobs import GB, LEARNING_RATE, Case, Job, card_bytes
+from benchmarks.end_to_end.jobs import GB, LONGEST_ATTENTION, Case, card_bytes, recipe_of
 from benchmarks.end_to_end.peers import Step
 from benchmarks.end_to_end.world import Tokens
 from trimtab.adapt import trained_parameters
@@ -25,32 +25,6 @@ from trimtab.run.microbatch import MicrobatchLoss
 from trimtab.run.precision import autocast_of
 from trimtab.run.torch_setup import set_up_torch
 from trimtab.run.updates import make_in_backward, make_optimizer
-
-
-def recipe_of(job: Job, folder: Path, adapter: Path, device: str, limit_bytes: int | None) -> dict[str, Any]:
-    """What a person would write for the job; gradients in the weights' own format, as the peers have them."""
-    recipe: dict[str, Any] = {
-        "model": {"name": str(folder)},
-        "data": {"train": [{"source": "starter:math"}]},
-        "max_seq_length": job.tokens,
-        "packing": job.packed,
-        "per_device_train_batch_size": job.rows,
-        "gradient_accumulation_steps": 1,
-        "max_steps": 100,
-        "learning_rate": LEARNING_RATE[job.method],
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.0,
-        "max_grad_norm": 0.0,
-        "optim": "adamw_8bit",
-        "device": device,
-    }
-    if job.method == "qlora":
-        recipe |= {"lora": {"adapter": str(adapter)}, "load_in_4bit": True}
-    else:
-        recipe["gradient_dtype"] = "bf16" if device == "cuda" else "fp32"
-    if limit_bytes is not None:
-        recipe["memory_limit"] = f"{limit_bytes}B"
-    return recipe
 
 
 def prepared_for(
@@ -72,8 +46,7 @@ def prepared_for(
     if case.contestant == "trimtab eager":
         recipe |= {"torch_compile": False, "cuda_graphs": False}
     if case.cap_gb is not None and device == "cuda":
-        # cuDNN's backward adds up in fp32 beside the gradients, 16 KB a token here; ours does not, and is slower.
-        recipe["model"]["attn_implementation"] = "triton"
+        recipe["model"]["attn_implementation"] = LONGEST_ATTENTION
     prepared = prepare(build_recipe(recipe | (more or {})))
     if limit_gib is None:
         return prepared

@@ -5,15 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end.jobs import LORA, NEAREST, OURS, PEERS, Job, card_bytes, cases, config_of
+from benchmarks.end_to_end.jobs import (
+    LONGEST_ATTENTION,
+    NEAREST,
+    OURS,
+    PEERS,
+    Job,
+    card_bytes,
+    cases,
+    config_of,
+    recipe_of,
+)
 from benchmarks.records import read as read_records
-from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes_hf import shape_from_config
 from trimtab.model.spec import flops_per_token
 from trimtab.plan import longest_context
-from trimtab.plan.job import Job as PlannedJob
 from trimtab.plan.longest import Longest
+from trimtab.plan.make import job_of
+from trimtab.recipe import build
+from trimtab.run.choices import choose_all
 
 FIRST_LOSS_OFF = 5e-3
 LAST_LOSS_OFF = 3e-2
@@ -49,6 +60,8 @@ def page(records: Records) -> str:
     device = records["device"]
     rate = device["matmul_flops_per_s"]
     ceiling = f"; a bf16 product {rate / 1e12:.0f} TFLOP/s" if rate else ""
+    host = max((record.get("host_total_bytes", 0) for record in measured), default=0)
+    ceiling += f"; a host with {host / 2**30:.0f} GiB" if host else ""
     return (
         f"{device['device']}, commit {commits}, {last['time'][:10]}; {names}{ceiling}.\n\n{markdown(records)}"
     )
@@ -205,24 +218,12 @@ def by_arithmetic(model: str, cap_gb: float) -> Longest:
         >>> by_arithmetic("llama-8b", 24).tokens
         219648
     """
-    nf4 = {"kind": "nf4", "block": 64, "double": True, "impl": "triton"}
-    job = PlannedJob(
-        shape_from_config(config_of(model.partition("/")[0]), model),
-        batch=1,
-        tokens=1024,
-        accumulation=1,
-        dtype="bf16",
-        weights_dtype="bf16",
-        gradient_dtype="bf16",
-        optimizer="adamw_8bit",
-        attention="triton",
-        device="cuda",
-        pointwise="triton",
-        loss_impl="triton",
-        lora=LoraSettings(r=LORA["r"]),
-        quantization=nf4,
-    )
+    recipe = recipe_of(Job(model, "qlora", 1, 1024), model, None, "cuda", None)
+    recipe["model"]["attn_implementation"] = LONGEST_ATTENTION
     gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
+    shape = shape_from_config(config_of(model), model)
+    made = build(recipe)
+    job = job_of(made, shape, gpu, choose_all(made, shape, gpu, 1).to_dict())
     return longest_context(job, gpu, card_bytes(cap_gb, "cuda"))
 
 

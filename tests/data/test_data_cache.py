@@ -91,11 +91,11 @@ def test_digests_are_remembered_only_for_files_that_lie_still(
     memory.mkdir()
 
     def digest() -> str:
-        return fingerprints._remembered(file, fingerprints.stat_of(file), memory)
+        return fingerprints.remembered(file, fingerprints.stat_of(file), memory, fingerprints.hash_file)
 
     digest(), digest()
     assert len(read) == 2, "a file written a moment ago may still be written to within the clock's grain"
-    monkeypatch.setattr(fingerprints, "_SETTLED_NS", -1)
+    monkeypatch.setattr(fingerprints, "SETTLED_NS", -1)
     first = digest()
     assert digest() == first
     assert len(read) == 3

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trimtab.checkpoint import manifest
+from trimtab.data import fingerprints
 from trimtab.facts.errors import CheckpointError
 from trimtab.run import checksums
 from trimtab.run.adapters import check_base
@@ -28,7 +29,7 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     monkeypatch.setattr(manifest, "digest", noted)
     monkeypatch.setattr(checksums, "WORTH", 4)
-    monkeypatch.setattr(checksums, "SETTLED_NS", -(10**12))
+    monkeypatch.setattr(fingerprints, "SETTLED_NS", -(10**12))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return found
 
@@ -91,7 +92,7 @@ def test_another_file_in_its_place_is_seen(tmp_path: Path, reads: list[str]) -> 
 def test_what_was_written_just_now_is_not_remembered(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checksums, "SETTLED_NS", 2_000_000_000)
+    monkeypatch.setattr(fingerprints, "SETTLED_NS", 2_000_000_000)
     (path,) = weights(tmp_path / "base", b"fresh")
     remembered([path])
     assert notes(tmp_path) == []
@@ -169,7 +170,7 @@ def test_a_folder_that_cannot_be_used_costs_time_only(
     assert len(reads) == 2
     full = tmp_path / "full"
     full.mkdir()
-    monkeypatch.setattr(os, "fsync", _no_space)
+    monkeypatch.setattr(os, "replace", _no_space)
     assert remembered([path], full)[path.name].sha256 == sha256(b"weights")
     assert list(full.iterdir()) == []
 
@@ -178,7 +179,7 @@ def _no_home() -> Path:
     raise RuntimeError("Could not determine home directory.")
 
 
-def _no_space(handle: int) -> None:
+def _no_space(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 

@@ -10,10 +10,12 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from string import hexdigits
 from typing import Any
 
 from trimtab.data.progress import Progress, ProgressCallback, silent
@@ -21,7 +23,8 @@ from trimtab.data.sources import ResolvedSource
 from trimtab.facts.errors import DataError
 
 BLOCK = 1 << 20
-_SETTLED_NS = 2_000_000_000  # a file changed within its clock's grain of being read must not be remembered
+SETTLED_NS = 2_000_000_000
+"""How long before it is read a file must have been left alone to be remembered: the grain of the coarsest clocks."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def stamp_files(
     def digest(index: int) -> str:
         if sampled:
             return sample_file(source.files[index].path)
-        return _remembered(source.files[index].path, stats[index], memory)
+        return remembered(source.files[index].path, stats[index], memory, hash_file)
 
     stamps = []
     with ThreadPoolExecutor(4) as threads:
@@ -103,28 +106,54 @@ def stamp_files(
     return stamps
 
 
-def _remembered(path: Path, stat: tuple[int, int, int, int], memory: Path | None) -> str:
+def remembered(
+    path: Path, stat: tuple[int, int, int, int], memory: Path | None, read: Callable[[Path], str]
+) -> str:
+    """A file's digest in hexadecimal, read only where there is no note of it that holds.
+
+    A note is believed while size, both times and inode are the file's. One is made only of a file that had been left
+    alone for a while before it was read: what is written within a clock's grain of that leaves the times as they are.
+
+    Args:
+        path: the file.
+        stat: `stat_of` it.
+        memory: the folder of notes; one that cannot be used costs reading again and nothing else.
+        read: makes the digest of all bytes; a folder holds notes of one kind only.
+    """
     if memory is None:
-        return hash_file(path)
+        return read(path)
     note = memory / f"{digest_of(str(path.resolve()))}.json"
-    try:
-        noted = json.loads(note.read_text())
-        if noted["stat"] == list(stat) and isinstance(noted["digest"], str):
-            return noted["digest"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not there or unreadable: the file itself is read
+    known = _noted(note, stat)
+    if known is not None:
+        return known
     began = time.time_ns()
-    digest = hash_file(path)
-    if began - max(stat[1], stat[2]) > _SETTLED_NS and stat_of(path) == stat:
-        write_json(note, {"stat": list(stat), "digest": digest})
+    digest = read(path)
+    if began - max(stat[1], stat[2]) > SETTLED_NS and stat_of(path) == stat:
+        with suppress(OSError):
+            memory.mkdir(parents=True, exist_ok=True)
+            write_json(note, {"stat": list(stat), "digest": digest})
     return digest
+
+
+def _noted(note: Path, stat: tuple[int, int, int, int]) -> str | None:
+    """What a note says of a file that is still the one it is about; None where it is not there or not whole."""
+    try:
+        found = json.loads(note.read_text(encoding="utf-8"))
+        digest = found["digest"]
+        return digest if found["stat"] == list(stat) and set(digest) <= set(hexdigits) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def write_json(path: Path, data: Any) -> None:
     """Writes JSON in one step: a reader sees the old or the new file, never half of one."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(data))
-    os.replace(part, path)
+    try:
+        part.write_text(json.dumps(data))
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def content_fingerprint(source: ResolvedSource, stamps: Iterable[FileStamp]) -> str:
