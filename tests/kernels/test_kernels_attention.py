@@ -88,9 +88,10 @@ def compare(case, impl, dtype, device="cpu", factor=1.0, forward_only=False):
     assert all(x.dtype == getattr(torch, TORCH_NAMES[dtype]) for x in got)
     assert got[0].shape == inputs[0].shape
     # Without cancellation dq and dk are as large as dv.
-    floor = float(true[3].square().mean().sqrt()) if true[3].numel() else 0.0
+    dv = true[3] if true[3].numel() else torch.zeros(1)
+    floors = {"floor": 0.1 * float(dv.square().mean().sqrt()), "peak_floor": 0.1 * float(dv.abs().max())}
     return [
-        judge(name, x.cpu(), truth=t, reference=r.cpu(), share=SHARE[dtype], floor=0.1 * floor)
+        judge(name, x.cpu(), truth=t, reference=r.cpu(), share=SHARE[dtype], **floors)
         for name, x, t, r in zip(("o", "dq", "dk", "dv"), got, true, own, strict=False)
     ]
 

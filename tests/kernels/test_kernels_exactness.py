@@ -36,3 +36,7 @@ def test_floor_allows_rounding_where_truth_cancels():
     got = torch.full((4,), 1e-7)
     assert not judge("x", got, truth=zero, reference=zero.float(), share=SHARE["fp32"])
     assert judge("x", got, truth=zero, reference=zero.float(), share=SHARE["fp32"], floor=1.0)
+    once = torch.tensor([0.0, 0.0, 0.0, 6e-6])
+    for peak, fine in ((None, False), (2.0, True)):
+        found = judge("x", once, truth=zero, reference=zero.float(), share=4e-6, floor=1.0, peak_floor=peak)
+        assert bool(found) is fine, "the largest error is held to the largest number"

@@ -46,6 +46,7 @@ def judge(
     reference: torch.Tensor,
     share: float,
     floor: float = 0.0,
+    peak_floor: float | None = None,
 ) -> Verdict:
     """Compares a result with truth, allowing what the reference in the same dtype was off, and a share.
 
@@ -56,6 +57,7 @@ def judge(
         share: Of truth's size; `SHARE[dtype]` unless the operation's spec says otherwise.
         floor: The least size that truth is taken to have, for results that cancel to nothing (the gradient
             of a query that sees a single key is zero, its rounding errors are not).
+        peak_floor: The same for its largest number; `floor`, if not given.
 
     Example:
         >>> import torch
@@ -82,5 +84,5 @@ def judge(
         rms_error=rms(error),
         rms_allowed=rms(own) + share * max(rms(truth), floor),
         max_error=peak(error),
-        max_allowed=2 * peak(own) + share * max(peak(truth), floor),
+        max_allowed=2 * peak(own) + share * max(peak(truth), floor if peak_floor is None else peak_floor),
     )
