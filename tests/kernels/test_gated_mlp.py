@@ -16,7 +16,7 @@ from tests.kernels import parity
 from tests.kernels.parity import UPSTREAM, run, verdicts
 from tests.kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
 from trimtab.facts.errors import ModelError, ResourceError
-from trimtab.kernels.gated_mlp import ACTIVATIONS, gated_activation, spec
+from trimtab.kernels.gated_mlp import ACTIVATIONS, gated_activation, overwriting, spec
 from trimtab.kernels.gated_mlp.spec import CASES, LARGE_CASES, Case
 
 pytest.importorskip("triton")
@@ -95,6 +95,69 @@ def test_twice_the_same_bits() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def gradients(case: Case, *, over: bool, device: str = "cpu", dtype: str = "fp32") -> dict[str, torch.Tensor]:
+    """Of gate and up that nobody else has; with what they were computed from, where the gradients are."""
+    leaves = {name: x.detach().requires_grad_() for name, x in spec.make_inputs(case, dtype, device).items()}
+    gate, up = (x * 1 for x in leaves.values())
+    with overwriting() if over else nullcontext():
+        out = gated_activation(gate, up, activation=case.activation, impl="triton")
+    found = torch.autograd.grad(out.square().sum(), (gate, up), retain_graph=True)
+    return {"gate": gate, "up": up, "out": out, "d_gate": found[0], "d_up": found[1]}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gradients_written_over_the_inputs_are_the_same_bits(case: Case) -> None:
+    with interpreter():
+        plain, over = (gradients(case, over=over) for over in (False, True))
+    for name in ("d_gate", "d_up"):
+        assert torch.equal(plain[name], over[name])
+        assert plain[name].data_ptr() != plain[name[2:]].data_ptr() or not case.N
+        assert over[name].data_ptr() == over[name[2:]].data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, *LARGE_CASES], ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gradients_written_over_the_inputs_on_a_gpu(case: Case, dtype: str) -> None:
+    plain, over = (gradients(case, over=over, device="cuda", dtype=dtype) for over in (False, True))
+    for name in ("d_gate", "d_up"):
+        assert torch.equal(plain[name], over[name])
+        assert over[name].data_ptr() == over[name[2:]].data_ptr()
+
+
+def test_a_second_backward_over_overwritten_inputs_raises() -> None:
+    with interpreter():
+        found = gradients(CASES[0], over=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(found["out"].sum(), (found["gate"], found["up"]))
+
+
+def test_what_others_may_read_is_not_overwritten() -> None:
+    both = torch.randn(4, 16)
+    before = both.clone()
+    halves = [half.requires_grad_() for half in both.split(8, dim=1)]
+    alone = torch.randn(4, 8, requires_grad=True)
+    with interpreter(), overwriting():
+        gated_activation(*halves, impl="triton").sum().backward()
+        gated_activation(alone, alone, impl="triton").sum().backward()
+    assert torch.equal(both, before)
+    want = torch.autograd.grad(gated_activation(alone, alone).sum(), alone)[0]
+    torch.testing.assert_close(alone.grad, want)
+
+
+def test_graphs_are_compiled_as_ever_inside() -> None:
+    gate, up = inputs(CASES[0]).values()
+    before = gate.detach().clone()
+    with interpreter(), overwriting():
+        compiled = torch.compile(caller(CASES[0]), backend="aot_eager", fullgraph=True)
+        compiled("triton", gate * 1, up * 1).sum().backward()
+        found = gate.grad
+        compiled("triton", gate, up).sum().backward()
+    assert torch.equal(gate.detach(), before)
+    assert found is not None
+    torch.testing.assert_close(found, torch.autograd.grad(gated_activation(gate, up).sum(), gate)[0] * 2)
+
+
 def test_operators_are_whole() -> None:
     gate, up = inputs(CASES[0]).values()
     ops = torch.ops.trimtab
@@ -102,6 +165,8 @@ def test_operators_are_whole() -> None:
         torch.library.opcheck(ops.gated_activation, (gate, up, "silu"))
         backward = (torch.ones(8, 64), gate.detach(), up.detach(), "gelu_tanh")
         torch.library.opcheck(ops.gated_activation_backward, backward)
+        schema = ("test_schema", "test_faketensor")
+        torch.library.opcheck(ops.gated_activation_backward_, backward, test_utils=schema)
         compiled = torch.compile(caller(CASES[0]), backend="aot_eager", fullgraph=True)
         got = compiled("triton", gate, up)
         torch.testing.assert_close(got, gated_activation(gate, up))

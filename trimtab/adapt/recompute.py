@@ -34,6 +34,7 @@ from trimtab.adapt.spec_recompute import HOST, POLICIES
 from trimtab.adapt.tiled import tiled
 from trimtab.facts.errors import RecipeError
 from trimtab.kernels.attention import Layout
+from trimtab.kernels.gated_mlp import overwriting
 from trimtab.model.decoder import Decoder, nothing_around
 from trimtab.model.parts import Block
 
@@ -168,15 +169,28 @@ def _checkpoint(
 
 
 def _and_recomputing(context_fn: Callable[[], Any]) -> Any:
-    """The contexts of a checkpoint; the second pass is told that it is one."""
+    """The contexts of a checkpoint; the second pass is told that it is one.
+
+    The graph is the first pass's. Its backward pass reads what the second has made for it alone, and may write there.
+    """
     first, second = context_fn()
-    return first, _both(second)
+    return _Both(first, overwriting), _Both(second, recomputing)
 
 
-@contextmanager
-def _both(around: AbstractContextManager[Any]) -> Iterator[None]:
-    with around, recomputing():
-        yield
+class _Both(AbstractContextManager[None]):
+    """Two contexts as one, anew each time: a graph that is kept is computed again more than once."""
+
+    def __init__(
+        self, around: AbstractContextManager[Any], within: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.around, self.within, self.stack = around, within, ExitStack()
+
+    def __enter__(self) -> None:
+        self.stack.enter_context(self.around)
+        self.stack.enter_context(self.within())
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self.stack.__exit__(*raised)
 
 
 def _keeping_attention() -> Any:

@@ -118,9 +118,10 @@ def _largest_gradient(job: Job, names: tuple[str, ...]) -> int:
 def _beyond(job: Job, policy: str, update: int) -> int:
     """The most that a layer's backward holds beyond what the layer kept: what comes back, and the larger of its halves.
 
-    Feed-forward goes first: the gradient of the product and one weight's, then, the product being freed,
-    those of both its factors. Attention follows when all that the feed-forward kept is free again: gradients
-    of o, q, k, v, one weight's, and the kernel's own. `update` is an optimizer's that steps in the backward.
+    Feed-forward goes first: the gradient of the product and one weight's, then, the product being freed, those of
+    both its factors, unless they are written over these. Attention follows when all that the feed-forward kept is free
+    again: gradients of o, q, k, v, one weight's, and the kernel's own. `update` is an optimizer's that steps in the
+    backward.
     """
     shape, N, width = job.shape, job.batch * job.tokens, BYTES[job.dtype]
     C, I = shape.hidden_size, shape.intermediate_size  # noqa: E741
@@ -129,7 +130,8 @@ def _beyond(job: Job, policy: str, update: int) -> int:
     tiled = job.mlp_tiles > 1
     rows = spec_recompute.tile_rows(N, job.mlp_tiles) if tiled else N
     between = N * C * BYTES[stream_dtype(job)]
-    feed_forward = rows * I * width + max(rows * I * width, _largest_gradient(job, model_spec.MLP_LINEARS))
+    factors = 0 if _overwrites(job, policy) else rows * I * width
+    feed_forward = rows * I * width + max(factors, _largest_gradient(job, model_spec.MLP_LINEARS))
     kernel = 0
     if (
         job.device == "cuda" or job.attention not in attention_spec.TILED
@@ -153,6 +155,11 @@ def _beyond(job: Job, policy: str, update: int) -> int:
             max(feed_forward, back + attention) + unpacking
         )  # the tiles are done before the first half comes back
     return back + max(feed_forward, attention, update) + unpacking
+
+
+def _overwrites(job: Job, policy: str) -> bool:
+    """Whether the gate's gradients take the place of what it was computed from: in a pass that is computed again."""
+    return policy != "none" and job.pointwise == "triton" and not job.compiled
 
 
 def unpacking_bytes(job: Job) -> int:

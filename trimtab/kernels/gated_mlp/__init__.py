@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trimtab.kernels.gated_mlp.overwriting import overwriting
 from trimtab.kernels.gated_mlp.spec import ACTIVATIONS, IMPLS
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ACTIVATIONS", "IMPLS", "gated_activation"]
+__all__ = ["ACTIVATIONS", "IMPLS", "gated_activation", "overwriting"]
 
 
 def gated_activation(

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from trimtab.kernels.gated_mlp.overwriting import allowed
 from trimtab.kernels.gated_mlp.spec import BLOCK, WARPS
 from trimtab.kernels.launching import as_rows, check_device, once_differentiable
 
@@ -82,8 +83,25 @@ def _forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Ten
 def _backward(
     g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_device(_backward_kernel, gate)
     gate_out, up_out = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    _differentiate_into(gate_out, up_out, g, gate, up, activation)
+    return gate_out, up_out
+
+
+def _backward_over(g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
+    # Each program has read its numbers before it writes them, and no other reads them.
+    _differentiate_into(gate, up, g, gate, up, activation)
+
+
+def _differentiate_into(
+    gate_out: torch.Tensor,
+    up_out: torch.Tensor,
+    g: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+) -> None:
+    check_device(_backward_kernel, gate)
     if gate.numel():
         g_NW, gate_NW, up_NW = _rows(g, gate, up)
         N, W = gate_NW.shape
@@ -93,7 +111,6 @@ def _backward(
             g_NW.stride(0), gate_NW.stride(0), up_NW.stride(0),
             ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
-    return gate_out, up_out
 
 
 torch.library.define("trimtab::gated_activation", "(Tensor gate, Tensor up, str activation) -> Tensor")
@@ -101,8 +118,13 @@ torch.library.define(
     "trimtab::gated_activation_backward",
     "(Tensor g, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
 )
+torch.library.define(
+    "trimtab::gated_activation_backward_",
+    "(Tensor g, Tensor(a!) gate, Tensor(b!) up, str activation) -> ()",
+)
 torch.library.impl("trimtab::gated_activation", ("cpu", "cuda"), _forward)
 torch.library.impl("trimtab::gated_activation_backward", ("cpu", "cuda"), _backward)
+torch.library.impl("trimtab::gated_activation_backward_", ("cpu", "cuda"), _backward_over)
 
 
 @torch.library.register_fake("trimtab::gated_activation")
@@ -115,13 +137,32 @@ def _(g, gate, up, activation):  # type: ignore[no-untyped-def]
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
+@torch.library.register_fake("trimtab::gated_activation_backward_")
+def _(g, gate, up, activation):  # type: ignore[no-untyped-def]
+    return None
+
+
+def _may_overwrite(gate: torch.Tensor, up: torch.Tensor) -> bool:
+    """Whether both are whole tensors of their own; those of a graph in the making are not."""
+    if not allowed() or type(gate) is not torch.Tensor:
+        return False
+    apart = gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr()
+    return apart and gate.is_contiguous() and up.is_contiguous()
+
+
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     gate, up, ctx.activation = inputs
+    ctx.overwrite = _may_overwrite(gate, up)
     ctx.save_for_backward(gate, up)
 
 
 def _differentiate(ctx, g):  # type: ignore[no-untyped-def]
-    return *torch.ops.trimtab.gated_activation_backward(g, *ctx.saved_tensors, ctx.activation), None
+    gate, up = ctx.saved_tensors
+    if not ctx.overwrite:
+        return *torch.ops.trimtab.gated_activation_backward(g, gate, up, ctx.activation), None
+    torch.ops.trimtab.gated_activation_backward_(g, gate, up, ctx.activation)
+    torch.autograd.graph.increment_version([gate, up])  # a second backward pass is told, and stops
+    return gate.detach(), up.detach(), None
 
 
 torch.library.register_autograd("trimtab::gated_activation", _differentiate, setup_context=_keep)

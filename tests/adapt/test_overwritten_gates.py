@@ -1,0 +1,124 @@
+"""Layers that are computed again write the gradients of their gates over what those were computed from.
+
+The kernels' launches are doubles in torch, so that whole models run here and every storage is seen to come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from trimtab.adapt import LoraSettings, add_adapters, init_adapters, recompute
+from trimtab.adapt.lora import set_masks
+from trimtab.adapt.spec_recompute import POLICIES
+from trimtab.facts.shapes import ModelShape
+from trimtab.model import build, init_weights
+from trimtab.model.decoder import Decoder
+from trimtab.trainer.memory import LiveBytes
+
+pytest.importorskip("triton")
+from trimtab.kernels.gated_mlp import impl_triton
+
+N, C, WIDE, L = 64, 16, 1024, 2
+"""Tokens, hidden size, intermediate size, layers: the peak is in a feed-forward half."""
+SHAPE = ModelShape("llama", 32, C, WIDE, L, num_heads=2, num_kv_heads=1, head_dim=8)
+IDS = torch.randint(0, 32, (1, N), generator=torch.Generator().manual_seed(0))
+
+
+class Launched:
+    """A kernel that a function stands in for."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self.run = run
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self.run
+
+
+def _forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, *_: Any, **__: Any) -> None:
+    out.view_as(gate).copy_(F.silu(gate) * up)
+
+
+def _backward(
+    g: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    gate_out: torch.Tensor,
+    up_out: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> None:
+    share = torch.sigmoid(gate)
+    d_gate, d_up = g * up * (share + gate * share * (1 - share)), g * gate * share
+    gate_out.view_as(gate).copy_(d_gate)
+    up_out.view_as(gate).copy_(d_up)
+
+
+@pytest.fixture(autouse=True)
+def _launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(impl_triton, "_forward_kernel", Launched(_forward))
+    monkeypatch.setattr(impl_triton, "_backward_kernel", Launched(_backward))
+
+
+def decoder_of(policy: str, tiles: int = 1, *, adapted: bool) -> Decoder:
+    decoder = init_weights(build(SHAPE, dtype="fp32", device="cpu", attention="sdpa_flash"), seed=0)
+    if adapted:
+        add_adapters(decoder, LoraSettings(r=4))
+        init_adapters(decoder, seed=0)
+        set_masks(decoder, torch.device("cpu"))
+        for name, parameter in decoder.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    for block in decoder.model.layers:
+        block.mlp.pointwise = "triton"
+    return recompute.apply(decoder, [policy] * L, mlp_tiles=tiles)
+
+
+def gradients(decoder: Decoder) -> dict[str, torch.Tensor]:
+    decoder.loss(IDS, IDS.roll(-1, 1)).backward()
+    return {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_the_same_bits(policy: str, adapted: bool) -> None:
+    want, got = (gradients(decoder_of(name, adapted=adapted)) for name in ("none", policy))
+    assert want.keys() == got.keys()
+    assert len(want) > L
+    assert all(torch.equal(want[name], got[name]) for name in want)
+
+
+def peak(policy: str, tiles: int = 1, *, adapted: bool) -> int:
+    decoder = decoder_of(policy, tiles, adapted=adapted)
+    with LiveBytes() as live:
+        gradients(decoder)
+    return live.peak
+
+
+@pytest.mark.parametrize("policy", ["pointwise", "selective", "block", "offload_half"])
+def test_a_tensor_of_the_layer_s_width_less_at_the_peak(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = peak(policy, adapted=True)
+    monkeypatch.setattr(recompute, "overwriting", nullcontext)
+    plain = peak(policy, adapted=True)
+    assert plain - over == pytest.approx(N * WIDE * 4, rel=0.05)
+
+
+@pytest.mark.parametrize(("policy", "tiles"), [("none", 1), ("none", 2), ("block", 2)])
+def test_where_it_is_not_done(policy: str, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain layers, whose gate and up others may hold; and tiles, which are small and differentiate themselves."""
+    over = peak(policy, tiles, adapted=True)
+    monkeypatch.setattr(recompute, "overwriting", nullcontext)
+    assert peak(policy, tiles, adapted=True) == over
+
+
+def test_a_graph_that_is_kept_can_be_used_again() -> None:
+    decoder = decoder_of("block", adapted=False)
+    loss, weights = decoder.loss(IDS, IDS.roll(-1, 1)), list(decoder.parameters())
+    first = torch.autograd.grad(loss, weights, retain_graph=True)
+    second = torch.autograd.grad(loss, weights)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
