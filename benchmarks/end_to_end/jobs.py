@@ -171,8 +171,9 @@ def cases() -> list[Case]:
     for job in JOBS[4:]:
         found += [_case(job, name) for name in ("liger", "hf recompute")]
         found.append(_case(replace(job, packed=True), "trimtab"))
-    packed = [replace(job, packed=True) for job in JOBS[:4]]
+    packed = [replace(job, packed=True) for job in JOBS]
     found += [_case(job, name) for job in packed for name in ("liger", "unsloth recompute")]
+    found += [_case(job, "hf recompute") for job in packed[4:]]
     return found
 
 
