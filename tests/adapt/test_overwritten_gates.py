@@ -65,10 +65,13 @@ def _launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(impl_triton, "_backward_kernel", Launched(_backward))
 
 
-def decoder_of(policy: str, tiles: int = 1, *, adapted: bool) -> Decoder:
+ADAPTERS = [None, {"r": 4}, {"r": 4, "use_dora": True}, {"r": 4, "lora_dropout": 0.5}]
+
+
+def decoder_of(policy: str, tiles: int = 1, *, lora: dict[str, Any] | None) -> Decoder:
     decoder = init_weights(build(SHAPE, dtype="fp32", device="cpu", attention="sdpa_flash"), seed=0)
-    if adapted:
-        add_adapters(decoder, LoraSettings(r=4))
+    if lora is not None:
+        add_adapters(decoder, LoraSettings(**lora))
         init_adapters(decoder, seed=0)
         set_masks(decoder, torch.device("cpu"))
         for name, parameter in decoder.named_parameters():
@@ -84,17 +87,17 @@ def gradients(decoder: Decoder) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("lora", ADAPTERS, ids=str)
 @pytest.mark.parametrize("policy", POLICIES[1:])
-def test_the_same_bits(policy: str, adapted: bool) -> None:
-    want, got = (gradients(decoder_of(name, adapted=adapted)) for name in ("none", policy))
+def test_the_same_bits(policy: str, lora: dict[str, Any] | None) -> None:
+    want, got = (gradients(decoder_of(name, lora=lora)) for name in ("none", policy))
     assert want.keys() == got.keys()
     assert len(want) > L
     assert all(torch.equal(want[name], got[name]) for name in want)
 
 
-def peak(policy: str, tiles: int = 1, *, adapted: bool) -> int:
-    decoder = decoder_of(policy, tiles, adapted=adapted)
+def peak(policy: str, tiles: int = 1) -> int:
+    decoder = decoder_of(policy, tiles, lora={"r": 4})
     with LiveBytes() as live:
         gradients(decoder)
     return live.peak
@@ -102,22 +105,22 @@ def peak(policy: str, tiles: int = 1, *, adapted: bool) -> int:
 
 @pytest.mark.parametrize("policy", ["pointwise", "selective", "block", "offload_half"])
 def test_a_tensor_of_the_layer_s_width_less_at_the_peak(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    over = peak(policy, adapted=True)
+    over = peak(policy)
     monkeypatch.setattr(recompute, "overwriting", nullcontext)
-    plain = peak(policy, adapted=True)
+    plain = peak(policy)
     assert plain - over == pytest.approx(N * WIDE * 4, rel=0.05)
 
 
 @pytest.mark.parametrize(("policy", "tiles"), [("none", 1), ("none", 2), ("block", 2)])
 def test_where_it_is_not_done(policy: str, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain layers, whose gate and up others may hold; and tiles, which are small and differentiate themselves."""
-    over = peak(policy, tiles, adapted=True)
+    over = peak(policy, tiles)
     monkeypatch.setattr(recompute, "overwriting", nullcontext)
-    assert peak(policy, tiles, adapted=True) == over
+    assert peak(policy, tiles) == over
 
 
 def test_a_graph_that_is_kept_can_be_used_again() -> None:
-    decoder = decoder_of("block", adapted=False)
+    decoder = decoder_of("block", lora=None)
     loss, weights = decoder.loss(IDS, IDS.roll(-1, 1)), list(decoder.parameters())
     first = torch.autograd.grad(loss, weights, retain_graph=True)
     second = torch.autograd.grad(loss, weights)
