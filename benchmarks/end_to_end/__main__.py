@@ -165,7 +165,13 @@ def _line(record: dict[str, Any]) -> str:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.end_to_end", description=__doc__.split("\n")[0])
-    made.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose name holds it")
+    made.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="the case of that name, or those that hold it",
+    )
     made.add_argument("--out", type=Path, help="data (benchmarks/results/end-to-end-<device>.jsonl)")
     weights = Path("~/.cache/trimtab/benchmarks")
     made.add_argument("--weights", type=Path, default=weights, help="where random models are kept (16 GB)")
@@ -188,6 +194,16 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def chosen(found: list[Case], texts: list[str]) -> list[Case]:
+    """Those that `--only` names: all without one; for each text the case of that name, or all whose names hold it."""
+    names = {case.name for case in found}
+    return [
+        case
+        for case in found
+        if not texts or any(text == case.name or (text not in names and text in case.name) for text in texts)
+    ]
+
+
 def main(words: list[str] | None = None) -> int:
     """0 if all is right, 1 if a case of ours failed or a loss is off, 2 where there is no GPU."""
     options = parser().parse_args(words)
@@ -195,7 +211,7 @@ def main(words: list[str] | None = None) -> int:
         print(markdown(read(options.table)), end="")
         return 0
     found = tiny_cases() if options.tiny else cases()
-    wanted = [case for case in found if not options.only or any(text in case.name for text in options.only)]
+    wanted = chosen(found, options.only)
     if options.list:
         print("\n".join(case.name for case in wanted))
         return 0
