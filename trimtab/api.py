@@ -132,27 +132,42 @@ class Model:
     def save_adapter(
         self, folder: str | Path, *, adapter: str | None = None, overwrite: bool = False
     ) -> Path:
-        """Writes an adapter as a folder that peft loads, checks it, and returns the receipt's path."""
+        """Writes an adapter, the one in use unless another is named, as a folder that peft loads, checks it, and
+        returns the receipt's path."""
+        from trimtab.adapt.spec import DEFAULT
         from trimtab.export import export_peft
 
         opened, folder = self.opened, Path(folder)
         self._check_target(folder, "fp32")
-        if not self.adapters:
-            raise RecipeError(
-                f"{opened.name} has no adapter", "train one with a `lora` section in the recipe"
-            )
+        adapter = adapter or self._used_adapter()
         receipt = self._receipt(folder, "peft")
         export_peft(
             opened.decoder,
             folder,
             base=opened.base or {"source": opened.name},
-            adapter=adapter or self.adapters[0],
+            adapter=adapter,
             receipt=receipt,
             source={"model": opened.name, "step": opened.step},
             overwrite=overwrite,
-            tokenizer=opened.tokenizer if opened.own_tokenizer else None,
+            # Those put on later know the tokens they were given to.
+            tokenizer=opened.tokenizer if opened.own_tokenizer and adapter == DEFAULT else None,
         )
         return receipt
+
+    def _used_adapter(self) -> str:
+        from trimtab.adapt import active_adapters
+
+        if not self.adapters:
+            raise RecipeError(
+                f"{self.opened.name} has no adapter", "train one with a `lora` section in the recipe"
+            )
+        used = active_adapters(self.opened.decoder)
+        if len(used) != 1:
+            raise RecipeError(
+                f"of the adapters {', '.join(sorted(self.adapters))}, {len(used) or 'none'} are in use",
+                "name the one to write: save_adapter(folder, adapter=NAME)",
+            )
+        return used[0]
 
     def merge(self, folder: str | Path, *, dtype: str = "bf16", overwrite: bool = False) -> Path:
         """Merges the adapters in use into the weights and writes a folder that transformers loads.

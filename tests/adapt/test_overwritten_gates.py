@@ -5,14 +5,13 @@ The kernels' launches are doubles in torch, so that whole models run here and ev
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
+from tests.kernels.gate_doubles import double_launches
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters, recompute
 from trimtab.adapt.lora import set_masks
 from trimtab.adapt.spec_recompute import POLICIES
@@ -21,48 +20,15 @@ from trimtab.model import build, init_weights
 from trimtab.model.decoder import Decoder
 from trimtab.trainer.memory import LiveBytes
 
-pytest.importorskip("triton")
-from trimtab.kernels.gated_mlp import impl_triton
-
 N, C, WIDE, L = 64, 16, 1024, 2
 """Tokens, hidden size, intermediate size, layers: the peak is in a feed-forward half."""
 SHAPE = ModelShape("llama", 32, C, WIDE, L, num_heads=2, num_kv_heads=1, head_dim=8)
 IDS = torch.randint(0, 32, (1, N), generator=torch.Generator().manual_seed(0))
 
 
-class Launched:
-    """A kernel that a function stands in for."""
-
-    def __init__(self, run: Callable[..., None]) -> None:
-        self.run = run
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return self.run
-
-
-def _forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, *_: Any, **__: Any) -> None:
-    out.view_as(gate).copy_(F.silu(gate) * up)
-
-
-def _backward(
-    g: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    gate_out: torch.Tensor,
-    up_out: torch.Tensor,
-    *_: Any,
-    **__: Any,
-) -> None:
-    share = torch.sigmoid(gate)
-    d_gate, d_up = g * up * (share + gate * share * (1 - share)), g * gate * share
-    gate_out.view_as(gate).copy_(d_gate)
-    up_out.view_as(gate).copy_(d_up)
-
-
 @pytest.fixture(autouse=True)
 def _launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(impl_triton, "_forward_kernel", Launched(_forward))
-    monkeypatch.setattr(impl_triton, "_backward_kernel", Launched(_backward))
+    double_launches(monkeypatch)
 
 
 ADAPTERS = [None, {"r": 4}, {"r": 4, "use_dora": True}, {"r": 4, "lora_dropout": 0.5}]
@@ -117,6 +83,19 @@ def test_where_it_is_not_done(policy: str, tiles: int, monkeypatch: pytest.Monke
     over = peak(policy, tiles)
     monkeypatch.setattr(recompute, "overwriting", nullcontext)
     assert peak(policy, tiles) == over
+
+
+def test_what_a_hook_makes_of_a_gate_is_right() -> None:
+    """Such as a penalty on activations, whose backward pass reads them too."""
+    found = {}
+    for policy in ("none", "block", "pointwise"):
+        decoder, seen = decoder_of(policy, lora=None), []
+        gate = decoder.model.layers[0].mlp.gate_proj
+        gate.register_forward_hook(lambda module, inputs, out, seen=seen: seen.append(out.square().mean()))
+        (decoder.loss(IDS, IDS.roll(-1, 1)) + 100 * seen[0]).backward()
+        found[policy] = gate.weight.grad
+    assert torch.equal(found["block"], found["none"])
+    assert torch.equal(found["pointwise"], found["none"])
 
 
 def test_a_graph_that_is_kept_can_be_used_again() -> None:

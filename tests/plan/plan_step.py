@@ -67,7 +67,8 @@ class Step:
             ids_BT = torch.randint(0, job.shape.vocab_size, (job.batch, job.tokens), device=job.device)
             positions_BT = torch.arange(job.tokens, device=job.device).expand(job.batch, -1).contiguous()
             documents_BT = (positions_BT >= job.tokens // 2).int()
-            with torch.autocast(job.device, torch.bfloat16, enabled=job.dtype != job.weights_dtype):
+            mixed = job.dtype != job.weights_dtype
+            with torch.autocast(job.device, torch.bfloat16, enabled=mixed, cache_enabled=False):
                 layout = Layout.packed(documents_BT) if job.packed else Layout.causal()
                 loss = self.decoder.loss(ids_BT, ids_BT.clone(), positions_BT, layout)
             loss.backward()

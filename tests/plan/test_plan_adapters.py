@@ -53,6 +53,21 @@ CASES = {
     "adapters in bf16": vary(**BF16, lora=LoraSettings(r=8, dtype="bf16"), optimizer="adamw_8bit"),
     "some layers": vary(lora=LoraSettings(r=8, target_modules=("q_proj", "v_proj"))),
     "no feed-forward": vary(lora=LoraSettings(r=8, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))),
+    "no feed-forward, recomputed": vary(
+        {"intermediate_size": 1024},
+        lora=LoraSettings(r=8, target_modules=("q_proj",)),
+        policies=("block",) * 6,
+    ),
+    "autocast, some layers": vary(
+        dtype="bf16", tokens=32, lora=LoraSettings(r=8, target_modules=("q_proj", "v_proj"))
+    ),
+    "autocast, some layers, recomputed": vary(
+        dtype="bf16",
+        tokens=32,
+        lora=LoraSettings(r=8, target_modules=("q_proj", "v_proj")),
+        policies=("block",) * 6,
+    ),
+    "autocast, dropout": vary(dtype="bf16", tokens=32, lora=LoraSettings(r=8, lora_dropout=0.1)),
     "high rank": vary(lora=LoraSettings(r=32)),
     "ranks by module": vary(lora=LoraSettings(r=4, rank_pattern={"down_proj": 32})),
     "DoRA": vary(lora=LoraSettings(r=8, use_dora=True)),

@@ -10,7 +10,7 @@ No name of the model changes; see `lora_layers`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -91,6 +91,18 @@ def train_only(decoder: Decoder, adapter: str, settings: LoraSettings) -> None:
             parameter.requires_grad_(True)
 
 
+def remembered(decoder: nn.Module) -> Callable[[], None]:
+    """A function that puts back which adapters are in use now, and which parameters learn."""
+    active, learning = active_adapters(decoder), [(p, p.requires_grad) for p in decoder.parameters()]
+
+    def put_back() -> None:
+        use_adapters(decoder, active)
+        for parameter, learns in learning:
+            parameter.requires_grad_(learns)
+
+    return put_back
+
+
 def adapted_layers(decoder: nn.Module) -> Iterator[LoRALinear | LoRAEmbedding]:
     """Every adapted layer, in the model's order."""
     for module in decoder.modules():
@@ -140,7 +152,8 @@ def remove_adapter(decoder: nn.Module, adapter: str) -> None:
     use_adapters(decoder, [name for name in active_adapters(decoder) if name != adapter])
     for layer in adapted_layers(decoder):
         layer.remove(adapter)
-    decoder.__dict__.get("whole_modules", {}).pop(adapter, None)
+    for kept in ("whole_modules", "rounded_modules"):
+        decoder.__dict__.get(kept, {}).pop(adapter, None)
 
 
 def keep_whole(decoder: Decoder, adapter: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -150,8 +163,21 @@ def keep_whole(decoder: Decoder, adapter: str, tensors: Mapping[str, torch.Tenso
     kept[adapter] = {
         name: tensor.to(parameters[name].device, parameters[name].dtype) for name, tensor in tensors.items()
     }
+    rounded = decoder.__dict__.setdefault("rounded_modules", {})
+    rounded[adapter] = [name for name, tensor in tensors.items() if _has_lost(kept[adapter][name], tensor)]
     for name in tensors:
         kept[""].setdefault(name, parameters[name].data)
+
+
+def _has_lost(kept: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a tensor's numbers are others in the format that they are kept in."""
+    both = torch.promote_types(kept.dtype, tensor.dtype)
+    return both != kept.dtype and not torch.equal(kept.to(tensor.device, both), tensor.to(both))
+
+
+def rounded_modules(decoder: nn.Module, adapter: str) -> list[str]:
+    """Parameters that an adapter replaces as a whole and that have lost digits here: the model's format is narrower."""
+    return list(decoder.__dict__.get("rounded_modules", {}).get(adapter, []))
 
 
 def _chosen_whole(decoder: nn.Module, wanted: tuple[str, ...]) -> list[tuple[nn.Parameter, torch.Tensor]]:

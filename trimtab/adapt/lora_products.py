@@ -109,6 +109,7 @@ class _AddedDropped(torch.autograd.Function):
         dh_NR = (dy_NO @ b_OR.to(dy_NO.dtype)).mul_(ctx.scaling)
         dropped_NI = drop(x.reshape(-1, x.shape[-1]), key_2, ctx.p)
         da_RI, db_OR = _factor_gradients(dropped_NI, h_NR, dy_NO, dh_NR, ctx.scaling)
+        del dropped_NI  # before two more of its size are made
         dx = None
         if ctx.needs_input_grad[1]:
             dx = drop(dh_NR @ a_RI.to(dy_NO.dtype), key_2, ctx.p).view(x.shape)

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from trimtab.adapt import targets
 from trimtab.adapt.lora import (
-    active_adapters,
     adapted_layers,
     keep_whole,
     place_adapters,
+    remembered,
     remove_adapter,
     use_adapters,
 )
@@ -134,13 +134,13 @@ def load_adapter(decoder: Decoder, folder: str | Path, *, adapter: str = DEFAULT
         ModelError: the files are missing, damaged, not LoRA, of another base, or hold NaN or infinity.
     """
     found = fitted(decoder.shape, read_adapter_folder(folder))
-    before = active_adapters(decoder)
+    put_back = remembered(decoder)
     place_adapters(decoder, found.settings, adapter)
     try:
         fill_adapter(decoder, found, adapter=adapter)
     except ModelError:  # the model is as it was
         remove_adapter(decoder, adapter)
-        use_adapters(decoder, before)
+        put_back()
         raise
     use_adapters(decoder, adapter)
     return found

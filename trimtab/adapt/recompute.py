@@ -154,27 +154,38 @@ def _again(
     """The block, computed again in the backward pass but for what the contexts keep."""
     if not torch.is_grad_enabled():
         return block.layers(x_BTC, cos_BTF, sin_BTF, layout)
-    return _checkpoint(block.layers, x_BTC, cos_BTF, sin_BTF, layout, context_fn=contexts(block))
+    inputs = (x_BTC, cos_BTF, sin_BTF, layout)
+    return _checkpoint(block.layers, *inputs, context_fn=contexts(block), alone=not _is_watched(block))
+
+
+def _is_watched(block: Block) -> bool:
+    """Whether somebody may have got hold of gate or up, and made something of them that the backward pass reads."""
+    mlp = block.mlp
+    return any(module._forward_hooks for layer in (mlp.gate_proj, mlp.up_proj) for module in layer.modules())
 
 
 def _checkpoint(
-    run: Callable[..., torch.Tensor], *inputs: Any, context_fn: Callable[[], Any] = _no_contexts
+    run: Callable[..., torch.Tensor],
+    *inputs: Any,
+    context_fn: Callable[[], Any] = _no_contexts,
+    alone: bool = False,
 ) -> torch.Tensor:
+    """`alone`: nobody but the gates themselves reads what they were computed from."""
     if not torch.compiler.is_compiling():  # a graph leaves out what nobody reads by itself
-        context_fn = functools.partial(_and_recomputing, context_fn)
+        context_fn = functools.partial(_and_recomputing, context_fn, alone)
     # What is random in a block is a function of step and place, so that no generator's state is kept.
     options: dict[str, Any] = {} if context_fn is _no_contexts else {"context_fn": context_fn}
     out: torch.Tensor = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
     return out
 
 
-def _and_recomputing(context_fn: Callable[[], Any]) -> Any:
+def _and_recomputing(context_fn: Callable[[], Any], alone: bool) -> Any:
     """The contexts of a checkpoint; the second pass is told that it is one.
 
     The graph is the first pass's. Its backward pass reads what the second has made for it alone, and may write there.
     """
     first, second = context_fn()
-    return _Both(first, overwriting), _Both(second, recomputing)
+    return _Both(first, overwriting) if alone else first, _Both(second, recomputing)
 
 
 class _Both(AbstractContextManager[None]):

@@ -236,16 +236,16 @@ def saved_bytes(shape: ModelShape, settings: LoraSettings, tokens: int, dtype: s
     return sum(tokens * t.r * BYTES[dtype] for t in linear)
 
 
-def dropout_bytes(shape: ModelShape, settings: LoraSettings, tokens: int, dtype: str) -> int:
-    """Most bytes that dropout holds for a moment: the words of a piece of a mask, and one dropped input.
+def dropout_bytes(shape: ModelShape, settings: LoraSettings, tokens: int, dtype: str) -> tuple[int, int]:
+    """Most bytes that dropout holds for a moment: (the words of a piece of a mask, one dropped input).
 
     Example:
         >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> dropout_bytes(tiny, LoraSettings(r=2, lora_dropout=0.1), 10, "fp32")
-        3840
+        (2560, 1280)
     """
     if not settings.lora_dropout:
-        return 0
+        return 0, 0
     linear = [t for t in resolve(shape, settings) if not t.matrix.is_embedding]
     widest = tokens * max((t.matrix.in_features for t in linear), default=0)
-    return min(widest, DROPOUT_CHUNK) * _WORD_BYTES + nbytes(dtype, widest)
+    return min(widest, DROPOUT_CHUNK) * _WORD_BYTES, nbytes(dtype, widest)

@@ -107,6 +107,7 @@ class _Tiles(torch.autograd.Function):
             "device_type": kind,
             "dtype": torch.get_autocast_dtype(kind),
             "enabled": torch.is_autocast_enabled(kind),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
         }
         return _forward(run, x, tiles, keys)
 

@@ -191,7 +191,12 @@ def versions() -> dict[str, str]:
 
 
 def _logits(decoder: Decoder, ids_BT: torch.Tensor) -> torch.Tensor:
-    return decoder.logits(decoder(ids_BT)).float()
+    training = decoder.training
+    decoder.eval()  # nothing is dropped
+    try:
+        return decoder.logits(decoder(ids_BT)).float()
+    finally:
+        decoder.train(training)
 
 
 def _cast(decoder: Decoder, dtype: str, device: torch.device) -> Decoder:

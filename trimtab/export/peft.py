@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab.adapt.lora import active_adapters, adapter_names, remove_adapter, use_adapters
+from trimtab.adapt.lora import adapter_names, remembered, remove_adapter, rounded_modules, use_adapters
 from trimtab.adapt.peft_config import CONFIG
 from trimtab.adapt.peft_files import load_adapter, save_adapter, stored_tensors
 from trimtab.adapt.spec import DEFAULT
@@ -57,9 +57,16 @@ def export_peft(
         tokenizer: saved beside the adapter, where it is another than the base's.
 
     Raises:
-        ModelError: the folder exists, or what was written is not the adapter.
+        ModelError: the folder exists, what was written is not the adapter, or the model holds a rounded one.
     """
     folder = Path(folder)
+    rounded = rounded_modules(decoder, adapter)
+    if rounded:
+        held = str(decoder.get_parameter(rounded[0]).dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{rounded[0].removesuffix('.weight')} was rounded to {held} when it was loaded",
+            'load the model with dtype="fp32" to write it as it was trained, or use `trimtab export peft`',
+        )
     with _using(decoder, adapter), staged_folder(folder, overwrite=overwrite, holds=CONFIG) as staging:
         save_adapter(
             decoder,
@@ -100,13 +107,13 @@ def export_peft(
 
 @contextmanager
 def _using(decoder: Decoder, adapter: str) -> Iterator[None]:
-    """One adapter alone in use; afterwards those that were."""
-    before = active_adapters(decoder)
+    """One adapter alone in use; afterwards the model is as it was."""
+    put_back = remembered(decoder)
     use_adapters(decoder, adapter)
     try:
         yield
     finally:
-        use_adapters(decoder, before)
+        put_back()
 
 
 def _check_bytes(tensors: dict[str, torch.Tensor], folder: Path) -> Check:
@@ -132,12 +139,15 @@ def _check_logits(decoder: Decoder, folder: Path, adapter: str) -> tuple[Check, 
             "with this adapter the model gives NaN or infinity",
             "export an earlier checkpoint (--checkpoint), or train anew with a lower learning_rate",
         )
+    checked = _CHECKED
+    while checked in adapter_names(decoder):
+        checked += "_"
     try:
-        load_adapter(decoder, folder, adapter=_CHECKED)
+        load_adapter(decoder, folder, adapter=checked)
         found_BTV = probe_logits(decoder)
     finally:
-        if _CHECKED in adapter_names(decoder):
-            remove_adapter(decoder, _CHECKED)
+        if checked in adapter_names(decoder):
+            remove_adapter(decoder, checked)
         use_adapters(decoder, adapter)
     if not torch.equal(found_BTV, expected_BTV):
         worst = float((found_BTV - expected_BTV).abs().max())

@@ -84,6 +84,12 @@ def out_features(shape: ModelShape, name: str) -> int:
     return wide.get(name, shape.hidden_size)
 
 
+def in_features(shape: ModelShape, name: str) -> int:
+    """Of a block's linear layer, by its last name."""
+    wide = {"o_proj": shape.num_heads * shape.head_dim, "down_proj": shape.intermediate_size}
+    return wide.get(name, shape.hidden_size)
+
+
 @dataclass(frozen=True)
 class BlockBytes:
     """What one plain block keeps for its backward pass."""

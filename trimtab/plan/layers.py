@@ -90,7 +90,7 @@ def layers_of(job: Job, gradients: int) -> Layers:
         stream=job.batch * job.tokens * shape.hidden_size * BYTES[stream_dtype(job)],
         gradients=0 if job.accumulation > 1 else matrices // max(shape.num_layers, 1),
         beyond={policy: _beyond(job, policy, update) for policy in spec_recompute.POLICIES},
-        cast=0 if job.lora else model_spec.cast_bytes(shape, job.dtype, job.weights_dtype),
+        cast=_casts(job),
     )
 
 
@@ -130,7 +130,8 @@ def _beyond(job: Job, policy: str, update: int) -> int:
     tiled = job.mlp_tiles > 1
     rows = spec_recompute.tile_rows(N, job.mlp_tiles) if tiled else N
     between = N * C * BYTES[stream_dtype(job)]
-    factors = 0 if _overwrites(job, policy) else rows * I * width
+    words, dropped = _dropout(job, rows)
+    factors = max(_after_product(job, policy) * rows * I * width, dropped)
     feed_forward = rows * I * width + max(factors, _largest_gradient(job, model_spec.MLP_LINEARS))
     kernel = 0
     if (
@@ -143,13 +144,17 @@ def _beyond(job: Job, policy: str, update: int) -> int:
         (2 * N * H * D + 2 * N * K * D) * width
         + kernel
         + _largest_gradient(job, model_spec.ATTENTION_LINEARS)
+        + dropped
     )
-    attention = max(attention - (between if tiled else (4 * N * I + N * C) * width), _turning(job), update)
+    attention = max(attention - (between if tiled else _feed_forward_kept(job)), _turning(job), update)
     if tiled:
         feed_forward = _tiles_scratch(job, rows)
-    unpacking = unpacking_bytes(job)
-    if job.lora is not None:
-        unpacking += adapt_spec.dropout_bytes(job.shape, job.lora, rows, job.dtype)
+    unpacking = unpacking_bytes(job) + words
+    if policy != "none":
+        unpacking += _casts(job)
+    if job.quantization is not None and job.trained.learning.scaled:
+        # DoRA measures the rows of a dequantized weight of its own, when no gradient of the layer's width is there yet.
+        unpacking += max(0, C * I * width - rows * I * width)
     if tiled and policy in ("pointwise", "selective"):
         return (
             max(feed_forward, back + attention) + unpacking
@@ -157,9 +162,52 @@ def _beyond(job: Job, policy: str, update: int) -> int:
     return back + max(feed_forward, attention, update) + unpacking
 
 
-def _overwrites(job: Job, policy: str) -> bool:
-    """Whether the gate's gradients take the place of what it was computed from: in a pass that is computed again."""
-    return policy != "none" and job.pointwise == "triton" and not job.compiled
+def _after_product(job: Job, policy: str) -> int:
+    """Tensors of the feed-forward's width that the gradients of gate and up take, less the product if that is freed.
+
+    In a pass that is computed again they are written over gate and up. That gains nothing where more is there at
+    another moment: with DoRA on packed weights the gradients of base and adapter; with dropout, where products are
+    kept, these beside their sums with the adapters'.
+    """
+    learning = job.trained.learning
+    fresh = 1 if learning.keeps("down_proj") else 2
+    if job.lora is not None and job.lora.lora_dropout and policy == "pointwise" and job.mlp_tiles == 1:
+        return fresh + 1
+    plain = policy == "none" or job.pointwise != "triton" or job.compiled or job.mlp_tiles > 1
+    return fresh if plain or (job.quantization is not None and learning.scaled) else 0
+
+
+def _dropout(job: Job, rows: int) -> tuple[int, int]:
+    """`adapt_spec.dropout_bytes` of the adapters, if there are any."""
+    return (0, 0) if job.lora is None else adapt_spec.dropout_bytes(job.shape, job.lora, rows, job.dtype)
+
+
+def _feed_forward_kept(job: Job) -> int:
+    """Of what a layer's feed-forward half kept, and attention's backward finds free: gate, up, the activation where it
+    is not fused, the product and the norm's output where somebody learns from them."""
+    shape, N, learning = job.shape, job.batch * job.tokens, job.trained.learning
+    wide = (2 if job.pointwise == "triton" else 3) + learning.keeps("down_proj")
+    narrow = learning.keeps("gate_proj", "up_proj")
+    return N * (wide * shape.intermediate_size + narrow * shape.hidden_size) * BYTES[job.dtype]
+
+
+def _casts(job: Job) -> int:
+    """16-bit copies of a layer's weights that autograd keeps under autocast: of those that torch's own product reads.
+
+    An adapted layer casts its weight anew in each pass; one with dropout has the base's product apart.
+    """
+    shape, lora = job.shape, job.lora
+    whole = model_spec.cast_bytes(shape, job.dtype, job.weights_dtype)
+    if lora is None or not whole:
+        return whole
+    if job.quantization is not None:
+        return 0
+    names = model_spec.ATTENTION_LINEARS + model_spec.MLP_LINEARS
+    plain = [name for name in names if lora.lora_dropout or name not in job.trained.learning.ranks]
+    return sum(
+        nbytes(job.dtype, model_spec.in_features(shape, name) * model_spec.out_features(shape, name))
+        for name in plain
+    )
 
 
 def unpacking_bytes(job: Job) -> int:
@@ -205,9 +253,8 @@ def _tiles_scratch(job: Job, rows: int) -> int:
     learned = job.trained.in_block(model_spec.MLP_LINEARS)
     sums, made = nbytes("fp32", sum(p.count for p in learned)), sum(nbytes(p.dtype, p.count) for p in learned)
     largest = max((nbytes(p.dtype, p.count) for p in learned), default=0)
-    tile = (
-        layer_bytes(job, "none").tile + rows * stream + 2 * rows * shape.intermediate_size * width + largest
-    )
+    wide = (1 + _after_product(job, "none")) * rows * shape.intermediate_size * width
+    tile = layer_bytes(job, "none").tile + rows * stream + wide + largest
     return job.batch * job.tokens * stream + sums + max(tile, made)
 
 

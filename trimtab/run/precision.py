@@ -20,8 +20,12 @@ def set_gradient_format(model: torch.nn.Module, choices: Choices) -> None:
 
 
 def autocast_of(choices: Choices) -> Callable[[], Any]:
-    """A context in which the model computes in `choices.dtype`; one that does nothing if the weights have it."""
+    """A context in which the model computes in `choices.dtype`; one that does nothing if the weights have it.
+
+    No weight is read twice in a pass, so that a cache of casts would only hold those of all layers until its end, of
+    layers that are computed again as well.
+    """
     if choices.dtype == choices.weights_dtype:
         return contextlib.nullcontext
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[choices.dtype]
-    return lambda: torch.autocast(choices.device, dtype=dtype)
+    return lambda: torch.autocast(choices.device, dtype=dtype, cache_enabled=False)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from trimtab import text
-from trimtab.adapt import active_adapters, add_adapters, load_adapter, trained_parameters
+from trimtab.adapt import active_adapters, add_adapters, load_adapter, trained_parameters, use_adapters
+from trimtab.adapt.lora import keep_whole
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.spec import DEFAULT, LoraSettings, trained
 from trimtab.adapt.tokens import fill_grown
@@ -181,8 +182,7 @@ def _open_run(
             check_base(base, place, "the run")
         decoder = new_decoder(settings, kept.get("quantization"), place)
         _load_base(decoder, base, place)
-    formats, changed = _load_checkpoint(decoder, run, found, on_event)
-    whole = changed if settings is not None else 0
+    formats, whole = _load_checkpoint(decoder, run, found, on_event)
     model = kept["recipe"]["model"]
     own = any(model.get(key) for key in ("tokenizer", "added_tokens", "chat_template"))
     return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, whole, own)
@@ -258,8 +258,8 @@ def _check_stored(wanted: dict[str, tuple[int, ...]], num_layers: int, found: Fo
 def _load_checkpoint(
     decoder: Decoder, run: RunFolder, found: Found, on_event: Callable[[str], None]
 ) -> tuple[tuple[str, ...], int]:
-    """Fills a decoder; the number formats that the checkpoint holds it in, and how many of the model's own numbers
-    it changed."""
+    """Fills a decoder; the number formats that the checkpoint holds it in, and how many numbers of modules that
+    adapters' runs train as a whole it changed."""
     stored = read_manifest(found.path).tensors
     # The checkpoint's own format is read, then converted: a run in bf16 may be used in fp32.
     parameters = trained_parameters(decoder)
@@ -269,12 +269,18 @@ def _load_checkpoint(
     }
     with Store(run.checkpoints, on_event=on_event) as store:
         store.load(found, {f"parameters.{name}": tensor for name, tensor in tensors.items()}, partial=True)
+    adapted = bool(active_adapters(decoder))
+    whole = {name: tensors[name] for name in tensors if adapted and ".lora_" not in name}
     with torch.no_grad():
-        changed = 0
         for name, parameter in parameters.items():
-            if ".lora_" not in name:
-                changed += int((parameter != tensors[name].to(parameter.device, parameter.dtype)).sum())
-            parameter.copy_(tensors[name])
+            if name not in whole:
+                parameter.copy_(tensors[name])
+    changed = 0
+    if whole:  # the base's own are kept, to be used without the adapter
+        keep_whole(decoder, DEFAULT, whole)
+        base = {name: parameters[name].data for name in whole}
+        use_adapters(decoder, DEFAULT)
+        changed = sum(int((base[name] != parameters[name].data).sum()) for name in whole)
     ours = {theirs: name for name, theirs in TORCH_NAMES.items()}
     return tuple(sorted({ours[stored[f"parameters.{name}"].dtype] for name in tensors})), changed
 
