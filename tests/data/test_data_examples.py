@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.data import SourceSpec, TokenizerSpec, highlighted, make_loader, open_corpus, worker
+from trimtab.data.corpus import Corpus
 from trimtab.data.examples import ROLES, example_of
 from trimtab.data.formats import PARTS, Format
+from trimtab.data.stream_corpus import StreamCorpus
 from trimtab.data.streaming import Cursor, Reading
 from trimtab.facts.errors import DataError, ModelError
 from trimtab.text.tokenizer import Tokenizer
@@ -99,6 +101,80 @@ def test_system_prompts_and_tools_come_from_columns_too(tmp_path: Path) -> None:
     (before, _), *_ = runs(path, chat_tokenizer(template))
     assert before.startswith('[{"name": "add"}]<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n')
     assert runs(path, chat_tokenizer(template), number=1) == RENDERED
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TWO_SYSTEMS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": [SYSTEM, QUESTION, ANSWER]},
+    "sharegpt": {
+        "conversations": [{"from": "system", "value": "Be brief."}, *SAME["sharegpt"]["conversations"]]
+    },
+    "lists of messages": {"prompt": [SYSTEM, QUESTION], "completion": [ANSWER]},
+}
+
+
+@pytest.mark.parametrize("form", TWO_SYSTEMS)
+def test_a_system_column_that_differs_from_the_system_message_is_refused(
+    tmp_path: Path, tokenizer: Tokenizer, form: str
+) -> None:
+    row = TWO_SYSTEMS[form]
+    same = [{**row, "system": system} for system in ("Be brief.", "Be brief.\n", "", None)]
+    path = write(tmp_path / "a.jsonl", same)
+    for number in range(len(same)):
+        (before, _), *_ = runs(path, tokenizer, number=number)
+        assert before.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+    path = write(tmp_path / "b.jsonl", [row, {**row, "system": "Talk."}])
+    with pytest.raises(
+        DataError, match=r"b.jsonl:2: the column 'system' differs from the system message .*; keep one"
+    ):
+        opened(path, tokenizer)
+    assert opened(path, tokenizer, bad_rows="skip").summary.bad == 1
+
+
+@pytest.mark.parametrize("template", [CHATML, None], ids=["template", "plain"])
+def test_a_system_column_beside_a_prompt_that_is_a_string_is_refused(
+    tmp_path: Path, template: str | None
+) -> None:
+    row = {"prompt": "What is two plus two?", "completion": " It is four.", "sys": ""}
+    tokenizer, columns = chat_tokenizer(template), {"system": "sys"}
+    path = write(tmp_path / "a.jsonl", [row, {**row, "sys": None}, {**row, "sys": "Be brief."}])
+    with pytest.raises(
+        DataError, match=r"a.jsonl:3: the column 'sys' has no place .*; put it into the prompt, give mess"
+    ):
+        opened(path, tokenizer, columns=columns)
+    assert opened(path, tokenizer, columns=columns, bad_rows="skip").summary.documents == 2
+    path = write(tmp_path / "b.jsonl", [{"prompt": "q", "completion": " a", "system": "SYS"}])
+    with pytest.raises(DataError, match=r"b.jsonl:1: the column 'system' has no place"):
+        opened(path, tokenizer)
+
+
+def first_step(corpus: Corpus | StreamCorpus) -> None:
+    with closing(make_loader([corpus], max_seq_length=64, batch_size=1)) as loader:
+        loader.next_step()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_a_row_of_a_table_with_too_many_fields_is_refused(
+    tmp_path: Path, ending: str, streaming: bool
+) -> None:
+    lines = ["instruction,output", "x,y", 'x,"y', 'z"', "List primes,2, 3, 5 and 7"]
+    path, tokenizer = tmp_path / f"a.{ending}", chat_tokenizer(None)
+    path.write_text("\n".join(lines).replace(",", "," if ending == "csv" else "\t") + "\n")
+    between = {"csv": "commas", "tsv": "tabs"}[ending]
+    message = rf"row 3 of .*a\.{ending} \(line 5\) has 4 fields, not 2; put texts that hold {between} in double quotes"
+    with pytest.raises(DataError, match=message):
+        first_step(
+            open_corpus(str(path), tokenizer, streaming=streaming, num_proc=1, cache_dir=tmp_path / "cache")
+        )
+
+
+def test_empty_fields_after_an_example_are_harmless(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('instruction,output\nList primes,"2, 3, 5 and 7",,\nHi,Ho,\n')
+    tokenizer = chat_tokenizer(None)
+    assert runs(path, tokenizer)[1] == ("2, 3, 5 and 7</s>", True)
+    assert runs(path, tokenizer, number=1)[1] == ("Ho</s>", True)
 
 
 @pytest.mark.parametrize("spaced", [False, True])

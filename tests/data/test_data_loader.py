@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from trimtab.data import Batch, Corpus, SourceSpec, eval_batches, make_loader, o
 from trimtab.data.dealing import StepShape, deal
 from trimtab.data.mixture import epoch_plan, mix
 from trimtab.facts.errors import CheckpointError, DataError
+from trimtab.recipe.resume import CHANGEABLE_ON_RESUME
 
 T = 64
 
@@ -290,3 +292,18 @@ def test_sources_with_weights_and_first(corpus_folder: Path, tokenizer, tmp_path
     twice = make_loader([(corpus, 2.0)], max_seq_length=T, batch_size=1)
     once = make_loader([(corpus, 1.0)], max_seq_length=T, batch_size=1)
     assert twice.num_windows == 2 * once.num_windows
+
+
+def test_the_page_says_what_may_change_on_resume() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    section = page.partition("## Resuming\n")[2].partition("\n## ")[0]
+    stays, _, rest = section.partition(" must stay; ")
+    changes, found, _ = rest.partition(" may change")
+    assert found
+    keys = {key for allowed in CHANGEABLE_ON_RESUME for key in (allowed, allowed.removeprefix("data."))}
+    named = set(re.findall(r"`(\w+)`", changes))
+    assert named
+    assert named <= keys
+    kept = set(re.findall(r"`(\w+)`", stays))
+    assert {"per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_length"} <= kept
+    assert not kept & keys

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import CHATML, CHATML_MARKED, LLAMA3, chat_tokenizer
+from chat_templates import CHATML, CHATML_MARKED, LLAMA3, THINKING, TOOL_THINKING, TOOLS, chat_tokenizer
 from data_rows import opened, write
 from hypothesis import given
 from hypothesis import strategies as st
@@ -369,8 +369,11 @@ NO_ANSWERS: dict[str, dict[str, Any]] = {
     "messages, named": {"messages": [ASKED, {**SILENT, "name": "bot", "reasoning_content": ""}]},
     "messages, twice": {"messages": [ASKED, SILENT, ASKED, SILENT]},
     "messages, context": {"messages": [ASKED, SILENT, ASKED, {**ANSWERED, "weight": 0}]},
+    "messages, null": {"messages": [ASKED, {**SILENT, "content": None}]},
+    "messages, null twice": {"messages": [{**ASKED, "content": None}, {**SILENT, "content": None}]},
     "messages, parts": {"messages": [ASKED, {**SILENT, "content": []}]},
     "sharegpt": {"conversations": [{"from": "human", "value": "Add."}, {"from": "gpt", "value": ""}]},
+    "sharegpt, null": {"conversations": [{"from": "human", "value": "Add."}, {"from": "gpt", "value": None}]},
 }
 
 
@@ -406,16 +409,129 @@ def test_an_empty_answer_at_the_end_is_left_out_with_its_question(
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("template", "said"),
     [
-        {"content": " "},
-        {"content": "", "reasoning_content": "Hm."},
-        {"content": "", "tool_calls": [{"name": "add"}]},
+        (CHATML, {"content": " "}),
+        (TOOL_THINKING, {"content": "", "reasoning_content": "Hm."}),
+        (TOOLS, {"content": "", "tool_calls": [{"function": {"name": "add"}}]}),
     ],
     ids=["white space", "thinking", "a call"],
 )
-def test_an_answer_without_words_is_still_one(
-    tmp_path: Path, tokenizer: Tokenizer, said: dict[str, Any]
-) -> None:
+def test_an_answer_without_words_is_still_one(tmp_path: Path, template: str, said: dict[str, Any]) -> None:
     row = {"messages": [ASKED, {"role": "assistant", **said}]}
-    assert opened(write(tmp_path / "a.jsonl", [row]), tokenizer).summary.documents == 1
+    assert opened(write(tmp_path / "a.jsonl", [row]), chat_tokenizer(template)).summary.documents == 1
+
+
+CALL: dict[str, Any] = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
+}
+RESULT = {"role": "tool", "content": "4"}
+CALLED = '<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>'
+PRINTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PRINTS_CALLS = PRINTS.replace(
+    "<|im_end|>",
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}<|im_end|>",
+)
+# As DeepSeek's: calls are written where the content is null.
+NULL_CALLS = PRINTS_CALLS.replace(
+    "{{ m['content'] }}", "{% if m.content is not none %}{{ m.content }}{% else %}"
+).replace("{% endfor %}<|im_end|>", "{% endfor %}{% endif %}<|im_end|>")
+# Nothing at all of an answer without a content.
+GUARDED = PRINTS.replace("<|im_start|>{{", "{% if m.content %}<|im_start|>{{").replace(
+    "<|im_end|>\n", "<|im_end|>\n{% endif %}"
+)
+GUARDED_MARKED = CHATML_MARKED.replace(
+    "{% if m.role == 'assistant' %}",
+    "{% if m.role == 'assistant' and not m.content %}{% elif m.role == 'assistant' %}",
+)
+
+
+def trained_texts(corpus: Corpus, tokenizer: Tokenizer, number: int = 0) -> list[str]:
+    shown = highlighted(corpus, tokenizer, number=number)["runs"]
+    assert not any("None" in text for text, _ in shown)
+    return [text for text, trained in shown if trained]
+
+
+@pytest.mark.parametrize("template", [PRINTS_CALLS, NULL_CALLS, TOOLS], ids=["prints", "null", "or"])
+@pytest.mark.parametrize("content", [None, ""], ids=["null", "empty"])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_call_without_a_content_never_says_none(
+    tmp_path: Path, template: str, content: str | None, ending: str
+) -> None:
+    call, path = {**CALL, "content": content}, tmp_path / f"a.{ending}"
+    rows = [{"messages": [ASKED, call, RESULT, ANSWERED]}, {"messages": [ASKED, call]}]
+    if ending == "jsonl":
+        write(path, rows)
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    tokenizer = chat_tokenizer(template)
+    corpus = opened(path, tokenizer)
+    assert trained_texts(corpus, tokenizer) == [CALLED, "4<|im_end|>"]
+    assert trained_texts(corpus, tokenizer, 1) == [CALLED]
+    everything = opened(path, tokenizer, train_on="all")
+    assert CALLED in "".join(trained_texts(everything, tokenizer))
+
+
+def test_calls_that_are_context_are_written_too(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(NULL_CALLS)
+    rows = [
+        {"prompt": [ASKED, CALL, RESULT], "completion": [ANSWERED]},
+        {"messages": [ASKED, {**CALL, "weight": 0}, RESULT, ANSWERED]},
+    ]
+    for number, row in enumerate(rows):
+        corpus = opened(write(tmp_path / f"{number}.jsonl", [row]), tokenizer)
+        assert trained_texts(corpus, tokenizer) == ["4<|im_end|>"]
+        assert CALLED in highlighted(corpus, tokenizer)["runs"][0][0]
+
+
+SILENT_CALLS = {
+    "prints": PRINTS,
+    "adds": CHATML,
+    "marked": CHATML_MARKED,
+    "thinks": THINKING,
+    "guarded": GUARDED,
+    "guarded and marked": GUARDED_MARKED,
+}
+
+
+@pytest.mark.parametrize("train_on", ["completions", "last"])
+@pytest.mark.parametrize("template", SILENT_CALLS)
+def test_a_call_that_the_template_does_not_write_is_no_answer(
+    tmp_path: Path, template: str, train_on: Any
+) -> None:
+    """Trained on its end alone, a model would learn to say nothing where a call is due."""
+    tokenizer = chat_tokenizer(SILENT_CALLS[template])
+    alone, ended = {"messages": [ASKED, CALL]}, {"messages": [ASKED, ANSWERED, ASKED, CALL]}
+    within = {"messages": [ASKED, CALL, RESULT, ANSWERED]}
+    path = write(tmp_path / "a.jsonl", [alone, ended, within, {"messages": [ASKED, ANSWERED]}])
+    corpus = opened(path, tokenizer, train_on=train_on)
+    assert (corpus.summary.documents, corpus.summary.untrained, corpus.summary.unanswered) == (3, 1, 1)
+    answer = trained_texts(corpus, tokenizer, 2)
+    assert answer[0].endswith("4<|im_end|>")
+    assert trained_texts(corpus, tokenizer) == trained_texts(corpus, tokenizer, 1) == answer
+    assert opened(path, tokenizer, train_on="all").summary.documents == 4
+    with pytest.raises(
+        DataError, match=r"nothing to train on: 2 without a token to train on \(no answer, or one of wh"
+    ):
+        opened(write(tmp_path / "b.jsonl", [alone] * 2), tokenizer)
+
+
+def test_a_streamed_call_that_the_template_does_not_write_is_said(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    told: list[Progress] = []
+    rows = [{"messages": [ASKED, CALL]}, {"messages": [ASKED, ANSWERED]}]
+    path = write(tmp_path / "a.jsonl", rows)
+    stream = open_corpus(str(path), tokenizer, streaming=True, num_proc=1, progress=told.append)
+    loader = make_loader([stream], max_seq_length=T, batch_size=4)
+    assert {origin for origin, _, _ in epoch_of(loader)} == {"a.jsonl:2"}
+    loader.close()
+    assert any("1 document is without a token to train on" in (note.message or "") for note in told)

@@ -146,6 +146,21 @@ BAD_FILES = {
     "not gzip": ("a.txt.gz", b"plain", r"cannot be read \(Not a gzipped file"),
     "parquet": ("a.parquet", b"PAR1 and nothing else", "is not a whole Parquet file"),
     "csv row": ("a.csv", b"n,text\n1,a\n2\n", "row 2 of .* has 1 fields, not 2"),
+    "csv row too long": (
+        "a.csv",
+        b'n,text\n1,"a\nb"\n2,2, 3, 5 and 7\n',
+        r"row 2 of .*a\.csv \(line 4\) has 4 fields, not 2; put texts that hold commas in double quotes",
+    ),
+    "one column too long": (
+        "a.csv",
+        b"text\nHello, world\n",
+        r"row 1 of .* \(line 2\) has 2 fields, not 1; put",
+    ),
+    "tsv row too long": (
+        "a.tsv",
+        b"n\ttext\n1\ta, b\n2\ta\tb\n",
+        r"row 2 of .*a\.tsv \(line 3\) has 3 fields, not 2; put texts that hold tabs in double quotes",
+    ),
     "blank only": ("a.txt", b" \n\t\n", r"holds no documents: 1 empty were skipped"),
     "empty rows": ("a.jsonl", b'{"text": ""}\n{"text": null}\n', "holds no documents: 2 empty"),
     "no rows": ("a.csv", b"text\n", "holds no documents; give a source with text"),
@@ -162,6 +177,14 @@ def test_bad_files_are_refused_with_the_place(case: str, tmp_path: Path, tokeniz
         open_cached(SourceSpec(str(path)), tokenizer, cache_dir=tmp_path / "cache")
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "cache" / "entries").glob("*")) if (tmp_path / "cache").exists() else True
+
+
+@pytest.mark.parametrize("between", [",", "\t"])
+def test_empty_fields_at_the_end_of_a_row_are_harmless(tmp_path: Path, between: str) -> None:
+    rows = [["n", "text"], ["1", "a"], ["2", "b", ""], ["3", "c", " ", "", ""], ["4", "d"]]
+    name = "a.tsv" if between == "\t" else "a.csv"
+    file = write(tmp_path / name, "".join(between.join(row) + "\n" for row in rows))
+    assert documents(file) == ["a", "b", "c", "d"]
 
 
 def test_truncated_parquet_is_refused(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ class Summary:
     repaired: int = 0
     """Documents with broken Unicode escapes, which became U+FFFD."""
     untrained: int = 0
-    """Examples without a single token to train on, left out: conversations without an answer, empty completions."""
+    """Examples without a single token to train on, left out: conversations without an answer, empty completions,
+    calls of tools that the chat template does not write."""
     bad: int = 0
     """Rows that are no example or that the chat template refuses, left out where `bad_rows: skip` says so."""
     complaint: str = ""
@@ -325,7 +326,7 @@ def _build(
 LEFT_OUT = {
     "empty": "empty",
     "short": "shorter than two tokens",
-    "untrained": "without a token to train on (no answer)",
+    "untrained": "without a token to train on (no answer, or one of which the chat template writes nothing)",
     "bad": "unusable as examples, or refused by the chat template",
 }
 """Why documents are left out, in words."""

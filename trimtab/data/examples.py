@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab.data.columns import type_name
@@ -95,21 +95,53 @@ def example_of(place: str, value: Any, form: Format, *, template: bool, keep_end
 
 
 def _chat(found: Conversation, keep_end: bool, repaired: bool) -> Example:
-    """A conversation up to its last answer in which something is said; without any, nothing of it is trained on."""
     # Once more, for lists that were written as JSON: escapes in them are characters only now.
     (messages, tools), late = _clean([found.messages, found.tools])
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    said = [i for i in answers if _says_something(messages[i])]
-    end = (said or answers or [len(messages) - 1])[-1] + 1
-    unanswered = end < len(messages) and not keep_end
-    skipped = found.skipped if any(i not in found.skipped for i in said) else answers
-    made = Conversation(messages[:end] if unanswered else messages, tools, skipped)
+    made, unanswered = _answered(Conversation(messages, tools, found.skipped), keep_end)
     return Example(made, unanswered=unanswered, repaired=repaired or late)
 
 
-def _says_something(message: Message) -> bool:
+def _answered(found: Conversation, keep_end: bool, silent: Collection[int] = ()) -> tuple[Conversation, bool]:
+    """A conversation up to its last answer in which something is said, and whether that leaves messages out.
+
+    Without any such answer nothing of it is trained on. Answers that are `silent` say nothing.
+    """
+    messages = found.messages
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    said = [i for i in answers if i not in silent and _says_something(messages[i])]
+    end = (said or answers or [len(messages) - 1])[-1] + 1
+    unanswered = end < len(messages) and not keep_end
+    trained = any(i not in found.skipped for i in said)
+    skipped = [*found.skipped, *silent] if trained else answers
+    return Conversation(messages[:end] if unanswered else messages, found.tools, skipped), unanswered
+
+
+def _says_something(message: Mapping[str, Any]) -> bool:
     """Whether there is a text, be it white space, a call of a tool, thinking: anything but who speaks."""
     return any(inner for key, inner in message.items() if key not in ("role", "name"))
+
+
+def wordless(conversation: Conversation) -> list[int]:
+    """The answers that say something, but nothing in their content: calls of tools, or thinking, alone."""
+    return [
+        i
+        for i, message in enumerate(conversation.messages)
+        if message["role"] == "assistant" and not message["content"] and _says_something(message)
+    ]
+
+
+def silenced(
+    example: Example, silent: Collection[int], changed: Mapping[int, Mapping[str, Any]], *, keep_end: bool
+) -> Example:
+    """The example with other messages in some places, and with answers that say no more than empty ones.
+
+    Silent answers are not trained on.
+    """
+    found = example.conversation
+    assert found is not None
+    messages = [changed.get(i, message) for i, message in enumerate(found.messages)]
+    made, unanswered = _answered(Conversation(messages, found.tools, found.skipped), keep_end, silent)
+    return replace(example, conversation=made, unanswered=example.unanswered or unanswered)
 
 
 def _turns(value: Mapping[str, Any], form: Format, template: bool) -> Conversation:
@@ -132,7 +164,18 @@ def _prompt_completion(
         for message in (*first, *second):
             _weight(message)
         return _conversation([*first, *second], list(range(len(first))), value, form)
+    _refuse_system(value, form)
     return (_text(prompt, "prompt"), False), (_text(completion, "completion"), True)
+
+
+def _refuse_system(value: Mapping[str, Any], form: Format) -> None:
+    """Plain texts, which no template writes, have no place for a system prompt."""
+    if _text(form.get(value, "system"), "system").strip():
+        column = form.columns.get("system", "system")
+        raise RowError(
+            f"the column {column!r} has no place beside a prompt that is a string",
+            "put it into the prompt, give messages, or rename the column if it is no system prompt",
+        )
 
 
 def _alpaca(
@@ -170,9 +213,16 @@ def _conversation(
     messages: list[Message], skipped: list[int], value: Mapping[str, Any], form: Format
 ) -> Conversation:
     system = _text(form.get(value, "system"), "system")
-    if system and messages and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-        skipped = [i + 1 for i in skipped]
+    if system and messages:
+        if messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+            skipped = [i + 1 for i in skipped]
+        elif system.strip() not in ("", messages[0]["content"].strip()):
+            column = form.columns.get("system", "system")
+            raise RowError(
+                f"the column {column!r} differs from the system message that the conversation begins with",
+                "keep one of the two, or rename the column if it is no system prompt",
+            )
     tools = form.get(value, "tools")
     if isinstance(tools, str) and tools.strip():
         tools = _json(tools, "tools")
@@ -209,14 +259,16 @@ def _message(message: Any, place: str) -> Message:
     rest = {
         key: inner for key, inner in message.items() if key not in (who, what) and inner not in (None, [])
     }
-    content = _content(message.get(what), place)
-    if content is None and not rest.get("tool_calls"):
+    if what not in message and not rest.get("tool_calls"):
         raise RowError(f"{place} has no {what}", "every message needs a text, which may be empty")
-    return {"role": ROLES[role.lower()], "content": content, **rest}
+    return {"role": ROLES[role.lower()], "content": _content(message.get(what), place), **rest}
 
 
-def _content(value: Any, place: str) -> str | None:
-    """A message's text; a list of parts is joined where all of them are text."""
+def _content(value: Any, place: str) -> str:
+    """A message's text; null, of which templates would make the word None, is an empty one.
+
+    A list of parts is joined where all of them are text.
+    """
     if isinstance(value, list):
         if all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
             return "".join(part["text"] for part in value)
@@ -227,7 +279,7 @@ def _content(value: Any, place: str) -> str | None:
         )
     if value is not None and not isinstance(value, str):
         raise RowError(f"the content of {place} is {type_name(value)}, not text", "write it as a string")
-    return value
+    return value or ""
 
 
 def _weight(message: Message) -> int:

@@ -285,19 +285,33 @@ def read_csv(file: SourceFile, column: str | None, start: int, meter: Meter | No
 
 
 def csv_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, list[str]]]:
-    """(0, names of the columns), then (row, fields); empty lines are passed over."""
+    """(0, names of the columns), then (row, fields); empty lines are passed over, too long rows refused."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     tabs = ".tsv" in [suffix.lower() for suffix in file.path.suffixes]
     reader = csv.reader((line + "\n" for line in _lines(file, meter)), delimiter="\t" if tabs else ",")
-    row = 0
+    row, wanted, line = 0, 0, 1
     try:
         for row, fields in enumerate(reader):
-            if row == 0 or (row >= start and fields):
+            if row == 0:
+                wanted = len(fields)
                 yield row, fields
+            elif row >= start and fields:
+                if 0 < wanted < len(fields) and any(field.strip() for field in fields[wanted:]):
+                    raise _too_long(file, row, line, len(fields), wanted, "tabs" if tabs else "commas")
+                yield row, fields
+            line = reader.line_num + 1
     except csv.Error as error:
         raise DataError(
             f"{file.path} is not CSV after row {row} ({error})", "repair or remove the row"
         ) from error
+
+
+def _too_long(file: SourceFile, row: int, line: int, found: int, wanted: int, between: str) -> DataError:
+    """The answer to a text that was cut in several; empty fields at the end, as spreadsheets write, are none."""
+    return DataError(
+        f"row {row} of {file.path} (line {line}) has {found} fields, not {wanted}",
+        f"put texts that hold {between} in double quotes",
+    )
 
 
 def checked_field(file: SourceFile, row: int, fields: list[str], place: int, wanted: int) -> str:

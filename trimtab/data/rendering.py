@@ -11,13 +11,14 @@ from trimtab.data.fingerprints import digest_of
 from trimtab.data.readers import Segment
 from trimtab.data.sources import ResolvedSource
 from trimtab.data.spec import BATCH_EXAMPLES, TrainOn
+from trimtab.data.wordless import Message, heard
 from trimtab.data.worker import Text
 from trimtab.facts.errors import DataError, ModelError
-from trimtab.text.chat import ChatProcess, Conversation, Limits, TemplateFailed
+from trimtab.text.chat import ChatProcess, Conversation, Limits, Rendered, TemplateFailed
 
 TODAY = "2024-07-26"
 """The date that templates are told, so that texts are the same on every day: Llama 3's own where it knows none."""
-READING = 3
+READING = 4
 """Counted up when a row becomes another text or mask than before, so that cached tokens are made anew."""
 LIMITS = Limits(seconds=30.0, patience=90.0)
 """For `BATCH_EXAMPLES` conversations, on a machine whose cores are all tokenizing."""
@@ -113,12 +114,8 @@ class Renderer:
             raise no_template(self._place(segments[0]))
         if self._process is None:
             self._process = ChatProcess(chat.template, specials=chat.specials, now=TODAY, limits=LIMITS)
-        conversations = [_conversation(segment.example) for segment in segments]
-        rendered = self._process.examples(
-            conversations, {**chat.variables, **rendering.variables}, rendering.train_on
-        )
         texts = []
-        for segment, one in zip(segments, rendered, strict=True):
+        for segment, one in zip(segments, self._examples(segments), strict=True):
             if isinstance(one, TemplateFailed):
                 cause = f"{self._place(segment)}: {one.cause}"
                 if not rendering.skip:
@@ -130,6 +127,37 @@ class Renderer:
                 texts.append(Text(one.text.encode("utf-8", "replace"), False, one.spans))
         return texts
 
+    def _examples(self, segments: list[Segment]) -> list[Rendered | TemplateFailed]:
+        """The segments' conversations with what is trained on: of each answer only what the template writes."""
+        assert self.rendering is not None
+        train_on = self.rendering.train_on
+        given = [_example(segment) for segment in segments]
+        made = [self._heard(example, keep_end=train_on == "all") for example in given]
+        rendered = self._ask([_conversation(example) for example in made], train_on)
+        for i, segment in enumerate(segments):
+            # A template may mark answers, but not those of which it writes nothing; then its marks are enough.
+            if made[i] is not given[i] and isinstance(rendered[i], TemplateFailed):
+                (rendered[i],) = self._ask([_conversation(given[i])], train_on)
+            else:
+                segment.example = made[i]
+        return rendered
+
+    def _heard(self, example: Example, *, keep_end: bool) -> Example:
+        tools = _conversation(example).tools
+
+        def texts(conversations: list[list[Message]]) -> list[str | None]:
+            rendered = self._ask([Conversation(messages, tools) for messages in conversations], "all")
+            return [None if isinstance(one, TemplateFailed) else one.text for one in rendered]
+
+        return heard(example, texts, keep_end=keep_end)
+
+    def _ask(self, conversations: list[Conversation], train_on: TrainOn) -> list[Rendered | TemplateFailed]:
+        rendering, process = self.rendering, self._process
+        assert rendering is not None
+        assert rendering.chat is not None
+        assert process is not None
+        return process.examples(conversations, {**rendering.chat.variables, **rendering.variables}, train_on)
+
     def _place(self, segment: Segment) -> str:
         assert self.rendering is not None
         return f"{self.rendering.places[segment.file]}:{segment.row}"
@@ -140,8 +168,12 @@ def is_chat(segment: Segment) -> bool:
     return segment.example is not None and segment.example.conversation is not None
 
 
-def _conversation(example: Example | None) -> Conversation:
-    assert example is not None
+def _example(segment: Segment) -> Example:
+    assert segment.example is not None
+    return segment.example
+
+
+def _conversation(example: Example) -> Conversation:
     assert example.conversation is not None
     return example.conversation
 

@@ -43,10 +43,18 @@ def _csv(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[in
         yield row, {n: checked_field(file, row, fields, i, len(header)) for i, n in enumerate(header)}
 
 
+_SAID_BY = {"content": "role", "value": "from"}
+"""What a message says, which may be null, and who says it."""
+
+
 def _without_none(value: Any) -> Any:
     """Without the keys that Parquet fills up: all rows of a column have the same keys there."""
     if isinstance(value, dict):
-        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+        return {
+            key: _without_none(inner)
+            for key, inner in value.items()
+            if inner is not None or (key in _SAID_BY and value.get(_SAID_BY[key]) is not None)
+        }
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
