@@ -456,3 +456,11 @@ def test_two_overrides_that_say_the_same_thing() -> None:
     assert loads(MINIMAL, ["num_train_epochs=null", "max_steps=5"]).max_steps == 5
     with pytest.raises(RecipeError, match="'max_steps=5' and 'num_train_epochs=2' say the same"):
         loads(MINIMAL, ["max_steps=5", "num_train_epochs=2"])
+
+
+def test_beside_an_adapter_to_start_from_no_defaults_are_written() -> None:
+    recipe = build({"model": "starter", "data": {"train": ["notes.txt"]}, "lora": {"adapter": "./mine"}})
+    text = dump(recipe)
+    assert "adapter: ./mine" in text
+    assert not any(word in text for word in ("target_modules", "lora_alpha", "rank_pattern"))
+    assert loads(text) == recipe

@@ -89,8 +89,14 @@ def build(data: dict[str, Any], *, where: dict[Path, str] | None = None, name: s
 
 
 def dump(recipe: Recipe) -> str:
-    """The complete recipe, defaults written out, as YAML that loads to an equal recipe."""
-    return write(to_dict(recipe))
+    """The complete recipe, defaults written out, as YAML that loads to an equal recipe.
+
+    An adapter that a run starts from brings its own rank and modules: defaults beside it would be untrue.
+    """
+    data = to_dict(recipe)
+    if recipe.lora is not None and recipe.lora.adapter is not None:
+        data["lora"] = {"adapter": recipe.lora.adapter}
+    return write(data)
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
