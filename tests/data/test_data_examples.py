@@ -139,13 +139,25 @@ def test_a_system_column_beside_a_prompt_that_is_a_string_is_refused(
     tokenizer, columns = chat_tokenizer(template), {"system": "sys"}
     path = write(tmp_path / "a.jsonl", [row, {**row, "sys": None}, {**row, "sys": "Be brief."}])
     with pytest.raises(
-        DataError, match=r"a.jsonl:3: the column 'sys' has no place .*; put it into the prompt, give mess"
+        DataError, match=r"a.jsonl:3: the column 'sys' has no place .*; put it into the text, give mess"
     ):
         opened(path, tokenizer, columns=columns)
     assert opened(path, tokenizer, columns=columns, bad_rows="skip").summary.documents == 2
     path = write(tmp_path / "b.jsonl", [{"prompt": "q", "completion": " a", "system": "SYS"}])
     with pytest.raises(DataError, match=r"b.jsonl:1: the column 'system' has no place"):
         opened(path, tokenizer)
+
+
+def test_tools_that_no_template_writes_are_refused(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    alpaca = {"instruction": "Add.", "output": "It is four."}
+    for row in ({"prompt": "q", "completion": " a"}, alpaca):
+        empty = [{**row, "tools": value} for value in (None, [], "", "[]")]
+        assert opened(write(tmp_path / "a.jsonl", empty), chat_tokenizer(None)).summary.documents == 4
+        for value in (tools, json.dumps(tools)):
+            path = write(tmp_path / "b.jsonl", [{**row, "tools": value}])
+            with pytest.raises(DataError, match=r"b.jsonl:1: the column 'tools' has no place"):
+                opened(path, chat_tokenizer(None))
 
 
 def first_step(corpus: Corpus | StreamCorpus) -> None:

@@ -164,18 +164,21 @@ def _prompt_completion(
         for message in (*first, *second):
             _weight(message)
         return _conversation([*first, *second], list(range(len(first))), value, form)
-    _refuse_system(value, form)
+    _refuse(value, form, "system", "tools")
     return (_text(prompt, "prompt"), False), (_text(completion, "completion"), True)
 
 
-def _refuse_system(value: Mapping[str, Any], form: Format) -> None:
-    """Plain texts, which no template writes, have no place for a system prompt."""
-    if _text(form.get(value, "system"), "system").strip():
-        column = form.columns.get("system", "system")
-        raise RowError(
-            f"the column {column!r} has no place beside a prompt that is a string",
-            "put it into the prompt, give messages, or rename the column if it is no system prompt",
-        )
+def _refuse(value: Mapping[str, Any], form: Format, *parts: str) -> None:
+    """Plain texts, which no template writes, have no place for a system prompt or for tools."""
+    for part in parts:
+        found = form.get(value, part)
+        if found and (not isinstance(found, str) or found.strip() not in ("", "[]")):
+            column = form.columns.get(part, part)
+            what = "system prompt" if part == "system" else "list of tools"
+            raise RowError(
+                f"the column {column!r} has no place in texts that no chat template writes",
+                f"put it into the text, give messages, or rename the column if it is no {what}",
+            )
 
 
 def _alpaca(
@@ -195,6 +198,7 @@ def _alpaca(
         if answer:
             messages.append({"role": "assistant", "content": answer})
         return _conversation(messages, [], value, form)
+    _refuse(value, form, "tools")
     system = _text(form.get(value, "system"), "system")
     opening = f"{system}\n\n" if system else ""
     given = f"### Input:\n{more}\n\n" if more else ""
