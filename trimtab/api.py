@@ -134,7 +134,6 @@ class Model:
     ) -> Path:
         """Writes an adapter, the one in use unless another is named, as a folder that peft loads, checks it, and
         returns the receipt's path."""
-        from trimtab.adapt.spec import DEFAULT
         from trimtab.export import export_peft
 
         opened, folder = self.opened, Path(folder)
@@ -149,8 +148,7 @@ class Model:
             receipt=receipt,
             source={"model": opened.name, "step": opened.step},
             overwrite=overwrite,
-            # Those put on later know the tokens they were given to.
-            tokenizer=opened.tokenizer if opened.own_tokenizer and adapter == DEFAULT else None,
+            tokenizer=opened.tokenizer if adapter in opened.with_tokens else None,
         )
         return receipt
 
@@ -184,7 +182,6 @@ class Model:
             self.opened.decoder,
             self.opened.tokenizer,
             folder,
-            whole_changed=self.opened.whole_changed,
             **self._folder_options(dtype, receipt, overwrite),
         )
         return receipt

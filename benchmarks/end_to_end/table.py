@@ -281,7 +281,7 @@ def summary(records: Records) -> str:
         lengths[0].append(f"{record['case']['cap_gb']:g}")
         part = "*" if "/" in record["case"]["job"]["model"] else ""
         lengths[1].append(f"{record['confirmed']:,}{part}")
-    parts = " (* by 8 of its 32 layers)" if "*" in "".join(lengths[1]) else ""
+    parts = " (* by 8 of its 32 layers; no longer one was tried)" if "*" in "".join(lengths[1]) else ""
     return f"{_aligned(rows)}\n{LONGEST}{parts}:\n\n{_aligned(lengths)}"
 
 

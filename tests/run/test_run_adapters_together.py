@@ -12,7 +12,7 @@ from command import call
 from tiny_model import write_recipe, write_tiny_model
 
 import trimtab
-from trimtab.adapt import active_adapters, trained_parameters
+from trimtab.adapt import active_adapters, merge_adapters, trained_parameters, use_adapters
 from trimtab.adapt.lora import place_adapters
 from trimtab.adapt.peft_files import settings_of
 from trimtab.export import export_merged, export_peft
@@ -114,6 +114,52 @@ def test_tokens_go_with_the_adapter_that_has_them(home: Path, tmp_path: Path) ->
     assert not (tmp_path / "other" / "tokenizer.json").exists()
     model.save_adapter(tmp_path / "own", adapter="default")
     assert (tmp_path / "own" / "tokenizer.json").exists()
+    model.add_adapter(home / "tokens" / "adapter", "again")
+    model.save_adapter(tmp_path / "again")
+    assert (tmp_path / "again" / "tokenizer.json").exists()
+
+
+def test_what_was_trained_and_moved_since_is_what_counts(home: Path, tmp_path: Path) -> None:
+    decoder = opened(home / "whole" / "run").opened.decoder
+    decoder.double().float()  # other storage, as on another device
+    norm = decoder.get_parameter("model.norm.weight")
+    with torch.no_grad():
+        norm += 0.5
+    trained = norm.detach().clone()
+    export_peft(decoder, tmp_path / "out", base={"source": "x"})
+    assert torch.equal(norm, trained)
+    again = opened(home / "model", adapter=tmp_path / "out").opened.decoder
+    assert torch.equal(again.get_parameter("model.norm.weight"), trained)
+    decoder.double()
+    use_adapters(decoder, [])
+    assert {parameter.dtype for parameter in decoder.parameters()} == {torch.float64}
+
+
+def test_a_merged_model_stays_merged(home: Path, tmp_path: Path) -> None:
+    model = opened(home / "whole" / "run")
+    model.merge(tmp_path / "merged", dtype="fp32")
+    merged = logits(model)
+    model.use_adapters()
+    assert torch.equal(logits(model), merged)
+
+
+def test_a_merge_counts_what_the_adapters_in_use_replace(home: Path, tmp_path: Path) -> None:
+    """Whether the model is a run's or a base with an adapter on it."""
+    for model in (opened(home / "whole" / "run"), opened(home / "model", adapter=home / "whole" / "adapter")):
+        decoder = model.opened.decoder
+        with torch.no_grad():
+            for name, parameter in decoder.named_parameters():
+                if ".lora_B." in name:
+                    parameter.zero_()
+        assert merge_adapters(decoder, dtype="fp32").changed > 0, "what is replaced differs"
+    model = opened(home / "whole" / "run")
+    model.add_adapter(home / "plain" / "adapter", "untrained")
+    with torch.no_grad():
+        for name, parameter in model.opened.decoder.named_parameters():
+            if ".lora_B.untrained" in name:
+                parameter.zero_()
+    with pytest.raises(ModelError, match="merging changes no weight"):
+        model.merge(tmp_path / "nothing", dtype="fp32")
 
 
 def test_modules_that_were_rounded_are_not_written_as_the_run_s(home: Path, tmp_path: Path) -> None:

@@ -142,8 +142,7 @@ def use_adapters(decoder: nn.Module, names: str | Sequence[str]) -> None:
     # Nothing is refused from here on: a refusal leaves the model as it was.
     for layer, active in chosen:
         layer.active = active
-    for parameter, data in whole:
-        parameter.data = data
+    _switch_whole(decoder, whole)
 
 
 def remove_adapter(decoder: nn.Module, adapter: str) -> None:
@@ -154,6 +153,37 @@ def remove_adapter(decoder: nn.Module, adapter: str) -> None:
         layer.remove(adapter)
     for kept in ("whole_modules", "rounded_modules"):
         decoder.__dict__.get(kept, {}).pop(adapter, None)
+
+
+def replaced_modules(decoder: nn.Module) -> dict[str, torch.Tensor]:
+    """The base's own numbers, by name, of the parameters that an adapter in use replaces as a whole."""
+    own = decoder.__dict__.get("whole_modules", {}).get("", {})
+    return {name: own[name] for name, adapter in _whole_in_use(decoder).items() if adapter}
+
+
+def forget_whole(decoder: nn.Module) -> None:
+    """The parameters stay what they are now: there is nothing to switch back to."""
+    for kept in ("whole_modules", "rounded_modules", "whole_in_use"):
+        decoder.__dict__.pop(kept, None)
+
+
+def _whole_in_use(decoder: nn.Module) -> dict[str, str]:
+    """Whose numbers the parameters that some adapter replaces hold now; "" for the base's."""
+    in_use: dict[str, str] = decoder.__dict__.setdefault("whole_in_use", {})
+    return in_use
+
+
+def _switch_whole(decoder: nn.Module, chosen: Mapping[str, str]) -> None:
+    """Gives parameters the numbers of these adapters; what they held, trained or moved since, is kept as it is now."""
+    parameters, in_use = dict(decoder.named_parameters()), _whole_in_use(decoder)
+    kept = decoder.__dict__.get("whole_modules", {})
+    for name, adapter in chosen.items():
+        parameter, before = parameters[name], in_use.get(name, "")
+        if adapter != before:
+            if before in kept:
+                kept[before][name] = parameter.data
+            parameter.data = kept[adapter][name].to(parameter.device, parameter.dtype)
+            in_use[name] = adapter
 
 
 def keep_whole(decoder: Decoder, adapter: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -180,20 +210,20 @@ def rounded_modules(decoder: nn.Module, adapter: str) -> list[str]:
     return list(decoder.__dict__.get("rounded_modules", {}).get(adapter, []))
 
 
-def _chosen_whole(decoder: nn.Module, wanted: tuple[str, ...]) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """What each parameter that some adapter replaces is with these adapters; RecipeError where two replace it."""
+def _chosen_whole(decoder: nn.Module, wanted: tuple[str, ...]) -> dict[str, str]:
+    """For each parameter that some adapter replaces, whose it is with these; RecipeError where two replace it."""
     kept = decoder.__dict__.get("whole_modules")
     if kept is None:
-        return []
-    parameters, chosen = dict(decoder.named_parameters()), []
-    for name, own in kept[""].items():
+        return {}
+    chosen = {}
+    for name in kept[""]:
         having = [adapter for adapter in wanted if name in kept.get(adapter, {})]
         if len(having) > 1:
             raise RecipeError(
                 f"adapters {' and '.join(having)} both replace {name.removesuffix('.weight')}",
                 "use one at a time",
             )
-        chosen.append((parameters[name], kept[having[0]][name] if having else own))
+        chosen[name] = having[0] if having else ""
     return chosen
 
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trimtab.adapt.lora import LoRAEmbedding, LoRALinear, active_adapters, adapted_layers
+from trimtab.adapt.lora import (
+    LoRAEmbedding,
+    LoRALinear,
+    active_adapters,
+    adapted_layers,
+    forget_whole,
+    replaced_modules,
+)
 from trimtab.adapt.quantized import QuantizedLinear
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.model.building import torch_dtype
@@ -22,7 +29,7 @@ class Merged:
     changed: int
     """Numbers that differ from the base's in the format asked for."""
     numbers: int
-    """All numbers of the adapted layers."""
+    """All numbers of the layers that are adapted or replaced."""
 
 
 @torch.no_grad()
@@ -40,13 +47,12 @@ def merged_weight(layer: LoRALinear | LoRAEmbedding) -> torch.Tensor:
 
 
 @torch.no_grad()
-def merge_adapters(decoder: Decoder, *, dtype: str, whole_changed: int = 0) -> Merged:
+def merge_adapters(decoder: Decoder, *, dtype: str) -> Merged:
     """Replace every adapted or quantized layer by a plain one with the merged weight, in place.
 
     Args:
         decoder: with the adapters to merge active.
         dtype: the format in which the change must show: that in which the model will be saved.
-        whole_changed: numbers that modules trained as a whole changed already.
 
     Raises:
         ModelError: a merged weight is not finite, or none differs from the base's in `dtype`: nothing is changed.
@@ -54,7 +60,7 @@ def merge_adapters(decoder: Decoder, *, dtype: str, whole_changed: int = 0) -> M
     if not active_adapters(decoder):
         raise RecipeError("there is no adapter to merge", "give a run trained with `lora`, or an adapter")
     layers = list(adapted_layers(decoder))
-    changed, numbers = whole_changed, 0
+    changed, numbers = _replaced(decoder, dtype)
     for layer in layers:
         merged = merged_weight(layer)
         base = layer.dense_weight(merged.dtype)
@@ -82,7 +88,18 @@ def merge_adapters(decoder: Decoder, *, dtype: str, whole_changed: int = 0) -> M
     ]
     for name, module in quantized:
         _replace(decoder, name, module.dequantized(torch.float32), module)
+    forget_whole(decoder)
     return Merged(len(layers), changed, numbers)
+
+
+def _replaced(decoder: Decoder, dtype: str) -> tuple[int, int]:
+    """Of modules that the adapters in use replace as a whole: numbers that differ in a format, and all of them."""
+    parameters, changed, numbers = dict(decoder.named_parameters()), 0, 0
+    for name, base in replaced_modules(decoder).items():
+        now, before = (tensor.to(torch_dtype(dtype)) for tensor in (parameters[name].data, base))
+        changed += int((now != before.to(now.device)).sum())
+        numbers += now.numel()
+    return changed, numbers
 
 
 def _replace(decoder: Decoder, name: str, weight: torch.Tensor, base: nn.Module) -> None:

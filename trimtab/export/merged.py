@@ -34,7 +34,7 @@ def export_merged(
         tokenizer: saved beside it.
         folder: must not exist, or be empty, unless `overwrite`.
         dtype: "fp32", "bf16" or "fp16" on disk.
-        options: `whole_changed` as in `merge_adapters`; the others as in `export_hf`.
+        options: as in `export_hf`.
 
     Raises:
         ModelError: the merge changes nothing or is not finite, or what was written is not the model.
@@ -48,7 +48,7 @@ def export_merged(
             'load it with dtype="fp32", or use `trimtab merge`',
         )
     expected_BTV = probe_logits(decoder)
-    merged = merge_adapters(decoder, dtype=dtype, whole_changed=options.pop("whole_changed", 0))
+    merged = merge_adapters(decoder, dtype=dtype)
     found_BTV = probe_logits(decoder)
     rms = float(expected_BTV.square().mean().sqrt())
     worst = float((found_BTV - expected_BTV).abs().max()) / max(rms, torch.finfo(torch.float32).tiny)

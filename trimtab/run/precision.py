@@ -22,8 +22,8 @@ def set_gradient_format(model: torch.nn.Module, choices: Choices) -> None:
 def autocast_of(choices: Choices) -> Callable[[], Any]:
     """A context in which the model computes in `choices.dtype`; one that does nothing if the weights have it.
 
-    No weight is read twice in a pass, so that a cache of casts would only hold those of all layers until its end, of
-    layers that are computed again as well.
+    A cache of casts would hold those of all layers until the pass ends, of layers that are computed again as well; and
+    but for a feed-forward in tiles, which casts for each, no weight is read twice.
     """
     if choices.dtype == choices.weights_dtype:
         return contextlib.nullcontext

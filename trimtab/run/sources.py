@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from trimtab.model import (
     read_token_ids,
 )
 from trimtab.model.weights import Provenance
-from trimtab.run.adapter_tokens import with_its_tokens
+from trimtab.run.adapter_tokens import tokenizer_beside, with_its_tokens
 from trimtab.run.adapters import check_adapter_base, check_base, settings_of
 from trimtab.run.folder import RunFolder, read_json, write_json
 from trimtab.run.places import STARTER, model_folder
@@ -58,10 +58,10 @@ class OpenedModel:
     """Number formats that the weights are stored in: fp32, bf16, …, or GGUF's own names (Q4_1)."""
     base: dict[str, Any] | None = None
     """Of a run with adapters: source, revision and checksums of the weights below them."""
-    whole_changed: int = 0
-    """Numbers of modules trained as a whole (`modules_to_save`) that differ from the base's."""
     own_tokenizer: bool = False
     """Whether the tokenizer is another than the base's: more tokens, another chat template."""
+    with_tokens: set[str] = field(default_factory=set)
+    """The adapters that it belongs to."""
 
 
 def load_tokenizer(folder: Path, shape: ModelShape) -> Tokenizer:
@@ -182,10 +182,11 @@ def _open_run(
             check_base(base, place, "the run")
         decoder = new_decoder(settings, kept.get("quantization"), place)
         _load_base(decoder, base, place)
-    formats, whole = _load_checkpoint(decoder, run, found, on_event)
+    formats = _load_checkpoint(decoder, run, found, on_event)
     model = kept["recipe"]["model"]
     own = any(model.get(key) for key in ("tokenizer", "added_tokens", "chat_template"))
-    return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, whole, own)
+    tokens = {DEFAULT} if own and settings is not None else set()
+    return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, own, tokens)
 
 
 def _load_base(decoder: Decoder, base: dict[str, Any], place: Path | None) -> None:
@@ -212,6 +213,8 @@ def put_adapter(
         )
     load_adapter(opened.decoder, folder, adapter=name)
     opened.decoder.eval()
+    if opened.own_tokenizer and tokenizer_beside(folder) is not None:
+        opened.with_tokens.add(name)
     if found.base is None and found.base_name and found.base_name != opened.name:
         on_event(f"the adapter says it was made for {found.base_name}; its sizes fit {opened.name}")
 
@@ -257,9 +260,8 @@ def _check_stored(wanted: dict[str, tuple[int, ...]], num_layers: int, found: Fo
 
 def _load_checkpoint(
     decoder: Decoder, run: RunFolder, found: Found, on_event: Callable[[str], None]
-) -> tuple[tuple[str, ...], int]:
-    """Fills a decoder; the number formats that the checkpoint holds it in, and how many numbers of modules that
-    adapters' runs train as a whole it changed."""
+) -> tuple[str, ...]:
+    """Fills a decoder; the number formats that the checkpoint holds it in."""
     stored = read_manifest(found.path).tensors
     # The checkpoint's own format is read, then converted: a run in bf16 may be used in fp32.
     parameters = trained_parameters(decoder)
@@ -275,14 +277,11 @@ def _load_checkpoint(
         for name, parameter in parameters.items():
             if name not in whole:
                 parameter.copy_(tensors[name])
-    changed = 0
     if whole:  # the base's own are kept, to be used without the adapter
         keep_whole(decoder, DEFAULT, whole)
-        base = {name: parameters[name].data for name in whole}
         use_adapters(decoder, DEFAULT)
-        changed = sum(int((base[name] != parameters[name].data).sum()) for name in whole)
     ours = {theirs: name for name, theirs in TORCH_NAMES.items()}
-    return tuple(sorted({ours[stored[f"parameters.{name}"].dtype] for name in tensors})), changed
+    return tuple(sorted({ours[stored[f"parameters.{name}"].dtype] for name in tensors}))
 
 
 def save_skeleton(weights: Path, shape: ModelShape, tokenizer: Tokenizer, folder: Path, dtype: str) -> None:
