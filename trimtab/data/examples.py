@@ -121,27 +121,38 @@ def _says_something(message: Mapping[str, Any]) -> bool:
     return any(inner for key, inner in message.items() if key not in ("role", "name"))
 
 
-def wordless(conversation: Conversation) -> list[int]:
-    """The answers that say something, but nothing in their content: calls of tools, or thinking, alone."""
-    return [
-        i
-        for i, message in enumerate(conversation.messages)
-        if message["role"] == "assistant" and not message["content"] and _says_something(message)
-    ]
+@dataclass(frozen=True)
+class WordlessCalls:
+    """What a chat template makes of answers that call tools and have no words."""
+
+    null_is_word: bool
+    """Whether it writes a content that is null as the word None."""
+    unwritten: tuple[str | None, ...]
+    """Of null and the empty text the contents beside which it writes nothing of a call."""
 
 
-def silenced(
-    example: Example, silent: Collection[int], changed: Mapping[int, Mapping[str, Any]], *, keep_end: bool
-) -> Example:
-    """The example with other messages in some places, and with answers that say no more than empty ones.
+def has_wordless_calls(conversation: Conversation) -> bool:
+    """Whether a message calls tools and has no words: its content is null or empty."""
+    return any(message.get("tool_calls") and not message["content"] for message in conversation.messages)
 
-    Silent answers are not trained on.
+
+def with_calls(example: Example, calls: WordlessCalls, *, keep_end: bool) -> Example:
+    """The example as the template takes it: null as an empty text where it would be a word, and calls that are not
+    written as answers in which nothing is said, which are not trained on.
     """
     found = example.conversation
     assert found is not None
-    messages = [changed.get(i, message) for i, message in enumerate(found.messages)]
+    messages = found.messages
+    if calls.null_is_word:
+        messages = [{**m, "content": ""} if m["content"] is None else m for m in messages]
+    silent = [i for i, m in enumerate(messages) if _calls_only(m) and m["content"] in calls.unwritten]
     made, unanswered = _answered(Conversation(messages, found.tools, found.skipped), keep_end, silent)
     return replace(example, conversation=made, unanswered=example.unanswered or unanswered)
+
+
+def _calls_only(message: Mapping[str, Any]) -> bool:
+    says = {key for key, inner in message.items() if inner and key not in ("role", "name")}
+    return message["role"] == "assistant" and says == {"tool_calls"}
 
 
 def _turns(value: Mapping[str, Any], form: Format, template: bool) -> Conversation:
@@ -221,7 +232,7 @@ def _conversation(
         if messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
             skipped = [i + 1 for i in skipped]
-        elif system.strip() not in ("", messages[0]["content"].strip()):
+        elif system.strip() not in ("", (messages[0]["content"] or "").strip()):
             column = form.columns.get("system", "system")
             raise RowError(
                 f"the column {column!r} differs from the system message that the conversation begins with",
@@ -265,14 +276,14 @@ def _message(message: Any, place: str) -> Message:
     }
     if what not in message and not rest.get("tool_calls"):
         raise RowError(f"{place} has no {what}", "every message needs a text, which may be empty")
-    return {"role": ROLES[role.lower()], "content": _content(message.get(what), place), **rest}
+    content = _content(message.get(what), place)
+    if content is None and not rest.get("tool_calls"):
+        content = ""  # Templates would make the word None of it, or fail.
+    return {"role": ROLES[role.lower()], "content": content, **rest}
 
 
-def _content(value: Any, place: str) -> str:
-    """A message's text; null, of which templates would make the word None, is an empty one.
-
-    A list of parts is joined where all of them are text.
-    """
+def _content(value: Any, place: str) -> str | None:
+    """A message's text, or null; a list of parts is joined where all of them are text."""
     if isinstance(value, list):
         if all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
             return "".join(part["text"] for part in value)
@@ -283,7 +294,7 @@ def _content(value: Any, place: str) -> str:
         )
     if value is not None and not isinstance(value, str):
         raise RowError(f"the content of {place} is {type_name(value)}, not text", "write it as a string")
-    return value or ""
+    return value
 
 
 def _weight(message: Message) -> int:

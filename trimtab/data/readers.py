@@ -180,7 +180,9 @@ class SegmentReader:
         if form is None or file.kind not in TABLES:
             yield from cut(read(file, spec, start=start, meter=self._meter), index)
             return
-        for row, value in read_values(file, start=start, meter=self._meter, columns=form.used):
+        for row, value in read_values(
+            file, start=start, meter=self._meter, columns=form.used, turns=form.needed
+        ):
             made, complaint = None, None
             try:
                 made = example_of(

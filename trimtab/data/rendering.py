@@ -6,22 +6,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.data.examples import Example
+from trimtab.data.examples import Example, WordlessCalls, has_wordless_calls, with_calls
 from trimtab.data.fingerprints import digest_of
 from trimtab.data.readers import Segment
 from trimtab.data.sources import ResolvedSource
 from trimtab.data.spec import BATCH_EXAMPLES, TrainOn
-from trimtab.data.wordless import Message, heard
 from trimtab.data.worker import Text
 from trimtab.facts.errors import DataError, ModelError
 from trimtab.text.chat import ChatProcess, Conversation, Limits, Rendered, TemplateFailed
 
 TODAY = "2024-07-26"
 """The date that templates are told, so that texts are the same on every day: Llama 3's own where it knows none."""
-READING = 4
+READING = 5
 """Counted up when a row becomes another text or mask than before, so that cached tokens are made anew."""
 LIMITS = Limits(seconds=30.0, patience=90.0)
 """For `BATCH_EXAMPLES` conversations, on a machine whose cores are all tokenizing."""
+_PROBES: tuple[tuple[str | None, bool], ...] = (
+    (None, True),
+    ("None", True),
+    ("", True),
+    (None, False),
+    ("", False),
+)
+"""Contents of an answer, with a call of a tool or without: what a template writes of them says how it takes calls."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,7 @@ class Renderer:
     def __init__(self, rendering: Rendering | None) -> None:
         self.rendering = rendering
         self._process: ChatProcess | None = None
+        self._calls: WordlessCalls | None = None
 
     def texts(self, batch: Sequence[Segment]) -> list[Text]:
         """The segments as texts for a tokenizer, in order."""
@@ -130,26 +138,32 @@ class Renderer:
     def _examples(self, segments: list[Segment]) -> list[Rendered | TemplateFailed]:
         """The segments' conversations with what is trained on: of each answer only what the template writes."""
         assert self.rendering is not None
-        train_on = self.rendering.train_on
-        given = [_example(segment) for segment in segments]
-        made = [self._heard(example, keep_end=train_on == "all") for example in given]
-        rendered = self._ask([_conversation(example) for example in made], train_on)
-        for i, segment in enumerate(segments):
-            # A template may mark answers, but not those of which it writes nothing; then its marks are enough.
-            if made[i] is not given[i] and isinstance(rendered[i], TemplateFailed):
-                (rendered[i],) = self._ask([_conversation(given[i])], train_on)
-            else:
-                segment.example = made[i]
-        return rendered
+        for segment in segments:
+            segment.example = self._taken(_example(segment))
+        conversations = [_conversation(_example(segment)) for segment in segments]
+        return self._ask(conversations, self.rendering.train_on)
 
-    def _heard(self, example: Example, *, keep_end: bool) -> Example:
-        tools = _conversation(example).tools
+    def _taken(self, example: Example) -> Example:
+        assert self.rendering is not None
+        if not has_wordless_calls(_conversation(example)):
+            return example
+        if self._calls is None:
+            self._calls = self._probed()
+        return with_calls(example, self._calls, keep_end=self.rendering.train_on == "all")
 
-        def texts(conversations: list[list[Message]]) -> list[str | None]:
-            rendered = self._ask([Conversation(messages, tools) for messages in conversations], "all")
-            return [None if isinstance(one, TemplateFailed) else one.text for one in rendered]
-
-        return heard(example, texts, keep_end=keep_end)
+    def _probed(self) -> WordlessCalls:
+        """A probe that the template refuses says nothing: what is wrong is told of the row in which it is."""
+        rendered = self._ask([_probe(content, called=called) for content, called in _PROBES], "all")
+        texts = dict(
+            zip(_PROBES, (None if isinstance(r, TemplateFailed) else r.text for r in rendered), strict=True)
+        )
+        null, bare = texts[None, True], texts["", False]
+        unwritten = [
+            content
+            for content in (None, "")
+            if texts[content, True] is not None and texts[content, True] in (texts[content, False], bare)
+        ]
+        return WordlessCalls(null is not None and null == texts["None", True], tuple(unwritten))
 
     def _ask(self, conversations: list[Conversation], train_on: TrainOn) -> list[Rendered | TemplateFailed]:
         rendering, process = self.rendering, self._process
@@ -176,6 +190,12 @@ def _example(segment: Segment) -> Example:
 def _conversation(example: Example) -> Conversation:
     assert example.conversation is not None
     return example.conversation
+
+
+def _probe(content: str | None, *, called: bool) -> Conversation:
+    call = {"type": "function", "id": "call_1", "function": {"name": "f", "arguments": {"x": "y"}}}
+    answer = {"role": "assistant", "content": content, **({"tool_calls": [call]} if called else {})}
+    return Conversation([{"role": "user", "content": "q"}, answer])
 
 
 def _plain(segment: Segment, train_on: TrainOn) -> Text:

@@ -17,10 +17,12 @@ def read_values(
     start: int = 1,
     meter: Meter | None = None,
     columns: Collection[str] | None = None,
+    turns: Collection[str] = (),
 ) -> Iterator[tuple[int, Any]]:
     """(row, value) of a table from row `start` on; a value is what JSON has, usually a dict by column.
 
-    `columns` are those that are wanted: of a Parquet file no other is read.
+    `columns` are those that are wanted: of a Parquet file no other is read. `turns` are those that may be lists of
+    messages, in which null is a content.
     """
     if file.kind == "jsonl":
         return jsonl_values(file, start, meter)
@@ -31,7 +33,7 @@ def read_values(
     assert file.kind == "parquet", file.kind
     wanted = [name for name in parquet_schema(file).names if columns is None or name in columns]
     return (
-        (row, {name: _without_none(inner) for name, inner in value.items()})
+        (row, {name: (_turns if name in turns else _without_none)(inner) for name, inner in value.items()})
         for row, value in parquet_values(file, wanted, start, meter)
     )
 
@@ -50,12 +52,22 @@ _SAID_BY = {"content": "role", "value": "from"}
 def _without_none(value: Any) -> Any:
     """Without the keys that Parquet fills up: all rows of a column have the same keys there."""
     if isinstance(value, dict):
-        return {
-            key: _without_none(inner)
-            for key, inner in value.items()
-            if inner is not None or (key in _SAID_BY and value.get(_SAID_BY[key]) is not None)
-        }
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _turns(value: Any) -> Any:
+    """The same for a list of messages, of which each keeps what it says even where that is null."""
+    return [_turn(inner) for inner in value] if isinstance(value, list) else _without_none(value)
+
+
+def _turn(message: Any) -> Any:
+    made = _without_none(message)
+    if isinstance(made, dict):
+        made |= {
+            what: None for what, who in _SAID_BY.items() if who in made and message.get(what, "") is None
+        }
+    return made
 
 
 def parquet_values(
