@@ -125,8 +125,8 @@ def _says_something(message: Mapping[str, Any]) -> bool:
 class WordlessCalls:
     """What a chat template makes of answers that call tools and have no words."""
 
-    null_is_word: bool
-    """Whether it writes a content that is null as the word None."""
+    null_is_empty: bool
+    """Whether it is given an empty text for a content that is null: it would write the word None, or fail."""
     unwritten: tuple[str | None, ...]
     """Of null and the empty text the contents beside which it writes nothing of a call."""
 
@@ -137,13 +137,13 @@ def has_wordless_calls(conversation: Conversation) -> bool:
 
 
 def with_calls(example: Example, calls: WordlessCalls, *, keep_end: bool) -> Example:
-    """The example as the template takes it: null as an empty text where it would be a word, and calls that are not
+    """The example as the template takes it: null as an empty text where that serves it better, and calls that are not
     written as answers in which nothing is said, which are not trained on.
     """
     found = example.conversation
     assert found is not None
     messages = found.messages
-    if calls.null_is_word:
+    if calls.null_is_empty:
         messages = [{**m, "content": ""} if m["content"] is None else m for m in messages]
     silent = [i for i, m in enumerate(messages) if _calls_only(m) and m["content"] in calls.unwritten]
     made, unanswered = _answered(Conversation(messages, found.tools, found.skipped), keep_end, silent)

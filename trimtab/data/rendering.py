@@ -163,7 +163,9 @@ class Renderer:
             for content in (None, "")
             if texts[content, True] is not None and texts[content, True] in (texts[content, False], bare)
         ]
-        return WordlessCalls(null is not None and null == texts["None", True], tuple(unwritten))
+        refused = null is None and texts["", True] is not None
+        as_word = null is not None and null == texts["None", True]
+        return WordlessCalls(refused or as_word, tuple(unwritten))
 
     def _ask(self, conversations: list[Conversation], train_on: TrainOn) -> list[Rendered | TemplateFailed]:
         rendering, process = self.rendering, self._process
