@@ -23,9 +23,9 @@ from trimtab.adapt import (
     use_adapters,
 )
 from trimtab.adapt import spec as adapt_spec
-from trimtab.adapt.lora import keep_whole
 from trimtab.adapt.lora_dropout import Masks, kept
 from trimtab.adapt.lora_products import add_lora, lora_linear
+from trimtab.adapt.whole import keep_whole
 from trimtab.facts.errors import RecipeError
 from trimtab.model import build, init_weights
 

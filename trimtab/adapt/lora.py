@@ -10,7 +10,7 @@ No name of the model changes; see `lora_layers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from trimtab.adapt.lora_dropout import Masks
 from trimtab.adapt.lora_layers import LoRAEmbedding, LoRALinear
 from trimtab.adapt.spec import DEFAULT, LoraSettings, Target, check_trainable, resolve
 from trimtab.adapt.spec_quantized import check_whole
+from trimtab.adapt.whole import choose_whole, drop_whole, switch_whole
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.model.decoder import Decoder
 
@@ -138,11 +139,11 @@ def use_adapters(decoder: nn.Module, names: str | Sequence[str]) -> None:
     for layer, active in chosen:
         if len(active) > 1 and any(layer.settings[name].use_dora for name in active):
             raise RecipeError("adapters with DoRA cannot be added up", "use one at a time")
-    whole = _chosen_whole(decoder, wanted)
+    whole = choose_whole(decoder, wanted)
     # Nothing is refused from here on: a refusal leaves the model as it was.
     for layer, active in chosen:
         layer.active = active
-    _switch_whole(decoder, whole)
+    switch_whole(decoder, whole)
 
 
 def remove_adapter(decoder: nn.Module, adapter: str) -> None:
@@ -151,80 +152,7 @@ def remove_adapter(decoder: nn.Module, adapter: str) -> None:
     use_adapters(decoder, [name for name in active_adapters(decoder) if name != adapter])
     for layer in adapted_layers(decoder):
         layer.remove(adapter)
-    for kept in ("whole_modules", "rounded_modules"):
-        decoder.__dict__.get(kept, {}).pop(adapter, None)
-
-
-def replaced_modules(decoder: nn.Module) -> dict[str, torch.Tensor]:
-    """The base's own numbers, by name, of the parameters that an adapter in use replaces as a whole."""
-    own = decoder.__dict__.get("whole_modules", {}).get("", {})
-    return {name: own[name] for name, adapter in _whole_in_use(decoder).items() if adapter}
-
-
-def forget_whole(decoder: nn.Module) -> None:
-    """The parameters stay what they are now: there is nothing to switch back to."""
-    for kept in ("whole_modules", "rounded_modules", "whole_in_use"):
-        decoder.__dict__.pop(kept, None)
-
-
-def _whole_in_use(decoder: nn.Module) -> dict[str, str]:
-    """Whose numbers the parameters that some adapter replaces hold now; "" for the base's."""
-    in_use: dict[str, str] = decoder.__dict__.setdefault("whole_in_use", {})
-    return in_use
-
-
-def _switch_whole(decoder: nn.Module, chosen: Mapping[str, str]) -> None:
-    """Gives parameters the numbers of these adapters; what they held, trained or moved since, is kept as it is now."""
-    parameters, in_use = dict(decoder.named_parameters()), _whole_in_use(decoder)
-    kept = decoder.__dict__.get("whole_modules", {})
-    for name, adapter in chosen.items():
-        parameter, before = parameters[name], in_use.get(name, "")
-        if adapter != before:
-            if before in kept:
-                kept[before][name] = parameter.data
-            parameter.data = kept[adapter][name].to(parameter.device, parameter.dtype)
-            in_use[name] = adapter
-
-
-def keep_whole(decoder: Decoder, adapter: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Modules that an adapter replaces as a whole (`modules_to_save`); the model's own are kept to switch back."""
-    parameters = dict(decoder.named_parameters())
-    kept = decoder.__dict__.setdefault("whole_modules", {"": {}})
-    kept[adapter] = {
-        name: tensor.to(parameters[name].device, parameters[name].dtype) for name, tensor in tensors.items()
-    }
-    rounded = decoder.__dict__.setdefault("rounded_modules", {})
-    rounded[adapter] = [name for name, tensor in tensors.items() if _has_lost(kept[adapter][name], tensor)]
-    for name in tensors:
-        kept[""].setdefault(name, parameters[name].data)
-
-
-def _has_lost(kept: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a tensor's numbers are others in the format that they are kept in."""
-    both = torch.promote_types(kept.dtype, tensor.dtype)
-    return both != kept.dtype and not torch.equal(kept.to(tensor.device, both), tensor.to(both))
-
-
-def rounded_modules(decoder: nn.Module, adapter: str) -> list[str]:
-    """Parameters that an adapter replaces as a whole and that have lost digits here: the model's format is narrower."""
-    return list(decoder.__dict__.get("rounded_modules", {}).get(adapter, []))
-
-
-def _chosen_whole(decoder: nn.Module, wanted: tuple[str, ...]) -> dict[str, str]:
-    """For each parameter that some adapter replaces, whose it is with these; RecipeError where two replace it."""
-    kept = decoder.__dict__.get("whole_modules")
-    if kept is None:
-        return {}
-    chosen = {}
-    for name in kept[""]:
-        having = [adapter for adapter in wanted if name in kept.get(adapter, {})]
-        if len(having) > 1:
-            raise RecipeError(
-                f"adapters {' and '.join(having)} both replace {name.removesuffix('.weight')}",
-                "use one at a time",
-            )
-        chosen[name] = having[0] if having else ""
-    return chosen
+    drop_whole(decoder, adapter)
 
 
 def init_adapters(decoder: Decoder, seed: int, *, adapter: str = DEFAULT) -> None:

@@ -7,15 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trimtab.adapt.lora import (
-    LoRAEmbedding,
-    LoRALinear,
-    active_adapters,
-    adapted_layers,
-    forget_whole,
-    replaced_modules,
-)
+from trimtab.adapt.lora import LoRAEmbedding, LoRALinear, active_adapters, adapted_layers
 from trimtab.adapt.quantized import QuantizedLinear
+from trimtab.adapt.whole import forget_whole, replaced_modules
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.model.building import torch_dtype
 from trimtab.model.decoder import Decoder

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from trimtab.adapt import targets
 from trimtab.adapt.lora import (
     adapted_layers,
-    keep_whole,
     place_adapters,
     remembered,
     remove_adapter,
@@ -30,6 +29,7 @@ from trimtab.adapt.peft_config import (
 )
 from trimtab.adapt.peft_reading import BASE_KEY, CONFIG, PREFIX, WEIGHTS
 from trimtab.adapt.spec import DEFAULT, LoraSettings
+from trimtab.adapt.whole import keep_whole
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.model.decoder import Decoder
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab.adapt.lora import adapter_names, remembered, remove_adapter, rounded_modules, use_adapters
+from trimtab.adapt.lora import adapter_names, remembered, remove_adapter, use_adapters
 from trimtab.adapt.peft_config import CONFIG
 from trimtab.adapt.peft_files import load_adapter, save_adapter, stored_tensors
 from trimtab.adapt.spec import DEFAULT
+from trimtab.adapt.whole import rounded_modules
 from trimtab.export.hf import digest_of, probe_ids, probe_logits, versions
 from trimtab.export.reader import read_tensors
 from trimtab.export.receipt import Check, Receipt

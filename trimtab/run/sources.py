@@ -11,10 +11,10 @@ import torch
 
 from trimtab import text
 from trimtab.adapt import active_adapters, add_adapters, load_adapter, trained_parameters, use_adapters
-from trimtab.adapt.lora import keep_whole
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.spec import DEFAULT, LoraSettings, trained
 from trimtab.adapt.tokens import fill_grown
+from trimtab.adapt.whole import keep_whole
 from trimtab.checkpoint import Found, Store, read_manifest
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import CheckpointError, ModelError, RecipeError
