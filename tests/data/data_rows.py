@@ -1,4 +1,4 @@
-"""Rows written to a file, and opened as a corpus."""
+"""Rows written to a file, opened as a corpus, and what of them is found in it and in its batches."""
 
 from __future__ import annotations
 
@@ -6,9 +6,31 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trimtab.data import SourceSpec, open_corpus
+from trimtab.data import Batch, SourceSpec, highlighted, open_corpus
 from trimtab.data.corpus import Corpus
 from trimtab.text.tokenizer import Tokenizer
+
+ASKED = {"role": "user", "content": "Add."}
+ANSWERED = {"role": "assistant", "content": "4"}
+QUESTION = {"role": "user", "content": "What is two plus two?"}
+ANSWER = {"role": "assistant", "content": "It is four."}
+SAME = {
+    "messages": {"messages": [QUESTION, ANSWER]},
+    "conversations with roles": {"conversations": [QUESTION, ANSWER]},
+    "sharegpt": {
+        "conversations": [
+            {"from": "human", "value": QUESTION["content"]},
+            {"from": "gpt", "value": ANSWER["content"]},
+        ]
+    },
+    "other names": {"dialog": [{"role": "Human", "content": QUESTION["content"]}, {**ANSWER, "role": "model"}]},
+    "lists of messages": {"prompt": [QUESTION], "completion": [ANSWER]},
+    "a string and a list": {"prompt": QUESTION["content"], "completion": [ANSWER]},
+    "alpaca": {"instruction": QUESTION["content"], "input": "", "output": ANSWER["content"], "text": "no"},
+    "parts": {"messages": [{**QUESTION, "content": [{"type": "text", "text": QUESTION["content"]}]}, ANSWER]},
+    "json in a string": {"messages": json.dumps([QUESTION, ANSWER])},
+    "question and answer": {"question": QUESTION["content"], "answer": ANSWER["content"]},
+}  # fmt: skip
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -20,3 +42,31 @@ def write(path: Path, rows: list[Any]) -> Path:
 def opened(path: Path, tokenizer: Tokenizer, **spec: Any) -> Corpus:
     """The file as a corpus, with its cache beside it."""
     return open_corpus(SourceSpec(str(path), **spec), tokenizer, cache_dir=path.parent / "cache", num_proc=1)
+
+
+def runs(path: Path, tokenizer: Tokenizer, number: int = 0, **spec: Any) -> list[tuple[str, bool]]:
+    """The texts of an example in turn, each with whether it is trained on."""
+    found: list[tuple[str, bool]] = highlighted(opened(path, tokenizer, **spec), tokenizer, number=number)[
+        "runs"
+    ]
+    return found
+
+
+def pieces(batch: Batch) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """(origin, ids, labels) of every piece of a batch."""
+    found = []
+    for b, origins in enumerate(batch.origins):
+        for number, origin in enumerate(origins):
+            here = batch.documents_BT[b] == number
+            ids, labels = batch.input_ids_BT[b][here].tolist(), batch.labels_BT[b][here].tolist()
+            found.append((origin, tuple(ids), tuple(labels)))
+    return found
+
+
+def epoch_of(loader: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """The pieces of all batches up to the end of an epoch."""
+    found = []
+    while True:
+        found += [piece for batch in loader.next_step() for piece in pieces(batch)]
+        if loader.epoch == int(loader.epoch):
+            return found
