@@ -104,3 +104,10 @@ def test_follows_the_cpu(
     assert theirs[-1] < theirs[0] - 0.1
     bound = 1e-4 if changes["dtype"] == "fp32" else 3e-3
     assert relative(ours, theirs) < bound
+
+
+def test_runs_of_one_process_do_not_meet(tmp_path: Path) -> None:
+    """Attention that a deterministic run may not use, after one; and memory, after one with a limit."""
+    run(tmp_path, "first", **{**EXACT, "eval_steps": None, "save_steps": None, "memory_limit": "4GiB"})
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
+    run(tmp_path, "second", device="cuda", dtype="bf16", packing=False)

@@ -23,6 +23,7 @@ from trimtab.run.choices import Choices
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
 from trimtab.run.places import absolute, model_folder, shape_of, tokenizer_of
+from trimtab.run.torch_setup import torch_put_back
 
 VERSION = 1
 """Of choices.json; readers of old versions stay."""
@@ -59,12 +60,14 @@ def train(recipe: Recipe, view: View, *, after_step: Callable[[int], None] | Non
         Finished(folder=PosixPath('runs/train'), status='finished', step=100, signal=None)
     """
     recipe = absolute(recipe)
+    if torch.are_deterministic_algorithms_enabled():
+        recipe = recipe.model_copy(update={"deterministic": True})  # as whoever called us wants it
     folder = RunFolder(Path(recipe.output_dir))
     folder.check_new()
     need_trackers(recipe.report_to)
     prepared = prepare(recipe)
     check_fits(prepared.plan, prepared.device)
-    with folder.create():
+    with folder.create(), torch_put_back():
         return _go(prepared, folder, view, kept=None, after_step=after_step)
 
 
@@ -78,7 +81,7 @@ def resume(
     """Continues a run folder from its last good checkpoint, with the choices it began with."""
     folder = RunFolder(path)
     folder.open()
-    with folder.lock():
+    with folder.lock(), torch_put_back():
         kept = _kept(folder)
         recipe = load(folder.recipe, overrides)
         before = build(kept["recipe"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -11,15 +14,16 @@ from trimtab.run.choices import Choices
 
 
 def set_up_torch(choices: Choices) -> None:
-    """Once, before the model is made."""
+    """Once, before the model is made; within `torch_put_back` it ends with the run."""
     torch.set_num_threads(choices.threads)
     if choices.device == "cuda" and choices.deterministic:
         # cuBLAS repeats its sums only with workspaces of a fixed size, and reads them when it first runs.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # A debugging aid that costs a pass over every new tensor.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        # Never switched off here: it may be the wish of whoever called us.
-        torch.use_deterministic_algorithms(True)
+    if choices.device == "cuda":
+        # Either way: of what was chosen for a run that need not repeat its bits, some kernels cannot.
+        torch.use_deterministic_algorithms(choices.deterministic)
     if choices.device == "cuda" and sys.platform == "linux" and not _own_allocator_settings():
         # Without it, memory in pieces between tensors is lost to the step: tenths of a GiB of a few.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -27,6 +31,34 @@ def set_up_torch(choices: Choices) -> None:
     if choices.device == "cuda" and cap is not None:
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(max(cap / total, 0.0), 1.0))
+
+
+@contextmanager
+def torch_put_back() -> Iterator[None]:
+    """What is set within is put back behind it, and the GPU's memory given back: a run begins as the one before it did,
+    with the same threads and nothing of that one's limits.
+
+    Example:
+        >>> with torch_put_back():
+        ...     torch.use_deterministic_algorithms(True)
+        >>> torch.are_deterministic_algorithms_enabled()
+        False
+    """
+    threads = torch.get_num_threads()
+    strict = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    share = torch.cuda.get_per_process_memory_fraction() if torch.cuda.is_initialized() else 1.0
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict, warn_only=warned)
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        if torch.cuda.is_initialized():
+            torch.cuda.set_per_process_memory_fraction(share)
+            gc.collect()  # the model is in cycles
+            torch.cuda.empty_cache()  # else the next plan takes it for another program's
 
 
 def _own_allocator_settings() -> bool:
