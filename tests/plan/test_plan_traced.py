@@ -46,6 +46,8 @@ def vary(shape: dict | None = None, **changes: object) -> Job:
 SHORT = {"batch": 1, "tokens": 32}
 WIDE = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 1024}
 FEW = {"vocab_size": 64}  # so that the peak is in a layer
+NARROW = FEW | {"intermediate_size": 128, "qk_norm": False}  # and in its attention half
+TILES = {"mlp_tiles": 16, "tokens": 512}
 BF16 = {"dtype": "bf16", "weights_dtype": "bf16", "gradient_dtype": "bf16", "optimizer": "adamw_8bit"}
 CASES = {
     "plain": BASE,
@@ -64,6 +66,11 @@ CASES = {
     "selective, in tiles": vary(FEW, policies=("selective",) * 4, mlp_tiles=3),
     "kept, in tiles": vary(FEW, mlp_tiles=8, tokens=512),
     "in tiles, bf16": vary(FEW, mlp_tiles=4, tokens=512, policies=("block",) * 4, **BF16),
+    "narrow, in tiles, bf16": vary(NARROW, **TILES, policies=("block",) * 4, **BF16),
+    "narrow, selective, in tiles, bf16": vary(NARROW, **TILES, policies=("selective",) * 4, **BF16),
+    "narrow, kept, in tiles, bf16": vary(NARROW, **TILES, **BF16),
+    "narrow, in tiles, autocast": vary(NARROW, **TILES, policies=("block",) * 4, dtype="bf16"),
+    "narrow, selective, in tiles, autocast": vary(NARROW, **TILES, policies=("selective",) * 4, dtype="bf16"),
     "bf16": vary(**BF16),
     "bf16, fp32 gradients": vary(dtype="bf16", weights_dtype="bf16", optimizer="adamw_bf16"),
     "autocast": vary(dtype="bf16"),

@@ -146,7 +146,9 @@ def _beyond(job: Job, policy: str, update: int) -> int:
         + _largest_gradient(job, model_spec.ATTENTION_LINEARS)
         + dropped
     )
-    attention = max(attention - (between if tiled else _feed_forward_kept(job)), _turning(job), update)
+    attention = max(
+        attention - (between if tiled else _feed_forward_kept(job)), _turning(job, policy), update
+    )
     if tiled:
         feed_forward = _tiles_scratch(job, rows)
     unpacking = unpacking_bytes(job) + words
@@ -229,17 +231,19 @@ def workspace_bytes(job: Job) -> int:
     return 0 if job.quantization is None else spec_quantized.workspace_bytes(job.shape, job.dtype)
 
 
-def _turning(job: Job) -> int:
-    """What composed rotary positions hold in fp32 while they are computed again, less what comes after them."""
-    if job.pointwise == "triton":
+def _turning(job: Job, policy: str) -> int:
+    """What composed rotary positions hold in fp32 while they, or their gradients, are computed, less what comes after
+    them, or was freed before."""
+    if job.pointwise == "triton" or job.mlp_tiles == 1:
         return 0
     shape, N, width = job.shape, job.batch * job.tokens, BYTES[job.dtype]
     H, K, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
     # In 16 bits a copy, then four halves; beside them what goes in, before and after a norm.
     parts = N * H * D * (4 * 2 + (4 if width < 4 else 0))
     parts += N * (H + K) * D * width * (2 if shape.qk_norm and width < 4 else 1)
-    later = N * (2 * H + K) * D * width + N * shape.hidden_size * BYTES[stream_dtype(job)]
-    return parts - later if job.mlp_tiles > 1 else 0
+    # The gradient that came in stands where the stream between the halves will, or was.
+    attended = policy not in ("none", "block", "offload") and job.attention in attention_spec.TILED
+    return parts - N * (H + K + (0 if attended else H)) * D * width
 
 
 def _tiles_scratch(job: Job, rows: int) -> int:
