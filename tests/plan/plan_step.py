@@ -59,7 +59,8 @@ class Step:
             impl=job.optimizer_impl,
         )
         if job.in_backward:
-            optim.InBackward(self.optimizer).begin()
+            self.in_backward = optim.InBackward(self.optimizer)
+            self.in_backward.begin()
 
     def forward_backward(self) -> None:
         job = self.job

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,8 @@ from tiny_model import write_recipe
 from whole_run import Silent, run
 
 from trimtab import launch
+from trimtab.adapt import workspace
+from trimtab.launch import detect
 from trimtab.launch.preparing import prepare
 from trimtab.recipe import load
 from trimtab.run.choices import Choices
@@ -28,46 +32,47 @@ def as_before() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
+class Gpu:
+    """100 bytes, as far as settings of torch go, of which the process holds some."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.share, self.reserved, self.emptied, self.peaks = 0.75, 0, 0, 0
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        cuda = {
+            "is_initialized": lambda: True,
+            "mem_get_info": lambda: (90, 100),
+            "memory_reserved": lambda: self.reserved,
+            "get_per_process_memory_fraction": lambda: self.share,
+            "set_per_process_memory_fraction": lambda share: setattr(self, "share", share),
+            "empty_cache": lambda: setattr(self, "emptied", self.emptied + 1),
+            "reset_peak_memory_stats": lambda: setattr(self, "peaks", self.peaks + 1),
+        }
+        for name, function in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+
+
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """A GPU of 100 bytes, as far as settings of torch go."""
-    found: dict[str, object] = {"share": 0.75, "emptied": 0}
-
-    def emptied() -> None:
-        found["emptied"] = int(str(found["emptied"])) + 1
-
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (90, 100))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: found["share"])
-    monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda share: found.update(share=share)
-    )
-    monkeypatch.setattr(torch.cuda, "empty_cache", emptied)
-    return found
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return Gpu(monkeypatch)
 
 
-def choices(folder: Path, *, deterministic: bool, cap: int | None) -> Choices:
-    made = prepare(load(write_recipe(folder))).choices
-    return replace(
-        made,
-        device="cuda",
-        deterministic=deterministic,
-        threads=2,
-        memory={**made.memory, "allocator_bytes": cap},
-    )
+def choices(folder: Path, *, deterministic: bool = False, cap: int | None = None) -> Choices:
+    made = prepare(load(write_recipe(folder, device="cpu"))).choices
+    memory = {**made.memory, "allocator_bytes": cap}
+    return replace(made, device="cuda", deterministic=deterministic, threads=2, memory=memory)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_one_run_s_settings_are_not_the_next_one_s(
-    tmp_path: Path, gpu: dict[str, object], fails: bool
-) -> None:
+def test_one_run_s_settings_are_not_the_next_one_s(tmp_path: Path, gpu: Gpu, fails: bool) -> None:
+    wanted = choices(tmp_path, deterministic=True, cap=40)
+
     def one() -> None:
-        with torch_put_back():
-            set_up_torch(choices(tmp_path, deterministic=True, cap=40))
+        with torch_put_back(), workspace.lend((8,), torch.float32, torch.device("cpu")):
+            set_up_torch(wanted)
             assert torch.are_deterministic_algorithms_enabled()
             assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-            assert (torch.get_num_threads(), gpu["share"], gpu["emptied"]) == (2, 0.4, 0)
+            assert (torch.get_num_threads(), gpu.share, gpu.emptied, gpu.peaks) == (2, 0.4, 0, 1)
             if fails:
                 raise KeyboardInterrupt
 
@@ -78,26 +83,77 @@ def test_one_run_s_settings_are_not_the_next_one_s(
         one()
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    assert (torch.get_num_threads(), gpu["share"], gpu["emptied"]) == (1, 0.75, 1)
+    assert (torch.get_num_threads(), gpu.share, gpu.emptied) == (1, 0.75, 1)
+    assert workspace.held_bytes() == 0
+
+
+def test_a_limit_is_beside_what_the_process_holds_and_within_what_it_may(tmp_path: Path, gpu: Gpu) -> None:
+    gpu.reserved = 20
+    for cap, share in ((40, 0.6), (70, 0.75)):
+        with torch_put_back():
+            set_up_torch(choices(tmp_path, cap=cap))
+            assert gpu.share == share
+    assert gpu.share == 0.75
+
+
+def test_an_error_that_is_remembered_holds_no_model(gpu: Gpu) -> None:
+    seen: list[weakref.ref[torch.nn.Module]] = []
+
+    def one() -> None:
+        model = torch.nn.Linear(2, 2)
+        seen.append(weakref.ref(model))
+        try:
+            raise torch.OutOfMemoryError
+        except torch.OutOfMemoryError as error:
+            raise ValueError("no memory") from error
+
+    with pytest.raises(ValueError, match="no memory") as remembered, torch_put_back():
+        one()
+    assert seen[0]() is None
+    assert remembered.value.__cause__ is not None
+
+
+def test_what_torch_keeps_for_later_is_free_and_what_it_may_not_have_is_not(
+    monkeypatch: pytest.MonkeyPatch, gpu: Gpu
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    gpu.reserved = 20
+    assert (detect("cuda").free_bytes, gpu.emptied) == (55, 1)
+    gpu.share = 1.0
+    assert detect("cuda").free_bytes == 90
 
 
 def test_kernels_that_cannot_repeat_their_bits_run_whatever_the_process_asked_for(
-    tmp_path: Path, gpu: dict[str, object]
+    tmp_path: Path, gpu: Gpu
 ) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     with torch_put_back():
-        set_up_torch(choices(tmp_path, deterministic=False, cap=None))
+        set_up_torch(choices(tmp_path))
         assert not torch.are_deterministic_algorithms_enabled()
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def test_a_process_that_wants_equal_bits_gets_them(tmp_path: Path) -> None:
-    torch.use_deterministic_algorithms(True)
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_a_process_that_wants_equal_bits_gets_them(tmp_path: Path, warn_only: bool) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     folder = run(tmp_path, "run", max_steps=1, num_train_epochs=None)
     assert torch.are_deterministic_algorithms_enabled()
-    assert read_json(folder / "choices.json")["deterministic"] is True
-    assert load(folder / "recipe.yaml").deterministic is True
+    assert read_json(folder / "choices.json")["deterministic"] is not warn_only
+    assert load(folder / "recipe.yaml").deterministic is not warn_only
+
+
+def test_an_optimizer_in_backward_does_not_keep_the_weights(tmp_path: Path) -> None:
+    def parameters() -> set[int]:
+        return {id(found) for found in gc.get_objects() if type(found) is torch.nn.Parameter}
+
+    before = parameters()
+    settings = {"optim_in_backward": True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 1}
+    run(tmp_path, "run", max_steps=2, num_train_epochs=None, **settings)
+    gc.collect()
+    assert parameters() <= before
 
 
 def test_threads_of_a_resumed_run_end_with_it(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from trimtab.kernels import int8, nf4
 from trimtab.kernels.int8 import Int8Tensor
 from trimtab.kernels.nf4 import NF4Weight
 from trimtab.kernels.nf4 import spec as nf4_spec
+from trimtab.kernels.triton_here import runs_triton
 from trimtab.model.decoder import Decoder
 
 NAMES = ("codes", "scales", "quant_map", "nested_absmax", "nested_quant_map", "offset")
@@ -339,7 +340,7 @@ def quantize_layout(
     """
     where = torch.device(device) if device is not None else decoder.model.embed_tokens.weight.device
     assert where.type != "meta", "say on which device the weights will lie: device="
-    chosen = spec_quantized.choose(device=where.type, requested=impl).impl
+    chosen = spec_quantized.choose(device=where.type, triton=runs_triton(where), requested=impl).impl
     for name, linear in _linears(decoder, (*skip, *spec_quantized.NEVER)):
         layer = QuantizedLinear(
             linear.in_features,

@@ -32,27 +32,33 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(*, device: str, requested: str = "auto") -> Choice:
+def choose(*, device: str, triton: bool = True, requested: str = "auto") -> Choice:
     """Which code dequantizes: decided once, when the layers are laid out; one that cannot run is an error.
 
     Args:
         device: "cpu" or "cuda", where the weights will lie.
+        triton: whether Triton runs on that CUDA device.
         requested: auto, reference or triton.
 
     Example:
         >>> choose(device="cpu").impl, choose(device="cuda").impl
         ('reference', 'triton')
     """
+    available = device == "cuda" and triton
+    where = "here" if device == "cuda" else f"on the {device}"
     if requested == "auto":
-        if device == "cuda":
+        if available:
             return Choice("triton", "one launch a weight; the same bits as torch's operations")
-        return Choice("reference", f"torch's own operations: Triton's kernels do not run on the {device}")
+        return Choice("reference", f"torch's own operations: Triton's kernels do not run {where}")
     if requested not in nf4_spec.IMPLS:
         raise RecipeError(
             f"quantized layers have no implementation {requested!r}", f"choose {', '.join(nf4_spec.IMPLS)}"
         )
-    if requested == "triton" and device != "cuda":
-        raise RecipeError(f"Triton's kernels need a CUDA device, not the {device}", "leave it at auto")
+    if requested == "triton" and not available:
+        raise RecipeError(
+            f"Triton's kernels need Triton and a CUDA device that it compiles for, and do not run {where}",
+            "leave it at auto",
+        )
     return Choice(requested, "asked for by name")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -72,7 +73,15 @@ def _cpu() -> DeviceFacts:
 def _cuda() -> DeviceFacts:
     import torch
 
+    share = 1.0
+    if torch.cuda.is_initialized():
+        # Of an earlier run or model in this process: what torch keeps for later counts as free.
+        gc.collect()
+        torch.cuda.empty_cache()
+        share = torch.cuda.get_per_process_memory_fraction()
     free, total = torch.cuda.mem_get_info()
+    if share < 1.0:  # the process is not allowed all of it
+        free = max(min(free, int(share * total) - torch.cuda.memory_reserved()), 0)
     capability = torch.cuda.get_device_capability()
     return DeviceFacts(
         name=torch.cuda.get_device_name(),

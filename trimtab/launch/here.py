@@ -60,7 +60,7 @@ def train(recipe: Recipe, view: View, *, after_step: Callable[[int], None] | Non
         Finished(folder=PosixPath('runs/train'), status='finished', step=100, signal=None)
     """
     recipe = absolute(recipe)
-    if torch.are_deterministic_algorithms_enabled():
+    if _wants_equal_bits():
         recipe = recipe.model_copy(update={"deterministic": True})  # as whoever called us wants it
     folder = RunFolder(Path(recipe.output_dir))
     folder.check_new()
@@ -69,6 +69,12 @@ def train(recipe: Recipe, view: View, *, after_step: Callable[[int], None] | Non
     check_fits(prepared.plan, prepared.device)
     with folder.create(), torch_put_back():
         return _go(prepared, folder, view, kept=None, after_step=after_step)
+
+
+def _wants_equal_bits() -> bool:
+    """Whether this process has asked torch for that, and not for warnings only."""
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled() and not warned
 
 
 def resume(

@@ -7,6 +7,7 @@ adding up the gradients of several passes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,8 @@ from trimtab.optim.clip import global_norm
 
 
 class InBackward:
-    """Lets `optimizer` update every parameter during `backward()`; `begin` comes before each backward.
+    """Lets `optimizer` update every parameter during `backward()`, as long as somebody holds this; `begin` comes before
+    each backward.
 
     The weights that a layer's backward still needs are the old ones: a parameter's gradient is complete, and
     the weight moves, only after the last use of both.
@@ -38,9 +40,10 @@ class InBackward:
         self.now: dict[str, Any] | None = None
         self.norms: dict[str, torch.Tensor] = {}
         self.active = True
+        self.groups = {name: group for name, _, group in optimizer._named()}
         self.hooks = [
-            p.register_post_accumulate_grad_hook(self._hook(name, group))
-            for name, p, group in optimizer._named()
+            p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
+            for name, p, _ in optimizer._named()
         ]
 
     def begin(
@@ -70,23 +73,20 @@ class InBackward:
         finally:
             self.active = True
 
-    def _hook(self, name: str, group: dict[str, Any]) -> Any:
-        def update(param: torch.Tensor) -> None:
-            if not self.active:
-                return
-            if self.now is None or name in self.norms:
-                raise TrainingError(
-                    f"{name} received a second gradient in one step",
-                    "call begin() before every backward(); gradient accumulation and an optimizer in backward "
-                    "exclude each other",
-                )
-            self._update(name, param, group, self.now)
-            param.grad = None
-
-        return update
+    def _come(self, name: str, param: torch.Tensor) -> None:
+        if not self.active:
+            return
+        if self.now is None or name in self.norms:
+            raise TrainingError(
+                f"{name} received a second gradient in one step",
+                "call begin() before every backward(); gradient accumulation and an optimizer in backward "
+                "exclude each other",
+            )
+        self._update(name, param, self.now)
+        param.grad = None
 
     @torch.no_grad()
-    def _update(self, name: str, param: torch.Tensor, group: dict[str, Any], now: dict[str, Any]) -> None:
+    def _update(self, name: str, param: torch.Tensor, now: dict[str, Any]) -> None:
         """A weight whose gradient is not finite stays as it is: others may have moved already."""
         norm = global_norm([param]).to(param.device)
         self.norms[name] = norm
@@ -96,10 +96,22 @@ class InBackward:
             if bool(skip):
                 return
             skip = None
-        self.optimizer._update_one(name, param, group, now["lr"], now["grad_scale"], skip)
+        self.optimizer._update_one(name, param, self.groups[name], now["lr"], now["grad_scale"], skip)
 
     def close(self) -> None:
         """The optimizer steps by `step()` again."""
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
+
+
+def _hook(steps: weakref.ref[InBackward], name: str) -> Any:
+    """What a gradient's arrival calls. Autograd holds it out of the garbage collector's sight: one that held the
+    optimizer would keep all weights for ever."""
+
+    def update(param: torch.Tensor) -> None:
+        alive = steps()
+        if alive is not None:
+            alive._come(name, param)
+
+    return update

@@ -143,7 +143,7 @@ def _changes(job: Job, device: DeviceFacts) -> Iterator[tuple[Job, str]]:
     if job.weights_dtype == "bf16" and job.gradient_dtype == "fp32":
         yield dataclasses.replace(job, gradient_dtype="bf16"), "gradient_dtype: bf16"
     if job.lora is not None and job.quantization is None:
-        yield dataclasses.replace(job, quantization=_nf4(job)), "load_in_4bit: true"
+        yield dataclasses.replace(job, quantization=_nf4(device)), "load_in_4bit: true"
     if job.tokens >= 2 * SHORTEST:
         yield dataclasses.replace(job, tokens=job.tokens // 2), f"max_seq_length: {job.tokens // 2}"
     # Last, since it trains something else.
@@ -152,8 +152,8 @@ def _changes(job: Job, device: DeviceFacts) -> Iterator[tuple[Job, str]]:
         yield dataclasses.replace(job, lora=LoraSettings()), "lora: {r: 16}, which trains adapters only"
 
 
-def _nf4(job: Job) -> dict[str, Any]:
-    impl = spec_quantized.choose(device=job.device).impl
+def _nf4(device: DeviceFacts) -> dict[str, Any]:
+    impl = spec_quantized.choose(device=device.kind, triton=device.runs_triton).impl
     return {"kind": "nf4", "block": spec_quantized.BLOCK, "double": True, "impl": impl}
 
 

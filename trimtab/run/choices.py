@@ -145,7 +145,7 @@ def _quantization(recipe: Recipe, device: DeviceFacts, weights: str) -> dict[str
     """What frozen weights are kept in, the format they are rounded to before, and which code reads them; or None."""
     if not (recipe.load_in_4bit or recipe.load_in_8bit):
         return None
-    chosen = spec_quantized.choose(device=device.kind)
+    chosen = spec_quantized.choose(device=device.kind, triton=device.runs_triton)
     nf4 = recipe.load_in_4bit
     return {
         "kind": "nf4" if nf4 else "int8",

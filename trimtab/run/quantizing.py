@@ -11,6 +11,7 @@ import torch
 from trimtab.adapt import quantize_layout, spec_quantized
 from trimtab.adapt.quantized import quantized_layers
 from trimtab.facts.errors import RecipeError
+from trimtab.kernels.triton_here import runs_triton
 from trimtab.model.building import torch_dtype
 from trimtab.model.decoder import Decoder
 from trimtab.model.weights import packed_names, stored_packing
@@ -75,8 +76,11 @@ def _check_stored(
         )
 
 
-def requantized(quantization: Mapping[str, Any] | None, device: str) -> dict[str, Any] | None:
+def requantized(quantization: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any] | None:
     """A run's choice on this machine's device: the same bytes, read by the code that runs here."""
     if quantization is None:
         return None
-    return {**quantization, "impl": spec_quantized.choose(device=device).impl}
+    return {
+        **quantization,
+        "impl": spec_quantized.choose(device=device.type, triton=runs_triton(device)).impl,
+    }

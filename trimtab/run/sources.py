@@ -132,7 +132,7 @@ def open_model(
         place: Path | None = None,
     ) -> Decoder:
         decoder = build(shape, dtype=dtype, device="meta", attention=choice.impl)
-        lay_out(decoder, requantized(quantization, device.type), place, device)
+        lay_out(decoder, requantized(quantization, device), place, device)
         if settings is not None:
             add_adapters(decoder, settings)
         return decoder.to_empty(device=device).eval()

@@ -5,32 +5,37 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from trimtab.adapt import workspace
 from trimtab.run.choices import Choices
 
 
 def set_up_torch(choices: Choices) -> None:
     """Once, before the model is made; within `torch_put_back` it ends with the run."""
     torch.set_num_threads(choices.threads)
-    if choices.device == "cuda" and choices.deterministic:
+    if choices.device != "cuda":
+        return
+    if choices.deterministic:
         # cuBLAS repeats its sums only with workspaces of a fixed size, and reads them when it first runs.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # A debugging aid that costs a pass over every new tensor.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if choices.device == "cuda":
-        # Either way: of what was chosen for a run that need not repeat its bits, some kernels cannot.
-        torch.use_deterministic_algorithms(choices.deterministic)
-    if choices.device == "cuda" and sys.platform == "linux" and not _own_allocator_settings():
+    # Either way: of what was chosen for a run that need not repeat its bits, some kernels cannot.
+    torch.use_deterministic_algorithms(choices.deterministic)
+    if sys.platform == "linux" and not _own_allocator_settings():
         # Without it, memory in pieces between tensors is lost to the step: tenths of a GiB of a few.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch.cuda.reset_peak_memory_stats()
     cap = choices.memory["allocator_bytes"]
-    if choices.device == "cuda" and cap is not None:
-        total = torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(min(max(cap / total, 0.0), 1.0))
+    if cap is not None:
+        # Beside what the process holds already, and within what it is allowed.
+        share = (max(cap, 0) + torch.cuda.memory_reserved()) / torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(share, torch.cuda.get_per_process_memory_fraction()))
 
 
 @contextmanager
@@ -51,14 +56,34 @@ def torch_put_back() -> Iterator[None]:
     share = torch.cuda.get_per_process_memory_fraction() if torch.cuda.is_initialized() else 1.0
     try:
         yield
+    except BaseException as error:
+        if torch.cuda.is_initialized():
+            _let_go(error)
+        raise
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(strict, warn_only=warned)
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
         if torch.cuda.is_initialized():
             torch.cuda.set_per_process_memory_fraction(share)
-            gc.collect()  # the model is in cycles
-            torch.cuda.empty_cache()  # else the next plan takes it for another program's
+            _give_back()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """What an error's frames hold: the model, for as long as somebody remembers the error, as notebooks do."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _give_back() -> None:
+    """Memory that nobody uses: else the next plan takes it for another program's."""
+    workspace.release()
+    torch._C._cuda_clearCublasWorkspaces()
+    gc.collect()  # models are in cycles
+    torch.cuda.empty_cache()
 
 
 def _own_allocator_settings() -> bool:

@@ -7,7 +7,8 @@ every bit.
 
 The first steps run plainly: kernels are compiled, libraries set up, memory measured. Then the first microbatch of a
 step (whose gradients are new) and the following ones (which are added to them) are recorded, each when it first comes.
-Before anything else needs the memory, evaluation say, the graphs are given up; recording anew takes about a plain step.
+Before anything else needs the memory, evaluation say or a microbatch of fewer rows, the graphs are given up; recording
+anew takes about a plain step.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class Graphs:
         self.failed = False
         self._recorded_step = False
         """Whether the gradients there are, are those of a graph."""
-        self._shapes: dict[str, torch.Size] | None = None
-        """Of the first microbatch's inputs: those that are recorded."""
+        self._shapes: dict[str, torch.Size] = {}
+        """Of the largest microbatch's inputs that came before a recording: those that are recorded."""
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._recorded: dict[bool, _Recorded] = {}
@@ -107,6 +108,8 @@ class Graphs:
         if recorded is None:
             if first:
                 self._recorded_step = False
+            if self._recorded and not self.failed:
+                self._make_room()
             return self._plain(inputs, factor)
         if first:
             self._recorded_step = True
@@ -131,6 +134,14 @@ class Graphs:
         self._pool = None
         self._forget()
         torch.cuda.empty_cache()
+
+    def _make_room(self) -> None:
+        """For a plain microbatch amid recorded ones: their memory, the gradients so far put elsewhere meanwhile."""
+        waiting = {name: p.grad.cpu() for name, p in self.parameters.items() if p.grad is not None}
+        self.release()
+        for name, gradient in waiting.items():
+            self.parameters[name].grad = gradient.to(self.device)
+        self._recorded_step = False
 
     def _unwind(self) -> None:
         """After a recording that failed: torch's allocator still believes in it (2.11), and holds on to the memory that
@@ -162,9 +173,10 @@ class Graphs:
     def _fitting(self, first: bool, inputs: Inputs) -> _Recorded | None:
         """The graph that serves a microbatch; None if it has to run plainly."""
         shapes = {name: tensor.shape for name, tensor in inputs.items()}
-        self._shapes = self._shapes or shapes
+        if not self._recorded and _numbers(shapes) > _numbers(self._shapes):
+            self._shapes = shapes  # those of a session's first microbatch may be an epoch's last rows
         if self.steps <= WARM_UP or self.failed or shapes != self._shapes:
-            return None  # an epoch's last rows may be fewer
+            return None
         if not (first or self._recorded_step):
             return None  # what is added to gradients of a plain microbatch is not where a graph looks for it
         return self._recorded.get(first) or self._record(first, inputs)
@@ -215,3 +227,7 @@ class Graphs:
             if self.held is not None:
                 self.held.join()
         return loss.detach()
+
+
+def _numbers(shapes: dict[str, torch.Size]) -> int:
+    return sum(shape.numel() for shape in shapes.values())

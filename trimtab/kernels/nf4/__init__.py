@@ -34,10 +34,12 @@ def __getattr__(name: str) -> Any:
 def choose(impl: str, tensor: torch.Tensor) -> str:
     """The implementation that `impl` stands for.
 
-    "auto" is Triton for a tensor on a CUDA device and torch elsewhere: both give the same bits.
+    "auto" is Triton where it runs on the tensor's device and torch elsewhere: both give the same bits.
     """
     if impl == "auto":
-        return "triton" if tensor.is_cuda else "reference"
+        from trimtab.kernels.triton_here import runs_triton
+
+        return "triton" if runs_triton(tensor.device) else "reference"
     if impl not in ("reference", "triton"):
         raise ValueError(f"nf4 has no impl {impl!r}: auto, reference or triton")
     return impl

@@ -1,0 +1,61 @@
+"""GPUs on which Triton does not run: everything that is chosen there is torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_model import tiny_shape
+
+from trimtab.adapt import spec_quantized
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.errors import RecipeError
+from trimtab.kernels import triton_here
+from trimtab.kernels.triton_here import runs_triton
+from trimtab.recipe import loads
+from trimtab.run.choices import choose_all
+
+OLD = DeviceFacts("Tesla V100", "cuda", memory_bytes=2**34, capability=(7, 0))
+BARE = DeviceFacts("an RTX 4090", "cuda", memory_bytes=2**34, capability=(8, 9), bf16=True, triton=False)
+NEW = DeviceFacts("an RTX 4090", "cuda", memory_bytes=2**34, capability=(8, 9), bf16=True)
+
+
+@pytest.mark.parametrize("device", [OLD, BARE], ids=["too old for it", "not installed"])
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+def test_nothing_of_it_is_chosen(device: DeviceFacts, bits: str) -> None:
+    text = (
+        f"model: x\ndata: {{train: y}}\nmax_seq_length: 64\nlora: {{r: 4}}\noptim: adamw_8bit\n{bits}: true"
+    )
+    found = choose_all(loads(text), tiny_shape(), device, threads=1)
+    assert found.quantization is not None
+    chosen = [
+        found.quantization["impl"],
+        found.loss["impl"],
+        found.optimizer["impl"],
+        found.attention["impl"],
+    ]
+    assert "triton" not in [*chosen, found.pointwise["impl"]]
+    assert found.quantization["reason"] == "torch's own operations: Triton's kernels do not run here"
+    better = choose_all(loads(text), tiny_shape(), NEW, threads=1).quantization
+    assert better is not None
+    assert better["impl"] == "triton"
+
+
+def test_asked_for_by_name_it_is_refused() -> None:
+    with pytest.raises(RecipeError, match="do not run here"):
+        spec_quantized.choose(device="cuda", triton=False, requested="triton")
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "runs"),
+    [(True, (7, 5), True), (True, (7, 0), False), (False, (9, 0), False)],
+)
+def test_kernels_ask_the_device(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, capability: tuple[int, int], runs: bool
+) -> None:
+    monkeypatch.setattr(triton_here, "find_spec", lambda _: object() if installed else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    runs_triton.cache_clear()
+    try:
+        assert runs_triton(torch.device("cuda", 0)) is runs
+    finally:
+        runs_triton.cache_clear()

@@ -1,0 +1,23 @@
+"""Whether this library's Triton kernels run on a device; asking imports no Triton."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from trimtab.facts.devices import TRITON_CAPABILITY
+
+
+@cache  # asked for every weight
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton is installed and compiles for the device: a CUDA one that is not too old.
+
+    Example:
+        >>> runs_triton(torch.device("cpu"))
+        False
+    """
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= TRITON_CAPABILITY
