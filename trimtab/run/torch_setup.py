@@ -33,6 +33,7 @@ def set_up_torch(choices: Choices) -> None:
     torch.cuda.reset_peak_memory_stats()
     cap = choices.memory["allocator_bytes"]
     if cap is not None:
+        torch.cuda.empty_cache()
         # Beside what the process holds already, and within what it is allowed.
         share = (max(cap, 0) + torch.cuda.memory_reserved()) / torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(share, torch.cuda.get_per_process_memory_fraction()))
