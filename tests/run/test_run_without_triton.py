@@ -53,6 +53,7 @@ def test_kernels_ask_the_device(
     monkeypatch: pytest.MonkeyPatch, installed: bool, capability: tuple[int, int], runs: bool
 ) -> None:
     monkeypatch.setattr(triton_here, "find_spec", lambda _: object() if installed else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     runs_triton.cache_clear()
     try:

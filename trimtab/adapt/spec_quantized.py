@@ -56,7 +56,7 @@ def choose(*, device: str, triton: bool = True, requested: str = "auto") -> Choi
         )
     if requested == "triton" and not available:
         raise RecipeError(
-            f"Triton's kernels need Triton and a CUDA device that it compiles for, and do not run {where}",
+            f"Triton's kernels need a CUDA device and Triton, and do not run {where}",
             "leave it at auto",
         )
     return Choice(requested, "asked for by name")
