@@ -114,11 +114,31 @@ def test_we_load_peft_s_to_the_same_logits(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-def test_an_embedding_that_peft_trained_apart_from_its_head(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("targets", "whole", "apart"),
+    [
+        (["q_proj"], ["embed_tokens"], "trains the embedding apart from the head"),
+        (["q_proj"], ["lm_head"], "trains the head apart from the embedding"),
+        (["q_proj", "lm_head"], None, "trains the head apart from the embedding"),
+    ],
+)
+def test_an_embedding_that_peft_trained_apart_from_its_head(
+    tmp_path: Path, targets: list[str], whole: list[str] | None, apart: str
+) -> None:
     save_base(tmp_path / "base", TIED)
-    model = theirs(tmp_path / "base", r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    model = theirs(tmp_path / "base", r=2, target_modules=targets, modules_to_save=whole)
     model.save_pretrained(tmp_path / "adapter")
-    refused(tmp_path / "adapter", "trains the embedding apart from the head", "ensure_weight_tying=True")
+    refused(tmp_path / "adapter", apart, "ensure_weight_tying=True")
+
+
+def test_an_embedding_that_peft_adapted_and_that_is_the_head(tmp_path: Path) -> None:
+    save_base(tmp_path / "base", TIED)
+    theirs(tmp_path / "base", r=2, target_modules=["q_proj", "embed_tokens"]).save_pretrained(
+        tmp_path / "adapter"
+    )
+    refused(
+        tmp_path / "adapter", "embed_tokens, whose matrix is also", "if this is it", "lora.modules_to_save"
+    )
 
 
 def test_an_adapter_beyond_its_matrices_trains_further(tmp_path: Path) -> None:
@@ -343,6 +363,17 @@ def test_an_adapter_for_another_base(tmp_path: Path) -> None:
     refused(folder, "does not fit", "[2, 32] there and [2, 64] here", "some/base", shape=wider)
     fewer = dataclasses.replace(TIED, num_layers=1)
     refused(folder, "does not fit", "model.layers.1", shape=fewer)
+    more = dataclasses.replace(TIED, num_layers=3)
+    refused(folder, "does not fit", "it has weights for 2 layers, and this model has 3", shape=more)
+
+
+@pytest.mark.parametrize("value", [True, {"a": 1}, ["b"]])
+def test_keys_of_which_nothing_is_known(tmp_path: Path, value: object) -> None:
+    folder = written(tmp_path / "a")
+    edit_config(folder, some_new_thing=value)
+    refused(folder, "some_new_thing is", "does not know what it changes", "merge it with peft")
+    edit_config(folder, some_new_thing=False, another=None, number=16, empty={}, inference_mode=True)
+    load_adapter(base(TIED), folder)
 
 
 def test_numbers_that_are_not(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ SAME = {
     "alpaca": {"instruction": QUESTION["content"], "input": "", "output": ANSWER["content"], "text": "no"},
     "parts": {"messages": [{**QUESTION, "content": [{"type": "text", "text": QUESTION["content"]}]}, ANSWER]},
     "json in a string": {"messages": json.dumps([QUESTION, ANSWER])},
+    "lists as json in strings": {"prompt": json.dumps([QUESTION]), "completion": json.dumps([ANSWER])},
+    "a string and json in one": {"prompt": QUESTION["content"], "completion": f" {json.dumps([ANSWER])}"},
     "question and answer": {"question": QUESTION["content"], "answer": ANSWER["content"]},
 }  # fmt: skip
 

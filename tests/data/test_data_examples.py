@@ -44,6 +44,12 @@ def test_every_form_becomes_the_same_example(tmp_path: Path, tokenizer: Tokenize
     assert runs(path, tokenizer, columns=COLUMNS.get(form, {})) == RENDERED
 
 
+@pytest.mark.parametrize("text", ["[INST] Add.", "[1, 2]", "[]", '[{"a": 1}]', '[{"role": "user"'])
+def test_a_text_may_begin_with_a_bracket(tmp_path: Path, tokenizer: Tokenizer, text: str) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": text, "completion": "4"}])
+    assert runs(path, tokenizer)[0] == (text, False)
+
+
 @pytest.mark.parametrize("ending", ["json", "csv", "parquet"])
 def test_every_table_becomes_the_same_example(tmp_path: Path, tokenizer: Tokenizer, ending: str) -> None:
     path = tmp_path / f"a.{ending}"

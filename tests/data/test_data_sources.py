@@ -164,6 +164,11 @@ BAD_FILES = {
     "blank only": ("a.txt", b" \n\t\n", r"holds no documents: 1 empty were skipped"),
     "empty rows": ("a.jsonl", b'{"text": ""}\n{"text": null}\n', "holds no documents: 2 empty"),
     "no rows": ("a.csv", b"text\n", "holds no documents; give a source with text"),
+    "no rows, and no text column": (
+        "a.csv",
+        b"prompt,completion\n",
+        "holds no documents; give a source with text",
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import plan_jobs
@@ -203,6 +204,15 @@ def test_a_limit_that_cannot_be_met() -> None:
     assert "set lora: {r: 16}" in (caught.value.remedy or "")
     with pytest.raises(ResourceError, match=r"recompute: block \(saves|recompute: offload \(saves"):
         check_fits(plan("memory_limit=6GB", "recompute=none", "mlp_tiles=1", "gradient_accumulation_steps=1"))
+
+
+def test_the_least_that_is_named_is_enough() -> None:
+    for limit in ("2GB", "2500MB", "3GB"):
+        with pytest.raises(ResourceError) as caught:
+            check_fits(plan(f"memory_limit={limit}", "gradient_accumulation_steps=1"))
+        least = re.search(r"at least ([\d.]+) (\w+)", caught.value.cause)
+        assert least is not None
+        check_fits(plan(f"memory_limit={least[1]}{least[2]}", "gradient_accumulation_steps=1"))
 
 
 def test_a_resumed_run_is_told_only_what_it_may_change() -> None:

@@ -88,7 +88,7 @@ def test_shorthands() -> None:
             MINIMAL + "output_dir: 12\n",
             "output_dir must be text (in quotes if it looks like a number), not 12 (line 4)",
         ),
-        ("model: a\ndata: {train: []}\n", "data.train must not be an empty list, not [] (line 2)"),
+        ("model: a\ndata: {train: []}\n", "data.train must not be empty, not [] (line 2)"),
         (
             MINIMAL + "model: b\n",
             "key 'model' is given twice (lines 1 and 4); keep one of them",

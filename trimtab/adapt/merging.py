@@ -73,7 +73,7 @@ def merge_adapters(decoder: Decoder, *, dtype: str) -> Merged:
         raise ModelError(
             f"merging changes no weight in {dtype}: the adapter is untrained, or its changes are below that format's "
             "last digit",
-            "nothing was written; train it further, or give --dtype fp32",
+            "nothing was written; train it further" + ("" if dtype == "fp32" else ", or give --dtype fp32"),
         )
     for layer in layers:
         _replace(decoder, layer.path, merged_weight(layer), layer.__dict__["base"])

@@ -82,6 +82,11 @@ def fitted(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
         kept = tuple(name for name in found.settings.modules_to_save if name != targets.HEAD)
         settings = dataclasses.replace(found.settings, modules_to_save=kept)
         found = dataclasses.replace(found, settings=settings)
+    if shape.tie_embeddings and targets.HEAD in (
+        *found.settings.target_modules,
+        *found.settings.modules_to_save,
+    ):
+        raise one_matrix(found, "it trains the head apart from the embedding")
     there = targets.matrices(shape)
     missing = [name for name in found.settings.target_modules if name not in there]
     if missing:
@@ -93,7 +98,10 @@ def fitted(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
     try:
         adapted = resolve(shape, found.settings)
     except RecipeError as error:
-        raise other_base(found, error.cause) from error
+        raise ModelError(
+            f"the adapter {found.folder} does not fit this model: {error.cause}",
+            f"load it with its own base; if this is it, it has to be trained anew: {error.remedy}",
+        ) from error
     for target in adapted:
         if found.ranks[target.name] != target.r:
             raise ModelError(
@@ -104,6 +112,10 @@ def fitted(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
     named = targets.meant(there, found.named)
     lacking = [name for name in there if name in named and name not in found.ranks]
     if lacking:
+        layers = {name.split(".")[2] for name in found.ranks if name.startswith("model.layers.")}
+        if all(name.startswith("model.layers.") and name.split(".")[2] not in layers for name in lacking):
+            here = shape.num_layers
+            raise other_base(found, f"it has weights for {len(layers)} layers, and this model has {here}")
         raise ModelError(
             f"{found.folder / WEIGHTS} lacks {lacking[0]}, which {CONFIG} names", "get the adapter again"
         )
@@ -113,11 +125,7 @@ def fitted(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
 def _check_head(found: AdapterFolder) -> None:
     """ModelError for an adapter that replaces a tied embedding only: peft keeps the base's matrix as the head."""
     if f"{targets.HEAD}.weight" not in found.whole:
-        raise ModelError(
-            f"the adapter {found.folder} does not fit this model: it trains the embedding apart from the head, and "
-            "this model's are one matrix",
-            "train it again with peft's ensure_weight_tying=True, or with trimtab",
-        )
+        raise one_matrix(found, "it trains the embedding apart from the head")
 
 
 def _named(config: dict[str, Any]) -> str | tuple[str, ...]:
@@ -135,6 +143,14 @@ def other_base(found: AdapterFolder, cause: str) -> ModelError:
     made_for = f"; it was made for {found.base_name}" if found.base_name else ""
     return ModelError(
         f"the adapter {found.folder} does not fit this model: {cause}{made_for}", "load it with its own base"
+    )
+
+
+def one_matrix(found: AdapterFolder, cause: str) -> ModelError:
+    """The answer to an adapter that takes a tied embedding and its head for two."""
+    return ModelError(
+        f"the adapter {found.folder} does not fit this model: {cause}, and this model's are one matrix",
+        "train it again with peft's ensure_weight_tying=True, or with trimtab",
     )
 
 

@@ -23,6 +23,7 @@ from trimtab.adapt.peft_config import (
     config_of,
     fitted,
     is_base_copy,
+    one_matrix,
     other_base,
     plain_name,
     read_adapter_folder,
@@ -196,9 +197,7 @@ def _whole_tensors(
     head = stored.get(HEAD_KEY)
     if decoder.shape.tie_embeddings and head is not None:
         if not torch.equal(head, stored.get(EMBEDDING_KEY, torch.empty(0))):
-            raise other_base(
-                found, "it trains the head apart from the embedding, and this model's are one matrix"
-            )
+            raise one_matrix(found, "it trains the head apart from the embedding")
         stored = {name: tensor for name, tensor in stored.items() if name != HEAD_KEY}
     for name, tensor in stored.items():
         if name not in parameters:

@@ -36,6 +36,13 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "arrow_config": (None,),
 }
 """Keys that change the arithmetic, and the values with which they change nothing."""
+_HARMLESS = frozenset((
+    "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode",
+    "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_ga_config", "megatron_config",
+    "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config",
+    "task_type",
+))  # fmt: skip
+"""Keys that say where an adapter comes from, how it began or which modules it is on, which its weights say too."""
 _MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` that also change the base's own weights."""
 
@@ -114,6 +121,13 @@ def _check_meaning(path: Path, config: dict[str, Any]) -> None:
         if key in config and config[key] not in harmless:
             raise ModelError(
                 f"{path}: {key} is {_short(config[key])}, which is not supported", "merge it with peft first"
+            )
+    for key in config.keys() - _KEYS.keys() - _REFUSED.keys() - _HARMLESS:
+        value = config[key]
+        if value is True or (isinstance(value, (dict, list)) and value):
+            raise ModelError(
+                f"{path}: {key} is {_short(value)}, and trimtab does not know what it changes",
+                "merge it with peft first",
             )
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_MOVES_BASE):

@@ -165,7 +165,7 @@ def _turns(value: Mapping[str, Any], form: Format, template: bool) -> Conversati
 def _prompt_completion(
     value: Mapping[str, Any], form: Format, template: bool
 ) -> Conversation | tuple[tuple[str, bool], ...]:
-    prompt, completion = form.get(value, "prompt"), form.get(value, "completion")
+    prompt, completion = (_unwritten(form.get(value, part)) for part in ("prompt", "completion"))
     if isinstance(completion, list) and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and isinstance(completion, str):
@@ -177,6 +177,21 @@ def _prompt_completion(
         return _conversation([*first, *second], list(range(len(first))), value, form)
     _refuse(value, form, "system", "tools")
     return (_text(prompt, "prompt"), False), (_text(completion, "completion"), True)
+
+
+def _unwritten(value: Any) -> Any:
+    """A list of messages that is written as JSON in a string, as CSV needs it; anything else as it is: a text may begin
+    with a bracket too."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    named = isinstance(found, list) and all(
+        isinstance(one, dict) and ("role" in one or "from" in one) for one in found
+    )
+    return found if named and found else value
 
 
 def _refuse(value: Mapping[str, Any], form: Format, *parts: str) -> None:

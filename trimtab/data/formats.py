@@ -88,7 +88,10 @@ def _refuse_columns(spec: SourceSpec) -> None:
 def _by_first_row(spec: SourceSpec, file: SourceFile) -> Format | None:
     from trimtab.data.rows import read_values
 
-    _, row = next(read_values(file), (0, None))
+    first = next(read_values(file), None)
+    if first is None:
+        return None  # of no rows everything can be said
+    row = first[1]
     wanted = list(PARTS) if spec.format == "auto" else [spec.format]
     if spec.columns:
         wanted = [name for name in wanted if set(spec.columns) <= {*PARTS[name][0], *PARTS[name][1]}]

@@ -10,6 +10,7 @@ import codecs
 import csv
 import gzip
 import io
+import itertools
 import json
 import os
 import sys
@@ -274,13 +275,16 @@ def read_csv(file: SourceFile, column: str | None, start: int, meter: Meter | No
     """Rows under a header line; tabs separate where the name ends in .tsv."""
     values = csv_values(file, start, meter)
     _, header = next(values, (0, []))
+    first = next(values, None)
+    if first is None:
+        return  # a header alone
     column = column or choose_column(file, dict.fromkeys(header, ""))
     if column not in header:
         raise DataError(
             f"{file.path} has no column {column!r}", f"set text_column to one of {', '.join(header)}"
         )
     place = header.index(column)
-    for row, fields in values:
+    for row, fields in itertools.chain([first], values):
         yield row, checked_field(file, row, fields, place, len(header)), True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
@@ -37,12 +38,12 @@ def parse_share(text: str) -> float | None:
     return share if 0 < share <= 1 else None
 
 
-def format_bytes(count: float) -> str:
-    """Binary units with three significant digits.
+def format_bytes(count: float, *, up: bool = False) -> str:
+    """Binary units with three significant digits, the last one rounded up where less would not do.
 
     Example:
-        >>> format_bytes(1536), format_bytes(3 * 2**30)
-        ('1.50 KiB', '3.00 GiB')
+        >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(1025), format_bytes(1025, up=True)
+        ('1.50 KiB', '3.00 GiB', '1.00 KiB', '1.01 KiB')
     """
     sign, size = ("-", -count) if count < 0 else ("", count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -51,6 +52,9 @@ def format_bytes(count: float) -> str:
         size /= 1024
     if unit == "B":
         return f"{sign}{size:.0f} B"
+    if up:
+        digits = 100 if size < 10 else 10
+        size = math.ceil(size * digits) / digits
     return f"{sign}{size:.2f} {unit}" if size < 10 else f"{sign}{size:.1f} {unit}"
 
 

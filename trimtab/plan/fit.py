@@ -75,12 +75,12 @@ def _for_a_resumed_run(plan: Plan, device: DeviceFacts, there: int) -> str:
     if smallest is not None:
         least, first = smallest.needed, f"set {smallest.change} and "
     how = "raise memory_limit to" if least <= device.available_bytes else "continue on a device with"
-    return f"{first}{how} {format_bytes(least)}: a run that has begun cannot do with less"
+    return f"{first}{how} {format_bytes(least, up=True)}: a run that has begun cannot do with less"
 
 
 def _needs(plan: Plan) -> str:
     """What the run needs, and, where nothing was named, that no setting of the dial needs less."""
-    peak = f"{format_bytes(plan.memory.needed)} at its peak ({plan.memory.moment})"
+    peak = f"{format_bytes(plan.memory.needed, up=True)} at its peak ({plan.memory.moment})"
     chosen = plan.choices.get("memory", {})
     auto = plan.recipe.recompute == "auto" and plan.recipe.gradient_checkpointing is None
     if not auto or set(plan.job.layers) & {"none", "pointwise", "selective"}:

@@ -63,7 +63,7 @@ _SIMPLE = {
     "string_type": "must be text (in quotes if it looks like a number)",
     "list_type": "must be a list",
     "string_too_short": "must not be empty",
-    "too_short": "must not be an empty list",
+    "too_short": "must not be empty",
     "model_type": "must be a mapping of keys to values",
     "dict_type": "must be a mapping of keys to values",
     "model_attributes_type": "must be a mapping of keys to values",
