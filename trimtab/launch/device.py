@@ -73,15 +73,15 @@ def _cpu() -> DeviceFacts:
 def _cuda() -> DeviceFacts:
     import torch
 
-    share = 1.0
+    from trimtab.run.torch_setup import memory_share
+
     if torch.cuda.is_initialized():
         # Of an earlier run or model in this process: what torch keeps for later counts as free.
         gc.collect()
         torch.cuda.empty_cache()
-        share = torch.cuda.get_per_process_memory_fraction()
     free, total = torch.cuda.mem_get_info()
-    if share < 1.0:  # the process is not allowed all of it
-        free = max(min(free, int(share * total) - torch.cuda.memory_reserved()), 0)
+    if memory_share() < 1.0:
+        free = max(min(free, int(memory_share() * total) - torch.cuda.memory_reserved()), 0)
     capability = torch.cuda.get_device_capability()
     return DeviceFacts(
         name=torch.cuda.get_device_name(),

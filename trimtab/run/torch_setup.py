@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -36,7 +36,15 @@ def set_up_torch(choices: Choices) -> None:
         torch.cuda.empty_cache()
         # Beside what the process holds already, and within what it is allowed.
         share = (max(cap, 0) + torch.cuda.memory_reserved()) / torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(min(share, torch.cuda.get_per_process_memory_fraction()))
+        torch.cuda.set_per_process_memory_fraction(min(share, memory_share()))
+
+
+def memory_share() -> float:
+    """Of a GPU's memory, what this process has been allowed; all of it where the allocator does not say."""
+    if torch.cuda.is_initialized():
+        with suppress(NotImplementedError, RuntimeError):
+            return torch.cuda.get_per_process_memory_fraction()
+    return 1.0
 
 
 @contextmanager
@@ -54,7 +62,7 @@ def torch_put_back() -> Iterator[None]:
     strict = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    share = torch.cuda.get_per_process_memory_fraction() if torch.cuda.is_initialized() else 1.0
+    share = memory_share()
     try:
         yield
     except BaseException as error:
