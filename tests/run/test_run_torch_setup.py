@@ -21,7 +21,7 @@ from trimtab.launch.preparing import prepare
 from trimtab.recipe import load
 from trimtab.run.choices import Choices
 from trimtab.run.folder import read_json
-from trimtab.run.torch_setup import set_up_torch, torch_put_back
+from trimtab.run.torch_setup import memory_share, set_up_torch, torch_put_back
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +94,18 @@ def test_a_limit_is_beside_what_the_process_holds_and_within_what_it_may(tmp_pat
             set_up_torch(choices(tmp_path, cap=cap))
             assert gpu.share == share
     assert gpu.share == 0.75
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, RuntimeError])
+def test_an_allocator_that_does_not_say_allows_all(
+    monkeypatch: pytest.MonkeyPatch, gpu: Gpu, error: type[Exception]
+) -> None:
+    def silent() -> float:
+        raise error("not supported")
+
+    assert memory_share() == 0.75
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", silent)
+    assert memory_share() == 1.0
 
 
 def test_an_error_that_is_remembered_holds_no_model(gpu: Gpu) -> None:
