@@ -40,6 +40,7 @@ class Gpu:
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         cuda = {
             "is_initialized": lambda: True,
+            "init": lambda: None,
             "mem_get_info": lambda: (90, 100),
             "memory_reserved": lambda: self.reserved,
             "get_per_process_memory_fraction": lambda: self.share,

@@ -30,6 +30,7 @@ def set_up_torch(choices: Choices) -> None:
     if sys.platform == "linux" and not _own_allocator_settings():
         # Without it, memory in pieces between tensors is lost to the step: tenths of a GiB of a few.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch.cuda.init()
     torch.cuda.reset_peak_memory_stats()
     cap = choices.memory["allocator_bytes"]
     if cap is not None:
