@@ -50,6 +50,18 @@ def test_a_text_may_begin_with_a_bracket(tmp_path: Path, tokenizer: Tokenizer, t
     assert runs(path, tokenizer)[0] == (text, False)
 
 
+@pytest.mark.parametrize("form", ["auto", "prompt-completion"])
+def test_files_without_rows_say_nothing_of_the_others(
+    tmp_path: Path, tokenizer: Tokenizer, form: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.csv").write_text("text,completion\n")
+    with pytest.raises(DataError, match=r"holds no (rows|documents); give a source with"):
+        opened(tmp_path / "in", tokenizer, format=form)
+    write(tmp_path / "in/b.jsonl", [{"text": "x", "prompt": [QUESTION], "completion": [ANSWER]}])
+    assert runs(tmp_path / "in", tokenizer, format=form) == RENDERED
+
+
 @pytest.mark.parametrize("ending", ["json", "csv", "parquet"])
 def test_every_table_becomes_the_same_example(tmp_path: Path, tokenizer: Tokenizer, ending: str) -> None:
     path = tmp_path / f"a.{ending}"

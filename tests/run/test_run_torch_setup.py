@@ -134,7 +134,7 @@ def test_what_torch_keeps_for_later_is_free_and_what_it_may_not_have_is_not(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     gpu.reserved = 20
     assert (detect("cuda").free_bytes, gpu.emptied) == (55, 1)
-    gpu.share = 1.0
+    gpu.share, gpu.reserved = 1.0, 10
     assert detect("cuda").free_bytes == 90
 
 

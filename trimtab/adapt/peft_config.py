@@ -109,17 +109,29 @@ def fitted(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
                 f"{found.ranks[target.name]}",
                 "the two files do not belong together; get the adapter again",
             )
+    _check_complete(shape, found)
+    return found
+
+
+def _check_complete(shape: ModelShape, found: AdapterFolder) -> None:
+    """ModelError where the config names modules of the model that the weights lack: in some layers, or in its last."""
+    there = targets.matrices(shape)
     named = targets.meant(there, found.named)
     lacking = [name for name in there if name in named and name not in found.ranks]
-    if lacking:
-        layers = {name.split(".")[2] for name in found.ranks if name.startswith("model.layers.")}
-        if all(name.startswith("model.layers.") and name.split(".")[2] not in layers for name in lacking):
-            here = shape.num_layers
-            raise other_base(found, f"it has weights for {len(layers)} layers, and this model has {here}")
-        raise ModelError(
-            f"{found.folder / WEIGHTS} lacks {lacking[0]}, which {CONFIG} names", "get the adapter again"
-        )
-    return found
+    if not lacking:
+        return
+    layers = {_layer(name) for name in found.ranks} - {None}
+    if not {_layer(name) for name in lacking} & {None, *layers}:
+        here = shape.num_layers
+        raise other_base(found, f"it has weights for {len(layers)} layers, and this model has {here}")
+    raise ModelError(
+        f"{found.folder / WEIGHTS} lacks {lacking[0]}, which {CONFIG} names", "get the adapter again"
+    )
+
+
+def _layer(name: str) -> str | None:
+    """A module's layer by number; None outside of the layers."""
+    return name.split(".")[2] if name.startswith("model.layers.") else None
 
 
 def _check_head(found: AdapterFolder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,7 @@ def detect(source: ResolvedSource) -> Format | None:
             )
         _refuse_columns(spec)
         return None
-    found = _by_first_row(spec, tables[0])
+    found = _by_first_row(spec, tables)
     if found is None:
         _refuse_columns(spec)
         return None
@@ -85,13 +86,15 @@ def _refuse_columns(spec: SourceSpec) -> None:
         )
 
 
-def _by_first_row(spec: SourceSpec, file: SourceFile) -> Format | None:
+def _by_first_row(spec: SourceSpec, tables: list[SourceFile]) -> Format | None:
     from trimtab.data.rows import read_values
 
-    first = next(read_values(file), None)
-    if first is None:
-        return None  # of no rows everything can be said
-    row = first[1]
+    firsts = ((file, row) for file in tables for _, row in itertools.islice(read_values(file), 1))
+    file, row = next(firsts, (None, None))
+    if file is None:
+        if spec.format == "auto" and not spec.columns:
+            return None
+        raise DataError(f"{spec.name} holds no rows", "give a source with rows in it")
     wanted = list(PARTS) if spec.format == "auto" else [spec.format]
     if spec.columns:
         wanted = [name for name in wanted if set(spec.columns) <= {*PARTS[name][0], *PARTS[name][1]}]

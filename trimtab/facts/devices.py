@@ -66,6 +66,16 @@ TRITON_CAPABILITY = (7, 5)
 """CUDA devices from here on are those that Triton compiles for."""
 
 
+def triton_runs(installed: bool, capability: tuple[int, int] | None) -> bool:
+    """Whether Triton compiles for a CUDA device of this capability, if it is installed.
+
+    Example:
+        >>> triton_runs(True, (8, 0)), triton_runs(True, (7, 0)), triton_runs(False, (9, 0))
+        (True, False, False)
+    """
+    return installed and (capability or (0, 0)) >= TRITON_CAPABILITY
+
+
 @dataclass(frozen=True)
 class DeviceFacts:
     """One device to train on.
@@ -99,7 +109,7 @@ class DeviceFacts:
     @property
     def runs_triton(self) -> bool:
         """Whether this library's own kernels run here."""
-        return self.kind == "cuda" and self.triton and (self.capability or (0, 0)) >= TRITON_CAPABILITY
+        return self.kind == "cuda" and triton_runs(self.triton, self.capability)
 
     @property
     def available_bytes(self) -> int:

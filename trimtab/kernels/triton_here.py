@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
-from trimtab.facts.devices import TRITON_CAPABILITY
+from trimtab.facts.devices import triton_runs
 
 
 @cache  # asked for every weight
@@ -22,6 +22,4 @@ def runs_triton(device: torch.device) -> bool:
         return False
     if not torch.cuda.is_available():
         return True  # laid out for another machine, of which nothing is known
-    if find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= TRITON_CAPABILITY
+    return triton_runs(find_spec("triton") is not None, torch.cuda.get_device_capability(device))

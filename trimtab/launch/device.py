@@ -80,8 +80,8 @@ def _cuda() -> DeviceFacts:
         gc.collect()
         torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    if memory_share() < 1.0:
-        free = max(min(free, int(memory_share() * total) - torch.cuda.memory_reserved()), 0)
+    allowed = int(memory_share() * total) - torch.cuda.memory_reserved()
+    free = max(min(free, allowed), 0)
     capability = torch.cuda.get_device_capability()
     return DeviceFacts(
         name=torch.cuda.get_device_name(),
