@@ -337,14 +337,14 @@ def test_another_base_says_what_can_be_done(tmp_path: Path) -> None:
     ):
         record = {**base_record, "files": files}
         with pytest.raises(CheckpointError, match=different) as run:
-            check_base(record, place, "the run")
+            check_base(record, place)
         assert run.value.remedy == (
             "it was trained on some/base at revision abc; put those weights back to that place"
         )
         with pytest.raises(ModelError, match=different) as adapter:
             check_adapter_base(record, place, tmp_path / "adapter")
         assert adapter.value.remedy == "it was trained on some/base at revision abc; give that model"
-    check_base(name_base_of(place), place, "the run")
+    check_base(name_base_of(place), place)
 
 
 def name_base_of(place: Path) -> dict:

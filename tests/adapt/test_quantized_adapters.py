@@ -18,10 +18,11 @@ from trimtab.adapt import (
     quantize_layout,
     quantized_ops,
     recompute,
+    set_masks,
 )
 from trimtab.adapt.quantized import describe, quantized_layers
 from trimtab.facts.errors import RecipeError
-from trimtab.model import build, init_weights
+from trimtab.model import Decoder, build, init_weights
 
 
 def assert_close(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
@@ -47,9 +48,8 @@ def test_fused_layers_compute_what_they_do_one_by_one(kind: str) -> None:
     assert_close(results(decoder), fused)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_gradients_are_those_of_the_dequantized_model(kind: str) -> None:
-    decoder = adapted(kind)
+def unpacked_twin(decoder: Decoder) -> Decoder:
+    """The same model and adapters on ordinary layers with the dequantized weights."""
     twin = copy.deepcopy(decoder)
     for name, layer in quantized_layers(decoder):
         plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
@@ -60,7 +60,13 @@ def test_gradients_are_those_of_the_dequantized_model(kind: str) -> None:
         object.__setattr__(there, "base", plain)
         there._parameters, there._buffers = plain._parameters, plain._buffers
     assert describe(twin) == "no quantized layers"
-    assert_close(results(decoder), results(twin))
+    return twin
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_gradients_are_those_of_the_dequantized_model(kind: str) -> None:
+    decoder = adapted(kind)
+    assert_close(results(decoder), results(unpacked_twin(decoder)))
 
 
 @pytest.mark.parametrize("policy", ["pointwise", "selective", "block"])
@@ -96,8 +102,12 @@ def test_blocks_compile_whole() -> None:
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_dropout": 0.1}], ids=str)
 def test_other_adapters_go_one_by_one(settings: dict[str, Any]) -> None:
     decoder = adapted(**settings)
-    decoder.eval()  # no masks are dealt here
-    results(decoder)
+    twin = unpacked_twin(decoder)
+    for model in (decoder, twin):
+        if (masks := set_masks(model, torch.device("cpu"))) is not None:
+            masks.set(seed=0, step=1, microbatch=0)
+        assert not any(layer.joins for layer in model.modules() if isinstance(layer, LoRALinear))
+    assert_close(results(decoder), results(twin))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

@@ -363,12 +363,8 @@ def all_errors(base: type = errors.TrimtabError) -> list[type]:
 
 @pytest.mark.parametrize("kind", all_errors(), ids=lambda kind: kind.__name__)
 def test_exit_codes_are_documented(kind: type[errors.TrimtabError]) -> None:
-    from trimtab.cli.main import main
-
-    documented = main.__doc__ or ""
-    assert f"{kind.exit_code} " in documented
     page = (Path(__file__).parents[2] / "docs" / "exit-codes.md").read_text()
-    assert f"| {kind.exit_code} |" in page
+    assert any(f"| {kind.exit_code} | `{name.__name__}` |" in page for name in kind.__mro__)
 
 
 def test_each_kind_of_error_has_a_code_of_its_own() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from chat_templates import CHATML, chat_tokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from trimtab.text.tokenizer import Tokenizer
@@ -50,6 +51,12 @@ def tokenizer() -> Tokenizer:
     )
     backend.train_from_iterator([make_text(s, 500) for s in range(20)], trainer)
     return Tokenizer(backend, bos_id=None, eos_id=0, stop_ids=frozenset({0}))
+
+
+@pytest.fixture(scope="session")
+def chatml() -> Tokenizer:
+    """One with ChatML's markers and its template."""
+    return chat_tokenizer(CHATML)
 
 
 @pytest.fixture(scope="session")

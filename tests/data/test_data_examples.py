@@ -27,11 +27,6 @@ RENDERED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return chat_tokenizer(CHATML)
-
-
 COLUMNS = {
     "other names": {"messages": "dialog"},
     "question and answer": {"instruction": "question", "output": "answer"},
@@ -39,31 +34,29 @@ COLUMNS = {
 
 
 @pytest.mark.parametrize("form", SAME)
-def test_every_form_becomes_the_same_example(tmp_path: Path, tokenizer: Tokenizer, form: str) -> None:
+def test_every_form_becomes_the_same_example(tmp_path: Path, chatml: Tokenizer, form: str) -> None:
     path = write(tmp_path / "a.jsonl", [SAME[form]])
-    assert runs(path, tokenizer, columns=COLUMNS.get(form, {})) == RENDERED
+    assert runs(path, chatml, columns=COLUMNS.get(form, {})) == RENDERED
 
 
 @pytest.mark.parametrize("text", ["[INST] Add.", "[1, 2]", "[]", '[{"a": 1}]', '[{"role": "user"'])
-def test_a_text_may_begin_with_a_bracket(tmp_path: Path, tokenizer: Tokenizer, text: str) -> None:
+def test_a_text_may_begin_with_a_bracket(tmp_path: Path, chatml: Tokenizer, text: str) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": text, "completion": "4"}])
-    assert runs(path, tokenizer)[0] == (text, False)
+    assert runs(path, chatml)[0] == (text, False)
 
 
 @pytest.mark.parametrize("form", ["auto", "prompt-completion"])
-def test_files_without_rows_say_nothing_of_the_others(
-    tmp_path: Path, tokenizer: Tokenizer, form: str
-) -> None:
+def test_files_without_rows_say_nothing_of_the_others(tmp_path: Path, chatml: Tokenizer, form: str) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.csv").write_text("text,completion\n")
     with pytest.raises(DataError, match=r"holds no (rows|documents); give a source with"):
-        opened(tmp_path / "in", tokenizer, format=form)
+        opened(tmp_path / "in", chatml, format=form)
     write(tmp_path / "in/b.jsonl", [{"text": "x", "prompt": [QUESTION], "completion": [ANSWER]}])
-    assert runs(tmp_path / "in", tokenizer, format=form) == RENDERED
+    assert runs(tmp_path / "in", chatml, format=form) == RENDERED
 
 
 @pytest.mark.parametrize("ending", ["json", "csv", "parquet"])
-def test_every_table_becomes_the_same_example(tmp_path: Path, tokenizer: Tokenizer, ending: str) -> None:
+def test_every_table_becomes_the_same_example(tmp_path: Path, chatml: Tokenizer, ending: str) -> None:
     path = tmp_path / f"a.{ending}"
     more = [QUESTION, {**ANSWER, "tool_calls": [{"name": "x", "arguments": {"a": 1}}]}]
     if ending == "json":
@@ -78,7 +71,7 @@ def test_every_table_becomes_the_same_example(tmp_path: Path, tokenizer: Tokeniz
         # Parquet fills the keys that other rows have: here a call of a tool, which the first row has not.
         rows = [{"messages": [QUESTION, ANSWER]}, {"messages": more}]
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    assert runs(path, tokenizer) == RENDERED
+    assert runs(path, chatml) == RENDERED
 
 
 def test_system_prompts_and_tools_come_from_columns_too(tmp_path: Path) -> None:
@@ -132,29 +125,29 @@ def test_alpaca_without_a_template_has_plain_headings(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_trained_on_can_be_chosen(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_what_is_trained_on_can_be_chosen(tmp_path: Path, chatml: Tokenizer) -> None:
     path = write(tmp_path / "a.jsonl", [{"messages": [QUESTION, ANSWER, QUESTION, ANSWER]}])
-    assert [flag for _, flag in runs(path, tokenizer)] == [False, True, False, True, False]
-    assert [flag for _, flag in runs(path, tokenizer, train_on="last")] == [False, True, False]
-    everything = runs(path, tokenizer, train_on="all")
+    assert [flag for _, flag in runs(path, chatml)] == [False, True, False, True, False]
+    assert [flag for _, flag in runs(path, chatml, train_on="last")] == [False, True, False]
+    everything = runs(path, chatml, train_on="all")
     assert everything[0] == ("<|im_start|>", False)  # nothing predicts a first token
     assert [flag for _, flag in everything] == [False, True]
 
 
-def test_answers_of_weight_0_and_in_prompts_are_context(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_answers_of_weight_0_and_in_prompts_are_context(tmp_path: Path, chatml: Tokenizer) -> None:
     rows = [
         {"messages": [QUESTION, {**ANSWER, "weight": 0}, QUESTION, {**ANSWER, "weight": 1}]},
         {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]},
     ]
     for number, row in enumerate(rows):
         path = write(tmp_path / f"{number}.jsonl", [row])
-        shown = runs(path, tokenizer)
+        shown = runs(path, chatml)
         assert [flag for _, flag in shown] == [False, True, False]
         assert shown[1][0] == "It is four.<|im_end|>"
         assert "It is four." in shown[0][0]
 
 
-def test_what_has_no_answer_is_counted_and_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_what_has_no_answer_is_counted_and_left_out(tmp_path: Path, chatml: Tokenizer) -> None:
     rows = [
         {"messages": [QUESTION]},
         {"messages": []},
@@ -162,28 +155,28 @@ def test_what_has_no_answer_is_counted_and_left_out(tmp_path: Path, tokenizer: T
         {"messages": [QUESTION, {**ANSWER, "weight": 0}]},
         {"messages": [QUESTION, ANSWER]},
     ]
-    corpus = opened(write(tmp_path / "a.jsonl", rows), tokenizer)
+    corpus = opened(write(tmp_path / "a.jsonl", rows), chatml)
     summary = corpus.summary
     assert (summary.documents, summary.empty, summary.untrained, summary.unanswered) == (2, 1, 2, 1)
-    assert summary.trained == 2 * len(tokenizer.encode("It is four.<|im_end|>"))
+    assert summary.trained == 2 * len(chatml.encode("It is four.<|im_end|>"))
     assert (
         corpus.tokens(0).tolist() == corpus.tokens(1).tolist()
     )  # the question without an answer is not there
-    again = opened(tmp_path / "a.jsonl", tokenizer)
+    again = opened(tmp_path / "a.jsonl", chatml)
     assert again.summary == summary
     assert again.entry.path == corpus.entry.path
     with pytest.raises(DataError, match=r"nothing to train on: 2 without a token to train on.*train_on: all"):
-        opened(write(tmp_path / "b.jsonl", [rows[0], rows[3]]), tokenizer)
+        opened(write(tmp_path / "b.jsonl", [rows[0], rows[3]]), chatml)
 
 
-def test_broken_characters_are_repaired_and_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_broken_characters_are_repaired_and_counted(tmp_path: Path, chatml: Tokenizer) -> None:
     (tmp_path / "a.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "a\\ud800b"},'
         ' {"role": "assistant", "content": "c\\ufdd0d\\ufdd1"}]}\n'
     )
-    corpus = opened(tmp_path / "a.jsonl", tokenizer)
+    corpus = opened(tmp_path / "a.jsonl", chatml)
     assert corpus.summary.repaired == 1
-    assert "c\ufffdd\ufffd" in highlighted(corpus, tokenizer)["runs"][1][0]
+    assert "c\ufffdd\ufffd" in highlighted(corpus, chatml)["runs"][1][0]
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["plain", "marked"])
@@ -291,7 +284,7 @@ def test_a_token_is_trained_on_if_one_of_its_characters_is(
     assert mask.tolist() == [int(bool(chosen & set(range(*offset)))) for offset in offsets]
 
 
-def test_several_processes_give_the_same_tokens_and_masks(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_several_processes_give_the_same_tokens_and_masks(tmp_path: Path, chatml: Tokenizer) -> None:
     rows = [
         {
             "messages": [
@@ -302,19 +295,19 @@ def test_several_processes_give_the_same_tokens_and_masks(tmp_path: Path, tokeni
         for i in range(3000)
     ]
     path = write(tmp_path / "a.jsonl", rows)
-    alone = opened(path, tokenizer)
-    spec = TokenizerSpec.of(tokenizer)
+    alone = opened(path, chatml)
+    spec = TokenizerSpec.of(chatml)
     assert spec.chat is not None
     assert set(VARIABLES) <= set(spec.chat.variables)
-    together = open_corpus(SourceSpec(str(path)), tokenizer, cache_dir=tmp_path / "other", num_proc=3)
+    together = open_corpus(SourceSpec(str(path)), chatml, cache_dir=tmp_path / "other", num_proc=3)
     assert alone.entry.meta["checksums"] == together.entry.meta["checksums"]
     assert set(alone.entry.meta["checksums"]) == {"tokens.bin", "documents.bin", "trained.bin"}
 
 
-def test_leaving_early_leaves_no_process_behind(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_leaving_early_leaves_no_process_behind(tmp_path: Path, chatml: Tokenizer) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     rows = [{"messages": [{**QUESTION, "content": "What is two? " * 400}, ANSWER]} for _ in range(300)]
-    stream = open_corpus(str(write(tmp_path / "a.jsonl", rows)), tokenizer, streaming=True, num_proc=2)
+    stream = open_corpus(str(write(tmp_path / "a.jsonl", rows)), chatml, streaming=True, num_proc=2)
     with closing(iter(Reading(stream, 1 << 14, True, Cursor()))) as pieces:
         assert len(list(itertools.islice(pieces, 1))) == 1
         during = {child.pid for child in psutil.Process().children(recursive=True)} - before

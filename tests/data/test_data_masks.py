@@ -26,11 +26,6 @@ T = 48
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return chat_tokenizer(CHATML)
-
-
-@pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations of every length; some lose their end at T tokens, some their only answer, some have none."""
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
@@ -49,8 +44,8 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def corpus(chats: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return open_corpus(str(chats), tokenizer, cache_dir=tmp_path_factory.mktemp("cache"), num_proc=1)
+def corpus(chats: Path, chatml: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return open_corpus(str(chats), chatml, cache_dir=tmp_path_factory.mktemp("cache"), num_proc=1)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -101,10 +96,10 @@ def test_targets_are_counted_for_each_step(corpus: Corpus) -> None:
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_stream_sees_what_the_cache_holds(
-    chats: Path, corpus: Corpus, tokenizer: Tokenizer, packing: bool
+    chats: Path, corpus: Corpus, chatml: Tokenizer, packing: bool
 ) -> None:
     told: list[Progress] = []
-    stream = open_corpus(str(chats), tokenizer, streaming=True, num_proc=1, progress=told.append)
+    stream = open_corpus(str(chats), chatml, streaming=True, num_proc=1, progress=told.append)
     cached = make_loader([corpus], max_seq_length=T, batch_size=4, packing=packing)
     streamed = make_loader([stream], max_seq_length=T, batch_size=4, packing=packing)
     expected = Counter(epoch_of(cached))
@@ -113,14 +108,12 @@ def test_a_stream_sees_what_the_cache_holds(
     assert any("have nothing to train on before the cut" in text for text in said if text)
     assert any("without a token to train on" in text for text in said if text)
     streamed.close()
-    assert highlighted(stream, tokenizer, max_seq_length=T) == highlighted(
-        corpus, tokenizer, max_seq_length=T
-    )
+    assert highlighted(stream, chatml, max_seq_length=T) == highlighted(corpus, chatml, max_seq_length=T)
 
 
-def test_a_stream_that_is_left_says_what_it_left_out(chats: Path, tokenizer: Tokenizer) -> None:
+def test_a_stream_that_is_left_says_what_it_left_out(chats: Path, chatml: Tokenizer) -> None:
     told: list[Progress] = []
-    stream = open_corpus(str(chats), tokenizer, streaming=True, num_proc=1, progress=told.append)
+    stream = open_corpus(str(chats), chatml, streaming=True, num_proc=1, progress=told.append)
     loader = make_loader([stream], max_seq_length=T, batch_size=4)
     loader.next_step()
     assert not any(note.message for note in told)
@@ -128,10 +121,10 @@ def test_a_stream_that_is_left_says_what_it_left_out(chats: Path, tokenizer: Tok
     assert any("examples are longer than max_seq_length (48)" in (note.message or "") for note in told)
 
 
-def test_a_stream_without_anything_to_train_on_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_stream_without_anything_to_train_on_is_refused(tmp_path: Path, chatml: Tokenizer) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
-    stream = open_corpus(str(path), tokenizer, streaming=True, num_proc=1)
+    stream = open_corpus(str(path), chatml, streaming=True, num_proc=1)
     loader = make_loader([stream], max_seq_length=T, batch_size=1)
     with pytest.raises(DataError, match=r"holds nothing to train on: 1 without a token to train on"):
         loader.next_step()
@@ -154,31 +147,31 @@ NOTHING = {
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("case", NOTHING)
 def test_a_look_at_nothing_to_train_on_is_refused(
-    tmp_path: Path, tokenizer: Tokenizer, case: str, streaming: bool
+    tmp_path: Path, chatml: Tokenizer, case: str, streaming: bool
 ) -> None:
     messages, complaint = NOTHING[case]
     path = tmp_path / "a.jsonl"
     path.write_text((json.dumps({"messages": messages}) + "\n") * 12)
     with pytest.raises(DataError, match=complaint):
         highlighted(
-            open_corpus(str(path), tokenizer, streaming=streaming, num_proc=1, cache_dir=tmp_path / "cache"),
-            tokenizer,
+            open_corpus(str(path), chatml, streaming=streaming, num_proc=1, cache_dir=tmp_path / "cache"),
+            chatml,
             max_seq_length=T,
         )
 
 
 @pytest.mark.parametrize("case", NOTHING)
 def test_a_stream_that_begins_with_nothing_to_train_on_goes_on(
-    tmp_path: Path, tokenizer: Tokenizer, case: str
+    tmp_path: Path, chatml: Tokenizer, case: str
 ) -> None:
     good = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho."}]
     path = tmp_path / "a.jsonl"
     rows = [NOTHING[case][0]] * 12 + [good] * 3
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
-    stream = open_corpus(str(path), tokenizer, streaming=True, num_proc=1)
-    assert highlighted(stream, tokenizer, max_seq_length=T)["origin"] == "a.jsonl:13"
+    stream = open_corpus(str(path), chatml, streaming=True, num_proc=1)
+    assert highlighted(stream, chatml, max_seq_length=T)["origin"] == "a.jsonl:13"
     with pytest.raises(IndexError):
-        highlighted(stream, tokenizer, max_seq_length=T, number=3)
+        highlighted(stream, chatml, max_seq_length=T, number=3)
     loader = make_loader([stream], max_seq_length=T, batch_size=4, packing=False)
     for _ in range(3):
         (batch,) = loader.next_step()
@@ -189,10 +182,10 @@ def test_a_stream_that_begins_with_nothing_to_train_on_goes_on(
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_restoring_anywhere_gives_the_same_rest(
-    chats: Path, tokenizer: Tokenizer, streaming: bool, tmp_path: Path
+    chats: Path, chatml: Tokenizer, streaming: bool, tmp_path: Path
 ) -> None:
     def loader() -> Any:
-        opened = open_corpus(str(chats), tokenizer, cache_dir=tmp_path, num_proc=1, streaming=streaming)
+        opened = open_corpus(str(chats), chatml, cache_dir=tmp_path, num_proc=1, streaming=streaming)
         return make_loader([opened], max_seq_length=T, batch_size=2, accumulation=2, seed=4)
 
     first, positions, seen = loader(), [], []
@@ -208,23 +201,23 @@ def test_restoring_anywhere_gives_the_same_rest(
 
 
 def test_settings_are_part_of_the_cache_and_of_a_place(
-    chats: Path, tmp_path: Path, tokenizer: Tokenizer
+    chats: Path, tmp_path: Path, chatml: Tokenizer
 ) -> None:
     """Another template, choice of answers, column or variable is another entry, and no resume mixes the two."""
 
     def opened(given: Tokenizer, **spec: Any) -> Corpus:
         return open_corpus(SourceSpec(str(chats), **spec), given, cache_dir=tmp_path, num_proc=1)
 
-    first = opened(tokenizer)
+    first = opened(chatml)
     others = [
-        opened(tokenizer, train_on="last"),
-        opened(tokenizer, train_on="all"),
-        opened(tokenizer, variables={"x": 1}),
+        opened(chatml, train_on="last"),
+        opened(chatml, train_on="all"),
+        opened(chatml, variables={"x": 1}),
         opened(chat_tokenizer(LLAMA3)),
         opened(chat_tokenizer(CHATML + "{# a remark #}")),
     ]
     assert len({corpus.entry.path for corpus in (first, *others)}) == 6
-    assert opened(tokenizer).entry.path == first.entry.path
+    assert opened(chatml).entry.path == first.entry.path
     place = make_loader([first], max_seq_length=T, batch_size=2).position()
     for other in others:
         with pytest.raises(DataError, match="not what the run began with"):
@@ -233,17 +226,17 @@ def test_settings_are_part_of_the_cache_and_of_a_place(
         others[0].check(first.manifest())
 
 
-def test_the_cache_takes_what_is_declared(corpus: Corpus, tokenizer: Tokenizer) -> None:
+def test_the_cache_takes_what_is_declared(corpus: Corpus, chatml: Tokenizer) -> None:
     files = [corpus.entry.path / f"{name}.bin" for name in ("tokens", "documents", "trained")]
-    declared = spec.cache_bytes(corpus.num_tokens, corpus.num_documents, tokenizer.vocab_size, masked=True)
+    declared = spec.cache_bytes(corpus.num_tokens, corpus.num_documents, chatml.vocab_size, masked=True)
     assert sum(file.stat().st_size for file in files) == declared
 
 
-def test_a_damaged_mask_is_noticed_and_made_again(chats: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_damaged_mask_is_noticed_and_made_again(chats: Path, tmp_path: Path, chatml: Tokenizer) -> None:
     said: list[Progress] = []
 
     def opened() -> Corpus:
-        return open_corpus(str(chats), tokenizer, cache_dir=tmp_path, num_proc=1, progress=said.append)
+        return open_corpus(str(chats), chatml, cache_dir=tmp_path, num_proc=1, progress=said.append)
 
     path = opened().entry.path / "trained.bin"
     good = path.read_bytes()
@@ -378,11 +371,11 @@ def test_a_conversation_of_empty_answers_has_nothing_to_train_on(
     ids=["messages", "prompt-completion"],
 )
 def test_an_empty_answer_at_the_end_is_left_out_with_its_question(
-    tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], train_on: Any
+    tmp_path: Path, chatml: Tokenizer, row: dict[str, Any], train_on: Any
 ) -> None:
-    corpus = opened(write(tmp_path / "a.jsonl", [row]), tokenizer, train_on=train_on)
+    corpus = opened(write(tmp_path / "a.jsonl", [row]), chatml, train_on=train_on)
     assert (corpus.summary.unanswered, corpus.summary.untrained) == (1, 0)
-    shown = highlighted(corpus, tokenizer)["runs"]
+    shown = highlighted(corpus, chatml)["runs"]
     assert [text for text, trained in shown if trained] == ["4<|im_end|>"]
     assert shown[-1] == ("\n", False)
 

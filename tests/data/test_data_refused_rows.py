@@ -21,12 +21,6 @@ from trimtab.data.stream_corpus import StreamCorpus
 from trimtab.facts.errors import DataError, ModelError
 from trimtab.text.tokenizer import Tokenizer
 
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return chat_tokenizer(CHATML)
-
-
 SYSTEM = {"role": "system", "content": "Be brief."}
 TWO_SYSTEMS: dict[str, dict[str, Any]] = {
     "messages": {"messages": [SYSTEM, QUESTION, ANSWER]},
@@ -39,20 +33,20 @@ TWO_SYSTEMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("form", TWO_SYSTEMS)
 def test_a_system_column_that_differs_from_the_system_message_is_refused(
-    tmp_path: Path, tokenizer: Tokenizer, form: str
+    tmp_path: Path, chatml: Tokenizer, form: str
 ) -> None:
     row = TWO_SYSTEMS[form]
     same = [{**row, "system": system} for system in ("Be brief.", "Be brief.\n", "", None)]
     path = write(tmp_path / "a.jsonl", same)
     for number in range(len(same)):
-        (before, _), *_ = runs(path, tokenizer, number=number)
+        (before, _), *_ = runs(path, chatml, number=number)
         assert before.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
     path = write(tmp_path / "b.jsonl", [row, {**row, "system": "Talk."}])
     with pytest.raises(
         DataError, match=r"b.jsonl:2: the column 'system' differs from the system message .*; keep one"
     ):
-        opened(path, tokenizer)
-    assert opened(path, tokenizer, bad_rows="skip").summary.bad == 1
+        opened(path, chatml)
+    assert opened(path, chatml, bad_rows="skip").summary.bad == 1
 
 
 @pytest.mark.parametrize("template", [CHATML, None], ids=["template", "plain"])
@@ -105,10 +99,10 @@ def test_a_row_of_a_table_with_too_many_fields_is_refused(
         )
 
 
-def test_an_alpaca_row_without_an_output_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_an_alpaca_row_without_an_output_is_named(tmp_path: Path, chatml: Tokenizer) -> None:
     path = write(tmp_path / "a.jsonl", [SAME["alpaca"], {"instruction": "Add."}])
     with pytest.raises(DataError, match=r"a.jsonl:2: has no column 'output'"):
-        opened(path, tokenizer)
+        opened(path, chatml)
 
 
 BAD_ROWS = {
@@ -132,46 +126,46 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
-def test_bad_rows_are_named_with_their_place(tmp_path: Path, tokenizer: Tokenizer, case: str) -> None:
+def test_bad_rows_are_named_with_their_place(tmp_path: Path, chatml: Tokenizer, case: str) -> None:
     row, message = BAD_ROWS[case]
     path = write(tmp_path / "a.jsonl", [{"messages": [QUESTION, ANSWER]}, row])
     with pytest.raises(DataError, match=message):
-        opened(path, tokenizer)
+        opened(path, chatml)
 
 
-def test_other_columns_are_refused_with_what_is_known(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_other_columns_are_refused_with_what_is_known(tmp_path: Path, chatml: Tokenizer) -> None:
     path = write(tmp_path / "a.jsonl", [{"chosen": "x", "rejected": "y"}])
     with pytest.raises(
         DataError, match=r"its columns: chosen, rejected; set text_column, or format .*sharegpt: conv"
     ):
-        opened(path, tokenizer)
+        opened(path, chatml)
     with pytest.raises(
         DataError, match=r"has the columns chosen, rejected and not messages; name them with columns"
     ):
-        opened(path, tokenizer, format="messages")
+        opened(path, chatml, format="messages")
     with pytest.raises(DataError, match=r"has the columns chosen, rejected and not prompt, best"):
-        opened(path, tokenizer, columns={"completion": "best"})
+        opened(path, chatml, columns={"completion": "best"})
     with pytest.raises(
         DataError, match=r"columns of .* names answers; the parts are messages: messages, system"
     ):
-        opened(path, tokenizer, columns={"answers": "chosen"})
+        opened(path, chatml, columns={"answers": "chosen"})
     with pytest.raises(DataError, match=r"format: 'chatml' is not known .*; use one of auto, text, messages"):
         SourceSpec(str(path), format="chatml")  # type: ignore[arg-type]
     (tmp_path / "a.txt").write_text("hello")
     with pytest.raises(DataError, match=r"is text, and format: alpaca is of rows with columns"):
-        opened(tmp_path / "a.txt", tokenizer, format="alpaca")
+        opened(tmp_path / "a.txt", chatml, format="alpaca")
 
 
-def test_a_second_file_of_another_form_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_second_file_of_another_form_is_refused(tmp_path: Path, chatml: Tokenizer) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     write(folder / "a.jsonl", [{"messages": [QUESTION, ANSWER]}])
     (folder / "b.txt").write_text("Some text.")
     with pytest.raises(DataError, match=r"holds examples \(a.jsonl\) and texts \(b.txt\)"):
-        open_corpus(SourceSpec(str(folder)), tokenizer, cache_dir=tmp_path / "cache", num_proc=1)
+        open_corpus(SourceSpec(str(folder)), chatml, cache_dir=tmp_path / "cache", num_proc=1)
 
 
-def test_a_second_table_without_the_columns_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_second_table_without_the_columns_is_refused(tmp_path: Path, chatml: Tokenizer) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -180,7 +174,7 @@ def test_a_second_table_without_the_columns_is_refused(tmp_path: Path, tokenizer
     for name, row in (("a", {"messages": [QUESTION, ANSWER]}), ("b", {"text": "x"})):
         parquet.write_table(pyarrow.Table.from_pylist([row]), folder / f"{name}.parquet")
     with pytest.raises(DataError, match=r"b.parquet:1: has no column 'messages'"):
-        open_corpus(SourceSpec(str(folder)), tokenizer, cache_dir=tmp_path / "cache", num_proc=1)
+        open_corpus(SourceSpec(str(folder)), chatml, cache_dir=tmp_path / "cache", num_proc=1)
 
 
 def test_a_text_column_beside_columns_of_examples_is_refused() -> None:

@@ -97,9 +97,8 @@ def test_recipe_keys_in_the_text_exist(page: Path) -> None:
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
-    text = (ROOT / "docs" / "troubles.md").read_text(encoding="utf-8")
-    table = text.split("## Exit codes", 1)[1]
-    listed = set(re.findall(r"^\| (\d+) \|", table, flags=re.MULTILINE))
+    text = (ROOT / "docs" / "exit-codes.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| (\d+) \|", text, flags=re.MULTILINE))
     assert listed == {code for code, _ in docs.exit_codes()}
 
 

@@ -7,9 +7,10 @@ import subprocess
 import sys
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from trimtab.recipe import keys, load, schema
 from trimtab.recipe.docs import files
@@ -38,11 +39,19 @@ def test_every_key_is_described_with_an_example() -> None:
 
 def test_examples_are_valid() -> None:
     for path in all_keys():
-        if len(path) > 1:
-            continue
-        for example in keys.Recipe.model_fields[str(path[0])].examples or []:
+        section = section_at(path[:-1])
+        assert section is not None
+        field = section.model_fields[str(path[-1])]
+        kind = TypeAdapter(Annotated[field.annotation, field])
+        for example in field.examples or []:
+            kind.validate_python(example)
+
+
+def test_examples_of_the_recipe_go_together_with_the_rest() -> None:
+    for key, field in keys.Recipe.model_fields.items():
+        for example in field.examples or []:
             base = {"model": "a", "data": {"train": "x"}, "lr_scheduler_type": "cosine"}
-            keys.Recipe.model_validate(base | {path[0]: example})
+            keys.Recipe.model_validate(base | {key: example})
 
 
 def accepts(node: dict[str, Any], value: Any) -> bool:
@@ -131,10 +140,13 @@ def test_the_small_job_differs_only_in_its_model() -> None:
 
 
 def test_names_equal_the_rooms_own_lists() -> None:
+    from trimtab.adapt.spec_recompute import POLICIES
     from trimtab.data.spec import BAD_ROWS, DOCUMENT_MODES, FORMATS, TRAIN_ON
+    from trimtab.kernels.adamw8bit import spec as adamw8bit
     from trimtab.kernels.attention.spec import IMPLS
     from trimtab.optim.spec import OPTIMIZERS, SCHEDULES
     from trimtab.starter import FIELDS
+    from trimtab.trainer.tracking import SINKS
 
     assert typing.get_args(keys.Attention) == ("auto", *IMPLS)
     assert typing.get_args(keys.Optimizer) == tuple(OPTIMIZERS)
@@ -144,6 +156,9 @@ def test_names_equal_the_rooms_own_lists() -> None:
     assert typing.get_args(keys.RowFormat) == FORMATS
     assert typing.get_args(keys.TrainOn) == TRAIN_ON
     assert typing.get_args(keys.BadRows) == BAD_ROWS
+    assert typing.get_args(keys.Policy) == POLICIES
+    assert typing.get_args(keys.OptimizerCode) == ("auto", *adamw8bit.IMPLS)
+    assert typing.get_args(keys.Tracker) == SINKS
 
 
 def test_no_torch() -> None:

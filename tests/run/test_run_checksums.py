@@ -190,11 +190,11 @@ def test_a_base_is_checked_without_reading_it_twice(tmp_path: Path, reads: list[
     path.write_bytes(b"weights")
     base = {"source": "some/base", "files": {path.name: {"size": 7, "sha256": sha256(b"weights")}}}
     for _ in range(3):
-        check_base(base, place, "the run")
+        check_base(base, place)
     assert reads == [path.name]
     (note,) = notes(tmp_path)
     note.write_text(note.read_text().replace(sha256(b"weights"), "0" * 64))
-    check_base(base, place, "the run")  # a wrong note does not lock the run out
+    check_base(base, place)  # a wrong note does not lock the run out
     path.write_bytes(b"others!")
     with pytest.raises(CheckpointError, match="other content"):
-        check_base(base, place, "the run")
+        check_base(base, place)

@@ -79,12 +79,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code.
-
-    0 done · 1 failed · 2 the recipe or an option is wrong · 3 data · 4 model files · 5 run folder or checkpoint ·
-    6 memory, disk or device · 7 training had to stop · 8 a package is missing · 9 the hub · 130/143 stopped by a
-    signal, everything saved.
-    """
+    """Runs the command line; returns the exit code: 0, that of the error (`trimtab.facts.errors`), 128 + a signal's."""
     try:
         code = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()

@@ -90,20 +90,6 @@ def batch_bytes(batch_size: int, max_seq_length: int) -> int:
     return batch_size * max_seq_length * 28
 
 
-def index_bytes(num_documents: int, num_windows: int, num_pieces: int) -> int:
-    """Host memory that a loader keeps for a cached corpus: where documents, pieces and windows begin."""
-    return 24 * num_documents + 28 * num_pieces + 24 * num_windows
-
-
-def tokenizing_bytes(num_proc: int, vocab_size: int) -> int:
-    """Host memory while tokenizing, all processes together, whatever the corpus size.
-
-    Measured: a process holds the interpreter with numpy and tokenizers (36 MB), the vocabulary (0.9 kB an
-    entry) and the batches at work (up to 30 MB).
-    """
-    return (num_proc + 1) * (66_000_000 + 900 * vocab_size)
-
-
 def estimate_tokens(text_bytes: int) -> int:
     """A guess before tokenizing: four bytes of English text a token."""
     return text_bytes // 4

@@ -31,7 +31,9 @@ class Windows(Protocol):
     documents_BT: torch.Tensor
     num_targets: int
 
-    def to(self, device: Any) -> Any: ...
+    def to(self, device: Any) -> Any:
+        """The same windows on a device."""
+        ...
 
 
 @dataclass(frozen=True)

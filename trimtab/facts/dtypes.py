@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-DTypeName = Literal["fp32", "bf16", "fp16"]
-
 BYTES: dict[str, int] = {
     "fp64": 8,
     "fp32": 4,

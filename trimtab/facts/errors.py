@@ -30,7 +30,7 @@ class RecipeError(TrimtabError):
 
 
 class DataError(TrimtabError):
-    """A data set is missing, empty, unreadable or not what the recipe says."""
+    """A data set is missing, empty, unreadable, changed or not what the recipe says."""
 
     exit_code = 3
 
@@ -48,13 +48,13 @@ class CheckpointError(TrimtabError):
 
 
 class ResourceError(TrimtabError):
-    """The machine does not have what the run needs: memory, disk space, a device."""
+    """The machine does not have what the run needs: memory, disk space, rights, a device."""
 
     exit_code = 6
 
 
 class TrainingError(TrimtabError):
-    """Training had to stop: a loss or gradient that is not finite."""
+    """Training had to stop: a loss or gradient that is not finite, or nothing to learn."""
 
     exit_code = 7
 

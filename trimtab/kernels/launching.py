@@ -43,16 +43,6 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x_ND if x_ND.stride(1) == 1 or x_ND.shape[1] <= 1 else x_ND.contiguous()
 
 
-def power_of_two(count: int) -> int:
-    """The least power of two that is not below `count`: the sizes a Triton block may have.
-
-    Example:
-        >>> power_of_two(96), power_of_two(1)
-        (128, 1)
-    """
-    return 1 << max(count - 1, 0).bit_length()
-
-
 def once_differentiable(*_: Any) -> Any:
     """The autograd formula of operators that are a backward pass themselves."""
     raise NotImplementedError("this operator has no second derivative; use impl='reference' for one")

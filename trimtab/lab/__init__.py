@@ -2,5 +2,5 @@
 
     from trimtab.lab.timing import time_together
 
-Benchmarks and the command line use this room; nothing that trains imports it.
+Benchmarks use this room; nothing that trains imports it.
 """

@@ -212,7 +212,7 @@ def _base(prepared: Prepared, weights: Path, kept: dict[str, Any] | None) -> dic
         return None
     if kept is None:
         return adapters.name_base(prepared.recipe, weights, prepared.commit)
-    adapters.check_base(kept["base"], weights, "the run")
+    adapters.check_base(kept["base"], weights)
     return dict(kept["base"])
 
 

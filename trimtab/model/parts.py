@@ -53,6 +53,7 @@ class RMSNorm(nn.Module):
         self.eps, self.impl = eps, impl
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[…, D] to […, D], in x's format."""
         return rms_norm(x, self.weight, self.eps, impl=self.impl)
 
 
@@ -81,6 +82,8 @@ class Attention(nn.Module):
         layout: Layout,
         cache: Cache | None,
     ) -> torch.Tensor:
+        """[B, T, C] to [B, T, C]; angles of the positions as cos and sin, [B, T, D / 2] each. With a cache, keys and
+        values of earlier tokens take part as well."""
         B, T, _ = x_BTC.shape
         q_BTHD, k_BTKD, v_BTKD = (
             y.view(B, T, -1, self.head_dim) for y in projected(x_BTC, self.q_proj, self.k_proj, self.v_proj)
@@ -125,6 +128,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(width, C, bias=shape.mlp_bias)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        """[B, T, C] to [B, T, C]."""
         gate_BTI, up_BTI = projected(x_BTC, self.gate_proj, self.up_proj)
         return self.down_proj(gated_activation(gate_BTI, up_BTI, impl=self.pointwise))
 
@@ -156,6 +160,7 @@ class Block(nn.Module):
         layout: Layout,
         cache: Cache | None = None,
     ) -> torch.Tensor:
+        """The stream [B, T, C] with what this layer adds to it."""
         if self.recompute is None or cache is not None:
             assert self.recompute is None or not torch.is_grad_enabled(), (
                 "recomputing would fill a cache twice"

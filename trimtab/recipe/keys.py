@@ -1,8 +1,8 @@
 """The recipe: everything a person may ask of a run, typed, with its documentation beside each key.
 
 Names are Hugging Face's where Hugging Face has one. The text under a field is its description: the reference
-page, the JSON schema that editors complete from and `trimtab train --help` are made from it. Types are
-strict: `yes` is a word and not a boolean, `abc` is not a number, `1` and `2e-5` both are.
+page and the JSON schema that editors complete from are made from it. Types are strict: `yes` is a word and
+not a boolean, `abc` is not a number, `1` and `2e-5` both are.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ Policy = Literal["none", "pointwise", "selective", "block", "offload_half", "off
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
+Rank = Annotated[int, Field(ge=1, lt=2**31)]
+Strength = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
@@ -193,9 +195,9 @@ class Data(Section):
 class Lora(Section):
     """Train low-rank adapters and leave the model's own weights as they are. Names are peft's."""
 
-    r: Annotated[Count, Field(examples=[16])] = 16
+    r: Annotated[Rank, Field(examples=[16])] = 16
     """Rank: each adapted matrix gets two thin ones, of `r` columns and `r` rows."""
-    lora_alpha: Annotated[float, Field(gt=0, examples=[32])] = 32
+    lora_alpha: Annotated[Strength, Field(examples=[32])] = 32
     """Strength: what the thin matrices add is multiplied by `lora_alpha / r`."""
     target_modules: Annotated[
         str | list[str], Field(min_length=1, examples=["all-linear", ["q_proj", "v_proj"]])
@@ -209,9 +211,9 @@ class Lora(Section):
     """Multiply by `lora_alpha / √r` instead, which keeps high ranks learning."""
     use_dora: Annotated[bool, Field(examples=[True])] = False
     """Learn the length of each row apart from its direction (DoRA): often better at low ranks, and slower."""
-    rank_pattern: Annotated[dict[str, Count], Field(examples=[{"down_proj": 32}])] = {}
+    rank_pattern: Annotated[dict[str, Rank], Field(examples=[{"down_proj": 32}])] = {}
     """Other ranks for some modules, by name or regular expression."""
-    alpha_pattern: Annotated[dict[str, float], Field(examples=[{"down_proj": 64}])] = {}
+    alpha_pattern: Annotated[dict[str, Strength], Field(examples=[{"down_proj": 64}])] = {}
     """Other strengths for some modules, by name or regular expression."""
     modules_to_save: Annotated[list[str], Field(examples=[["embed_tokens", "lm_head"]])] = []
     """Modules trained as a whole, in the model's own number format: embeddings and head for new tokens, norms."""
@@ -346,7 +348,7 @@ class Recipe(Section):
     cuda_graphs: Annotated[Literal["auto", True, False], Field(examples=["auto"])] = "auto"
     """On a CUDA device, record forward and backward of a microbatch once and hand them to the GPU in one launch: small
     models then take a fraction of the time, in the same memory, with the same numbers. `auto` does it where a
-    microbatch takes less than some tenths of a second and nothing stands against it."""
+    microbatch takes less than about two seconds and nothing stands against it."""
 
     logging_steps: Annotated[Count, Field(examples=[10])] = 10
     """Write the training loss every so many steps."""

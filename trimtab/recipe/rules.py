@@ -185,8 +185,6 @@ def _lora(recipe: Recipe) -> Iterator[str]:
             "model.added_tokens gives the embedding rows that adapters do not train; name embed_tokens in "
             "lora.modules_to_save (and lm_head, where the model has one of its own)"
         )
-    if any(alpha <= 0 for alpha in lora.alpha_pattern.values()):
-        yield "lora.alpha_pattern holds a strength that is not above 0; give positive ones"
 
 
 def _quantized(recipe: Recipe) -> Iterator[str]:

@@ -44,12 +44,12 @@ def name_base(recipe: Recipe, place: Path, commit: str | None) -> dict[str, Any]
     return base
 
 
-def check_base(base: Mapping[str, Any], place: Path, what: str) -> None:
+def check_base(base: Mapping[str, Any], place: Path) -> None:
     """CheckpointError unless the weights at a place are, byte for byte, those that a checkpoint was trained on."""
     different = _difference(base, place)
     if different is not None:
         raise CheckpointError(
-            f"{what} is for another base than {place}: {different}",
+            f"the run is for another base than {place}: {different}",
             f"it was trained on {_named(base)}; put those weights back to that place",
         )
 

@@ -200,7 +200,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """`write_text` of JSON with sorted, readable keys left in their order."""
+    """`write_text` of readable JSON, its keys in their order."""
     write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -80,7 +80,6 @@ def open_model(
     device: torch.device,
     capability: tuple[int, int] | None = None,
     dtype: str = "fp32",
-    attention: str = "auto",
     on_event: Callable[[str], None],
 ) -> OpenedModel:
     """Loads a model for evaluation, generation or export.
@@ -93,7 +92,6 @@ def open_model(
         device: where it goes.
         capability: a CUDA device's compute capability.
         dtype: number format of the weights.
-        attention: implementation by name, or `auto`.
         on_event: told about skipped checkpoints.
     """
     run = RunFolder(Path(name))
@@ -121,7 +119,7 @@ def open_model(
         packed=True,
         window=shape.sliding_window,
         training=False,
-        requested=attention,
+        requested="auto",
         tokens=1,  # generation asks for one token after another
     )
     tokenizer = load_tokenizer(texts, shape)
@@ -179,7 +177,7 @@ def _open_run(
         place = None
         if base.get("init") != "random":
             place, _ = model_folder(base["source"], revision=kept.get("model_commit"))
-            check_base(base, place, "the run")
+            check_base(base, place)
         decoder = new_decoder(settings, kept.get("quantization"), place)
         _load_base(decoder, base, place)
     formats = _load_checkpoint(decoder, run, found, on_event)

@@ -75,6 +75,7 @@ class Int8Tensor:
 
     @property
     def affine(self) -> bool:
+        """Whether zero has a place of its own in each scale's range."""
         return self.zero_point.numel() > 0
 
 

@@ -57,7 +57,7 @@ def linear_cross_entropy(
             what `memory_bytes` allows for "triton".
         memory_bytes: For "triton": what it may hold beyond inputs and gradients. By default little (a twelfth of
             the gradients, at least 24 MiB); more is faster until all logits fit, in the inputs' dtype.
-            `memory.memory_budget` asks the device for a number, once. Same number, same bits.
+            `choice.choose` has the number of a run, for all of its steps. Same number, same bits.
 
     Returns:
         An fp32 scalar, or fp32 [N] for "none" (0 where ignored).

@@ -24,6 +24,7 @@ def flushed(value: torch.Tensor) -> torch.Tensor:
 
 
 def reciprocal(absmax_K: torch.Tensor) -> torch.Tensor:
+    """1 / absmax [K], subnormal ones flushed."""
     return flushed(absmax_K.reciprocal())
 
 

@@ -53,9 +53,6 @@ THRESHOLDS = (
 four of them an ulp off (indices 0, 8, 12, 14): read from the machine code of bitsandbytes' CUDA library, where
 a decimal constant was rounded the other way than the CPU rounds the midpoint."""
 
-ZERO_CODE = 7
-"""The code of an exact zero."""
-
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED_BLOCK = 256
 FUSED_ROWS = 2
@@ -128,6 +125,7 @@ def bins() -> tuple[float, ...]:
 
 
 def num_blocks(count: int, block: int) -> int:
+    """Blocks of so many values, the last of them perhaps shorter."""
     return -(-count // block)
 
 
@@ -167,6 +165,7 @@ def matmul_bytes_moved(
 
 
 def matmul_flops(rows: int, shape: tuple[int, int]) -> int:
+    """Of x [rows, K] · W [N, K]ᵀ."""
     return 2 * rows * math.prod(shape)
 
 

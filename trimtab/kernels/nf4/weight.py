@@ -62,10 +62,12 @@ class NF4Weight:
 
     @property
     def double(self) -> bool:
+        """Whether the scales are quantized too."""
         return self.nested_absmax is not None
 
     @property
     def numel(self) -> int:
+        """Values of the weight."""
         count = 1
         for size in self.shape:
             count *= size
@@ -73,6 +75,7 @@ class NF4Weight:
 
     @property
     def num_bytes(self) -> int:
+        """Of all its tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:

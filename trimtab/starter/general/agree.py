@@ -209,10 +209,6 @@ class Group:
         return self._acting(0)
 
     @property
-    def acting2(self) -> str:
-        return self._acting(1)
-
-    @property
     def plain1(self) -> str:
         return " ".join(self._phrase(0)).strip()
 
