@@ -192,11 +192,39 @@ def test_a_remedy_that_is_named_is_enough() -> None:
     assert by_name["optim: adamw_8bit"].needed == plan(gradients="fp32").memory.needed
     for device, impl in ((GPU, "triton"), (DeviceFacts("laptop", "cpu", 2**34), "reference")):
         job = dataclasses.replace(made.job, device=device.kind, optimizer_impl="torch")
-        eight = next(job for job, remedy in fit._variants(job, device) if "adamw_8bit" in remedy.change)
+        there = dataclasses.replace(made, device=device)
+        eight = next(job for job, remedy in fit._variants(there, job) if "adamw_8bit" in remedy.change)
         assert eight.optimizer_impl == impl, "its scratch counts"
     assert by_name["gradient_dtype: bf16"].needed == plan("optim=adamw_torch").memory.needed
     recomputed = plan("optim=adamw_torch", "gradient_checkpointing=true", gradients="fp32")
     assert by_name["recompute: block"].needed == recomputed.memory.needed
+
+
+def test_no_remedy_is_named_that_the_recipe_does_not_take() -> None:
+    def changes(*words: str, **more: object) -> str:
+        return "; ".join(remedy.change for remedy in remedies(plan(*words, **more)))
+
+    assert "gradient_accumulation_steps" in changes()
+    one_pass = ("optim_in_backward=true", "gradient_accumulation_steps=1", "max_grad_norm=0")
+    assert "gradient_accumulation_steps" not in changes(*one_pass)
+    assert "lora: {r: 16}" in changes()
+    assert "lora: {r: 16}" not in changes("embedding_learning_rate=1e-5")
+    assert "load_in_4bit" in changes(lora=LoraSettings(r=16).to_dict())
+    whole = LoraSettings(r=16, target_modules=("q_proj",), modules_to_save=("down_proj",))
+    assert "load_in_4bit" not in changes(lora=whole.to_dict())
+
+
+def test_what_is_shorter_is_cut_into_fewer_tiles() -> None:
+    made = plan("max_seq_length=1024", "per_device_train_batch_size=2", gradients="fp32")
+    made = dataclasses.replace(made, job=made.job.changed(mlp_tiles=4))
+    shorter = next(job for job, remedy in fit._variants(made, made.job) if "max_seq_length" in remedy.change)
+    assert (shorter.tokens, shorter.mlp_tiles) == (512, 2)
+    named = plan("max_seq_length=1024", "per_device_train_batch_size=2", "mlp_tiles=4")
+    named = dataclasses.replace(named, job=named.job.changed(mlp_tiles=4))
+    shorter = next(
+        job for job, remedy in fit._variants(named, named.job) if "max_seq_length" in remedy.change
+    )
+    assert shorter.mlp_tiles == 4
 
 
 def test_messages_of_a_run_that_does_not_fit() -> None:

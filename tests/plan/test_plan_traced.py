@@ -95,6 +95,7 @@ CASES = {
 
 
 ADAPTED = {"lora": LoraSettings(r=4), "accumulation": 1}
+LARGE = {"lora": LoraSettings(r=32), "accumulation": 1}
 NF4 = {"quantization": {"kind": "nf4", "block": 64, "double": True, "impl": "reference"}}
 CASES |= {
     "adapters": vary(FEW, **ADAPTED),
@@ -102,6 +103,14 @@ CASES |= {
     "adapters, recomputed": vary(FEW, **ADAPTED, policies=("block",) * 4),
     "adapters, a mix": vary(FEW, **ADAPTED, policies=("block", "selective", "pointwise", "none")),
     "adapters, in tiles": vary(FEW, **ADAPTED, policies=("block",) * 4, tokens=512, mlp_tiles=4),
+    "large adapters": vary(FEW, **LARGE),
+    "large adapters, pointwise": vary(FEW, **LARGE, policies=("pointwise",) * 4),
+    "large adapters, pointwise, in tiles": vary(
+        FEW, **LARGE, policies=("pointwise",) * 4, mlp_tiles=4, tokens=512
+    ),
+    "large adapters, selective": vary(FEW, **LARGE, policies=("selective",) * 4),
+    "large adapters, recomputed": vary(FEW, **LARGE, policies=("block",) * 4),
+    "large adapters, packed, pointwise": vary(FEW, **LARGE, **NF4, policies=("pointwise",) * 4),
     "few adapters": vary(FEW, lora=LoraSettings(r=4, target_modules=("q_proj", "v_proj"))),
     "DoRA": vary(FEW, lora=LoraSettings(r=4, use_dora=True), accumulation=1),
     "packed": vary(FEW, **ADAPTED, **NF4),

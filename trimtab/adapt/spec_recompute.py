@@ -135,6 +135,9 @@ def layer_bytes(
     if policy == "pointwise":
         kept = block.stream + attended + projected
         kept += block.stream if mlp_tiles > 1 else 2 * N * shape.intermediate_size * BYTES[dtype]
+        # Adapters' first products sum over the stream's width as well; the last layer's is computed again.
+        adapted = model_spec.ATTENTION_LINEARS + (() if mlp_tiles > 1 else ("gate_proj", "up_proj"))
+        kept += N * sum(learning.ranks.get(name, 0) for name in adapted) * BYTES[dtype]
     elif policy == "selective":
         kept = block.stream + attended + (block.stream if mlp_tiles > 1 else 0)
     else:

@@ -108,7 +108,7 @@ def _memory(
     kept = frozen.choices.memory if frozen is not None else {}
     if kept and frozen is not None and not frozen.memory_changed:
         return kept
-    choices = {**choices, "memory": {}}
+    choices = {**choices, "memory": {"loss_memory": kept["loss_memory"]} if kept else {}}
     tiles = kept["mlp_tiles"] if kept else (1 if frozen is not None else None)
     job = job_of(recipe, shape, device, choices)
     return settle(recipe, job, device, tiles=tiles, fixed_loss=frozen is not None)

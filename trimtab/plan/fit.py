@@ -10,13 +10,15 @@ from typing import Any
 from trimtab.adapt import spec_quantized
 from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.devices import DeviceFacts
-from trimtab.facts.errors import ResourceError
+from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.facts.units import format_bytes
 from trimtab.kernels.adamw8bit.choice import choose as choose_adamw8bit
+from trimtab.plan.dial import tile_counts
 from trimtab.plan.job import Job
 from trimtab.plan.limits import sentence
 from trimtab.plan.make import Plan
 from trimtab.plan.memory import predict
+from trimtab.recipe.keys import Recipe
 from trimtab.recipe.resume import CHANGEABLE_ON_RESUME
 
 SHORTEST = 256
@@ -107,23 +109,25 @@ def _check_host(plan: Plan, device: DeviceFacts) -> None:
 
 def remedies(plan: Plan) -> list[Remedy]:
     """Every single change that saves memory; those first that leave what is computed as it is."""
-    return [remedy for _, remedy in _variants(plan.job, plan.device) if remedy.saving > 0]
+    return [remedy for _, remedy in _variants(plan, plan.job) if remedy.saving > 0]
 
 
 def _sentence(remedy: Remedy) -> str:
     return f"{remedy.change} (saves {format_bytes(remedy.saving)})"
 
 
-def _variants(job: Job, device: DeviceFacts) -> Iterator[tuple[Job, Remedy]]:
+def _variants(plan: Plan, job: Job) -> Iterator[tuple[Job, Remedy]]:
     now = predict(job).needed
-    for changed, words in _changes(job, device):
+    for changed, words in _changes(job, plan.device, plan.recipe):
+        if plan.recipe.mlp_tiles == "auto":  # fewer tokens are cut into fewer tiles
+            changed = changed.changed(mlp_tiles=min(changed.mlp_tiles, max(tile_counts(changed, None))))
         needed = predict(changed).needed
         yield changed, Remedy(words, needed, now - needed)
 
 
-def _changes(job: Job, device: DeviceFacts) -> Iterator[tuple[Job, str]]:
-    """(changed job, the recipe's words for it)."""
-    if job.batch > 1:
+def _changes(job: Job, device: DeviceFacts, recipe: Recipe) -> Iterator[tuple[Job, str]]:
+    """(changed job, the recipe's words for it), as far as the recipe's other keys let it be changed."""
+    if job.batch > 1 and not job.in_backward:
         batch = job.batch // 2 if job.batch % 2 == 0 else 1
         accumulation = job.accumulation * job.batch // batch
         yield (
@@ -142,14 +146,24 @@ def _changes(job: Job, device: DeviceFacts) -> Iterator[tuple[Job, str]]:
         yield dataclasses.replace(job, dtype="bf16", weights_dtype="bf16"), "dtype: bf16, weights_dtype: bf16"
     if job.weights_dtype == "bf16" and job.gradient_dtype == "fp32":
         yield dataclasses.replace(job, gradient_dtype="bf16"), "gradient_dtype: bf16"
-    if job.lora is not None and job.quantization is None:
+    if job.lora is not None and job.quantization is None and _can_be_packed(job):
         yield dataclasses.replace(job, quantization=_nf4(device)), "load_in_4bit: true"
     if job.tokens >= 2 * SHORTEST:
         yield dataclasses.replace(job, tokens=job.tokens // 2), f"max_seq_length: {job.tokens // 2}"
     # Last, since it trains something else.
     narrow = min(job.shape.hidden_size, job.shape.num_kv_heads * job.shape.head_dim)
-    if job.lora is None and not job.in_backward and narrow >= LoraSettings().r:
+    free = not job.in_backward and recipe.embedding_learning_rate is None
+    if job.lora is None and free and narrow >= LoraSettings().r:
         yield dataclasses.replace(job, lora=LoraSettings()), "lora: {r: 16}, which trains adapters only"
+
+
+def _can_be_packed(job: Job) -> bool:
+    """Whether no linear layer of the blocks is trained whole."""
+    try:
+        spec_quantized.check_whole(parameter.name for parameter in job.trained.parameters)
+    except RecipeError:
+        return False
+    return True
 
 
 def _nf4(device: DeviceFacts) -> dict[str, Any]:
@@ -162,7 +176,7 @@ def _together(plan: Plan, there: int) -> tuple[list[Remedy], bool]:
     job = plan.job
     steps: list[Remedy] = []
     while True:
-        options = [(changed, remedy) for changed, remedy in _variants(job, plan.device) if remedy.saving > 0]
+        options = [(changed, remedy) for changed, remedy in _variants(plan, job) if remedy.saving > 0]
         if not options:
             return steps, False
         job, step = options[0]

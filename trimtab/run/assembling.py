@@ -212,7 +212,7 @@ def _restore(run: Run, store: Store, found: Found | None, on_event: Callable[[st
         on_event("no checkpoint was saved yet: beginning again at step 0")
         return
     scalars = store.load(found, job.tensors())
-    run.state = TrainState(**scalars["state"])
+    run.state = TrainState(**{"measured": found.step, **scalars["state"]})  # older checkpoints do not say
     run.scaler = LossScaler(**scalars["scaler"]) if scalars["scaler"] else None
     job.optimizer.restore_scalars(scalars["optimizer"])
     job.loader.restore(scalars["loader"])

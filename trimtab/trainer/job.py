@@ -124,6 +124,8 @@ class TrainState:
     tokens: int = 0
     best: float | None = None
     seconds: float = 0.0
+    measured: int = -1
+    """The last step that an evaluation was finished at."""
 
 
 @dataclass

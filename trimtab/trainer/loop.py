@@ -6,6 +6,7 @@ the loop (a signal, a bad step, data that vanished), the state before it is save
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -53,8 +54,7 @@ class _Loop:
         job, state, cadence = self.job, self.state, self.job.cadence
         self.memory_record("before", standing(job))
         with StopSignals() as signals, self.rescued():
-            if state.step == 0 and cadence.eval_on_start:
-                self.evaluate()
+            self.begin()
             self.clock = time.perf_counter()
             while state.step < cadence.total_steps:
                 self.step()
@@ -75,6 +75,15 @@ class _Loop:
         self.compile_record(None)
         job.log.sync()
         return Outcome("finished", state)
+
+    def begin(self) -> None:
+        """Measures a fresh state, and one that was saved because its evaluation failed."""
+        state, cadence = self.state, self.job.cadence
+        if state.step == 0:
+            if cadence.eval_on_start:
+                self.evaluate()
+        elif state.measured < state.step and cadence.due(cadence.eval_steps, state.step):
+            self.publish({"best"} if self.evaluate() else set(), wait=True)
 
     @contextmanager
     def rescued(self) -> Iterator[None]:
@@ -252,13 +261,18 @@ class _Loop:
             return False
         if job.graphs is not None:
             job.graphs.release()  # what evaluation needs shall not come on top of a step's memory
-        improved = False
+        records = []
         for record in job.evaluate(state.step):
-            self.emit(record)
+            self.tell(record)
+            records.append(record)
+        improved = False
+        for record in records:  # whole or not at all: one that fails is made again when the run goes on
+            self.write(record)
             if record["kind"] == "eval" and record["name"] == job.best_of:
-                improved = state.best is None or record["loss"] < state.best
+                improved = _is_better(record["loss"], state.best)
                 if improved:
                     state.best = record["loss"]
+        state.measured = state.step
         self.clock = time.perf_counter()
         return improved and state.step > 0
 
@@ -316,6 +330,11 @@ class _Loop:
                 self.observers.remove(observer)
                 for other in self.observers:
                     other.message(f"{type(observer).__name__} is told nothing more: {error}")
+
+
+def _is_better(loss: float, best: float | None) -> bool:
+    """Whether a loss is the lowest so far; one that is no number is never, and does not stand in the way."""
+    return not math.isnan(loss) and (best is None or math.isnan(best) or loss < best)
 
 
 def _remedy(job: Job, saved_step: int, *, documents: bool) -> str:

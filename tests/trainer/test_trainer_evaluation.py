@@ -1,0 +1,69 @@
+"""When the loop measures: what fails is made again, nothing is written by halves, the best is a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tiny_job import TinyLoader, tiny_job
+
+from trimtab.trainer import Cadence, Job, TrainState, train
+
+Scores = dict[int, float]
+
+
+def measured_job(scores: Scores, fails_at: int | None = None, **cadence: Any) -> Job:
+    """Evaluations give these scores; one of them fails after its first record."""
+
+    def evaluate(step: int) -> Iterator[dict[str, Any]]:
+        yield {"kind": "eval", "step": step, "name": "domain", "loss": scores[step]}
+        if step == fails_at:
+            raise RuntimeError("out of memory")
+        yield {"kind": "probe", "step": step}
+
+    settings = Cadence(total_steps=4, **cadence)
+    return tiny_job(TinyLoader(), cadence=settings, evaluate=evaluate, best_of="domain")
+
+
+def evaluations(job: Job) -> list[tuple[str, int]]:
+    return [(r["kind"], r["step"]) for r in job.log.records if r["kind"] in ("eval", "probe")]  # type: ignore[attr-defined]
+
+
+def taken_up(failed: Job, whole: Job) -> TrainState:
+    """Another job filled from the last checkpoint of one that failed; the state it begins with."""
+    step = max(failed.store.saved)  # type: ignore[attr-defined]
+    tensors, scalars, _ = failed.store.saved[step]  # type: ignore[attr-defined]
+    for name, tensor in whole.tensors().items():
+        tensor.copy_(tensors[name])
+    whole.loader.restore(scalars["loader"])
+    return TrainState(**scalars["state"])
+
+
+@pytest.mark.parametrize(("fails_at", "eval_steps"), [(4, 0), (4, 2), (2, 2)])
+def test_an_evaluation_that_failed_is_made_when_the_run_goes_on(fails_at: int, eval_steps: int) -> None:
+    scores = {0: 3.0, 2: 2.0, 4: 1.0}
+    failed = measured_job(scores, fails_at, eval_steps=eval_steps)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(failed, TrainState())
+    assert ("eval", fails_at) not in evaluations(failed), "whole or not at all"
+    resumed = measured_job(scores, eval_steps=eval_steps)
+    state = taken_up(failed, resumed)
+    assert state.step == fails_at
+    train(resumed, state)
+    whole = measured_job(scores, eval_steps=eval_steps)
+    train(whole, TrainState())
+    assert evaluations(failed) + evaluations(resumed) == evaluations(whole)
+    assert resumed.store.saved[fails_at][2] == {"best"}  # type: ignore[attr-defined]
+    again = measured_job(scores, eval_steps=eval_steps)
+    train(again, taken_up(resumed, again))
+    assert evaluations(again) == [], "what is measured is not measured once more"
+
+
+def test_a_score_that_is_no_number_is_never_the_best() -> None:
+    job = measured_job({0: math.nan, 1: 2.0, 2: math.nan, 3: 1.5, 4: 1.8}, eval_steps=1)
+    outcome = train(job, TrainState())
+    assert outcome.state.best == 1.5
+    tagged = {step: tags for step, (_, _, tags) in job.store.saved.items()}  # type: ignore[attr-defined]
+    assert [step for step, tags in tagged.items() if tags] == [1, 3]
