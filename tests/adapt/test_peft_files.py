@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,32 @@ def test_we_load_peft_s_to_the_same_logits(case: str, tmp_path: Path) -> None:
         for parameter in own_tensors(decoder).values():
             parameter.mul_(1.005)
     assert distance(exact_logits(decoder), expected) > 1e-4, "the comparison could not fail"
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head", "embed_tokens"]},
+        {"target_modules": "all-linear", "modules_to_save": ["down_proj"]},
+        {"target_modules": ["q_proj", "v_proj"], "alpha_pattern": {".*_proj": 5, "q_proj": 6}},
+        {"target_modules": ["q_proj"], "layers_to_transform": [0],
+         "rank_pattern": {"layers.0.self_attn.q_proj": 5, "q_proj": 6}},
+    ],
+    ids=["head named twice", "linear named twice", "alpha of the first", "rank of the first"],
+)  # fmt: skip
+def test_configs_that_name_a_module_more_than_once(config: dict[str, Any], tmp_path: Path) -> None:
+    save_base(tmp_path / "base", UNTIED)
+    model = theirs(tmp_path / "base", r=4, **config)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for _, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(tmp_path / "adapter")
+    decoder = base(UNTIED)
+    load_adapter(decoder, tmp_path / "adapter")
+    assert distance(exact_logits(decoder), their_logits(model)) < 3e-5
 
 
 @pytest.mark.oracle

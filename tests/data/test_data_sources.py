@@ -163,6 +163,20 @@ BAD_FILES = {
     ),
     "blank only": ("a.txt", b" \n\t\n", r"holds no documents: 1 empty were skipped"),
     "empty rows": ("a.jsonl", b'{"text": ""}\n{"text": null}\n', "holds no documents: 2 empty"),
+    "a quote without an end": (
+        "a.csv",
+        b'n,text\n1,fine\n2,"He said hi\n3,second\n',
+        r"is not CSV at line 3 \(unexpected end of data\); .*double those inside",
+    ),
+    "quotes inside": (
+        "a.tsv",
+        b'text\tn\n"Quoted" start\t1\n',
+        r"is not CSV at line 2 .*double those inside",
+    ),
+    "twins": ("a.csv", b"text,text\na,b\n", "has several columns 'text'; give each a name"),
+    "two arrays": ("a.json", b'[{"text": "a b"}]\n[{"text": "c d"}]', "goes on after its JSON array"),
+    "digits": ("a.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b"}", r"a\.jsonl:1 is not JSON"),
+    "digits in an array": ("a.json", b'[{"text": "a", "n": ' + b"1" * 5000 + b"}]", "at element 1"),
     "no rows": ("a.csv", b"text\n", "holds no documents; give a source with text"),
     "no rows, and no text column": (
         "a.csv",
@@ -285,3 +299,8 @@ def test_the_same_rows_made_again_leave_the_file_to_those_who_read_it(
     keep_texts("made", ["four"], tmp_path)
     assert "four" in path.read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["made.jsonl"]
+
+
+def test_a_field_of_a_table_keeps_its_line_breaks(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", 'text,n\n"Q: the cat?\nA:\n",1\n"\nx",2\n')
+    assert documents(path) == ["Q: the cat?\nA:\n", "\nx"]

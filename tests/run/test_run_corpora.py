@@ -121,3 +121,22 @@ def test_characters_that_were_replaced_are_said(tmp_path: Path, tokenizer: text.
     assert [note for note in Listening.said if "U+FFFD" in note] == [
         f"{tmp_path / 'some.jsonl'}: in 1 document halves of Unicode pairs, which no text can hold, became U+FFFD"
     ]
+
+
+def test_what_one_source_holds_out_no_other_trains_on(tmp_path: Path, tokenizer: text.Tokenizer) -> None:
+    """Each source holds at least one document out, and which one depends on what else is in it."""
+    words = [" ".join(sentences(seed, 3)) for seed in range(24)]
+    shared_by_chance = 0
+    for case in range(8):
+        for name, picked in (("a", words[: 2 + case]), ("b", words[: 12 + case])):
+            rows = "".join(json.dumps({"text": word}) + "\n" for word in picked)
+            (tmp_path / f"{name}{case}.jsonl").write_text(rows)
+        sources = [str(tmp_path / f"{name}{case}.jsonl") for name in "ab"]
+        corpora = opened(tmp_path, tokenizer, train=sources, eval_share=0.01)
+        held = {int(h) for part in corpora.evaluation["domain"] for h in part.records_N["hash"]}
+        kept = {int(h) for part, _ in corpora.train for h in part.records_N["hash"]}
+        assert held
+        assert not held & kept
+        first, second = corpora.evaluation["domain"]
+        shared_by_chance += set(first.records_N["hash"]) != set(second.records_N["hash"])
+    assert shared_by_chance, "where both hold out the same, nothing was tested"

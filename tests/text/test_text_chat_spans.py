@@ -144,6 +144,18 @@ def test_marks_that_cannot_be_told_apart_are_said() -> None:
     assert trained(once, TWO, skipped=[1, 3]) == [], "where none is trained on, none has to be told apart"
 
 
+def test_answers_of_several_marked_stretches() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}[{{ m.content }}{% endgeneration %}|"
+        "{% generation %}{{ m.content }}]{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert len(trained(template, TWO, "completions")) == 4
+    one = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    assert trained(template, one, "last") == ["[Ho", "Ho]"]
+    with pytest.raises(ModelError, match="marks 4 stretches where 2 answers are"):
+        trained(template, TWO, "last")
+
+
 def test_where_it_cannot_be_told_the_error_says_why_and_last_still_works() -> None:
     messages = chat("Hi", "Hello!", "Why?", "So.")
     with pytest.raises(ModelError, match=r"cannot be told: what .* depends on .*train_on: last"):

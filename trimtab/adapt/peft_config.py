@@ -117,7 +117,8 @@ def _check_complete(shape: ModelShape, found: AdapterFolder) -> None:
     """ModelError where the config names modules of the model that the weights lack: in some layers, or in its last."""
     there = targets.matrices(shape)
     named = targets.meant(there, found.named)
-    lacking = [name for name in there if name in named and name not in found.ranks]
+    kept = {*found.ranks, *(name.removesuffix(".weight") for name in found.whole)}  # whole ones have no adapter
+    lacking = [name for name in there if name in named and name not in kept]
     if not lacking:
         return
     layers = {_layer(name) for name in found.ranks} - {None}
@@ -177,12 +178,10 @@ def is_base_copy(key: str) -> bool:
 
 
 def _used(patterns: Mapping[str, Any] | None, modules: tuple[str, ...]) -> dict[str, Any]:
-    """Of a config's patterns those that mean a module of the file: others are harmless in peft."""
-    return {
-        key: value
-        for key, value in (patterns or {}).items()
-        if any(targets.matching(key, name) for name in modules)
-    }
+    """Of a config's patterns those that are the first to mean a module of the file: others are harmless in peft."""
+    keys = list(patterns or {})
+    first = {next((key for key in keys if targets.matching(key, name)), None) for name in modules}
+    return {key: value for key, value in (patterns or {}).items() if key in first}
 
 
 def config_of(

@@ -29,7 +29,7 @@ from trimtab.data.fingerprints import digest_of, hash_file, stat_of, write_json
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.units import format_bytes
 
-VERSION = 1
+VERSION = 2
 RECORD = np.dtype([("end", "<i8"), ("row", "<i8"), ("hash", "<u8"), ("file", "<i4"), ("unused", "<i4")])
 FILES = ("tokens.bin", "documents.bin")
 MASK = "trained.bin"

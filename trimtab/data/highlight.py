@@ -11,6 +11,7 @@ from trimtab.data.corpus import Corpus
 from trimtab.data.loader import PackedCorpus
 from trimtab.data.stream_corpus import StreamCorpus
 from trimtab.data.streaming import Cursor, Reading, nothing_streamed
+from trimtab.text.markers import markers
 from trimtab.text.streaming import Detokenizer
 from trimtab.text.tokenizer import Tokenizer
 
@@ -21,7 +22,8 @@ def highlighted(
     corpus: Corpus | StreamCorpus, tokenizer: Tokenizer, *, max_seq_length: int = 1024, number: int = 0
 ) -> dict[str, Any]:
     """One piece of a corpus as a record: `origin`, `tokens`, how many of them are `trained`, whether it was `cut` at
-    the window's end, whether it `stops` (a special token is trained on), and `runs`, its text as [text, trained on].
+    the window's end, the special tokens that close what is trained on as `ends`, ids, and `runs`, its text as [text,
+    trained on].
 
     Args:
         corpus: of examples or of texts, cached or streamed.
@@ -37,8 +39,6 @@ def highlighted(
         [('<|user|>Hi<|assistant|>', False), ('Hello!<|end|>', True)]
     """
     piece, cut = _piece(corpus, max_seq_length, number)
-    added = tokenizer.backend.get_added_tokens_decoder()
-    special = {*tokenizer.stop_ids, *(token_id for token_id, token in added.items() if token.special)}
     flags = [i > 0 and (piece.trained is None or bool(piece.trained[i])) for i in range(len(piece.ids))]
     return {
         "kind": "example",
@@ -48,11 +48,24 @@ def highlighted(
         "tokens": len(piece.ids),
         "trained": sum(flags),
         "cut": cut,
-        "stops": any(
-            flag and int(token_id) in special for token_id, flag in zip(piece.ids, flags, strict=True)
-        ),
+        "ends": sorted(_ends(tokenizer, piece.ids.tolist(), flags, cut)),
         "runs": runs_of(tokenizer, piece.ids.tolist(), flags),
     }
+
+
+def _ends(tokenizer: Tokenizer, ids: list[int], flags: list[bool], cut: bool) -> set[int]:
+    """The special tokens that end stretches which are trained on, white space after them aside."""
+    marks = {*tokenizer.stop_ids, *markers(tokenizer)}
+    found = set()
+    for i, flag in enumerate(flags):
+        last = i + 1 == len(flags)
+        if not flag or (cut if last else flags[i + 1]):
+            continue
+        while i > 0 and flags[i] and ids[i] not in marks and not tokenizer.backend.decode([ids[i]]).strip():
+            i -= 1
+        if flags[i] and ids[i] in marks:
+            found.add(ids[i])
+    return found
 
 
 def runs_of(tokenizer: Tokenizer, ids: list[int], flags: list[bool]) -> Runs:

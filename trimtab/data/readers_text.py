@@ -204,7 +204,7 @@ def jsonl_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[
                     value = json.loads(line.decode("utf-8"))
                 except UnicodeDecodeError as error:
                     raise not_utf8(file, offset + error.start) from error
-                except (json.JSONDecodeError, RecursionError) as error:
+                except (ValueError, RecursionError) as error:  # no JSON, or numbers of thousands of digits
                     raise DataError(
                         f"{file.path}:{row} is not JSON ({error})", "each line must be one JSON object"
                     ) from error
@@ -243,6 +243,8 @@ def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
         complete = False
         if at < len(buffer):
             if buffer[at] == "]":
+                if buffer[at + 1 :].strip() or any(stretch.strip() for stretch in stream):
+                    raise DataError(f"{file.path} goes on after its JSON array", "put all in one array")
                 return
             try:
                 value, end = decoder.raw_decode(buffer, at)
@@ -254,6 +256,10 @@ def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
                         f"{file.path} is not JSON at element {count + 1} ({error.msg})",
                         "repair or truncate it",
                     ) from error
+            except (ValueError, RecursionError) as error:
+                raise DataError(
+                    f"{file.path} cannot be read at element {count + 1} ({error})", "repair or remove it"
+                ) from error
         elif ended:
             raise DataError(f"{file.path} ends inside its JSON array", "fetch the file again")
         if complete:
@@ -292,12 +298,14 @@ def csv_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tu
     """(0, names of the columns), then (row, fields); empty lines are passed over, too long rows refused."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     tabs = ".tsv" in [suffix.lower() for suffix in file.path.suffixes]
-    reader = csv.reader((line + "\n" for line in _lines(file, meter)), delimiter="\t" if tabs else ",")
+    lines = (line + "\n" for line in _lines(file, meter))
+    reader = csv.reader(lines, delimiter="\t" if tabs else ",", strict=True)
     row, wanted, line = 0, 0, 1
     try:
         for row, fields in enumerate(reader):
             if row == 0:
                 wanted = len(fields)
+                _refuse_twins(file, fields)
                 yield row, fields
             elif row >= start and fields:
                 if 0 < wanted < len(fields) and any(field.strip() for field in fields[wanted:]):
@@ -306,8 +314,15 @@ def csv_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tu
             line = reader.line_num + 1
     except csv.Error as error:
         raise DataError(
-            f"{file.path} is not CSV after row {row} ({error})", "repair or remove the row"
+            f"{file.path} is not CSV at line {line} ({error})",
+            "put texts that hold quotes in double quotes and double those inside",
         ) from error
+
+
+def _refuse_twins(file: SourceFile, header: list[str]) -> None:
+    twins = sorted({name for name in header if name and header.count(name) > 1})
+    if twins:
+        raise DataError(f"{file.path} has several columns {twins[0]!r}", "give each a name of its own")
 
 
 def _too_long(file: SourceFile, row: int, line: int, found: int, wanted: int, between: str) -> DataError:
@@ -322,4 +337,4 @@ def checked_field(file: SourceFile, row: int, fields: list[str], place: int, wan
     """One field of a row that may be too short."""
     if len(fields) <= place:
         raise DataError(f"row {row} of {file.path} has {len(fields)} fields, not {wanted}", "repair the row")
-    return fields[place].removesuffix("\n")
+    return fields[place]

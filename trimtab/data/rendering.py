@@ -17,7 +17,7 @@ from trimtab.text.chat import ChatProcess, Conversation, Limits, Rendered, Templ
 
 TODAY = "2024-07-26"
 """The date that templates are told, so that texts are the same on every day: Llama 3's own where it knows none."""
-READING = 6
+READING = 7
 """Counted up when a row becomes another text or mask than before, so that cached tokens are made anew."""
 LIMITS = Limits(seconds=30.0, patience=90.0)
 """For `BATCH_EXAMPLES` conversations, on a machine whose cores are all tokenizing."""

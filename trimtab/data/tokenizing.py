@@ -32,6 +32,7 @@ from trimtab.data.spec import BATCH_CHARS
 from trimtab.data.worker import Tokens
 from trimtab.facts.errors import ModelError, ResourceError
 from trimtab.text.long_text import LongText
+from trimtab.text.markers import markers
 
 MAX_WORKERS = 64
 
@@ -100,10 +101,8 @@ class TokenizerSpec:
 def _chat(tokenizer: TokenizerLike) -> ChatSpec | None:
     if tokenizer.chat_template is None:
         return None
-    specials = [t.content for t in tokenizer.backend.get_added_tokens_decoder().values() if t.special]
-    return ChatSpec(
-        tokenizer.chat_template, {**tokenizer.special_tokens, "documents": None}, tuple(sorted(specials))
-    )
+    specials = tuple(sorted(markers(tokenizer).values()))
+    return ChatSpec(tokenizer.chat_template, {**tokenizer.special_tokens, "documents": None}, specials)
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
 from trimtab.run.places import absolute, model_folder, shape_of, tokenizer_of
 from trimtab.run.torch_setup import torch_put_back
+from trimtab.text import Tokenizer
 
 VERSION = 1
 """Of choices.json; readers of old versions stay."""
@@ -156,11 +157,7 @@ def _go(
     example = opened.example(tokenizer)
     if example is not None:
         view.record(example)
-        if not (example["stops"] or example["cut"]):
-            view.message(
-                f"answers in {example['source']} end with no special token: a model trained on them does not learn to "
-                "stop; let the chat template write {{ eos_token }} or the like after them"
-            )
+        tokenizer = _stopping(example, tokenizer, folder, view)
     run = assembling.assemble(
         recipe,
         choices,
@@ -194,6 +191,20 @@ def _go(
     view.total_steps = run.job.cadence.total_steps
     outcome = run.train()
     return Finished(folder.path, outcome.status, outcome.state.step, outcome.signal)
+
+
+def _stopping(example: dict[str, Any], tokenizer: Tokenizer, folder: RunFolder, view: View) -> Tokenizer:
+    """The tokenizer that stops where trained answers end, and what a person should know of that."""
+    if not example["ends"] and not example["cut"]:
+        view.message(
+            f"answers in {example['source']} end with no special token: a model trained on them does not learn to "
+            "stop; let the chat template write {{ eos_token }} or the like after them"
+        )
+    new = [end for end in example["ends"] if end not in tokenizer.stop_ids]
+    if new:
+        words = " and ".join(str(tokenizer.backend.id_to_token(end)) for end in new)
+        view.message(f"answers end with {words}: the model's writing stops there too")
+    return sources.keep_stops(folder.model, tokenizer, new)
 
 
 def _begin(prepared: Prepared, folder: RunFolder) -> str | None:

@@ -150,7 +150,8 @@ class Replay(Section):
     """General text mixed into the training data, so that a model does not forget what it could do."""
 
     share: Annotated[Share, Field(examples=[0.1])] = 0.1
-    """Share of the trained tokens that is replayed text: above 0, below 1."""
+    """Share of the windows that is replayed text: above 0, below 1. Beside conversations, of which not every token is
+    trained on, it is a larger share of what is learnt."""
     sources: Annotated[Sources, Field(min_length=1, examples=[["./general-text"]])]
     """Where the replayed text comes from."""
 

@@ -141,9 +141,15 @@ def open_corpora(
         replay = [(opening.trained(source), source.weight) for source in section.replay.sources]
     train = [(_without(corpus, evaluation), weight) for corpus, weight in train]
     if not section.eval.domain and section.eval_share > 0 and not section.streaming:
-        halves = [(corpus.split(share=section.eval_share), weight) for corpus, weight in train]
-        train = [(kept_part, weight) for (kept_part, _), weight in halves]
-        evaluation = {"domain": [held for (_, held), _ in halves], **evaluation}
+        halves = [corpus.split(share=section.eval_share) for corpus, _ in train]
+        held = [part for _, part in halves]
+        # A document of several sources may have been held out in one of them alone.
+        others = [[part for part in held if part is not own] for own in held]
+        train = [
+            (_without(part, {"domain": apart}), weight)
+            for (part, _), apart, (_, weight) in zip(halves, others, train, strict=True)
+        ]
+        evaluation = {"domain": held, **evaluation}
     replay = [(_without(corpus, evaluation), weight) for corpus, weight in replay]
     opened = Corpora(recipe, train, replay, evaluation, opening.commits)
     if kept is not None:
@@ -221,7 +227,7 @@ class _Opening:
         self.tokenizer, self.watcher = tokenizer, watcher
         self.streaming = section is not None and section.streaming
         self.num_proc = section.num_proc if section else None
-        self.variables = section.chat_template_kwargs if section else {}
+        self.variables = section.chat_template_kwargs if section else tokenizer.template_variables
         self.kept_commits = kept["commits"] if kept else {}
         self.commits: dict[str, str | None] = {}
         folder = section.cache_dir if section else cache_dir

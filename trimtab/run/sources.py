@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,8 @@ def _open_run(
         decoder = new_decoder(settings, kept.get("quantization"), place)
         _load_base(decoder, base, place)
     formats = _load_checkpoint(decoder, run, found, on_event)
-    model = kept["recipe"]["model"]
+    model, variables = kept["recipe"]["model"], kept["recipe"]["data"].get("chat_template_kwargs", {})
+    tokenizer = dataclasses.replace(tokenizer, template_variables=variables)
     own = any(model.get(key) for key in ("tokenizer", "added_tokens", "chat_template"))
     tokens = {DEFAULT} if own and settings is not None else set()
     return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, own, tokens)
@@ -293,3 +295,16 @@ def save_skeleton(weights: Path, shape: ModelShape, tokenizer: Tokenizer, folder
     if generation is not None:
         write_json(folder / "generation_config.json", generation)
     tokenizer.save(folder)
+
+
+def keep_stops(folder: Path, tokenizer: Tokenizer, ends: Iterable[int]) -> Tokenizer:
+    """The tokenizer of a run folder, writing with which also stops at these tokens, now and whenever it is loaded."""
+    stops = tokenizer.stop_ids | set(ends)
+    if stops == tokenizer.stop_ids:
+        return tokenizer
+    others = sorted(stops - {tokenizer.eos_id})
+    named = others if tokenizer.eos_id is None else [tokenizer.eos_id, *others]
+    write_json(
+        folder / "generation_config.json", {**(read_generation_config(folder) or {}), "eos_token_id": named}
+    )
+    return dataclasses.replace(tokenizer, stop_ids=frozenset(stops))

@@ -35,18 +35,19 @@ def answers(messages: Sequence[Message], skipped: Sequence[int] = ()) -> list[in
 
 
 def chosen_marks(marks: list[Span], every: list[int], chosen: list[int], last: bool) -> list[Span]:
-    """Of the stretches a template marks for `every` answer those of the chosen ones."""
+    """Of the stretches that a template marks, one or more for `every` answer, those of the chosen ones, or of their
+    `last`."""
+    chosen = chosen[-1:] if last else chosen
+    if not chosen:
+        return []
     if chosen != every:
-        if not chosen:
-            return []
         if len(marks) != len(every):
             raise NotFound(
                 f"it marks {len(marks)} stretches where {len(every)} answers are, and not all of these are to be "
                 "trained on"
             )
         marks = [mark for mark, i in zip(marks, every, strict=True) if i in chosen]
-    marks = [(start, end) for start, end in marks if start < end]
-    return marks[-1:] if last else marks
+    return [(start, end) for start, end in marks if start < end]
 
 
 def find(

@@ -51,6 +51,8 @@ class Tokenizer:
     special_tokens: dict[str, str] = field(default_factory=dict)
     """By Hugging Face's names: {"bos_token": "<s>", …}; templates see them as variables."""
     chat_template: str | None = None
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """What the template is told besides, if nothing else is said: as the model was trained."""
     config: dict[str, Any] = field(default_factory=dict)
     """The content of tokenizer_config.json, kept to be written back."""
     source: str = "tokenizer"
@@ -185,7 +187,12 @@ class Tokenizer:
         return render_chats(
             self.chat_template,
             conversations,
-            {**known, **(variables or {}), "add_generation_prompt": add_generation_prompt},
+            {
+                **known,
+                **self.template_variables,
+                **(variables or {}),
+                "add_generation_prompt": add_generation_prompt,
+            },
             limits=limits,
         )
 
