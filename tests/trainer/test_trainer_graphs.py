@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from trimtab.facts.errors import ResourceError
 from trimtab.trainer.graphs import WARM_UP, Graphs
 
 
@@ -59,6 +60,17 @@ class Watched(Graphs):
         return loss
 
 
+class Stopped(Watched):
+    """Whose recording is stopped amid it."""
+
+    error: BaseException = RuntimeError("no memory")
+
+    def _capture(self, graph: Any, static: dict[str, torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
+        for parameter in self.parameters.values():
+            parameter.grad = torch.full_like(parameter, float("nan"))
+        raise self.error
+
+
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
@@ -109,3 +121,27 @@ def test_a_session_that_begins_with_fewer_rows_records_whole_ones(watched: Watch
     for _ in range(WARM_UP + 2):
         step(watched, [4])
     assert watched._recorded[True].inputs["x"].shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), ResourceError("no memory on the host"), RuntimeError("full")]
+)
+def test_a_recording_that_is_stopped_leaves_nothing_behind(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    ended: list[str] = []
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda *_, name=name: ended.append(name), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    graphs = Stopped(Squares())
+    graphs.error = error
+    for _ in range(WARM_UP):
+        step(graphs, [4])
+    if isinstance(error, RuntimeError):
+        step(graphs, [4])  # goes on plainly
+    else:
+        with pytest.raises(type(error)):
+            graphs.backward(torch.randn(4, 3), 0.5)
+        assert all(parameter.grad is None for parameter in graphs.parameters.values())
+    assert ended == ["_cuda_endAllocateToPool", "_cuda_releasePool"]
+    assert graphs.failed

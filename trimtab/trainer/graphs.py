@@ -143,6 +143,13 @@ class Graphs:
             self.parameters[name].grad = gradient.to(self.device)
         self._recorded_step = False
 
+    def _abandon(self, before: dict[str, torch.Tensor | None]) -> None:
+        """A recording that failed: the gradients as they were before it, and no other is tried."""
+        for name, parameter in self.parameters.items():
+            parameter.grad = before[name]
+        self.failed = True
+        self._unwind()
+
     def _unwind(self) -> None:
         """After a recording that failed: torch's allocator still believes in it (2.11), and holds on to the memory that
         was taken for it (2.13 too). Where torch has seen to that itself, it says so."""
@@ -206,13 +213,16 @@ class Graphs:
             loss = self._capture(graph, static, factor)
         except RuntimeError as error:  # running out of memory is one as well
             failure = (str(error).strip() or type(error).__name__).splitlines()[0]
+        except (
+            BaseException
+        ):  # a second Ctrl-C, a host without memory: not to go on from, but torch has to know
+            with suppress(RuntimeError):
+                self._abandon(before)
+            raise
         if self.held is not None:
             self.held.settle()
         if failure:
-            for name, parameter in self.parameters.items():
-                parameter.grad = before[name]
-            self.failed = True
-            self._unwind()
+            self._abandon(before)
             self.on_event(f"a step could not be recorded as a CUDA graph and runs plainly: {failure}")
             return None
         gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
