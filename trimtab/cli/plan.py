@@ -107,12 +107,13 @@ def _longest(prepared: Prepared) -> dict[int, Longest]:
 def _print_longest(prepared: Prepared, windows: dict[int, Longest]) -> None:
     from trimtab.facts.units import format_bytes
     from trimtab.plan.limits import limit_of, sentence
+    from trimtab.plan.longest import STEP
 
     words = limit_of(prepared.recipe, prepared.device)[1]
     for batch, found in windows.items():
         name = f"longest window, per_device_train_batch_size: {batch}"
         if found.setting is None:
-            print(f"{name}: none fits {words}")
+            print(f"{name}: not even {STEP} tokens fit {words}")
             continue
         positions = prepared.shape.max_positions
         beyond = f"; the model itself has {positions} positions" if found.tokens > positions else ""

@@ -321,28 +321,30 @@ class _Search:
         self, policy: str, sent: int, whole: int, rest: int, to_beat: float
     ) -> tuple[float, Segments] | None:
         """The cheapest way to give the other layers `none`, `pointwise` or `selective`, if it costs less."""
+
+        def ways(selective: int, pointwise: int) -> Segments:
+            return _segments(policy, sent, whole, selective, pointwise, rest - selective - pointwise)
+
         best: tuple[float, Segments] | None = None
-        pointwise = rest
+        most = rest
         for selective in range(rest + 1):
-            others = rest - selective
-            if self.cost(_segments(policy, sent, whole, selective, 0, others)) >= to_beat:
+            if self.cost(ways(selective, 0)) >= to_beat:
                 break
             # With one more `selective`, no more `pointwise` are needed than before: the number only falls.
-            pointwise = min(pointwise, others)
-            if (
-                self.needed(_segments(policy, sent, whole, selective, pointwise, others - pointwise))
-                > self.limit
-            ):
+            most = min(most, rest - selective)
+            # The last layer is computed again while everything is held: there `none` may hold less (with dropout).
+            fitting = (
+                n for n in (most, most - 1) if n >= 0 and self.needed(ways(selective, n)) <= self.limit
+            )
+            found = next(fitting, None)
+            if found is None:
                 continue
-            while pointwise:
-                fewer = _segments(policy, sent, whole, selective, pointwise - 1, others - pointwise + 1)
-                if self.needed(fewer) > self.limit:
-                    break
-                pointwise -= 1
-            segments = _segments(policy, sent, whole, selective, pointwise, others - pointwise)
-            cost = self.cost(segments)
+            most = found
+            while most and self.needed(ways(selective, most - 1)) <= self.limit:
+                most -= 1
+            cost = self.cost(ways(selective, most))
             if cost < to_beat:
-                best, to_beat = (cost, segments), cost
+                best, to_beat = (cost, ways(selective, most)), cost
         return best
 
 
