@@ -117,10 +117,8 @@ def _check_complete(shape: ModelShape, found: AdapterFolder) -> None:
     """ModelError where the config names modules of the model that the weights lack: in some layers, or in its last."""
     there = targets.matrices(shape)
     named = targets.meant(there, found.named)
-    kept = {
-        *found.ranks,
-        *(name.removesuffix(".weight") for name in found.whole),
-    }  # whole ones have no adapter
+    # Modules that are trained whole have no adapter, whoever names them.
+    kept = {*found.ranks, *(name.removesuffix(".weight") for name in found.whole)}
     lacking = [name for name in there if name in named and name not in kept]
     if not lacking:
         return

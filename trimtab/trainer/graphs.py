@@ -213,9 +213,8 @@ class Graphs:
             loss = self._capture(graph, static, factor)
         except RuntimeError as error:  # running out of memory is one as well
             failure = (str(error).strip() or type(error).__name__).splitlines()[0]
-        except (
-            BaseException
-        ):  # a second Ctrl-C, a host without memory: not to go on from, but torch has to know
+        except BaseException:
+            # A second Ctrl-C, a host without memory: nothing to go on from, but torch has to know.
             with suppress(RuntimeError):
                 self._abandon(before)
             raise
