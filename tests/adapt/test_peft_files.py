@@ -63,6 +63,16 @@ def change_whole(decoder: torch.nn.Module, modules: tuple[str, ...]) -> None:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
+def save_moved(model: Any, folder: Path) -> None:
+    """A model of peft's, what it trains moved away from where it begins, as peft's files."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", CASES)
 def test_peft_loads_ours_to_the_same_logits(case: str, tmp_path: Path) -> None:
@@ -98,12 +108,7 @@ def test_we_load_peft_s_to_the_same_logits(case: str, tmp_path: Path) -> None:
     if case == "whole, tied":
         config["ensure_weight_tying"] = True
     model = theirs(tmp_path / "base", **config)
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for _, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(tmp_path / "adapter")
+    save_moved(model, tmp_path / "adapter")
     decoder = base(shape)
     load_adapter(decoder, tmp_path / "adapter")
     expected = their_logits(model)
@@ -129,12 +134,7 @@ def test_we_load_peft_s_to_the_same_logits(case: str, tmp_path: Path) -> None:
 def test_configs_that_name_a_module_more_than_once(config: dict[str, Any], tmp_path: Path) -> None:
     save_base(tmp_path / "base", UNTIED)
     model = theirs(tmp_path / "base", r=4, **config)
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for _, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(tmp_path / "adapter")
+    save_moved(model, tmp_path / "adapter")
     decoder = base(UNTIED)
     load_adapter(decoder, tmp_path / "adapter")
     assert distance(exact_logits(decoder), their_logits(model)) < 3e-5

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from test_run_chats import TEMPLATE, Watching, recipe
+from chat_runs import TEMPLATE, Watching, recipe
 from tiny_model import write_tiny_model
 from tokenizers import AddedToken
 
@@ -102,3 +102,10 @@ def test_the_template_is_told_what_it_was_told_in_training(
     last = view.of("eval")[-1]
     assert record["tokens"] == last["tokens"]
     assert record["loss"] == pytest.approx(last["loss"], rel=1e-5)
+
+
+def test_an_example_that_is_cut_before_an_answer_ends_is_told(tmp_path: Path) -> None:
+    view = Watching()
+    launch.train(load(recipe(tmp_path, max_seq_length=28, **SHORT)), view)
+    assert view.of("example")[0]["cut"]
+    assert any("where answers end is not in this example" in message for message in view.messages)

@@ -82,7 +82,7 @@ def export_hf(
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,
             config_extra={**_token_ids(tokenizer), **(config_extra or {})},
-            generation_config=generation_config or token_ends(tokenizer),
+            generation_config=generation_config or first_and_last(tokenizer),
         )
         checks = [_check_layout(decoder, staging, dtype), _check_weights(decoder, staging, dtype)]
         check, token_ids, digest = _check_logits(decoder, staging, dtype)
@@ -233,7 +233,7 @@ def _token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
 
 
-def token_ends(tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+def first_and_last(tokenizer: Tokenizer | None) -> dict[str, Any] | None:
     """Where writing begins and ends, as transformers reads it; None without a tokenizer."""
     if tokenizer is None:
         return None

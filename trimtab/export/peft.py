@@ -17,7 +17,7 @@ from trimtab.adapt.peft_config import CONFIG
 from trimtab.adapt.peft_files import load_adapter, save_adapter, stored_tensors
 from trimtab.adapt.spec import DEFAULT
 from trimtab.adapt.whole import rounded_modules
-from trimtab.export.hf import digest_of, probe_ids, probe_logits, token_ends, versions
+from trimtab.export.hf import digest_of, first_and_last, probe_ids, probe_logits, versions
 from trimtab.export.reader import read_tensors
 from trimtab.export.receipt import Check, Receipt
 from trimtab.facts.errors import ModelError
@@ -84,7 +84,7 @@ def export_peft(
         checks.append(check)
         if tokenizer is not None:
             tokenizer.save(staging)
-            stops = json.dumps(token_ends(tokenizer), indent=2) + "\n"
+            stops = json.dumps(first_and_last(tokenizer), indent=2) + "\n"
             (staging / "generation_config.json").write_text(stops, encoding="utf-8")
         files = {
             path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}

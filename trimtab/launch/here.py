@@ -195,7 +195,12 @@ def _go(
 
 def _stopping(example: dict[str, Any], tokenizer: Tokenizer, folder: RunFolder, view: View) -> Tokenizer:
     """The tokenizer that stops where trained answers end, and what a person should know of that."""
-    if not example["ends"] and not example["cut"]:
+    if not example["ends"] and example["cut"]:
+        view.message(
+            "where answers end is not in this example, which is cut: the model's writing stops where its base's does; "
+            "raise max_seq_length for examples to be whole"
+        )
+    elif not example["ends"]:
         view.message(
             f"answers in {example['source']} end with no special token: a model trained on them does not learn to "
             "stop; let the chat template write {{ eos_token }} or the like after them"
