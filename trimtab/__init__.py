@@ -8,7 +8,8 @@
     run = trimtab.train("recipe.yaml", max_steps=100)  # the same job as `trimtab train recipe.yaml max_steps=100`
     run.model().save("my-model")                       # a folder that transformers loads
 
-Nothing heavy is imported until it is used.
+Nothing heavy is imported until it is used. Import trimtab before torch: it limits how long idle OpenMP threads spin,
+which OpenMP reads when torch is imported (`trimtab.facts.openmp`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from trimtab.facts.openmp import limit_spinning
+
 if TYPE_CHECKING:
     from trimtab.api import Model, RunResult, load, plan_run, resume, train
     from trimtab.facts.errors import TrimtabError
 
 __version__ = "0.1.0"
+
+limit_spinning()  # before anything imports torch, whose OpenMP runtime reads its settings once
 
 _HOMES = {
     "load": "trimtab.api",

@@ -255,6 +255,35 @@ def test_doctor_is_ready_here_and_says_what_is_missing(
     assert "pip install 'trimtab[train]'" in said.out
 
 
+def test_doctor_shows_threads_load_and_wait_policy(cli: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("os.getloadavg", lambda: (40.0, 1.0, 1.0))
+    said = " ".join(cli("doctor").out.split())
+    assert "OMP_WAIT_POLICY=PASSIVE, set in the environment" in said
+    assert "(OMP_NUM_THREADS=1)" in said
+    assert "40.0 runnable processes" in said
+    assert "other programs compete for the cores" in said
+
+
+def test_doctor_writes_a_report_without_secrets(
+    cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("WANDB_API_KEY", "wandb-secret")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    said = cli("doctor", "--folder", tmp_path, "--report", tmp_path / "doctor.txt")
+    assert said.code == 0
+    text = (tmp_path / "doctor.txt").read_text()
+    assert "secret" not in text
+    assert str(tmp_path) not in text
+    assert str(Path.home()) not in text
+    assert "OMP_NUM_THREADS=1" in text
+    for part in ("trimtab 0.", "python:", "torch ", "device:", "will be used", "ready"):
+        assert part in text
+    cli("doctor", "--report", tmp_path / "no" / "such" / "file").refused(6, "--report")
+
+
 def test_schema_is_json_schema(cli: Call) -> None:
     schema = json.loads(cli("schema").out)
     assert "learning_rate" in schema["properties"]

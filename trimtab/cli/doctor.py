@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import shutil
 import sys
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from trimtab import __version__
 from trimtab.cli.verb import new_app
 from trimtab.facts.compilers import compile_obstacle
+from trimtab.facts.devices import host_cores
+from trimtab.facts.errors import ResourceError
+from trimtab.facts.openmp import describe_wait_policy
 from trimtab.facts.units import format_bytes
 from trimtab.report.console import new_console
 from trimtab.report.plain import as_text
@@ -27,37 +34,104 @@ PACKAGES = {
     "tensorboard": "pip install 'trimtab[tensorboard]'",
     "wandb": "pip install 'trimtab[wandb]'",
 }
+REPORTED_PACKAGES = (
+    *PACKAGES,
+    "numpy",
+    "pydantic",
+    "safetensors",
+    "tokenizers",
+    "huggingface_hub",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+)
+REPORTED_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT",
+    "KMP_BLOCKTIME",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TOKENIZERS_PARALLELISM",
+    "HF_HUB_OFFLINE",
+)
+"""Settings that explain speed or memory. An allow-list: no token, key, address or path is ever written."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding: what was looked at, what was found."""
+
+    label: str
+    text: str
+    style: str = ""
+    chosen: bool = False
+    """Whether this is the implementation that will be used."""
 
 
 @app.command()
 def doctor(
-    folder: Path = typer.Option(Path("."), help="Where runs would be written: its free space is shown."),
+    folder: Annotated[
+        Path, typer.Option(help="Where runs would be written: its free space is shown.")
+    ] = Path("."),
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also write the findings to this text file, to attach to a bug report. It holds versions and "
+            "hardware; no tokens, paths or names.",
+        ),
+    ] = None,
 ) -> int:
-    """Look at this machine: device, versions, attention, disk, and what to do about what is missing.
+    """Look at this machine: device, versions, threads, attention, disk, and what to do about what is missing.
+
+        trimtab doctor
+        trimtab doctor --report doctor.txt
 
     Exits with 0 when training can start here and with 8 when something it needs is missing.
     """
     console = new_console()
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    ready = sys.version_info[:2] in ((3, 11), (3, 12), (3, 13))
-    if not ready:
-        table.add_row("", as_text("trimtab is tested on Python 3.11 to 3.13", "red"))
-    for name, remedy in PACKAGES.items():
-        table.add_row(name, as_text(_version(name) or f"not installed: {remedy}"))
-    if _version("torch"):
-        _device_rows(table)
-    else:
-        ready = False
-    there = next(place for place in (folder.resolve(), *folder.resolve().parents) if place.is_dir())
-    table.add_row("disk", as_text(f"{format_bytes(shutil.disk_usage(there).free)} free in {there}"))
-    console.print(table)
-    if _version("torch"):
-        console.print(_attention_table())
-    console.print(
+    rows, ready = _findings(folder)
+    attention = _attention_rows() if _version("torch") else []
+    console.print(_table(rows))
+    if attention:
+        console.print(_table(attention[1:], title=attention[0].text))
+    verdict = (
         "ready: try `trimtab demo`" if ready else "not ready: install what is missing above, then try again"
     )
+    console.print(verdict)
+    if report is not None:
+        _write_report(report, [*rows, *attention], verdict)
+        console.print(as_text(f"wrote {report}"), soft_wrap=True)
     return 0 if ready else 8
+
+
+def _findings(folder: Path) -> tuple[list[Row], bool]:
+    """Everything but attention, and whether training can start here."""
+    rows = [Row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
+    ready = sys.version_info[:2] in ((3, 11), (3, 12), (3, 13))
+    if not ready:
+        rows.append(Row("", "trimtab is tested on Python 3.11 to 3.13", "red"))
+    for name, remedy in PACKAGES.items():
+        rows.append(Row(name, _version(name) or f"not installed: {remedy}"))
+    if _version("torch"):
+        rows += _device_rows()
+    else:
+        ready = False
+    place = folder.resolve()
+    existing = next(parent for parent in (place, *place.parents) if parent.is_dir())
+    rows.append(Row("disk", f"{format_bytes(shutil.disk_usage(existing).free)} free in {existing}"))
+    return rows, ready
+
+
+def _table(rows: list[Row], title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(as_text(row.label, "bold green" if row.chosen else ""), as_text(row.text, row.style))
+    return table
 
 
 def _version(name: str) -> str | None:
@@ -73,33 +147,55 @@ def _compile_row(kind: str, capability: tuple[int, int] | None) -> str:
     return "torch.compile works" + (" (off by default on a CPU)" if kind == "cpu" else "")
 
 
-def _device_rows(table: Table) -> None:
+def _device_rows() -> list[Row]:
     from trimtab.launch import detect
 
     device = detect()
-    table.add_row("device", f"{device.name} ({device.kind}), {format_bytes(device.memory_bytes)} memory")
-    table.add_row("free memory", format_bytes(device.available_bytes))
-    table.add_row("compiling", _compile_row(device.kind, device.capability))
+    memory = format_bytes(device.memory_bytes)
+    rows = [
+        Row("device", f"{device.name} ({device.kind}), {memory} memory"),
+        Row("free memory", format_bytes(device.available_bytes)),
+        Row("compiling", _compile_row(device.kind, device.capability)),
+        *_processor_rows(device.cores or host_cores()),
+    ]
     if device.kind == "cpu":
         import torch
 
-        table.add_row("cores", f"{device.cores}, torch uses {torch.get_num_threads()}")
         if torch.version.cuda is None:
-            table.add_row("cuda", "this torch has no CUDA: for an NVIDIA GPU install torch's CUDA build")
+            rows.append(Row("cuda", "this torch has no CUDA: for an NVIDIA GPU install torch's CUDA build"))
         else:
-            table.add_row(
-                "cuda", f"torch is built for CUDA {torch.version.cuda}, no GPU is visible: check nvidia-smi"
-            )
-        formats = (
-            "bf16 in hardware" if device.bf16 else "no bf16 instructions: fp32 is the default and the fastest"
-        )
-        table.add_row("formats", formats)
+            built = f"torch is built for CUDA {torch.version.cuda}, no GPU is visible: check nvidia-smi"
+            rows.append(Row("cuda", built))
+        slow = "no bf16 instructions: fp32 is the default and the fastest"
+        rows.append(Row("formats", "bf16 in hardware" if device.bf16 else slow))
     else:
-        table.add_row("capability", ".".join(map(str, device.capability or ())))
-        table.add_row("formats", "bf16" if device.bf16 else "no bf16 below capability 8.0: fp16 or fp32")
+        rows.append(Row("capability", ".".join(map(str, device.capability or ()))))
+        rows.append(Row("formats", "bf16" if device.bf16 else "no bf16 below capability 8.0: fp16 or fp32"))
+    return rows
 
 
-def _attention_table() -> Table:
+def _processor_rows(cores: int) -> list[Row]:
+    """Threads, what idle ones do, and how much else the machine is doing."""
+    from trimtab.launch.device import threads
+
+    limit = os.environ.get("OMP_NUM_THREADS")
+    source = f" (OMP_NUM_THREADS={limit})" if limit else ""
+    count = threads()
+    rows = [
+        Row("threads", f"torch uses {count} of {cores} cores{source}"),
+        Row("wait policy", describe_wait_policy()),
+    ]
+    if hasattr(os, "getloadavg"):
+        load = os.getloadavg()[0]
+        text = f"{load:.1f} runnable processes on average over the last minute, {cores} cores"
+        if load + count > cores * 1.5:
+            text += ": other programs compete for the cores, and steps on the CPU take longer"
+        rows.append(Row("load", text))
+    return rows
+
+
+def _attention_rows() -> list[Row]:
+    """A heading, the implementation that will be used, then why each of the others will not."""
     from trimtab.kernels.attention.choice import choose
     from trimtab.launch import detect
 
@@ -115,12 +211,27 @@ def _attention_table() -> Table:
         training=True,
         triton=device.triton,
     )
-    table = Table(
-        title=f"attention for packed training, heads of 128, {dtype}", title_justify="left", box=None
-    )
-    table.add_column("implementation", no_wrap=True)
-    table.add_column("")
-    table.add_row(as_text(choice.impl, "bold green"), as_text(f"will be used: {choice.reason}"))
-    for name, why in choice.rejected:
-        table.add_row(name, why)
-    return table
+    return [
+        Row("", f"attention for packed training, heads of 128, {dtype}"),
+        Row(choice.impl, f"will be used: {choice.reason}", chosen=True),
+        *(Row(name, why) for name, why in choice.rejected),
+    ]
+
+
+def _write_report(path: Path, rows: list[Row], verdict: str) -> None:
+    """The findings as plain text; the folder's path is left out, and only listed variables are read."""
+    lines = [f"trimtab {__version__}", f"{platform.platform()}", ""]
+    for row in rows:
+        text = row.text.split(" free in ")[0] + " free" if row.label == "disk" else row.text
+        lines.append(f"{row.label}: {text}" if row.label else text)
+    lines += ["", "packages"]
+    lines += [f"  {name} {_version(name) or 'not installed'}" for name in REPORTED_PACKAGES]
+    lines += ["", "environment"]
+    lines += [f"  {name}={os.environ[name]}" for name in REPORTED_VARIABLES if name in os.environ]
+    lines += ["", verdict, ""]
+    try:
+        path.write_text("\n".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise ResourceError(
+            f"the report cannot be written to {path}: {error.strerror}", "name another file with --report"
+        ) from error

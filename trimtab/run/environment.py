@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from importlib import metadata
 from typing import Any
 
 import torch
+
+from trimtab.facts.openmp import USER_SETTINGS
 
 PACKAGES = (
     "trimtab",
@@ -35,6 +38,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "versions": versions,
         "threads": torch.get_num_threads(),
+        "openmp": {name: os.environ[name] for name in USER_SETTINGS if name in os.environ},
         "byteorder": sys.byteorder,
     }
     if device.type == "cuda":
