@@ -83,6 +83,14 @@ def test_resume_with_a_recipe_is_refused(world: World, cli: Call) -> None:
     cli("train", world.recipe, "--resume", world.run).refused(2, "--resume")
 
 
+def test_quiet_training_prints_where_the_run_is(world: World, tmp_path: Path, cli: Call) -> None:
+    said = cli("train", world.recipe, f"output_dir={tmp_path / 'run'}", "max_steps=2", "--quiet")
+    assert said.code == 0
+    assert said.out.startswith("run folder")
+    assert "report.html" in said.out.replace("\n", "").replace(" ", "")
+    assert not any(word in said.out for word in ("loss", "step", "saved", "memory"))
+
+
 def test_train_without_anything_is_refused(cli: Call) -> None:
     cli("train").refused(2, "no recipe given")
 

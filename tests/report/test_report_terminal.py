@@ -173,22 +173,50 @@ def record(step: int, **other: Any) -> dict[str, Any]:
     return {"kind": "train", "step": step, **facts, **other}
 
 
-def test_without_a_terminal_lines_are_rare_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+@pytest.mark.parametrize(("every", "expected"), [(1, 25), (10, 3), (100, 1)])
+def test_without_a_terminal_every_logging_step_has_its_line(every: int, expected: int) -> None:
     shown = console(80)
-    view = LiveView(1000, shown)
-    for step in range(1, 1001):
+    view = LiveView(25, shown)
+    view.logging_steps = every
+    for step in range(1, 26):
         view.record(record(step))
-        now[0] += 0.1
     lines = text_of(shown).splitlines()
-    # 100 seconds, a line in five, and always the first and the last.
-    assert 20 <= len(lines) <= 22
-    assert lines[0] == "step    1/1000  loss 2.5000  1.23 K tokens/s  1.00 GiB  16 min 39 s left"
-    assert lines[-1].startswith("step 1000/1000")
+    steps = [int(re.match(r"step +(\d+)/25", line)[1]) for line in lines]  # type: ignore[index]
+    assert len(steps) == expected
+    assert steps == [step for step in range(1, 26) if step % every == 0 or step == 25]
     assert "\x1b" not in text_of(shown)
     view.message("word " * 60)
     assert len(text_of(shown).splitlines()) == len(lines) + 1
+
+
+def test_quiet_prints_warnings_and_where_the_run_is(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+    data = read_run(make_run(learnt))
+    shown = console(80)
+    with LiveView(300, shown, detail="quiet") as view:
+        view.plan(data.plan)
+        view.message("attention: sdpa")
+        view.working("tokenizing corpus", 5, 10, "bytes")
+        for row in learnt:
+            view.record(row)
+        view.record({"kind": "event", "step": 7, "message": "not finite at step 7"})
+    shown.print(closing(data, "quiet"))
+    lines = [line for line in text_of(shown).splitlines() if line.strip()]
+    assert lines[0] == "not finite at step 7"
+    assert [line.split()[0] for line in lines[1:]] == ["run", "report"][: len(lines) - 1]
+
+
+def test_the_short_form_has_each_figure_once(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+    data = read_run(make_run(learnt))
+    long, short = console(80), console(80)
+    for shown, detail in ((long, "full"), (short, "short")):
+        with LiveView(300, shown, detail=detail) as view:  # type: ignore[arg-type]
+            view.plan(data.plan)
+        shown.print(closing(data, detail))  # type: ignore[arg-type]
+    assert "■ weights" in text_of(long)
+    assert "■ weights" not in text_of(short)
+    assert re.search(r"tensors +\S+ \S+ at the peak: weights", text_of(short))
+    assert "were predicted and" in text_of(short)
+    assert len(text_of(short).splitlines()) < len(text_of(long).splitlines()) - 15
 
 
 def test_without_a_terminal_preparations_give_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +241,8 @@ def test_measurements_are_told_with_their_change() -> None:
     for step, loss in ((0, 3.0), (50, 2.5)):
         view.record({"kind": "eval", "step": step, "name": "domain", "loss": loss, "perplexity": 20.0})
     view.record({"kind": "probe", "step": 50, "scores": {"grammar": 0.875}})
+    scores, items = {"grammar": 0.875, "plural": 0.5}, {"grammar": 8, "plural": 4}
+    view.record({"kind": "probe", "step": 50, "scores": scores, "items": items})
     view.record({"kind": "answers", "step": 50, "exact": 3, "total": 9, "by_topic": {}})
     view.record({"kind": "memory", "step": 1, "when": "peak", "weights": 2**20, "gradients": 2**20})
     view.record({"kind": "memory", "step": 1, "when": "after", "weights": 2**20})
@@ -221,6 +251,7 @@ def test_measurements_are_told_with_their_change() -> None:
         "step   0  domain loss 3.0000, perplexity 20.00",
         "step  50  domain loss 2.5000 (−0.500), perplexity 20.00",
         "step  50  probe: grammar 88%",
+        "step  50  probe 9 of 12 right",
         "step  50  exact answers 3 of 9",
         "step   1  memory at the peak 2.00 MiB measured, 1.00 MiB predicted, in tensors",
         "a file [of yours] vanished",

@@ -34,6 +34,15 @@ def test_every_step_is_logged_whatever_the_logging_cadence() -> None:
     assert seldom.log.losses() == often.log.losses()
 
 
+def test_records_are_written_in_the_order_of_their_steps() -> None:
+    job = tiny_job(TinyLoader(), cadence=Cadence(total_steps=8, logging_steps=5, eval_on_start=False))
+    train(job, TrainState())
+    peak = next(r for r in job.log.records if r["kind"] == "memory" and r["when"] == "peak")
+    steps = [record["step"] for record in job.log.records if record["kind"] == "train" or record is peak]
+    assert steps == sorted(steps)
+    assert peak["step"] == 2
+
+
 def test_a_resumed_state_continues_bit_by_bit() -> None:
     whole = tiny_job(TinyLoader(), cadence=Cadence(total_steps=8, save_steps=3, eval_on_start=False))
     train(whole, TrainState())

@@ -76,9 +76,9 @@ def demo(
         if step == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with LiveView(console=console) as view:
+    with LiveView(console=console, detail="full") as view:
         finished = launch.train(load(recipe_file("demo"), overrides), view, after_step=after_step)
-    code = conclude(finished, console)
+    code = conclude(finished, console, "full")
     if code == 0:
         console.print("\nnow your own text, from a folder of .txt, .md, .jsonl or .parquet files:")
         console.print(as_text(f"  {_program()} train own-text data.train=./my-texts"), soft_wrap=True)

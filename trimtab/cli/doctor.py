@@ -88,10 +88,10 @@ def doctor(
 ) -> int:
     """Look at this machine: device, versions, threads, attention, disk, and what to do about what is missing.
 
-        trimtab doctor
-        trimtab doctor --report doctor.txt
+    Exits with 0 when training can start here and with 8 when something it needs is missing. For a bug report, attach
+    the file that this writes:
 
-    Exits with 0 when training can start here and with 8 when something it needs is missing.
+        trimtab doctor --report doctor.txt
     """
     console = new_console()
     rows, ready = _findings(folder)

@@ -84,7 +84,7 @@ def plan(
             said["recompute"] = [row.to_dict() for row in costs]
         print(json.dumps(prepared.plan.to_dict() | said, indent=2))
     else:
-        LiveView().plan(prepared.plan.to_dict())
+        LiveView(detail="full").plan(prepared.plan.to_dict())
         _print_longest(prepared, windows)
         _print_costs(costs, prepared.shape.num_layers)
     if dtypes:

@@ -28,6 +28,9 @@ def train(
         Path | None,
         typer.Option(help="Continue this run folder from its last good checkpoint.", metavar="RUN"),
     ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print warnings, and at the end where the run is.")
+    ] = False,
 ) -> int:
     """Train what a recipe describes, or continue a run that stopped.
 
@@ -59,4 +62,4 @@ def train(
         raise RecipeError(
             "no recipe given", "write `trimtab train recipe.yaml`, or see `trimtab train --help`"
         )
-    return train_and_report(recipe, words, resume)
+    return train_and_report(recipe, words, resume, quiet=quiet)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from trimtab.launch.device import need_torch
 
+if TYPE_CHECKING:
+    from trimtab.report.live import Detail
 
-def train_and_report(recipe: Path | None, overrides: list[str], resume: Path | None) -> int:
-    """Trains, draws the report, prints where everything is. Returns the exit code."""
+
+def train_and_report(
+    recipe: Path | None, overrides: list[str], resume: Path | None, *, quiet: bool = False
+) -> int:
+    """Train, write the report, print where everything is; return the exit code."""
     need_torch()
     from trimtab import launch
     from trimtab.recipe import load
@@ -20,24 +25,25 @@ def train_and_report(recipe: Path | None, overrides: list[str], resume: Path | N
     from trimtab.report.console import new_console
 
     console = new_console()
-    with LiveView(console=console) as view:
+    detail: Detail = "quiet" if quiet else "short"
+    with LiveView(console=console, detail=detail) as view:
         if resume is not None:
             finished = launch.resume(resume, overrides, view)
         else:
             assert recipe is not None
             finished = launch.train(load(recipe, overrides), view)
-    return conclude(finished, console)
+    return conclude(finished, console, detail)
 
 
-def conclude(finished: Any, console: Console) -> int:
-    """The report and the last lines of a run; the exit code of how it ended."""
+def conclude(finished: Any, console: Console, detail: Detail) -> int:
+    """Write the report and print the last lines of a run; return the exit code of how it ended."""
     from trimtab.report import read_run, write_page
     from trimtab.report.closing import closing
     from trimtab.report.plain import as_text
 
     data = read_run(finished.folder)
     write_page(data, finished.folder / "report.html")
-    console.print(closing(data))
+    console.print(closing(data, detail))
     if finished.status == "interrupted":
         go_on = (
             f"stopped by a signal, everything is saved; go on with: trimtab train --resume {finished.folder}"

@@ -36,6 +36,7 @@ class View(Protocol):
     """Whoever watches a run: `report.LiveView`, or a test."""
 
     total_steps: int
+    logging_steps: int
 
     def plan(self, plan: dict[str, Any]) -> None: ...
     def message(self, text: str) -> None: ...
@@ -189,6 +190,7 @@ def _go(
         run.job.log.append(example)
     run.job.after_step = after_step
     view.total_steps = run.job.cadence.total_steps
+    view.logging_steps = run.job.cadence.logging_steps
     outcome = run.train()
     return Finished(folder.path, outcome.status, outcome.state.step, outcome.signal)
 

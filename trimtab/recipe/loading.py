@@ -124,7 +124,7 @@ def _apply(override: str, data: dict[str, Any], where: dict[Path, str]) -> None:
     else:
         parent[str(last)] = value
         for pair in PAIRS:
-            if len(path) == 1 and last in pair:
+            if len(path) == 1 and last in pair and value is not None:
                 data.pop(pair[1 - pair.index(str(last))], None)
     for old in [key for key in where if key[: len(path)] == path]:
         del where[old]

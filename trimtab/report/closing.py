@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.report.buckets import picture
+from trimtab.report.live import Detail
 from trimtab.report.plain import Excerpt, as_text
 from trimtab.report.rundata import RunData
 from trimtab.report.summary import (
@@ -30,12 +31,14 @@ STYLES = {"better": "green", "worse": "red", "unchanged": "bright_black"}
 MARKS = {"better": "▲", "worse": "▼", "unchanged": "·"}
 
 
-def closing(data: RunData) -> RenderableType:
+def closing(data: RunData, detail: Detail = "full") -> RenderableType:
     """Everything a person wants to see when a run has ended.
 
     Example:
         >>> Console().print(closing(read_run(Path("runs/demo"))))  # doctest: +SKIP
     """
+    if detail == "quiet":
+        return _places(data)
     parts: list[RenderableType] = []
     if changes(data):
         parts += [_heading("What was gained, what was lost"), _changes_table(data)]
@@ -43,7 +46,8 @@ def closing(data: RunData) -> RenderableType:
         parts += [_heading("Completions, before and after"), _samples(data)]
     if memory_rows(data):
         sentences = [s for s in (memory_verdict(data), memory_basis(data)) if s]
-        parts += [_heading("Memory: predicted beside measured"), picture(memory_rows(data))]
+        if detail == "full":
+            parts += [_heading("Memory: predicted beside measured"), picture(memory_rows(data))]
         if sentences:
             parts += [Text(""), as_text("\n".join(sentences))]
     if data.damaged_lines:

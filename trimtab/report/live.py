@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,15 +18,17 @@ from trimtab.report.progress import Training, Working
 from trimtab.report.rundata import section
 from trimtab.report.summary import signed
 
+Detail = Literal["quiet", "short", "full"]
+"""How much is printed: warnings only; a few lines per evaluation; every bucket and every category of the probe."""
 LINE_EVERY_SECONDS = 5.0
-"""Without a terminal a progress line is printed at most this often."""
+"""Without a terminal the progress of a preparation is printed at most this often."""
 
 
 class LiveView:
-    """Watches a run: `record` takes metrics, `working` takes the progress of preparations, `message` a line.
+    """Shows a run: `record` takes metrics, `working` takes the progress of preparations, `message` a line.
 
     On a terminal the progress of training and preparations moves at the bottom, all else above it;
-    elsewhere (a file, a CI log) there are plain lines, at most one in a few seconds.
+    elsewhere (a file, a CI log) there are plain lines: one for every `logging_steps` training steps.
 
     Example:
         >>> view = LiveView(total_steps=10, console=Console(quiet=True))
@@ -34,10 +36,15 @@ class LiveView:
         >>> view.close()
     """
 
-    def __init__(self, total_steps: int = 0, console: Console | None = None) -> None:
+    def __init__(
+        self, total_steps: int = 0, console: Console | None = None, *, detail: Detail = "short"
+    ) -> None:
         self.console = console or new_console()
         self.total_steps = total_steps
-        self._moving = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.logging_steps = 1
+        """Without a terminal, training steps between two lines."""
+        self.detail = detail
+        self._moving = self.console.is_terminal and not self.console.is_dumb_terminal and detail != "quiet"
         self._live: Live | None = None
         self._training: Training | None = None
         self._working: dict[str, Working] = {}
@@ -52,14 +59,18 @@ class LiveView:
         self._predicted_peak = total(section(section(plan, "memory"), "peak"))
         # On a CPU tensors are counted, not what the process holds.
         self._counted = ", in tensors" if section(plan, "choices").get("device") == "cpu" else ""
-        self.console.print(plan_panel(plan, self.console.width))
+        if self.detail != "quiet":
+            self.console.print(plan_panel(plan, self.console.width, full=self.detail == "full"))
 
     def message(self, text: str) -> None:
-        """One line for the person."""
-        self._line(text)
+        """One line for the user."""
+        if self.detail != "quiet":
+            self._line(text)
 
     def working(self, what: str, done: int, total: int | None, unit: str = "") -> None:
         """Progress of a preparation: reading, tokenizing, downloading."""
+        if self.detail == "quiet":
+            return
         state = Working(what, done, total, unit)
         if total is not None and done >= total:
             self._working.pop(what, None)
@@ -75,6 +86,8 @@ class LiveView:
     def record(self, record: dict[str, Any]) -> None:
         """A metrics record from the loop."""
         kind = record["kind"]
+        if self.detail == "quiet" and kind != "event":
+            return
         if kind == "train":
             self._train(record)
         elif kind == "eval":
@@ -86,8 +99,7 @@ class LiveView:
         elif kind == "answers":
             self._at_step(record, f"exact answers {record['exact']} of {record['total']}")
         elif kind == "probe":
-            scores = ", ".join(f"{name} {float(share):.0%}" for name, share in record["scores"].items())
-            self._at_step(record, f"probe: {scores}")
+            self._at_step(record, self._probe(record))
         elif kind == "memory" and record["when"] == "peak":
             beside = f", {format_bytes(self._predicted_peak)} predicted" if self._predicted_peak else ""
             self._at_step(
@@ -120,13 +132,20 @@ class LiveView:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _probe(self, record: dict[str, Any]) -> str:
+        """All categories together where the number of items is known; each one with full detail."""
+        scores, items = record["scores"], section(record, "items")
+        if self.detail == "full" or not items:
+            return "probe: " + ", ".join(f"{name} {float(share):.0%}" for name, share in scores.items())
+        right = sum(round(float(scores[name]) * count) for name, count in items.items())
+        return f"probe {right} of {sum(items.values())} right"
+
     def _train(self, record: dict[str, Any]) -> None:
-        first = self._training is None
         if self._training is None:
             self._training = Training(self.total_steps)
         self._training.update(record)
-        last = self._training.step >= self.total_steps > 0
-        if not self._moving and (self._due("training") or first or last):
+        step = self._training.step
+        if not self._moving and (step % self.logging_steps == 0 or step == self.total_steps):
             self._line(self._training.line())
         self._draw()
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.facts.units import format_bytes, format_count, format_seconds
-from trimtab.report.buckets import Moment, picture
+from trimtab.report.buckets import Moment, picture, shown_buckets, total
 from trimtab.report.plain import as_text
 from trimtab.report.rundata import section
 from trimtab.report.summary import parameters
@@ -19,22 +19,23 @@ WIDEST = 100
 """Columns beyond which a panel does not grow: long lines are hard to read."""
 
 
-def plan_panel(plan: dict[str, Any], width: int) -> Panel:
+def plan_panel(plan: dict[str, Any], width: int, *, full: bool = True) -> Panel:
     """The plan as a panel of at most `width` columns.
 
     Args:
         plan: what plan.json holds.
         width: columns of the terminal.
+        full: draw the memory of each bucket as bars and a table; otherwise one line lists the peak's buckets.
     """
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bright_black", no_wrap=True)
     grid.add_column()
-    for label, value in _rows(plan):
-        grid.add_row(label, as_text(value))
     memory = section(plan, "memory")
     moments = [Moment(w, "predicted", section(memory, w)) for w in ("before", "peak") if section(memory, w)]
+    for label, value in [*_rows(plan, full=full), *([] if full else _buckets(section(memory, "peak")))]:
+        grid.add_row(label, as_text(value))
     parts: list[RenderableType] = [grid]
-    if moments:
+    if moments and full:
         parts += [Text(""), picture(moments)]
     return Panel(
         Group(*parts),
@@ -46,7 +47,16 @@ def plan_panel(plan: dict[str, Any], width: int) -> Panel:
     )
 
 
-def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
+def _buckets(peak: dict[str, Any]) -> list[tuple[str, str]]:
+    """The tensors at the peak, by bucket, in one line."""
+    if not peak:
+        return []
+    shown = [name for name in shown_buckets([Moment("peak", "predicted", peak)]) if peak.get(name)]
+    listed = ", ".join(f"{name} {format_bytes(peak[name])}" for name in shown)
+    return [("tensors", f"{format_bytes(total(peak))} at the peak: {listed}")]
+
+
+def _rows(plan: dict[str, Any], *, full: bool) -> list[tuple[str, str]]:
     model, choices = section(plan, "model"), section(plan, "choices")
     rows = []
     if model:
@@ -72,7 +82,7 @@ def _rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     if kept.get("sentence"):
         rows.append(("recompute", f"{kept['sentence']}: {kept['reason']}"))
     compiled = section(choices, "compile")
-    if compiled:
+    if compiled and (full or compiled["on"]):
         rows.append(("compile", f"{'on' if compiled['on'] else 'off'}: {compiled['reason']}"))
     graphs = section(choices, "graphs")
     if graphs.get("on"):

@@ -145,6 +145,7 @@ class _Loop:
             }
         )
         if meter is not None:  # writes, and so may fail: not before the step is counted
+            self.flush()  # records stay in the order of their steps
             self.memory_record("peak", meter.buckets)
 
     def first_step_done(self) -> None:
