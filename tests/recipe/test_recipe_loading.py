@@ -167,6 +167,8 @@ def test_refused_keys_say_what_to_do() -> None:
         ("recompute={block: -1}", "recompute cannot be {block: -1}"),
         ("recompute=[none, foo]", "recompute cannot be [none, foo]"),
         ("mlp_tiles=0", "mlp_tiles cannot be 0"),
+        ("label_smoothing_factor=1", "label_smoothing_factor must be less than 1, not 1"),
+        ("z_loss=-1e-4", "z_loss must be greater than or equal to 0, not -0.0001"),
         ("unpacked_layers=x", "unpacked_layers cannot be x"),
         ("recompute=[none, null]", "recompute cannot be [none, null] (from"),
         ("data.chat_template_kwargs={a: [1]}", "data.chat_template_kwargs.a cannot be [1]"),

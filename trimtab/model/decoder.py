@@ -149,8 +149,12 @@ class Decoder(nn.Module):
         layout: Layout | None = None,
         *,
         reduction: str = "sum",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
     ) -> torch.Tensor:
         """Cross entropy against labels that are already shifted (-100: no target); never holds [N, V].
+
+        `label_smoothing` and `z_loss` are those of `trimtab.kernels.linear_cross_entropy`.
 
         Returns a 0-dim fp32 tensor ("sum", "mean"), or per-token losses [N] ("none").
         """
@@ -162,4 +166,6 @@ class Decoder(nn.Module):
             impl=self.loss_impl,
             reduction=reduction,
             memory_bytes=self.loss_memory,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
         )

@@ -294,6 +294,12 @@ class Recipe(Section):
     """Added to AdamW's denominator."""
     max_grad_norm: Annotated[float, Field(ge=0, examples=[1.0])] = 1.0
     """Longer gradients are scaled down to this norm; 0 leaves them as they are."""
+    label_smoothing_factor: Annotated[float, Field(ge=0, lt=1, examples=[0.1])] = 0.0
+    """Share of each target that is spread evenly over the vocabulary while training (label smoothing), as in
+    `torch.nn.functional.cross_entropy`. The training loss includes it; evaluation losses stay plain cross-entropy."""
+    z_loss: Annotated[float, Field(ge=0, lt=1, examples=[1e-4])] = 0.0
+    """Coefficient of the z-loss: this times the squared log-sum-exp of each token's logits is added to the training
+    loss, which keeps logits from drifting (PaLM uses 1e-4). Evaluation losses stay plain cross-entropy."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(examples=["auto"])] = "auto"
     """Where to train. `auto` takes a CUDA GPU if there is one."""

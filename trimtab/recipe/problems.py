@@ -52,6 +52,7 @@ ELSEWHERE = {
     "text_field": "text_column",
     "dataset_text_field": "data.train.0.text_column",
     "wandb": "report_to",
+    "label_smoothing": "label_smoothing_factor",
 }
 """Other tools' names for keys we have."""
 

@@ -91,8 +91,13 @@ def _rows(plan: dict[str, Any], *, full: bool) -> list[tuple[str, str]]:
 
 
 def _kernels(loss: dict[str, Any], pointwise: dict[str, Any], held: int | None) -> list[tuple[str, str]]:
-    """The loss, norms and gates, where they are other than torch's own operations."""
+    """The training objective where it is more than cross-entropy; loss, norms and gates where they are other than
+    torch's own operations."""
     rows = []
+    terms = {"label smoothing": loss.get("label_smoothing"), "z-loss": loss.get("z_loss")}
+    added = " and ".join(f"{name} {value:g}" for name, value in terms.items() if value)
+    if added:
+        rows.append(("objective", f"cross-entropy with {added}; evaluation measures plain cross-entropy"))
     if loss.get("impl") == "triton":
         amount = "few logits at a time" if held is None else f"{format_bytes(held)} of logits at a time"
         rows.append(("loss", f"triton, {amount}: {loss['reason']}"))

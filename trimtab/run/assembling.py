@@ -95,7 +95,14 @@ def assemble(
     optimizer = make_optimizer(recipe, choices, parameters)
     total_steps = corpora.total_steps(mesh)
     autocast = autocast_of(choices)
-    loss = MicrobatchLoss(decoder, device, autocast, packing=recipe.packing)
+    loss = MicrobatchLoss(
+        decoder,
+        device,
+        autocast,
+        packing=recipe.packing,
+        label_smoothing=choices.loss.get("label_smoothing", 0.0),
+        z_loss=choices.loss.get("z_loss", 0.0),
+    )
     evaluation = _evaluation(recipe, decoder, tokenizer, corpora, total_steps, autocast)
     job = Job(
         model=decoder,

@@ -44,7 +44,8 @@ class Choices:
     compile: dict[str, Any] = field(default_factory=dict)
     """on, dynamic (one program for all lengths) and reason; empty in the folders of runs made before it was there."""
     loss: dict[str, Any] = field(default_factory=dict)
-    """impl, memory_bytes (the most it may hold; `memory` has what was settled) and reason; empty likewise."""
+    """impl, memory_bytes (the most it may hold; `memory` has what was settled), reason and, where the recipe sets them,
+    label_smoothing and z_loss of the training loss; empty likewise."""
     pointwise: dict[str, Any] = field(default_factory=dict)
     """impl and reason, of norms, rotary positions and gates; empty likewise."""
     graphs: dict[str, Any] = field(default_factory=dict)
@@ -113,7 +114,7 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         deterministic=recipe.deterministic,
         optimizer=_optimizer(recipe, device),
         compile=_compile(recipe, device, attention["impl"]),
-        loss=loss._asdict(),
+        loss={**loss._asdict(), **_loss_terms(recipe)},
         pointwise=_pointwise(device, autocast=dtype != weights),
         lora=None if settings is None else settings.to_dict(),
         quantization=quantization,
@@ -155,6 +156,12 @@ def _quantization(recipe: Recipe, device: DeviceFacts, weights: str) -> dict[str
         "impl": chosen.impl,
         "reason": chosen.reason,
     }
+
+
+def _loss_terms(recipe: Recipe) -> dict[str, float]:
+    """What training adds to the cross-entropy, by the names of `trimtab.kernels.linear_cross_entropy`."""
+    terms = {"label_smoothing": recipe.label_smoothing_factor, "z_loss": recipe.z_loss}
+    return {name: value for name, value in terms.items() if value}
 
 
 def _attention(recipe: Recipe, shape: ModelShape, device: DeviceFacts, dtype: str) -> dict[str, Any]:

@@ -23,9 +23,18 @@ class MicrobatchLoss:
     """
 
     def __init__(
-        self, decoder: Decoder, device: torch.device, autocast: Callable[[], Any], *, packing: bool
+        self,
+        decoder: Decoder,
+        device: torch.device,
+        autocast: Callable[[], Any],
+        *,
+        packing: bool,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
     ) -> None:
         self.decoder, self.device, self.autocast, self.packing = decoder, device, autocast, packing
+        # What training adds to the cross-entropy; evaluation calls the decoder's loss without them.
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """The loss, whatever reads the layout."""
@@ -59,4 +68,11 @@ class MicrobatchLoss:
         self, ids_BT: torch.Tensor, labels_BT: torch.Tensor, positions_BT: torch.Tensor, layout: Layout
     ) -> torch.Tensor:
         with self.autocast():
-            return self.decoder.loss(ids_BT, labels_BT, positions_BT, layout)
+            return self.decoder.loss(
+                ids_BT,
+                labels_BT,
+                positions_BT,
+                layout,
+                label_smoothing=self.label_smoothing,
+                z_loss=self.z_loss,
+            )
