@@ -51,6 +51,7 @@ def test_examples_of_the_recipe_go_together_with_the_rest() -> None:
     for key, field in keys.Recipe.model_fields.items():
         for example in field.examples or []:
             base = {"model": "a", "data": {"train": "x"}, "lr_scheduler_type": "cosine"}
+            base |= {"eval_steps": 100, "early_stopping_patience": 3}
             keys.Recipe.model_validate(base | {key: example})
 
 

@@ -169,6 +169,7 @@ def test_refused_keys_say_what_to_do() -> None:
         ("mlp_tiles=0", "mlp_tiles cannot be 0"),
         ("label_smoothing_factor=1", "label_smoothing_factor must be less than 1, not 1"),
         ("z_loss=-1e-4", "z_loss must be greater than or equal to 0, not -0.0001"),
+        ("early_stopping_patience=0", "early_stopping_patience must be greater than or equal to 1, not 0"),
         ("unpacked_layers=x", "unpacked_layers cannot be x"),
         ("recompute=[none, null]", "recompute cannot be [none, null] (from"),
         ("data.chat_template_kwargs={a: [1]}", "data.chat_template_kwargs.a cannot be [1]"),
@@ -206,6 +207,11 @@ def test_a_value_that_is_none_of_several_kinds_is_one_problem(override: str, sai
         ("dtype: fp16\nweights_dtype: bf16", "cannot compute on weights kept in bf16"),
         ("dtype: fp32\ngradient_dtype: bf16", "needs weights in bf16"),
         ("dtype: bf16\nweights_dtype: fp32\ngradient_dtype: bf16", "needs weights in bf16"),
+        ("early_stopping_patience: 2", "there are none while training; set eval_steps"),
+        (
+            "early_stopping_threshold: 0.1",
+            "no effect without early_stopping_patience; set early_stopping_pat",
+        ),
     ],
 )
 def test_keys_that_contradict_each_other(line: str, part: str) -> None:
@@ -468,3 +474,10 @@ def test_beside_an_adapter_to_start_from_no_defaults_are_written() -> None:
     assert "adapter: ./mine" in text
     assert not any(word in text for word in ("target_modules", "lora_alpha", "rank_pattern"))
     assert loads(text) == recipe
+
+
+def test_early_stopping_needs_a_domain_set() -> None:
+    text = "model: a\ndata: {train: x, eval: {general: g}, eval_share: 0}\neval_steps: 2\nearly_stopping_patience: 2\n"
+    assert "name data.eval.domain or set data.eval_share" in message(text)
+    loads(text, ["data.eval_share=0.1"])
+    loads(text, ["data.eval.domain=held.jsonl"])

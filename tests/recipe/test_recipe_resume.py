@@ -8,7 +8,10 @@ from trimtab.facts.errors import RecipeError
 from trimtab.recipe import CHANGEABLE_ON_RESUME, check_resume, loads
 from trimtab.recipe.problems import all_keys, dotted
 
-TEXT = "model: a\ndata: {train: [x, y], eval: {general: [g]}}\nlr_scheduler_type: cosine\nmax_steps: 10\n"
+TEXT = (
+    "model: a\ndata: {train: [x, y], eval: {general: [g]}}\nlr_scheduler_type: cosine\nmax_steps: 10\neval_steps: 2\n"
+    "early_stopping_patience: 2\n"
+)
 
 ALLOWED = [
     "logging_steps=3",
@@ -29,6 +32,8 @@ ALLOWED = [
     "memory_limit=8GiB",
     "cuda_graphs=false",
     "unpacked_layers=0",
+    "early_stopping_patience=3",
+    "early_stopping_threshold=0.1",
 ]
 
 

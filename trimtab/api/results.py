@@ -18,6 +18,8 @@ class RunResult:
     folder: Path
     status: str
     step: int
+    reason: str | None = None
+    """Why it finished before its last step (early stopping); None if it did not."""
 
     def data(self) -> RunData:
         """Its metrics and plan, read back from the folder."""

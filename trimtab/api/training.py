@@ -64,7 +64,7 @@ def _result(finished: Finished) -> RunResult:
     from trimtab.report import read_run, write_page
 
     write_page(read_run(finished.folder), finished.folder / "report.html")
-    return RunResult(finished.folder, finished.status, finished.step)
+    return RunResult(finished.folder, finished.status, finished.step, finished.reason)
 
 
 def _recipe(recipe: str | Path | dict[str, Any], overrides: dict[str, Any]) -> Any:

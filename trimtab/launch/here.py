@@ -52,6 +52,8 @@ class Finished:
     status: str
     step: int
     signal: int | None = None
+    reason: str | None = None
+    """Why it finished before its last step (early stopping); None if it did not."""
 
 
 def train(recipe: Recipe, view: View, *, after_step: Callable[[int], None] | None = None) -> Finished:
@@ -192,7 +194,7 @@ def _go(
     view.total_steps = run.job.cadence.total_steps
     view.logging_steps = run.job.cadence.logging_steps
     outcome = run.train()
-    return Finished(folder.path, outcome.status, outcome.state.step, outcome.signal)
+    return Finished(folder.path, outcome.status, outcome.state.step, outcome.signal, outcome.reason)
 
 
 def _stopping(example: dict[str, Any], tokenizer: Tokenizer, folder: RunFolder, view: View) -> Tokenizer:

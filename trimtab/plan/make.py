@@ -16,6 +16,7 @@ from trimtab.plan import time as plan_time
 from trimtab.plan.data import DataFacts
 from trimtab.plan.job import Job
 from trimtab.recipe.keys import Recipe
+from trimtab.recipe.rules import has_domain_set
 
 VERSION = 1
 
@@ -109,7 +110,7 @@ def make_plan(
         memory.peak.optimizer,
         3 * num_tensors,  # a weight and two moments; 8-bit scales are small
         recipe.save_total_limit,
-        best=_has_domain_set(recipe),
+        best=has_domain_set(recipe),
     )
     return Plan(
         recipe=recipe,
@@ -209,6 +210,10 @@ def _notes(recipe: Recipe, job: Job) -> list[str]:
             "adamw_torch_fused rounds bf16 weights to the nearest: updates at a low learning rate are lost; "
             "adamw_8bit and adamw_bf16 round stochastically"
         )
-    if not (_has_domain_set(recipe) or recipe.data.eval.general):
+    if not (has_domain_set(recipe) or recipe.data.eval.general):
         notes.append("no text is set aside for measuring: the report will show training loss only")
+    if recipe.early_stopping_patience is not None:
+        notes.append(
+            "early_stopping_patience: the run may end before its last step, so steps, time and disk are upper bounds"
+        )
     return notes

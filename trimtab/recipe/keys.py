@@ -363,6 +363,13 @@ class Recipe(Section):
     """Measure every so many steps. By default only before and after training."""
     eval_on_start: Annotated[bool, Field(examples=[True])] = True
     """Measure before the first step too; without it there is no "before" in the report."""
+    early_stopping_patience: Annotated[Count | None, Field(examples=[3])] = None
+    """Stop after so many evaluations in a row that did not lower the loss on the domain set (`data.eval.domain`, or the
+    held-out `data.eval_share`), the loss that also decides the best checkpoint. Needs `eval_steps`. The state is saved
+    and the best checkpoint kept. The count is part of each checkpoint, so a resumed run stops at the same step."""
+    early_stopping_threshold: Annotated[float, Field(ge=0, examples=[0.001])] = 0.0
+    """With `early_stopping_patience`: an evaluation counts as better only if its loss is lower than the lowest before
+    it by more than this."""
     save_steps: Annotated[Count | None, Field(examples=[500])] = 500
     """Save a checkpoint every so many steps, and always at the end. `null` saves only at the end."""
     save_total_limit: Annotated[Count, Field(examples=[2])] = 2

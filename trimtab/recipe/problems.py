@@ -53,6 +53,7 @@ ELSEWHERE = {
     "dataset_text_field": "data.train.0.text_column",
     "wandb": "report_to",
     "label_smoothing": "label_smoothing_factor",
+    "patience": "early_stopping_patience",
 }
 """Other tools' names for keys we have."""
 

@@ -17,6 +17,8 @@ CHANGEABLE_ON_RESUME: dict[str, str] = {
     "logging_steps": "only how often numbers are written",
     "eval_steps": "only how often is measured",
     "eval_on_start": "the start is past",
+    "early_stopping_patience": "only when the run stops; a larger one continues a run that stopped early",
+    "early_stopping_threshold": "only when the run stops",
     "save_steps": "only how often is saved",
     "save_total_limit": "only how many checkpoints are kept",
     "report_to": "only where metrics are copied to",

@@ -36,6 +36,7 @@ def problems(recipe: Recipe) -> list[str]:
         *_memory(recipe),
         *_template(recipe),
         *_measuring(recipe),
+        *_early_stopping(recipe),
         *_lora(recipe),
         *_quantized(recipe),
     ]
@@ -163,6 +164,36 @@ def _measuring(recipe: Recipe) -> Iterator[str]:
             f"eval_steps: {recipe.eval_steps} is given and there is nothing to measure; "
             "name a set under data.eval, set data.eval_share, or leave eval_steps out"
         )
+
+
+def _early_stopping(recipe: Recipe) -> Iterator[str]:
+    patience = recipe.early_stopping_patience
+    if patience is None:
+        if recipe.early_stopping_threshold:
+            yield (
+                f"early_stopping_threshold: {recipe.early_stopping_threshold:g} has no effect without "
+                "early_stopping_patience; set early_stopping_patience, or leave early_stopping_threshold out"
+            )
+        return
+    if recipe.eval_steps is None:
+        yield (
+            f"early_stopping_patience: {patience} counts evaluations, and there are none while training; set eval_steps"
+        )
+    if not has_domain_set(recipe):
+        set_one = (
+            "name data.eval.domain"
+            if recipe.data.streaming
+            else "name data.eval.domain or set data.eval_share"
+        )
+        yield (
+            f"early_stopping_patience: {patience} is decided by the loss on the domain set, which is missing; {set_one}"
+        )
+
+
+def has_domain_set(recipe: Recipe) -> bool:
+    """Whether there is a domain set: the one whose loss decides the best checkpoint and early stopping."""
+    held_out = recipe.data.eval_share > 0 and not recipe.data.streaming
+    return bool(recipe.data.eval.domain) or held_out
 
 
 def _lora(recipe: Recipe) -> Iterator[str]:

@@ -31,6 +31,7 @@ from trimtab.run.updates import make_in_backward, make_learning_rate, make_optim
 from trimtab.starter import FIELDS, math_problems, probe_items
 from trimtab.text import Tokenizer
 from trimtab.trainer import Cadence, Job, MetricsLog, NoLog, Outcome, TrainState, train
+from trimtab.trainer.early_stopping import EarlyStopping
 from trimtab.trainer.graphs import Graphs
 from trimtab.trainer.job import Observer
 from trimtab.trainer.scaling import LossScaler
@@ -127,6 +128,8 @@ def assemble(
         device=device,
         evaluate=evaluation,
         best_of=next(iter(evaluation.sets), None),
+        evaluate_end=evaluation.at_end,
+        early_stopping=_early_stopping(recipe),
         loss_scale=FIRST_LOSS_SCALE if choices.dtype == "fp16" else None,
         observers=observers,
         compiled=Regions(decoder) if decoder.regions is not None else None,
@@ -137,6 +140,12 @@ def assemble(
     if resume:
         _restore(run, store, found, on_event)
     return run
+
+
+def _early_stopping(recipe: Recipe) -> EarlyStopping | None:
+    if recipe.early_stopping_patience is None:
+        return None
+    return EarlyStopping(recipe.early_stopping_patience, recipe.early_stopping_threshold)
 
 
 def _masks(

@@ -53,10 +53,23 @@ class Evaluation:
             with torch.no_grad(), self.autocast():
                 records = [*self._losses(step), *self._probe(step)]
                 if step == 0 or step >= self.total_steps:
-                    records += [*self._answers(step), *self._samples(step)]
+                    records += self._generated(step)
         finally:
             self.decoder.train(training)
         return records
+
+    def at_end(self, step: int) -> list[dict[str, Any]]:
+        """What a run that ends before its last step still has to measure: exact answers and completions."""
+        training = self.decoder.training
+        self.decoder.eval()
+        try:
+            with torch.no_grad(), self.autocast():
+                return self._generated(step)
+        finally:
+            self.decoder.train(training)
+
+    def _generated(self, step: int) -> list[dict[str, Any]]:
+        return [*self._answers(step), *self._samples(step)]
 
     def _losses(self, step: int) -> list[dict[str, Any]]:
         records = []

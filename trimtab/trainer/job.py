@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from trimtab.trainer.early_stopping import EarlyStopping
+
 
 class Batch(Protocol):
     """What the loop itself reads of a microbatch; the loss callable reads the rest."""
@@ -126,6 +128,10 @@ class TrainState:
     seconds: float = 0.0
     measured: int = -1
     """The last step that an evaluation was finished at."""
+    stale: int = 0
+    """Evaluations in a row that did not improve, for early stopping."""
+    ended: int = -1
+    """The step at which early stopping ended the run, its last records written."""
 
 
 @dataclass
@@ -136,6 +142,8 @@ class Outcome:
     """`finished`, or `interrupted` after a signal (the state is saved)."""
     state: TrainState
     signal: int | None = None
+    reason: str | None = None
+    """Why a run finished before its last step; None if it did not."""
 
 
 @dataclass
@@ -163,6 +171,11 @@ class Job:
     evaluate: Callable[[int], list[dict[str, Any]]] | None = None
     """Step to metric records; the record named `best_of` with kind `eval` decides the best checkpoint."""
     best_of: str | None = None
+    evaluate_end: Callable[[int], list[dict[str, Any]]] | None = None
+    """Step to the records that only a run's end has (completions, exact answers), where it ends before its last step;
+    at the last step `evaluate` returns them itself."""
+    early_stopping: EarlyStopping | None = None
+    """When the score of `best_of` ends the run; None trains to the last step."""
     loss_scale: float | None = None
     """The first loss scale for fp16; None trains without one."""
     in_backward: InBackward | None = None

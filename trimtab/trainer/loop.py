@@ -6,7 +6,6 @@ the loop (a signal, a bad step, data that vanished), the state before it is save
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from trimtab.facts.errors import TrainingError, TrimtabError
+from trimtab.trainer.early_stopping import is_better
 from trimtab.trainer.guards import FiniteGuard, explain
 from trimtab.trainer.job import Job, Outcome, TrainState
 from trimtab.trainer.memory import StepMeter, process_bytes, standing
@@ -27,7 +27,7 @@ MEASURED_STEP = 1
 
 
 def train(job: Job, state: TrainState, scaler: LossScaler | None = None) -> Outcome:
-    """Runs `job` from `state` to its last step.
+    """Runs `job` from `state` to its last step, or to the step at which early stopping ends it.
 
     Returns how it ended: finished, or interrupted by a signal with everything saved.
     """
@@ -56,25 +56,65 @@ class _Loop:
         with StopSignals() as signals, self.rescued():
             self.begin()
             self.clock = time.perf_counter()
+            if self.stops_early():
+                return self.stopped_early(set())
             while state.step < cadence.total_steps:
                 self.step()
                 if self.steps_here == 1:
                     self.first_step_done()
                 if cadence.due(cadence.logging_steps, state.step):
                     self.flush()
-                improved = cadence.due(cadence.eval_steps, state.step) and self.evaluate()
+                measured = cadence.due(cadence.eval_steps, state.step)
+                improved = measured and self.evaluate()
                 last = state.step == cadence.total_steps
+                tags = {"best"} if improved else set[str]()
+                if measured and self.stops_early():
+                    return self.stopped_early(tags)
                 if improved or cadence.due(cadence.save_steps, state.step):
-                    self.save({"best"} if improved else set(), wait=last)
+                    self.save(tags, wait=last)
                 if job.after_step:
                     job.after_step(state.step)
                 if not last and job.mesh.sum_int(0 if signals.received is None else 1):
                     return self.interrupted(signals.received)
+        return self.finished()
+
+    def finished(self, reason: str | None = None) -> Outcome:
+        """The last records of a run whose state is saved."""
+        job = self.job
         job.store.wait()
         self.memory_record("after", standing(job))
         self.compile_record(None)
         job.log.sync()
-        return Outcome("finished", state)
+        return Outcome("finished", self.state, reason=reason)
+
+    def stops_early(self) -> bool:
+        """Whether early stopping ends the run here; all processes of a mesh decide alike."""
+        job, state = self.job, self.state
+        if job.early_stopping is None or state.step >= job.cadence.total_steps:
+            return False
+        return bool(job.mesh.sum_int(int(job.early_stopping.reached(state.stale))))
+
+    def stopped_early(self, tags: set[str]) -> Outcome:
+        """Writes the records of a run's end and saves; a run that is resumed here writes only that there is no more."""
+        job, state = self.job, self.state
+        assert job.early_stopping is not None
+        reason = job.early_stopping.reason(job.best_of, state.stale, state.best)
+        if state.ended == state.step:
+            message = (
+                f"stopped early at step {state.step}: {reason}; to train on, raise early_stopping_patience"
+            )
+            self.tell({"kind": "event", "step": state.step, "message": message})
+            return Outcome("finished", state, reason=reason)
+        for record in job.evaluate_end(state.step) if job.evaluate_end else []:
+            self.emit(record)
+        message = f"stopped early at step {state.step} of {job.cadence.total_steps}: {reason}"
+        self.emit({"kind": "event", "step": state.step, "message": message})
+        state.ended = state.step
+        job.log.sync()
+        self.publish(tags, wait=True)
+        if job.after_step and self.steps_here:
+            job.after_step(state.step)
+        return self.finished(reason)
 
     def begin(self) -> None:
         """Measures a fresh state, and one that was saved because its evaluation failed."""
@@ -270,12 +310,21 @@ class _Loop:
         for record in records:  # whole or not at all: one that fails is made again when the run goes on
             self.write(record)
             if record["kind"] == "eval" and record["name"] == job.best_of:
-                improved = _is_better(record["loss"], state.best)
-                if improved:
-                    state.best = record["loss"]
+                improved = self.score(record["loss"])
         state.measured = state.step
         self.clock = time.perf_counter()
         return improved and state.step > 0
+
+    def score(self, loss: float) -> bool:
+        """Takes the loss that decides the best checkpoint and early stopping; True if it is the lowest so far."""
+        state, stopping = self.state, self.job.early_stopping
+        if state.step > 0:  # counted in every run: early stopping may be asked for when one is resumed
+            threshold = 0.0 if stopping is None else stopping.threshold
+            state.stale = 0 if is_better(loss, state.best, threshold) else state.stale + 1
+        improved = is_better(loss, state.best)
+        if improved:
+            state.best = loss
+        return improved
 
     def save(self, tags: set[str], *, wait: bool) -> None:
         """A checkpoint of the current state; the log is on disk before it."""
@@ -331,11 +380,6 @@ class _Loop:
                 self.observers.remove(observer)
                 for other in self.observers:
                     other.message(f"{type(observer).__name__} is told nothing more: {error}")
-
-
-def _is_better(loss: float, best: float | None) -> bool:
-    """Whether a loss is the lowest so far; one that is no number is never, and does not stand in the way."""
-    return not math.isnan(loss) and (best is None or math.isnan(best) or loss < best)
 
 
 def _remedy(job: Job, saved_step: int, *, documents: bool) -> str:
