@@ -169,6 +169,7 @@ def test_refused_keys_say_what_to_do() -> None:
         ("mlp_tiles=0", "mlp_tiles cannot be 0"),
         ("label_smoothing_factor=1", "label_smoothing_factor must be less than 1, not 1"),
         ("z_loss=-1e-4", "z_loss must be greater than or equal to 0, not -0.0001"),
+        ("num_threads=0", "num_threads must be greater than or equal to 1, not 0"),
         ("early_stopping_patience=0", "early_stopping_patience must be greater than or equal to 1, not 0"),
         ("unpacked_layers=x", "unpacked_layers cannot be x"),
         ("recompute=[none, null]", "recompute cannot be [none, null] (from"),

@@ -34,6 +34,7 @@ ALLOWED = [
     "unpacked_layers=0",
     "early_stopping_patience=3",
     "early_stopping_threshold=0.1",
+    "num_threads=3",
 ]
 
 

@@ -178,3 +178,40 @@ def test_threads_of_a_resumed_run_end_with_it(tmp_path: Path) -> None:
     launch.resume(folder, [], Silent(), after_step=lambda _: seen.append(torch.get_num_threads()))
     assert seen == [2]
     assert torch.get_num_threads() == 1
+
+
+def test_the_recipe_s_threads_win_and_may_change_when_a_run_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    seen: list[int] = []
+
+    def look(step: int) -> None:
+        seen.append(torch.get_num_threads())
+        if step == 1:
+            raise KeyboardInterrupt
+
+    path = write_recipe(tmp_path, num_threads=2, max_steps=3, num_train_epochs=None, save_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        launch.train(load(path), Silent(), after_step=look)
+    folder = tmp_path / "run"
+    assert read_json(folder / "choices.json")["threads"] == 2
+    same = Silent()
+    with pytest.raises(KeyboardInterrupt):
+        launch.resume(folder, [], same, after_step=lambda step: look(step - 1))
+    assert not any("num_threads" in text for text in same.messages)
+    other = Silent()
+    launch.resume(folder, ["num_threads=3"], other, after_step=look)
+    assert seen == [2, 2, 3]
+    assert (
+        "the run began with 2 CPU threads and continues with num_threads: 3: sums may be added up in another order, "
+        "so losses may differ in the last bits from an uninterrupted run"
+    ) in other.messages
+    assert read_json(folder / "plan.json")["choices"]["threads"] == 3
+    assert torch.get_num_threads() == 1
+
+
+def test_more_threads_than_cores_are_remarked_on(tmp_path: Path) -> None:
+    notes = prepare(load(write_recipe(tmp_path, num_threads=4000))).plan.notes
+    assert any(note.startswith("num_threads: 4000 is more than this machine's") for note in notes)
+    assert not prepare(load(write_recipe(tmp_path, num_threads=1))).plan.notes

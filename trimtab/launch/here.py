@@ -97,11 +97,7 @@ def resume(
         before = build(kept["recipe"])
         check_resume(before, recipe)
         need_trackers(recipe.report_to)
-        if kept["threads"] > (os.cpu_count() or 1):
-            view.message(
-                f"the run began with {kept['threads']} threads and this machine has {os.cpu_count()} cores: "
-                "sums are added in the same order all the same, only slower"
-            )
+        _tell_threads(kept["threads"], recipe, view)
         if kept["deterministic"] is False and kept["device"] == "cuda":
             view.message(
                 "deterministic is off: on a GPU losses may differ in the last bits from an unstopped run"
@@ -112,6 +108,20 @@ def resume(
         if changed:
             check_fits(prepared.plan, prepared.device, resumed=True)
         return _go(prepared, folder, view, kept=kept, after_step=after_step)
+
+
+def _tell_threads(began: int, recipe: Recipe, view: View) -> None:
+    """What a resumed run's number of CPU threads means for its bits and its speed."""
+    if recipe.num_threads not in (None, began):
+        view.message(
+            f"the run began with {began} CPU threads and continues with num_threads: {recipe.num_threads}: sums may be "
+            "added up in another order, so losses may differ in the last bits from an uninterrupted run"
+        )
+    elif began > (os.cpu_count() or 1):
+        view.message(
+            f"the run began with {began} threads and this machine has {os.cpu_count()} cores: "
+            "sums are added in the same order all the same, only slower"
+        )
 
 
 def _kept(folder: RunFolder) -> dict[str, Any]:

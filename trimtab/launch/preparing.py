@@ -64,6 +64,8 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None) -> Prepared:
     else:
         device, model, commit = detect(frozen.choices.device), frozen.model, frozen.commit
         shape, choices = read_shape(model), frozen.choices
+        if recipe.num_threads is not None:
+            choices = dataclasses.replace(choices, threads=recipe.num_threads)
     said = choices.to_dict()
     said["memory"] = _memory(recipe, frozen, shape, device, said)
     plan = make_plan(recipe, shape, device=device, choices=said)

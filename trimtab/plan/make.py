@@ -126,7 +126,7 @@ def make_plan(
             **choices,
             "optimizer": choices.get("optimizer") or {"name": recipe.optim, "reason": "named in the recipe"},
         },
-        notes=tuple(_notes(recipe, job)),
+        notes=tuple(_notes(recipe, job, device)),
         limit=plan_limits.limit_of(recipe, device)[0],
     )
 
@@ -189,14 +189,13 @@ def _loss_memory(choices: dict[str, Any]) -> int | None:
     return held
 
 
-def _has_domain_set(recipe: Recipe) -> bool:
-    """Whether there is text like the training text to choose a best checkpoint on."""
-    held_out = recipe.data.eval_share > 0 and not recipe.data.streaming
-    return bool(recipe.data.eval.domain) or held_out
-
-
-def _notes(recipe: Recipe, job: Job) -> list[str]:
+def _notes(recipe: Recipe, job: Job, device: DeviceFacts) -> list[str]:
     notes = []
+    if device.cores is not None and (recipe.num_threads or 0) > device.cores:
+        notes.append(
+            f"num_threads: {recipe.num_threads} is more than this machine's {device.cores} cores: as many threads as "
+            "cores are usually faster"
+        )
     if job.device == "cpu" and job.dtype == "bf16" and not job.bf16:
         notes.append("this CPU has no bf16 arithmetic: dtype: fp32 would be several times faster")
     if job.device == "cpu" and job.dtype == "fp16":

@@ -303,6 +303,10 @@ class Recipe(Section):
 
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(examples=["auto"])] = "auto"
     """Where to train. `auto` takes a CUDA GPU if there is one."""
+    num_threads: Annotated[Count | None, Field(examples=[8])] = None
+    """CPU threads of torch's operations (`torch.set_num_threads`); takes precedence over `OMP_NUM_THREADS`. By default
+    torch decides: `OMP_NUM_THREADS`, or one thread per core. The number is kept with the run: another one may add up
+    sums in another order and so change the last bits of the losses."""
     dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Field(examples=["bf16"])] = "auto"
     """Number format of the arithmetic. `auto` takes bf16 where the device computes it in hardware, fp32
     elsewhere."""

@@ -54,6 +54,7 @@ ELSEWHERE = {
     "wandb": "report_to",
     "label_smoothing": "label_smoothing_factor",
     "patience": "early_stopping_patience",
+    "threads": "num_threads",
 }
 """Other tools' names for keys we have."""
 

@@ -19,6 +19,7 @@ CHANGEABLE_ON_RESUME: dict[str, str] = {
     "eval_on_start": "the start is past",
     "early_stopping_patience": "only when the run stops; a larger one continues a run that stopped early",
     "early_stopping_threshold": "only when the run stops",
+    "num_threads": "another number may change the last bits of the losses, as the run then says",
     "save_steps": "only how often is saved",
     "save_total_limit": "only how many checkpoints are kept",
     "report_to": "only where metrics are copied to",

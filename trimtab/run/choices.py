@@ -76,7 +76,10 @@ class Choices:
 
 
 def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: int) -> Choices:
-    """Decides for one machine; a wish that cannot be met is an error, never replaced."""
+    """Decides for one machine; a wish that cannot be met is an error, never replaced.
+
+    `threads` is what torch uses by default; the recipe's `num_threads` takes precedence.
+    """
     if recipe.max_seq_length > shape.max_positions:
         raise ModelError(
             f"max_seq_length {recipe.max_seq_length} is beyond the model's {shape.max_positions} positions",
@@ -110,7 +113,7 @@ def choose_all(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: 
         gradient_dtype=gradients,
         attention=attention,
         precision=_sentence(dtype, weights, gradients, settings, quantization),
-        threads=threads,
+        threads=recipe.num_threads or threads,
         deterministic=recipe.deterministic,
         optimizer=_optimizer(recipe, device),
         compile=_compile(recipe, device, attention["impl"]),
