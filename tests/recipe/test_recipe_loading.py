@@ -208,6 +208,7 @@ def test_a_value_that_is_none_of_several_kinds_is_one_problem(override: str, sai
         ("dtype: fp16\nweights_dtype: bf16", "cannot compute on weights kept in bf16"),
         ("dtype: fp32\ngradient_dtype: bf16", "needs weights in bf16"),
         ("dtype: bf16\nweights_dtype: fp32\ngradient_dtype: bf16", "needs weights in bf16"),
+        ("group_by_length: true", "set packing: false, or leave group_by_length out"),
         ("early_stopping_patience: 2", "there are none while training; set eval_steps"),
         (
             "early_stopping_threshold: 0.1",
@@ -482,3 +483,11 @@ def test_early_stopping_needs_a_domain_set() -> None:
     assert "name data.eval.domain or set data.eval_share" in message(text)
     loads(text, ["data.eval_share=0.1"])
     loads(text, ["data.eval.domain=held.jsonl"])
+
+
+def test_grouping_by_length_needs_lengths() -> None:
+    text = (
+        "model: a\ndata: {train: x, streaming: true}\nmax_steps: 3\npacking: false\ngroup_by_length: true\n"
+    )
+    assert "set data.streaming: false" in message(text)
+    assert loads(text, ["data.streaming=false"]).group_by_length

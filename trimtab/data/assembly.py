@@ -81,12 +81,14 @@ def make_loader(
     seed: int = 0,
     dp_rank: int = 0,
     dp_size: int = 1,
+    group_by_length: bool = False,
 ) -> Loader | StreamLoader:
     """A loader over corpora, or (corpus, weight) pairs, all cached or all streamed.
 
     A train source of weight 1 is seen once an epoch, of weight 2 twice, of 0.5 by half (the other half in
     the next epoch). `replay_share` of all windows come from the `replay` corpora, between which weights
-    scale their sizes.
+    scale their sizes. Without `packing`, `group_by_length` puts documents of similar length into each microbatch and
+    pads it to its own longest one.
 
     Example:
         >>> loader = make_loader([(math, 1.0)], replay=[general], replay_share=0.1,    # doctest: +SKIP
@@ -101,6 +103,10 @@ def make_loader(
     kinds = {corpus.streaming for corpus, _ in [*pairs, *others]}
     if len(kinds) > 1:
         raise DataError("some sources are streamed and some are cached", "open all of them in the same way")
+    if group_by_length and packing:
+        raise DataError("group_by_length is for documents that are not packed", "pass packing=False")
+    if group_by_length and kinds == {True}:
+        raise DataError("group_by_length needs the lengths of all documents", "open them without streaming")
     if kinds == {True}:
         return StreamLoader(
             [(corpus, weight) for corpus, weight in pairs if isinstance(corpus, StreamCorpus)],
@@ -119,6 +125,7 @@ def make_loader(
         packing=packing,
         shape=shape,
         seed=seed,
+        group_by_length=group_by_length,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,13 @@ import numpy as np
 from trimtab.data.batch import Batch, Piece, collate
 from trimtab.data.corpus import Corpus
 from trimtab.data.dealing import StepShape, deal
+from trimtab.data.grouping import grouped_fill, grouped_order, padded_length
 from trimtab.data.mixture import Mixture, epoch_plan, mix
 from trimtab.data.packing import Packing, pack_documents
 from trimtab.facts.errors import CheckpointError, DataError
+
+WORTH_GROUPING = 0.1
+"""A share of padding that is worth a sentence."""
 
 
 class PackedCorpus:
@@ -94,8 +99,11 @@ class Loader:
         packing: bool,
         shape: StepShape,
         seed: int,
+        group_by_length: bool = False,
     ) -> None:
+        assert not (packing and group_by_length), "packed windows have no lengths to group by"
         self.max_seq_length = max_seq_length
+        self.packing, self.group_by_length = packing, group_by_length
         self.shape = shape
         self.seed = seed
         self.packed = [PackedCorpus(corpus, max_seq_length, packing) for corpus, _ in [*train, *replay]]
@@ -115,6 +123,8 @@ class Loader:
                 )
             ],
         }
+        if group_by_length:  # which windows meet in a step follows from the microbatches
+            self._settings["group_by_length"] = [shape.batch_size, shape.num_windows]
         self._epoch = self._window = 0
         self._plan: tuple[int, tuple[np.ndarray, np.ndarray]] | None = None
 
@@ -140,8 +150,24 @@ class Loader:
 
     @property
     def fill(self) -> float:
-        """The share of places in the windows of an epoch that hold a token."""
+        """The share of places in the microbatches of an epoch that hold a token."""
+        if self.group_by_length:
+            return self._grouped_fill
         return self.num_tokens / (self.num_windows * self.max_seq_length)
+
+    @cached_property
+    def _grouped_fill(self) -> float:
+        """Of the first epoch, grouped by length, whether it is trained so or not."""
+        source_E, window_E = self._grouped(epoch_plan(self.mixture, self.seed, 0), 0)
+        return grouped_fill(self._lengths(source_E, window_E), self.shape.batch_size, self.max_seq_length)
+
+    def _lengths(self, source_E: np.ndarray, window_E: np.ndarray) -> np.ndarray:
+        """Tokens in windows that hold one document each."""
+        lengths_E = np.empty(len(source_E), np.int64)
+        for source, one in enumerate(self.packed):
+            of_it = source_E == source
+            lengths_E[of_it] = one.packing.pieces.length_P[one.packing.order_P[window_E[of_it]]]
+        return lengths_E
 
     @property
     def dropped_tokens(self) -> int:
@@ -149,11 +175,27 @@ class Loader:
         return sum(one.packing.dropped for one in self.packed)
 
     def notes(self) -> list[str]:
-        """What was cut or left out at this length, a sentence a source."""
-        return [
+        """What was cut or left out at this length, a sentence per source, and how much padding there is."""
+        notes = [
             cut_note(one.corpus.name, one.cut, one.lost, self.max_seq_length)
             for one in self.packed
             if one.cut
+        ]
+        return [*notes, *self._padding_note()]
+
+    def _padding_note(self) -> list[str]:
+        """For windows of one document each: the share of padding, with and without grouping by length."""
+        if self.packing:
+            return []
+        padded = 1 - self.num_tokens / (self.num_windows * self.max_seq_length)
+        grouped = 1 - self._grouped_fill
+        if self.group_by_length:
+            return [f"group_by_length: {grouped:.0%} of all tokens are padding, instead of {padded:.0%}"]
+        if padded - grouped < WORTH_GROUPING:
+            return []
+        return [
+            f"packing: false pads every document to max_seq_length: {padded:.0%} of all tokens are padding; "
+            f"group_by_length: true would leave {grouped:.0%}"
         ]
 
     @property
@@ -168,7 +210,7 @@ class Loader:
         batches = []
         for micro in deal(range(self._window, end), self.shape):
             windows = [self.packed[int(source_E[i])].window(int(window_E[i])) for i in micro]
-            batches.append(collate(windows or [[]], self.max_seq_length))
+            batches.append(collate(windows or [[]], self._row_length(windows)))
         self._window = end
         if end == self.num_windows:
             self._epoch, self._window = self._epoch + 1, 0
@@ -186,10 +228,24 @@ class Loader:
     def close(self) -> None:
         """Nothing is held open."""
 
+    def _row_length(self, windows: list[list[Piece]]) -> int:
+        """Tokens in a row of a microbatch."""
+        if not self.group_by_length:
+            return self.max_seq_length
+        return padded_length([len(piece.ids) for window in windows for piece in window], self.max_seq_length)
+
     def _epoch_plan(self) -> tuple[np.ndarray, np.ndarray]:
         if self._plan is None or self._plan[0] != self._epoch:
-            self._plan = (self._epoch, epoch_plan(self.mixture, self.seed, self._epoch))
+            self._plan = (self._epoch, self._ordered(self._epoch))
         return self._plan[1]
+
+    def _ordered(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        order = epoch_plan(self.mixture, self.seed, epoch)
+        return self._grouped(order, epoch) if self.group_by_length else order
+
+    def _grouped(self, order: tuple[np.ndarray, np.ndarray], epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        place_E = grouped_order(self._lengths(*order), self.shape, self.seed, epoch)
+        return order[0][place_E], order[1][place_E]
 
 
 def check_settings(position: dict[str, Any], now: dict[str, Any]) -> None:

@@ -72,6 +72,20 @@ def describe(recipe: Recipe, data: DataFacts | None, num_devices: int = 1) -> di
     }
 
 
+def mean_length(recipe: Recipe, data: DataFacts | None) -> float:
+    """Tokens of a window that pass through the model, padding included.
+
+    Example:
+        >>> from trimtab.recipe import loads
+        >>> text = "model: a\\ndata: {train: x}\\npacking: false\\ngroup_by_length: true"
+        >>> mean_length(loads(text), DataFacts(windows=100, tokens=9000, fill=0.9))
+        100.0
+    """
+    if not recipe.group_by_length or data is None or not (data.windows and data.tokens and data.fill):
+        return float(recipe.max_seq_length)
+    return data.tokens / data.fill / data.windows
+
+
 def processed_windows(recipe: Recipe, data: DataFacts | None, num_devices: int = 1) -> float:
     """Windows that pass through the model in the whole run; needs a known number of steps."""
     steps = total_steps(recipe, data, num_devices)

@@ -137,7 +137,8 @@ def _time(
     steps = plan_data.total_steps(recipe, data, num_devices)
     processed = None
     if steps is not None:
-        processed = round(plan_data.processed_windows(recipe, data, num_devices) * recipe.max_seq_length)
+        length = plan_data.mean_length(recipe, data)
+        processed = round(plan_data.processed_windows(recipe, data, num_devices) * length)
     return plan_time.estimate(
         job.shape,
         device,

@@ -247,6 +247,11 @@ class Recipe(Section):
     packing: Annotated[bool, Field(examples=[True])] = True
     """Fill each window with several documents, none of which sees another. Without it each window holds one
     document and padding."""
+    group_by_length: Annotated[bool, Field(examples=[False])] = False
+    """With `packing: false`: put documents of similar length into the same microbatch and pad it to its own longest
+    document, rounded up to a multiple of 8, instead of to `max_seq_length`. Documents are shuffled first and sorted by
+    length within mega-batches of 50 steps, then the microbatches are shuffled, so the order stays random and follows
+    from the seed. Memory is planned for the longest microbatch; microbatches of many lengths rule out CUDA graphs."""
     per_device_train_batch_size: Annotated[Count, Field(examples=[4])] = 4
     """Windows that pass through the model at once on each device. Activation memory grows with it."""
     gradient_accumulation_steps: Annotated[Count, Field(examples=[4])] = 4

@@ -30,6 +30,7 @@ def problems(recipe: Recipe) -> list[str]:
     """One sentence, `cause; remedy`, for each pair of keys that contradict each other; empty if none do."""
     return [
         *_length(recipe),
+        *_grouping(recipe),
         *_schedule(recipe),
         *_precision(recipe),
         *_optimizer(recipe),
@@ -52,6 +53,21 @@ def _length(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.data.streaming and recipe.max_steps <= 0:
         yield "data.streaming is on and the number of steps is unknown; give max_steps"
+
+
+def _grouping(recipe: Recipe) -> Iterator[str]:
+    if not recipe.group_by_length:
+        return
+    if recipe.packing:
+        yield (
+            "group_by_length: true is for windows of one document each, and packing: true fills windows with several; "
+            "set packing: false, or leave group_by_length out"
+        )
+    if recipe.data.streaming:
+        yield (
+            "group_by_length: true needs the lengths of all documents, which data.streaming: true does not know; "
+            "set data.streaming: false, or leave group_by_length out"
+        )
 
 
 def _schedule(recipe: Recipe) -> Iterator[str]:

@@ -207,8 +207,8 @@ def _compile(recipe: Recipe, device: DeviceFacts, attention: str) -> dict[str, A
     obstacle = compile_obstacle(device.kind, device.capability)
     if recipe.torch_compile is True and obstacle is not None:
         raise ResourceError(f"torch_compile: true cannot work here: {obstacle}", "set torch_compile: auto")
-    # Windows have one length; varlen's offsets are as many as a batch has documents.
-    dynamic = recipe.packing and attention == "varlen"
+    # Windows have one length unless they are grouped; varlen's offsets are as many as a batch has documents.
+    dynamic = recipe.group_by_length or (recipe.packing and attention == "varlen")
     if recipe.torch_compile != "auto":
         return {"on": recipe.torch_compile, "dynamic": dynamic, "reason": "named in the recipe"}
     if device.kind != "cuda":

@@ -61,6 +61,7 @@ class Corpora:
             seed=recipe.seed,
             dp_rank=mesh.rank,
             dp_size=mesh.size,
+            group_by_length=recipe.group_by_length,
         )
 
     @cached_property

@@ -45,6 +45,8 @@ def _obstacle(plan: Plan, choices: dict[str, Any], in_backward: bool) -> str | N
         return "several devices"
     if in_backward:
         return "an optimizer in backward takes numbers from the host"
+    if plan.recipe.group_by_length:
+        return "group_by_length makes microbatches of many lengths, and a graph has one"
     if plan.recipe.packing and attention in ("varlen", "flex"):
         return f"{attention} attention reads tensors whose size depends on the documents"
     return None

@@ -1,0 +1,79 @@
+"""group_by_length in whole runs: the loss of the padded windows, exact resumes, what many lengths rule out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_model import write_recipe
+from whole_run import Silent, losses, relative, run
+
+from trimtab import launch
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.errors import RecipeError
+from trimtab.launch.preparing import prepare
+from trimtab.plan import make_plan
+from trimtab.recipe import load
+from trimtab.run.choices import choose_all
+from trimtab.run.folder import read_json
+from trimtab.run.recording import choose_graphs
+
+GROUPED = {"packing": False, "group_by_length": True, "logging_steps": 1}
+
+
+def test_a_step_over_the_whole_epoch_has_the_padded_windows_loss(tmp_path: Path) -> None:
+    whole = {"gradient_accumulation_steps": 64, "num_train_epochs": 2, "logging_steps": 1, "packing": False}
+    padded = run(tmp_path, "padded", **whole)
+    grouped = run(tmp_path, "grouped", **whole, group_by_length=True)
+    assert relative(losses(grouped), losses(padded)) < 1e-5
+    fill = [read_json(folder / "plan.json")["data"]["fill"] for folder in (padded, grouped)]
+    assert fill[1] > 1.3 * fill[0]
+
+
+def test_killed_and_resumed(tmp_path: Path) -> None:
+    whole = run(tmp_path, "whole", **GROUPED)
+
+    class Stop(Exception):
+        pass
+
+    def stop(step: int) -> None:
+        if step == 5:
+            raise Stop
+
+    path = write_recipe(tmp_path, **GROUPED, eval_steps=None, output_dir=str(tmp_path / "stopped"))
+    with pytest.raises(Stop):
+        launch.train(load(path), Silent(), after_step=stop)
+    view = Silent()
+    launch.resume(tmp_path / "stopped", [], view)
+    assert losses(tmp_path / "stopped") == losses(whole)
+    assert any(note.startswith("group_by_length: ") for note in view.messages)
+
+
+def test_many_lengths_need_one_program_and_no_graphs(tmp_path: Path) -> None:
+    gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
+    shape = prepare(load(write_recipe(tmp_path))).shape
+
+    def decided(**changes: object) -> tuple[dict[str, object], dict[str, object]]:
+        recipe = load(write_recipe(tmp_path, **changes))
+        choices = choose_all(recipe, shape, gpu, 1).to_dict()
+        choices.pop("memory")
+        return choose_graphs(make_plan(recipe, shape, device=gpu, choices=choices)), choices["compile"]
+
+    graphs, compiling = decided(packing=False)
+    assert (graphs["on"], compiling["dynamic"]) == (True, False)
+    graphs, compiling = decided(**GROUPED)
+    assert graphs == {
+        "on": False,
+        "reason": "group_by_length makes microbatches of many lengths, and a graph has one",
+    }
+    assert compiling["dynamic"] is True
+    with pytest.raises(RecipeError, match="cuda_graphs: true cannot work here: group_by_length"):
+        decided(**GROUPED, cuda_graphs=True)
+
+
+def test_memory_is_planned_for_the_longest(tmp_path: Path) -> None:
+    plans = [
+        prepare(load(write_recipe(tmp_path, packing=False, group_by_length=grouped))).plan.memory
+        for grouped in (False, True)
+    ]
+    assert plans[0] == plans[1]
