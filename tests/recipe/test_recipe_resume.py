@@ -106,3 +106,23 @@ def test_a_warm_up_by_share_pins_the_number_of_steps() -> None:
     flags = ["lr_scheduler_type=constant_with_warmup", "warmup_ratio=0.1"]
     with pytest.raises(RecipeError, match="max_steps"):
         check_resume(loads(TEXT, flags), loads(TEXT, [*flags, "max_steps=100"]))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "began", "fine"),
+    [
+        ("cuda", "cuda:1", "cuda", True),
+        ("cuda:1", "cuda:0", "cuda", True),
+        ("auto", "cuda:1", "cuda", True),
+        ("auto", "cpu", "cpu", True),
+        ("auto", "cuda:1", "cpu", False),
+        ("cuda:1", "cpu", "cuda", False),
+    ],
+)
+def test_another_gpu_and_no_other_kind_of_device(before: str, now: str, began: str, fine: bool) -> None:
+    old, new = loads(TEXT, [f"device={before}"]), loads(TEXT, [f"device={now}"])
+    if fine:
+        check_resume(old, new, device=began)
+        return
+    with pytest.raises(RecipeError, match=f"device \\('{before}' → '{now}'\\)"):
+        check_resume(old, new, device=began)

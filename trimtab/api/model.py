@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,18 +68,19 @@ class Model:
         if max_new_tokens is None:
             room = self.opened.decoder.shape.max_positions - len(ids)
             max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
-        return generate(
-            self.opened.decoder,
-            tokenizer,
-            ids,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            stop=[stop] if isinstance(stop, str) else list(stop),
-            seed=seed,
-            stream=stream,
-        )
+        with self._on_device():
+            return generate(
+                self.opened.decoder,
+                tokenizer,
+                ids,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                stop=[stop] if isinstance(stop, str) else list(stop),
+                seed=seed,
+                stream=stream,
+            )
 
     def save(self, folder: str | Path, *, dtype: str = "bf16", overwrite: bool = False) -> Path:
         """Writes a folder that transformers loads, checks it, and returns the receipt's path."""
@@ -92,12 +94,13 @@ class Model:
                 "use `trimtab merge`, or `trimtab export peft`",
             )
         receipt = self._receipt(folder, "hf")
-        export_hf(
-            self.opened.decoder,
-            self.opened.tokenizer,
-            folder,
-            **self._folder_options(dtype, receipt, overwrite),
-        )
+        with self._on_device():
+            export_hf(
+                self.opened.decoder,
+                self.opened.tokenizer,
+                folder,
+                **self._folder_options(dtype, receipt, overwrite),
+            )
         return receipt
 
     @property
@@ -113,7 +116,8 @@ class Model:
         from trimtab.run.sources import put_adapter
 
         check_known(Path(folder), self.opened.tokenizer)
-        put_adapter(self.opened, Path(folder), _tell, name=name)
+        with self._on_device():
+            put_adapter(self.opened, Path(folder), _tell, name=name)
 
     def use_adapters(self, *names: str) -> None:
         """Which adapters take part from now on; none at all gives the base model.
@@ -137,16 +141,17 @@ class Model:
         self._check_target(folder, "fp32")
         adapter = adapter or self._used_adapter()
         receipt = self._receipt(folder, "peft")
-        export_peft(
-            opened.decoder,
-            folder,
-            base=opened.base or {"source": opened.name},
-            adapter=adapter,
-            receipt=receipt,
-            source={"model": opened.name, "step": opened.step},
-            overwrite=overwrite,
-            tokenizer=opened.tokenizer if adapter in opened.with_tokens else None,
-        )
+        with self._on_device():
+            export_peft(
+                opened.decoder,
+                folder,
+                base=opened.base or {"source": opened.name},
+                adapter=adapter,
+                receipt=receipt,
+                source={"model": opened.name, "step": opened.step},
+                overwrite=overwrite,
+                tokenizer=opened.tokenizer if adapter in opened.with_tokens else None,
+            )
         return receipt
 
     def _used_adapter(self) -> str:
@@ -175,13 +180,20 @@ class Model:
         folder = Path(folder)
         self._check_target(folder, dtype)
         receipt = self._receipt(folder, "merge")
-        export_merged(
-            self.opened.decoder,
-            self.opened.tokenizer,
-            folder,
-            **self._folder_options(dtype, receipt, overwrite),
-        )
+        with self._on_device():
+            export_merged(
+                self.opened.decoder,
+                self.opened.tokenizer,
+                folder,
+                **self._folder_options(dtype, receipt, overwrite),
+            )
         return receipt
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """The GPU that the model is on as torch's current one."""
+        from trimtab.run.torch_setup import on_device_of
+
+        return on_device_of(self.opened.decoder)
 
     def _check_target(self, folder: Path, dtype: str) -> None:
         _check_dtype(dtype)
@@ -238,10 +250,10 @@ def load(
         checkpoint: of a run folder: `latest`, `best` or a step number.
         adapter: a folder with a LoRA adapter, of peft's or of `trimtab export peft`, to put on the model.
         dtype: `fp32`, `bf16`, `fp16`, or `auto` for what the device computes well.
-        device: `auto`, `cpu` or `cuda`.
+        device: `auto`, `cpu`, `cuda`, or `cuda:1` for the second of the visible GPUs.
     """
     from trimtab.launch import detect
-    from trimtab.launch.device import need_torch
+    from trimtab.launch.device import current_gpu, need_torch
 
     need_torch()
     import torch
@@ -253,16 +265,17 @@ def load(
         dtype = "bf16" if facts.bf16 and facts.kind == "cuda" else "fp32"
     if dtype not in DTYPES:
         raise RecipeError(f"dtype {dtype!r} is not known", f"use auto, {', '.join(DTYPES)}")
-    opened = open_model(
-        str(name),
-        revision=revision,
-        checkpoint=checkpoint,
-        adapter=adapter,
-        device=torch.device(facts.kind),
-        capability=facts.capability,
-        dtype=dtype,
-        on_event=_tell,
-    )
+    with current_gpu(device):
+        opened = open_model(
+            str(name),
+            revision=revision,
+            checkpoint=checkpoint,
+            adapter=adapter,
+            device=torch.device(facts.kind),
+            capability=facts.capability,
+            dtype=dtype,
+            on_event=_tell,
+        )
     return Model(opened)
 
 

@@ -11,7 +11,7 @@ Adapter = Annotated[
     str | None, typer.Option(help="A folder with a LoRA adapter (peft's) to put on the model.")
 ]
 Checkpoint = Annotated[str, typer.Option(help="Of a run folder: latest, best or a step number.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, or cuda:1 for the second GPU.")]
 Dtype = Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto for what this device does well.")]
 Folder = Annotated[Path, typer.Argument(help="The folder to write; it must not exist yet.")]
 Overwrite = Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -76,6 +77,19 @@ def triton_runs(installed: bool, capability: tuple[int, int] | None) -> bool:
     return installed and (capability or (0, 0)) >= TRITON_CAPABILITY
 
 
+def parse_device(name: str) -> tuple[str, int | None] | None:
+    """(kind, index) of `auto`, `cpu`, `cuda` or `cuda:N`; None for any other name.
+
+    Example:
+        >>> parse_device("cuda:1"), parse_device("cpu"), parse_device("cuda:"), parse_device("gpu")
+        (('cuda', 1), ('cpu', None), None, None)
+    """
+    if name in ("auto", "cpu", "cuda"):
+        return name, None
+    found = re.fullmatch(r"cuda:(0|[1-9][0-9]{0,3})", name)
+    return ("cuda", int(found[1])) if found else None
+
+
 @dataclass(frozen=True)
 class DeviceFacts:
     """One device to train on.
@@ -105,6 +119,8 @@ class DeviceFacts:
     """Of a GPU's host: memory nobody uses at the moment; None if unknown."""
     utilization_basis: str | None = None
     """Where that share was measured: device, model, versions."""
+    index: int | None = None
+    """Which of the visible CUDA GPUs, where one was named (`cuda:1`); None for torch's current one."""
 
     @property
     def runs_triton(self) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 
-from trimtab.facts.devices import BF16_CAPABILITY, DeviceFacts, host_cores, host_memory
+from trimtab.facts.devices import BF16_CAPABILITY, DeviceFacts, host_cores, host_memory, parse_device
 from trimtab.facts.errors import MissingDependency, RecipeError, ResourceError
 
 INSTALL_TORCH = "pip install 'trimtab[train]'"
@@ -40,22 +42,64 @@ def detect(requested: str = "auto") -> DeviceFacts:
         >>> detect("cpu").kind
         'cpu'
     """
-    if requested not in ("auto", "cpu", "cuda"):
-        raise RecipeError(f"device {requested!r} is not known", "use auto, cpu or cuda")
-    if not has_torch():
-        if requested == "cuda":
-            raise MissingDependency("a CUDA GPU is seen by torch, which is not installed", INSTALL_TORCH)
+    kind, index = check_device(requested)
+    if not has_torch() or kind == "cpu":
         return _cpu()
     import torch
 
-    if requested == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        return _cpu()
+    with current_gpu(requested):
+        return dataclasses.replace(_cuda(), index=index)
+
+
+def check_device(requested: str) -> tuple[str, int | None]:
+    """(kind, index) of a device's name; raises where it is unknown or names a GPU that torch does not see."""
+    parsed = parse_device(requested)
+    if parsed is None:
+        raise RecipeError(
+            f"device {requested!r} is not known", "use auto, cpu, cuda or cuda:N (cuda:0, cuda:1, …)"
+        )
+    kind, index = parsed
+    if kind != "cuda":
+        return parsed
+    if not has_torch():
+        raise MissingDependency("a CUDA GPU is seen by torch, which is not installed", INSTALL_TORCH)
+    import torch
+
+    if not torch.cuda.is_available():
         raise ResourceError(
-            "device: cuda was asked for and torch sees no CUDA GPU",
+            f"device: {requested} was asked for and torch sees no CUDA GPU",
             "`trimtab doctor` says why; device: auto takes what is there",
         )
-    if requested != "cpu" and torch.cuda.is_available():
-        return _cuda()
-    return _cpu()
+    count = torch.cuda.device_count()
+    if index is not None and index >= count:
+        seen = "one CUDA GPU (cuda:0)" if count == 1 else f"{count} CUDA GPUs (cuda:0 to cuda:{count - 1})"
+        raise ResourceError(
+            f"device: {requested} was asked for and torch sees {seen}",
+            "use one of these; the environment variable CUDA_VISIBLE_DEVICES decides which GPUs torch sees",
+        )
+    return parsed
+
+
+@contextmanager
+def current_gpu(requested: str) -> Iterator[None]:
+    """Makes the GPU of a name with an index torch's current one, which `cuda` and kernel launches mean; other names
+    change nothing.
+
+    Example:
+        >>> with current_gpu("cuda:1"):       # doctest: +SKIP
+        ...     torch.empty(1, device="cuda").device
+        device(type='cuda', index=1)
+    """
+    _, index = check_device(requested)
+    if index is None:
+        yield
+        return
+    import torch
+
+    with torch.cuda.device(index):
+        yield
 
 
 def _cpu() -> DeviceFacts:

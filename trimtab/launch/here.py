@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ import torch
 
 from trimtab import text
 from trimtab.facts.errors import CheckpointError
-from trimtab.launch.device import need_trackers
+from trimtab.launch.device import current_gpu, need_trackers
 from trimtab.launch.preparing import Frozen, Prepared, prepare, unwritten_tokens
 from trimtab.plan import check_disk, check_fits, make_plan
 from trimtab.plan.disk import Disk
@@ -71,7 +72,7 @@ def train(recipe: Recipe, view: View, *, after_step: Callable[[int], None] | Non
     need_trackers(recipe.report_to)
     prepared = prepare(recipe)
     check_fits(prepared.plan, prepared.device)
-    with folder.create(), torch_put_back():
+    with folder.create(), current_gpu(recipe.device), torch_put_back():
         return _go(prepared, folder, view, kept=None, after_step=after_step)
 
 
@@ -91,11 +92,13 @@ def resume(
     """Continues a run folder from its last good checkpoint, with the choices it began with."""
     folder = RunFolder(path)
     folder.open()
-    with folder.lock(), torch_put_back():
+    with folder.lock(), ExitStack() as around:
         kept = _kept(folder)
         recipe = load(folder.recipe, overrides)
         before = build(kept["recipe"])
-        check_resume(before, recipe)
+        check_resume(before, recipe, device=kept["device"])
+        around.enter_context(current_gpu(recipe.device))
+        around.enter_context(torch_put_back())
         need_trackers(recipe.report_to)
         _tell_threads(kept["threads"], recipe, view)
         if kept["deterministic"] is False and kept["device"] == "cuda":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.adapt.targets import EMBEDDING, HEAD
-from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.devices import DeviceFacts, parse_device
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.launch.device import detect, threads
@@ -62,7 +62,7 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None) -> Prepared:
         shape = shape_of(recipe, model)
         choices = choose_all(recipe, shape, device, threads())
     else:
-        device, model, commit = detect(frozen.choices.device), frozen.model, frozen.commit
+        device, model, commit = detect(_place(recipe, frozen.choices)), frozen.model, frozen.commit
         shape, choices = read_shape(model), frozen.choices
         if recipe.num_threads is not None:
             choices = dataclasses.replace(choices, threads=recipe.num_threads)
@@ -74,6 +74,12 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None) -> Prepared:
     plan = dataclasses.replace(plan, choices={**plan.choices, "graphs": graphs})
     choices = dataclasses.replace(choices, memory=said["memory"], graphs=graphs)
     return Prepared(recipe, device, shape, model, commit, choices, plan)
+
+
+def _place(recipe: Recipe, choices: Choices) -> str:
+    """The device of a resumed run: of the kind that it began on, and the GPU that the recipe names now."""
+    parsed = parse_device(recipe.device)
+    return recipe.device if parsed is not None and parsed[0] == choices.device else choices.device
 
 
 def _check_rates(plan: Plan) -> None:

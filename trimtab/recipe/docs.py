@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from trimtab.recipe.keys import Data, Evaluation, Lora, Model, Recipe, Replay, Source
-from trimtab.recipe.resume import CHANGEABLE_IF_FLAT, CHANGEABLE_ON_RESUME
+from trimtab.recipe.resume import CHANGEABLE_AMONG_GPUS, CHANGEABLE_IF_FLAT, CHANGEABLE_ON_RESUME
 
 GROUPS: tuple[tuple[str, type[BaseModel], str], ...] = (
     ("Top level", Recipe, ""),
@@ -97,6 +97,10 @@ def reference() -> str:
         "number of steps decides the learning rate of every step |"
         for key in CHANGEABLE_IF_FLAT
     ]
+    rows.append(
+        f"| `{CHANGEABLE_AMONG_GPUS}` | only from one CUDA GPU to another (`cuda` to `cuda:1`), or naming what `auto` "
+        "stood for |"
+    )
     parts.append(_RESUME + "\n".join(rows) + "\n")
     return "\n".join(parts)
 
@@ -144,6 +148,8 @@ def _schema_type(node: dict[str, Any], limits: str) -> str:
         return f"list of: {_schema_type(node['items'], '')}"
     if node.get("type") == "object" and isinstance(node.get("additionalProperties"), dict):
         return f"a mapping of names to: {_schema_type(node['additionalProperties'], '')}"
+    if "pattern" in node:
+        return f"text matching `{node['pattern']}`"
     words = {
         "string": "text",
         "integer": "whole number",

@@ -30,6 +30,7 @@ Tracker = Literal["tensorboard", "wandb"]
 Policy = Literal["none", "pointwise", "selective", "block", "offload_half", "offload_attention", "offload"]
 
 Count = Annotated[int, Field(ge=1)]
+Device = Literal["auto", "cpu", "cuda"] | Annotated[str, Field(pattern=r"^cuda:(0|[1-9][0-9]{0,3})$")]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Rank = Annotated[int, Field(ge=1, lt=2**31)]
 Strength = Annotated[float, Field(gt=0)]
@@ -306,8 +307,9 @@ class Recipe(Section):
     """Coefficient of the z-loss: this times the squared log-sum-exp of each token's logits is added to the training
     loss, which keeps logits from drifting (PaLM uses 1e-4). Evaluation losses stay plain cross-entropy."""
 
-    device: Annotated[Literal["auto", "cpu", "cuda"], Field(examples=["auto"])] = "auto"
-    """Where to train. `auto` takes a CUDA GPU if there is one."""
+    device: Annotated[Device, Field(examples=["auto", "cpu", "cuda", "cuda:1"])] = "auto"
+    """Where to train. `auto` uses a CUDA GPU if there is one. `cuda:1` is the second visible GPU, `cuda` the
+    current one (the first, unless the process chose another). A resumed run may continue on another GPU."""
     num_threads: Annotated[Count | None, Field(examples=[8])] = None
     """CPU threads of torch's operations (`torch.set_num_threads`); takes precedence over `OMP_NUM_THREADS`. By default
     torch decides: `OMP_NUM_THREADS`, or one thread per core. The number is kept with the run: another one may add up

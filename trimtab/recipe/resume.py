@@ -43,8 +43,14 @@ CHANGEABLE_IF_FLAT = ("max_steps", "num_train_epochs")
 its warm-up counted in steps."""
 
 
-def check_resume(old: Recipe, new: Recipe) -> None:
+CHANGEABLE_AMONG_GPUS = "device"
+"""May change from one CUDA GPU to another (`cuda` to `cuda:1`): the bits are the same on the same kind of GPU."""
+
+
+def check_resume(old: Recipe, new: Recipe, *, device: str | None = None) -> None:
     """Raise a RecipeError that lists every changed key which may not change; return if there is none.
+
+    `device` is the kind of device that the run began on: what `device: auto` stood for.
 
     Example:
         >>> from trimtab.recipe import loads
@@ -52,6 +58,8 @@ def check_resume(old: Recipe, new: Recipe) -> None:
         >>> check_resume(loads(text), loads(text, ["logging_steps=1"]))
     """
     before, after = _flat(to_dict(old)), _flat(to_dict(new))
+    if _device_kind(old.device, device) == _device_kind(new.device, device):
+        before["device"] = after["device"]
     allowed = set(CHANGEABLE_ON_RESUME)
     if old.lr_scheduler_type in FLAT_SCHEDULES and not old.warmup_ratio:
         allowed |= set(CHANGEABLE_IF_FLAT)
@@ -70,6 +78,12 @@ def check_resume(old: Recipe, new: Recipe) -> None:
         f"a resumed run may not change {listed}",
         f"{remedy}, or start a new run from the checkpoint's weights",
     )
+
+
+def _device_kind(name: str, auto: str | None) -> str:
+    """`cuda` of `cuda:1`; of `auto` what it stood for, where that is known."""
+    kind = name.partition(":")[0]
+    return auto if kind == "auto" and auto is not None else kind
 
 
 def _covered(key: str, allowed: set[str]) -> bool:

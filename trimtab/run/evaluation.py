@@ -21,6 +21,7 @@ from trimtab.generate import generate_many
 from trimtab.model import Decoder
 from trimtab.run.corpora import Watcher, open_for_eval
 from trimtab.run.sources import OpenedModel
+from trimtab.run.torch_setup import on_device_of
 from trimtab.starter import ProbeItem, Problem, check, math_problems, probe_items
 from trimtab.text import Tokenizer
 
@@ -163,4 +164,5 @@ def evaluate_model(
         probe_items=probe_items() if probe else (),
         problems=math_problems(ANSWERS_SEED, answers) if answers else (),
     )
-    return evaluation(opened.step or 0)
+    with on_device_of(opened.decoder):
+        return evaluation(opened.step or 0)

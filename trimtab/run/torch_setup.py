@@ -7,7 +7,8 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 
@@ -46,6 +47,19 @@ def memory_share() -> float:
         with suppress(NotImplementedError, RuntimeError):
             return torch.cuda.get_per_process_memory_fraction()
     return 1.0
+
+
+def on_device_of(module: torch.nn.Module) -> AbstractContextManager[Any]:
+    """Makes the GPU that a module's parameters are on torch's current one: Triton launches kernels on that one, and
+    a process may have models on several. Changes nothing for a module on the CPU.
+
+    Example:
+        >>> with on_device_of(torch.nn.Linear(2, 2)):
+        ...     torch.empty(1).device
+        device(type='cpu')
+    """
+    device = next(module.parameters()).device
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -1,0 +1,191 @@
+"""GPUs by number: validated against what torch sees, made current for a run, a resume on another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_model import write_recipe, write_tiny_model
+from whole_run import Silent, losses, run
+
+import trimtab
+from trimtab import launch
+from trimtab.facts.errors import RecipeError, ResourceError
+from trimtab.launch import detect
+from trimtab.launch.device import current_gpu
+from trimtab.launch.preparing import Frozen, prepare
+from trimtab.recipe import load
+from trimtab.run.torch_setup import on_device_of
+
+
+class Gpus:
+    """So many GPUs as far as torch's questions go: which is current, and what each has free."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+        self.current, self.entered = 0, []
+        gpus = self
+
+        class Device:
+            """torch.cuda.device: current within."""
+
+            def __init__(self, device: Any) -> None:
+                self.index = device if isinstance(device, int) else torch.device(device).index
+
+            def __enter__(self) -> None:
+                self.before, gpus.current = gpus.current, self.index
+                gpus.entered.append(self.index)
+
+            def __exit__(self, *error: object) -> None:
+                gpus.current = self.before
+
+        cuda = {
+            "is_available": lambda: True,
+            "is_initialized": lambda: False,
+            "device_count": lambda: count,
+            "device": Device,
+            "mem_get_info": lambda: ((gpus.current + 1) * 2**30, 80 * 2**30),
+            "memory_reserved": lambda: 0,
+            "get_device_capability": lambda *_: (9, 0),
+            "get_device_name": lambda *_: f"GPU {gpus.current}",
+        }
+        for name, value in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "current"), [("cuda:1", 1, 1), ("cuda:0", 0, 0), ("cuda", None, 0)]
+)
+def test_the_facts_are_those_of_the_gpu_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, index: int | None, current: int
+) -> None:
+    gpus = Gpus(monkeypatch, 2)
+    found = detect(name)
+    assert (found.kind, found.index, found.name) == ("cuda", index, f"GPU {current}")
+    assert found.free_bytes == (current + 1) * 2**30
+    assert gpus.current == 0, "asking changes nothing"
+
+
+def test_a_gpu_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpus(monkeypatch, 2)
+    with pytest.raises(
+        ResourceError, match=r"cuda:2 was asked for and torch sees 2 CUDA GPUs \(cuda:0 to cuda:1\)"
+    ) as told:
+        detect("cuda:2")
+    assert "CUDA_VISIBLE_DEVICES" in str(told.value)
+    Gpus(monkeypatch, 1)
+    with pytest.raises(ResourceError, match=r"torch sees one CUDA GPU \(cuda:0\); use one of these"):
+        detect("cuda:1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ResourceError, match="device: cuda:0 was asked for and torch sees no CUDA GPU"):
+        detect("cuda:0")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:01", "cuda:-1", "cuda:x", "cuda 1"])
+def test_names_that_are_no_device(name: str) -> None:
+    with pytest.raises(RecipeError, match="use auto, cpu, cuda or cuda:N"):
+        detect(name)
+
+
+def test_python_and_the_command_line_refuse_what_is_not_there(tmp_path: Path, capsys: Any) -> None:
+    from trimtab.cli.main import main
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    model = write_tiny_model(tmp_path / "model")
+    with pytest.raises(ResourceError, match="cuda:1 was asked for"):
+        trimtab.load(model, device="cuda:1")
+    for words in (["generate", str(model), "a"], ["eval", str(model)]):
+        assert main([*words, "--device", "cuda:1"]) == 6
+        assert "device: cuda:1 was asked for" in capsys.readouterr().err
+    assert main(["plan", str(write_recipe(tmp_path)), "device=cuda:1"]) == 6
+
+
+def test_a_run_has_its_gpu_as_torch_s_current_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpus, seen = Gpus(monkeypatch, 3), []
+
+    def go(*_: Any, **__: Any) -> str:
+        seen.append(gpus.current)
+        return "went"
+
+    monkeypatch.setattr("trimtab.launch.here._go", go)
+    assert launch.train(load(write_recipe(tmp_path, device="cuda:2")), Silent()) == "went"
+    assert (seen, gpus.current) == ([2], 0)
+
+
+def test_names_without_a_number_leave_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch, 2)
+    for name in ("auto", "cpu", "cuda"):
+        with current_gpu(name):
+            assert gpus.entered == []
+
+
+def test_a_resumed_run_takes_the_gpu_that_is_named_now(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Gpus(monkeypatch, 2)
+    recipe = load(write_recipe(tmp_path, device="cuda"))
+    began = prepare(recipe)
+    assert began.choices.device == "cuda"
+    frozen = Frozen(began.choices, began.model, None)
+    elsewhere = prepare(load(write_recipe(tmp_path, device="cuda:1")), frozen)
+    assert (elsewhere.device.name, elsewhere.choices) == ("GPU 1", began.choices)
+    assert prepare(load(write_recipe(tmp_path, device="auto")), frozen).device.name == "GPU 0"
+
+
+def test_models_on_several_gpus_are_each_used_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch, 2)
+
+    class On(torch.nn.Module):
+        def __init__(self, device: str) -> None:
+            super().__init__()
+            self.place = torch.device(device)
+
+        def parameters(self, recurse: bool = True) -> Any:
+            return iter([type("Weight", (), {"device": self.place})()])
+
+    for index in (1, 0, 1):
+        with on_device_of(On(f"cuda:{index}")):
+            assert gpus.current == index
+    with on_device_of(On("cpu")):
+        assert gpus.entered == [1, 0, 1]
+
+
+@pytest.mark.gpu
+def test_the_first_gpu_by_its_number(tmp_path: Path) -> None:
+    changes = {
+        "dtype": "fp32",
+        "deterministic": True,
+        "max_steps": 4,
+        "num_train_epochs": None,
+        "logging_steps": 1,
+    }
+    named = run(tmp_path, "named", device="cuda:0", **changes)
+    assert losses(named) == losses(run(tmp_path, "unnamed", device="cuda", **changes))
+    model = trimtab.load(named, device="cuda:0")
+    assert str(next(model.opened.decoder.parameters()).device) == "cuda:0"
+    assert model.generate("the cat", max_new_tokens=4) == trimtab.load(named, device="cuda").generate(
+        "the cat", max_new_tokens=4
+    )
+
+
+@pytest.mark.gpu
+def test_a_run_on_the_current_gpu_continues_on_a_numbered_one(tmp_path: Path) -> None:
+    changes = {"deterministic": True, "max_steps": 4, "num_train_epochs": None, "logging_steps": 1}
+    whole = run(tmp_path, "whole", device="cuda", **changes)
+
+    class Stop(Exception):
+        pass
+
+    def stop(step: int) -> None:
+        if step == 2:
+            raise Stop
+
+    path = write_recipe(
+        tmp_path, **changes, device="cuda", save_steps=None, output_dir=str(tmp_path / "stopped")
+    )
+    with pytest.raises(Stop):
+        launch.train(load(path), Silent(), after_step=stop)
+    launch.resume(tmp_path / "stopped", ["device=cuda:0"], Silent())
+    assert losses(tmp_path / "stopped") == losses(whole)
