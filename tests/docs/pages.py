@@ -27,6 +27,7 @@ _MARKER = re.compile(r"<!-- (.*) -->\n\Z")
 
 # The README carries no markers: it is also the page of the package index. First line of a block → its marker.
 README_MARKERS = {
+    "source .venv/bin/activate": "skip: changes the shell that it runs in",
     "make demo": "skip: sets up an environment of its own; continuous integration runs it on a fresh machine",
     "trimtab train own-text": "run",
     "trimtab train --resume runs/own-text": "run, generate: --max-new-tokens 8; eval: --no-probe --windows 2",
