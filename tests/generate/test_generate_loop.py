@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.facts.shapes import ModelShape
-from trimtab.generate import KVCache, generate, generate_many
+from trimtab.generate import KVCache, PromptCache, generate, generate_many
 from trimtab.model import build, init_weights, save_folder
 from trimtab.model.decoder import Decoder
 from trimtab.text.tokenizer import Tokenizer
@@ -190,6 +190,8 @@ def test_bad_arguments(tokenizer: Tokenizer, decoder: Decoder) -> None:
         generate_many(decoder, tokenizer, ["x"], batch_size=0)
     with pytest.raises(ModelError, match="token 260"):
         generate(decoder, tokenizer, [260])
+    with pytest.raises(ModelError, match="prompt 1 has 120 tokens"):
+        generate_many(decoder, tokenizer, ["x", [1] * 120], max_new_tokens=9)
 
 
 def test_damaged_weights_are_said(tokenizer: Tokenizer) -> None:
@@ -209,11 +211,94 @@ def test_training_mode_comes_back(tokenizer: Tokenizer) -> None:
 
 
 def test_sixty_problems_take_few_passes(tokenizer: Tokenizer, decoder: Decoder) -> None:
-    """60 prompts of 10 to 40 tokens, 30 new ones: one batch, 60 passes, not 60 × 30."""
+    """60 prompts of 10 to 40 tokens, 30 new ones: one pass reads them all, 29 more follow."""
     calls = []
     handle = decoder.register_forward_hook(lambda *_: calls.append(time.perf_counter()))
     prompts = ["y" * (10 + i % 31) for i in range(60)]
     done = generate_many(decoder, tokenizer, prompts, max_new_tokens=30)
     handle.remove()
     assert sum(len(d.ids) for d in done) == 1800
-    assert len(calls) == 60
+    assert len(calls) == 30
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("attention", ["reference", "sdpa_flash"])
+def test_left_padding_is_never_seen(family: str, attention: str, tokenizer: Tokenizer) -> None:
+    """Prompts of 1 to 90 tokens in one padded batch, read in chunks, with rows that end early."""
+    decoder = init_weights(build(SHAPES[family], dtype="fp32", device="cpu", attention=attention), 3)
+    prompts = [[7 + 3 * i % 250 for i in range(n)] for n in (1, 90, 40, 70, 60)]
+    expected = [greedy_without_cache(decoder, ids, 12) for ids in prompts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trimtab.generate.loop._SPREAD", 128)
+        patch.setattr("trimtab.generate.loop._PREFILL_TOKENS", 160)
+        sizes: list[tuple[int, ...]] = []
+        handle = decoder.register_forward_hook(lambda _, given, __: sizes.append(tuple(given[0].shape)))
+        done = generate_many(decoder, tokenizer, prompts, max_new_tokens=12)
+        handle.remove()
+        assert [d.ids for d in done] == expected
+        assert sizes[:3] == [(5, 32), (5, 32), (5, 26)]
+        assert sizes[3:] == [(5, 1)] * 11
+        # The longest rows end first: the padding that the others share is dropped with them.
+        ending = make_tokenizer(stop_ids=frozenset({expected[1][2], expected[3][2], expected[4][2]}))
+        for alone, batched in zip(
+            expected, generate_many(decoder, ending, prompts, max_new_tokens=12), strict=True
+        ):
+            cut = next((i for i, token in enumerate(alone) if token in ending.stop_ids), None)
+            assert batched.ids == alone[:cut]
+
+
+def test_lengths_that_differ_too_much_are_not_padded_together(tokenizer: Tokenizer, decoder: Decoder) -> None:
+    sizes: list[tuple[int, ...]] = []
+    handle = decoder.register_forward_hook(lambda _, given, __: sizes.append(tuple(given[0].shape)))
+    generate_many(decoder, tokenizer, [[1] * 4, [1] * 110, [2] * 3, [3] * 2], max_new_tokens=1)
+    handle.remove()
+    assert sizes == [(3, 4), (1, 110)]
+
+
+def test_what_is_drawn_depends_on_the_number_of_the_prompt(tokenizer: Tokenizer, decoder: Decoder) -> None:
+    options = {"max_new_tokens": 8, "temperature": 1.0, "seed": 5}
+    whole = generate_many(decoder, tokenizer, ["Hi"] * 4, **options)
+    rest = generate_many(decoder, tokenizer, ["Hi"] * 2, first_index=2, batch_size=1, **options)
+    assert [d.ids for d in rest] == [d.ids for d in whole[2:]]
+    assert len({tuple(d.ids) for d in whole}) == 4
+    assert generate(decoder, tokenizer, "Hi", index=3, **options).ids == whole[3].ids
+
+
+def test_a_kept_cache_reads_only_what_is_new(tokenizer: Tokenizer, decoder: Decoder) -> None:
+    cache, sizes = PromptCache(), []
+    handle = decoder.register_forward_hook(lambda _, given, __: sizes.append(given[0].shape[1]))
+    first = [5 + 7 * i % 240 for i in range(30)]
+    done = generate(decoder, tokenizer, first, max_new_tokens=6, cache=cache)
+    second = [*first, *done.ids, 9, 8, 7]
+    sizes.clear()
+    again = generate(decoder, tokenizer, second, max_new_tokens=6, cache=cache)
+    # The last token written was never read.
+    assert sizes == [4, 1, 1, 1, 1, 1]
+    assert again.ids == greedy_without_cache(decoder, second, 6)
+    # A prompt that differs early, and the same one twice.
+    for prompt, read in (([*first[:10], 1, 2], 2), ([*first[:10], 1, 2], 1), ([1, 2, 3], 3)):
+        sizes.clear()
+        found = generate(decoder, tokenizer, prompt, max_new_tokens=3, cache=cache).ids
+        assert sizes[0] == read
+        handle.remove()
+        assert found == greedy_without_cache(decoder, prompt, 3)
+        handle = decoder.register_forward_hook(lambda _, given, __: sizes.append(given[0].shape[1]))
+    handle.remove()
+
+
+def test_a_kept_cache_survives_an_interrupted_pass(tokenizer: Tokenizer, decoder: Decoder) -> None:
+    """Ctrl-C between two layers: some hold the token, others do not."""
+    cache, prompt = PromptCache(), list(range(20))
+    passes = []
+
+    def interrupt(*_: object) -> None:
+        passes.append(1)
+        if len(passes) == 4:
+            raise KeyboardInterrupt
+
+    handle = decoder.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate(decoder, tokenizer, prompt, max_new_tokens=9, cache=cache)
+    handle.remove()
+    expected = greedy_without_cache(decoder, prompt, 9)
+    assert generate(decoder, tokenizer, prompt, max_new_tokens=9, cache=cache).ids == expected

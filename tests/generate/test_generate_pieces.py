@@ -47,6 +47,18 @@ def test_cache_select_keeps_rows_in_order() -> None:
     assert values[:, 0, 0, 0].tolist() == [-3, -1]
 
 
+def test_cache_select_drops_padding_and_truncate_writes_over() -> None:
+    cache = KVCache(1, block=2)
+    k_BTKD = torch.arange(8.0).view(2, 4, 1, 1)
+    cache.update(0, k_BTKD, -k_BTKD)
+    cache.select([1], start=2)
+    assert cache.length == 2
+    cache.truncate(1)
+    keys, values = cache.update(0, torch.full((1, 2, 1, 1), 9.0), torch.full((1, 2, 1, 1), 8.0))
+    assert keys.flatten().tolist() == [6, 9, 9]
+    assert values.flatten().tolist() == [-6, 8, 8]
+
+
 def shares(sampling: Sampling, logits: list[float], count: int = 4000) -> dict[int, float]:
     """How often each token comes out over evenly spread chances."""
     logits_BV = torch.tensor([logits]).expand(count, -1)
@@ -104,6 +116,28 @@ def test_chance_depends_on_seed_prompt_and_step_alone() -> None:
 def test_sampling_options_are_checked(options: dict) -> None:
     with pytest.raises(RecipeError, match=next(iter(options))):
         Sampling(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "temperature"),
+    [
+        ({"temperature": None}, 0.0),
+        ({"temperature": None, "top_p": 0.9}, 1.0),
+        ({"temperature": None, "top_k": 5}, 1.0),
+        ({"temperature": 0.3, "top_k": 5}, 0.3),
+        ({"temperature": 0.0}, 0.0),
+    ],
+)
+def test_top_p_and_top_k_sample_without_a_temperature(given: dict, temperature: float) -> None:
+    assert Sampling.resolve(**given).temperature == temperature
+
+
+@pytest.mark.parametrize("given", [{"top_p": 0.9}, {"top_k": 5}])
+def test_top_p_and_top_k_at_temperature_0_are_an_error(given: dict) -> None:
+    with pytest.raises(
+        RecipeError, match=rf"{next(iter(given))} has no effect at temperature 0.*such as 0.7"
+    ):
+        Sampling.resolve(0.0, **given)
 
 
 def run_stops(stops: list[str], pieces: list[str]) -> tuple[str, bool]:

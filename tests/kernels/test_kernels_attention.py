@@ -196,6 +196,39 @@ def test_offsets_of_documents():
     assert (offsets.starts_q.tolist(), offsets.starts_k.tolist()) == ([0, 2, 4, 6], [0, 5, 10, 15])
 
 
+def test_left_padding_with_a_cache_in_every_form():
+    """Rows of 5, 3 and 1 tokens behind padding; the last two positions are queries."""
+    layout, T, S = Layout.left_padded([0, 2, 4], 5), 2, 5
+    expected = [[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]], [[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]]
+    expected.append([[1, 1, 1, 1, 0], [0, 0, 0, 0, 1]])  # its first query is padding and sees padding
+    assert layout.visible(T, S, None).int().tolist() == expected
+    offsets = layout.prepare("varlen", "cpu", T, S=S, B=3)
+    assert offsets.starts_k.tolist() == [0, 5, 7, 10, 14, 15]
+    assert offsets.starts_q.tolist() == [0, 2, 2, 4, 5, 6]
+    assert (offsets.longest_q, offsets.longest_k) == (2, 5)
+    assert layout.prepare("triton", "cpu", T, S=S).first_BT.tolist() == [[0, 0], [2, 2], [0, 4]]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, n, 2, 8, generator=generator, dtype=torch.float64) for n in (T, S, S))
+    wanted = attention(q, k, v, layout=layout, impl="reference")
+    for b, padding in enumerate((0, 2, 4)):
+        alone = attention(
+            q[b : b + 1, -1:], k[b : b + 1, padding:], v[b : b + 1, padding:], layout=Layout.causal(),
+            impl="reference",
+        )  # fmt: skip
+        torch.testing.assert_close(wanted[b : b + 1, -1:], alone)
+    t, s = torch.arange(T)[None, :, None], torch.arange(S)[None, None, :]
+    for window in (None, 2):
+        blocks, seen = layout.prepare("flex", "cpu", T, window, S=S), layout.visible(T, S, window)
+        b = torch.arange(3)[:, None, None]
+        assert torch.equal(blocks.mask_mod(b, torch.zeros_like(b), t, s), seen)
+        for impl in ("sdpa_flash", "sdpa_math"):
+            torch.testing.assert_close(
+                attention(q.float(), k.float(), v.float(), layout=layout, window=window, impl=impl),
+                attention(q, k, v, layout=layout, window=window, impl="reference").float(),
+            )
+    assert not Layout.left_padded([0, 0], 5).is_packed
+
+
 def test_bounds_of_documents():
     layout = Layout.packed(torch.tensor([[0, 0, 0, 1], [5, 5, -1, -1]]))
     bounds = layout.prepare("triton", "cpu", 4)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
-    from trimtab.generate.cache import KVCache
+    from trimtab.generate.cache import KVCache, PromptCache
     from trimtab.generate.completion import Completion
     from trimtab.generate.loop import generate, generate_many
     from trimtab.generate.sampling import Sampling
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 _PLACES = {
     "Completion": "completion",
     "KVCache": "cache",
+    "PromptCache": "cache",
     "Sampling": "sampling",
     "StopStrings": "stopping",
     "generate": "loop",
     "generate_many": "loop",
 }
 
-__all__ = ["Completion", "KVCache", "Sampling", "StopStrings", "generate", "generate_many"]
+__all__ = ["Completion", "KVCache", "PromptCache", "Sampling", "StopStrings", "generate", "generate_many"]
 
 __getattr__ = lazily(__name__, _PLACES)

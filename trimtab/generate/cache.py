@@ -11,7 +11,7 @@ import torch
 
 
 class KVCache:
-    """Grows in blocks; every row holds the same number of tokens.
+    """Grows in blocks; every row holds the same number of tokens (shorter ones begin with padding).
 
     Example:
         >>> cache = KVCache(num_layers=1, block=4)
@@ -52,12 +52,26 @@ class KVCache:
         self._lengths[layer] = end
         return keys[:, :end], values[:, :end]
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
+    def select(self, rows: Sequence[int], *, start: int = 0) -> None:
+        """Keep only these rows, in this order, without their first `start` tokens (padding that all of them have)."""
         for held in (self._keys, self._values):
             for layer, tensor in enumerate(held):
                 if tensor is not None:
-                    held[layer] = tensor[torch.tensor(rows, device=tensor.device)]
+                    held[layer] = tensor[torch.tensor(rows, device=tensor.device), start:]
+        self._lengths = [length - start for length in self._lengths]
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens; the next ones are written over what followed.
+
+        Example:
+            >>> cache = KVCache(num_layers=1)
+            >>> _ = cache.update(0, torch.zeros(1, 5, 1, 8), torch.zeros(1, 5, 1, 8))
+            >>> cache.truncate(3)
+            >>> cache.length
+            3
+        """
+        assert 0 <= length <= self.length, f"{length} of {self.length} tokens"
+        self._lengths = [length] * len(self._lengths)
 
     def _with_room(
         self, held: torch.Tensor | None, new: torch.Tensor, length: int, needed: int
@@ -70,3 +84,33 @@ class KVCache:
         if held is not None:
             grown[:, :length] = held[:, :length]
         return grown
+
+
+class PromptCache:
+    """A cache that outlives a call of `generate`: the next prompt is read from where it differs from the last.
+
+    Example:
+        >>> cache = PromptCache()
+        >>> cache.ids = [5, 6, 7, 8]
+        >>> kv = cache.begin(num_layers=1, prompt=[5, 6, 9])
+        >>> cache.ids, kv.length                  # no keys and values are held yet, so none are reused
+        ([], 0)
+    """
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        """The tokens read so far, those of a pass that was interrupted included."""
+        self._cache: KVCache | None = None
+
+    def begin(self, num_layers: int, prompt: Sequence[int]) -> KVCache:
+        """The cache with what it shares with the beginning of a prompt; the last token is always read anew."""
+        if self._cache is None:
+            self._cache = KVCache(num_layers)
+        shared = 0
+        for ours, theirs in zip(self.ids[: self._cache.length], prompt[:-1], strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        self._cache.truncate(shared)
+        self.ids = list(prompt[:shared])
+        return self._cache

@@ -1,9 +1,10 @@
-"""The generating loop, for one prompt or many at once.
+"""The generation loop, for one prompt or a batch.
 
-Prompts of different lengths share a batch without padding: all rows stand at the same position. As many
-tokens as the shortest prompt has are read in one pass; then, token by token, a row whose prompt is longer is
-given its own next token and the others the one they drew. Every row is what it would be alone. Prompts are
-sorted so that rows of a batch have similar lengths. Legend: B rows, T tokens, C hidden size, V vocabulary.
+Prompts of different lengths share a batch by left padding: all rows end at the same column, each row has its own
+positions, and no token sees padding. One pass (in chunks, where a batch is large) reads all prompts into the
+key/value cache, then each pass adds one token per row. Every row is what it would be alone, up to the rounding of
+products of other shapes. Prompts are sorted so that rows of a batch have similar lengths. Legend: B rows, T tokens
+of a pass, C hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from trimtab.facts.errors import ModelError, RecipeError
-from trimtab.generate.cache import KVCache
+from trimtab.generate.cache import KVCache, PromptCache
 from trimtab.generate.completion import Completion, Writing
 from trimtab.generate.sampling import Sampling
+from trimtab.kernels.attention import Layout
 from trimtab.model.decoder import Decoder
 from trimtab.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
-DEFAULT_NEW_TOKENS = 256
-_MAX_SPREAD = 64
-"""Longest minus shortest prompt of a batch: each token of it costs a pass for few rows."""
+DEFAULT_NEW_TOKENS = 128
+_SPREAD = 64
+"""Prompts whose lengths differ by no more share a batch, however much of it is padding."""
+_PREFILL_TOKENS = 8192
+"""Tokens of a batch read in one pass, padding included: bounds its activations and its attention mask."""
 
 
 def generate(
@@ -32,12 +36,14 @@ def generate(
     prompt: Prompt,
     *,
     max_new_tokens: int | None = None,
-    temperature: float = 0.0,
+    temperature: float | None = None,
     top_p: float = 1.0,
     top_k: int = 0,
     stop: Sequence[str] = (),
     seed: int = 0,
+    index: int = 0,
     stream: Callable[[str], None] | None = None,
+    cache: PromptCache | None = None,
 ) -> Completion:
     """Continue one prompt.
 
@@ -45,18 +51,21 @@ def generate(
         decoder: the model, on any device.
         tokenizer: its tokenizer; the model's stop ids end the text.
         prompt: a text (it gets the tokenizer's own beginning), or ids used as they are.
-        max_new_tokens: at most; None for 256, or fewer where the model has no more positions.
-        temperature, top_p, top_k, seed: see `Sampling`; temperature 0 always takes the likeliest token.
+        max_new_tokens: at most; None for 128, or fewer where the model has no more positions.
+        temperature, top_p, top_k, seed: see `Sampling.resolve`; by default the likeliest token is always taken.
         stop: texts that end the generation; they are not part of the result.
+        index: number of the prompt: with the seed, it decides what is drawn.
         stream: called with each piece of text as it is certain; the pieces add up to the result's text.
+        cache: keeps keys and values between calls, so that a prompt which begins like the last one (the next
+            message of a conversation) is read from where they differ.
 
     Example:
         >>> generate(decoder, tokenizer, "2 + 2 =", max_new_tokens=4).text     # doctest: +SKIP
         ' 4'
     """
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    writings = _writings(decoder, tokenizer, [prompt], max_new_tokens, stop, stream)
-    return _complete(decoder, writings, sampling, batch_size=1)[0]
+    sampling = Sampling.resolve(temperature, top_k, top_p, seed)
+    writings = _writings(decoder, tokenizer, [prompt], max_new_tokens, stop, stream, index)
+    return _complete(decoder, writings, sampling, batch_size=1, kept=cache)[0]
 
 
 def generate_many(
@@ -65,14 +74,18 @@ def generate_many(
     prompts: Sequence[Prompt],
     *,
     max_new_tokens: int | None = None,
-    temperature: float = 0.0,
+    temperature: float | None = None,
     top_p: float = 1.0,
     top_k: int = 0,
     stop: Sequence[str] = (),
     seed: int = 0,
+    first_index: int = 0,
     batch_size: int = 64,
 ) -> list[Completion]:
     """Continue many prompts, in batches; `generate` for each, in their order, much faster.
+
+    What is drawn for a prompt depends on the seed and its number, which counts from `first_index`, and not on the
+    batch size or the other prompts.
 
     Example:
         >>> [c.text for c in generate_many(decoder, tokenizer, ["1 + 1 =", "2 + 3 ="])]    # doctest: +SKIP
@@ -82,9 +95,29 @@ def generate_many(
         raise RecipeError("prompts is one text", "give a list of texts, or call generate")
     if batch_size < 1:
         raise RecipeError(f"batch_size is {batch_size}", "give at least 1")
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    writings = _writings(decoder, tokenizer, prompts, max_new_tokens, stop, None)
+    sampling = Sampling.resolve(temperature, top_k, top_p, seed)
+    writings = _writings(decoder, tokenizer, prompts, max_new_tokens, stop, None, first_index)
     return _complete(decoder, writings, sampling, batch_size=batch_size)
+
+
+def check_prompt(
+    decoder: Decoder, ids: Sequence[int], max_new_tokens: int | None, name: str = "the prompt"
+) -> int:
+    """How many tokens may follow a prompt; ModelError where the model has no room for them, or not these tokens."""
+    shape = decoder.shape
+    if max(ids) >= shape.vocab_size or min(ids) < 0:
+        raise ModelError(
+            f"{name} holds the token {max(ids)}, the model has {shape.vocab_size}",
+            "use the tokenizer that belongs to the model",
+        )
+    room = shape.max_positions - len(ids)
+    if room < (max_new_tokens or 1):
+        raise ModelError(
+            f"{name} has {len(ids)} tokens, which with {max_new_tokens or 1} new ones "
+            f"exceed the model's {shape.max_positions} positions",
+            "shorten the prompt or lower max_new_tokens",
+        )
+    return max_new_tokens or min(DEFAULT_NEW_TOKENS, room)
 
 
 def _writings(
@@ -94,32 +127,22 @@ def _writings(
     max_new_tokens: int | None,
     stop: Sequence[str],
     stream: Callable[[str], None] | None,
+    first_index: int,
 ) -> list[Writing]:
     """Check everything that can be checked before the first token."""
     if max_new_tokens is not None and max_new_tokens < 1:
         raise RecipeError(f"max_new_tokens is {max_new_tokens}", "give at least 1")
-    shape = decoder.shape
     writings = []
-    for index, prompt in enumerate(prompts):
-        ids = _prompt_ids(tokenizer, prompt)
-        if max(ids) >= shape.vocab_size or min(ids) < 0:
-            raise ModelError(
-                f"the prompt holds the token {max(ids)}, the model has {shape.vocab_size}",
-                "use the tokenizer that belongs to the model",
-            )
-        room = shape.max_positions - len(ids)
-        if room < (max_new_tokens or 1):
-            raise ModelError(
-                f"a prompt of {len(ids)} tokens and {max_new_tokens or 1} new ones "
-                f"exceed the model's {shape.max_positions} positions",
-                "shorten the prompt or lower max_new_tokens",
-            )
-        count = max_new_tokens or min(DEFAULT_NEW_TOKENS, room)
+    for index, prompt in enumerate(prompts, first_index):
+        ids = prompt_ids(tokenizer, prompt)
+        name = "the prompt" if len(prompts) == 1 else f"prompt {index}"
+        count = check_prompt(decoder, ids, max_new_tokens, name)
         writings.append(Writing(index, ids, count, tokenizer, stop, stream))
     return writings
 
 
-def _prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    """Tokens of a prompt; an empty one is the beginning token, and a ModelError where there is none."""
     ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
     if ids:
         return ids
@@ -132,14 +155,19 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 
 
 def _complete(
-    decoder: Decoder, writings: list[Writing], sampling: Sampling, *, batch_size: int
+    decoder: Decoder,
+    writings: list[Writing],
+    sampling: Sampling,
+    *,
+    batch_size: int,
+    kept: PromptCache | None = None,
 ) -> list[Completion]:
     start = time.perf_counter()
     was_training = decoder.training
     decoder.eval()
     try:
         for rows in _batches(writings, batch_size):
-            _run_batch(decoder, rows, sampling)
+            _run_batch(decoder, rows, sampling, kept)
     finally:
         decoder.train(was_training)
     seconds = max(time.perf_counter() - start, 1e-9)
@@ -152,42 +180,69 @@ def _complete(
 
 
 def _batches(writings: list[Writing], batch_size: int) -> Iterator[list[Writing]]:
+    """Rows of similar lengths: at most half of a batch is padding, unless the lengths differ by little."""
     batch: list[Writing] = []
+    total = 0
     for writing in sorted(writings, key=lambda w: len(w.prompt)):
-        if batch and (len(batch) == batch_size or len(writing.prompt) - len(batch[0].prompt) > _MAX_SPREAD):
+        length = len(writing.prompt)
+        padded = batch and length - len(batch[0].prompt) > _SPREAD
+        if len(batch) == batch_size or (padded and length * (len(batch) + 1) > 2 * (total + length)):
             yield batch
-            batch = []
+            batch, total = [], 0
         batch.append(writing)
+        total += length
     if batch:
         yield batch
 
 
 @torch.no_grad()
-def _run_batch(decoder: Decoder, rows: list[Writing], sampling: Sampling) -> None:
-    device = decoder.head_weight.device
-    cache = KVCache(decoder.shape.num_layers)
-    length = min(len(row.prompt) for row in rows)
-    next_BT = [row.prompt[:length] for row in rows]
+def _run_batch(decoder: Decoder, rows: list[Writing], sampling: Sampling, kept: PromptCache | None) -> None:
+    longest = max(len(row.prompt) for row in rows)
+    padding = [longest - len(row.prompt) for row in rows]
+    next_BT = [[0] * count + row.prompt for count, row in zip(padding, rows, strict=True)]
+    if kept is None:
+        cache = KVCache(decoder.shape.num_layers)
+    else:
+        assert len(rows) == 1, "a kept cache serves one prompt at a time"
+        cache = kept.begin(decoder.shape.num_layers, rows[0].prompt)
+        next_BT = [next_BT[0][cache.length :]]
     while True:
-        hidden_BTC = decoder(torch.tensor(next_BT, device=device), cache=cache)
-        logits_BV = decoder.logits(hidden_BTC[:, -1:])[:, 0]
+        if kept is not None:
+            kept.ids += next_BT[0]
+        logits_BV = _last_logits(decoder, next_BT, padding, cache)
         drawn = sampling.pick(logits_BV, [(row.index, len(row.ids)) for row in rows]).tolist()
         if not bool(torch.isfinite(logits_BV.amax(dim=-1)).all()):
             raise ModelError(
                 "the model's output is not finite", "its weights are damaged or the dtype too narrow"
             )
-        next_BT = []
         for row, token_id in zip(rows, drawn, strict=True):
-            if length < len(row.prompt):
-                token_id = row.prompt[length]
-            elif row.finish_reason is None:
+            if row.finish_reason is None:
                 row.push(token_id)
-            next_BT.append([token_id])
-        length += 1
+        next_BT = [[token_id] for token_id in drawn]
         live = [i for i, row in enumerate(rows) if row.finish_reason is None]
         if not live:
             return
         if 2 * len(live) <= len(rows):
             # Finished rows ride along until half are done: dropping them copies the cache.
-            cache.select(live)
             rows, next_BT = [rows[i] for i in live], [next_BT[i] for i in live]
+            unused = min(padding[i] for i in live)
+            cache.select(live, start=unused)
+            padding = [padding[i] - unused for i in live]
+
+
+def _last_logits(
+    decoder: Decoder, ids_BT: list[list[int]], padding: list[int], cache: KVCache
+) -> torch.Tensor:
+    """Reads tokens into the cache, in chunks where they are many; logits_BV after the last one."""
+    device = decoder.head_weight.device
+    B, T = len(ids_BT), len(ids_BT[0])
+    chunk = T if B == 1 else max(1, _PREFILL_TOKENS // B)
+    for begin in range(0, T, chunk):
+        part_BT = torch.tensor([ids[begin : begin + chunk] for ids in ids_BT])
+        start, end = cache.length, cache.length + part_BT.shape[1]
+        positions_BT = layout = None
+        if any(padding):
+            places_BT = torch.arange(start, end) - torch.tensor(padding)[:, None]
+            positions_BT, layout = places_BT.clamp(min=0).to(device), Layout.left_padded(padding, end)
+        hidden_BTC = decoder(part_BT.to(device), positions_BT, layout, cache)
+    return decoder.logits(hidden_BTC[:, -1:])[:, 0]

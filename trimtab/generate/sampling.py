@@ -40,6 +40,27 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise RecipeError(f"top_p is {self.top_p}", "give a share above 0, at most 1")
 
+    @staticmethod
+    def resolve(temperature: float | None, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> Sampling:
+        """Options as users give them: without a temperature it is 1 if top_p or top_k is given, otherwise 0.
+
+        Temperature 0 always takes the likeliest token, which top_p and top_k cannot change: together they are a
+        `RecipeError`.
+
+        Example:
+            >>> Sampling.resolve(None).temperature, Sampling.resolve(None, top_p=0.9).temperature
+            (0.0, 1.0)
+        """
+        limited = [name for name, given in (("top_p", top_p != 1.0), ("top_k", top_k != 0)) if given]
+        if temperature is None:
+            temperature = 1.0 if limited else 0.0
+        elif temperature == 0 and limited:
+            raise RecipeError(
+                f"{limited[0]} has no effect at temperature 0, which always takes the likeliest token",
+                f"set a temperature above 0, such as 0.7, or leave {' and '.join(limited)} out",
+            )
+        return Sampling(temperature, top_k, top_p, seed)
+
     def uniform(self, prompt: int, step: int) -> float:
         """The number in [0, 1) that decides one token."""
         return derive(self.seed, "sample", prompt, step) / 2**63

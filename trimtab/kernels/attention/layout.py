@@ -10,6 +10,7 @@ a form when it is first asked for and keeps it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,8 @@ class Layout:
 
     def __init__(self, documents_BT: torch.Tensor | None) -> None:
         self.documents_BT = documents_BT
-        """Index of each token's run of equal ids within its row, int32; None where a row is one document."""
+        """Index of each key's run of equal ids within its row, int32; None where a row is one document. The queries
+        are the last of these positions: all of them, or those that follow a key/value cache."""
         self._forms: dict[tuple[Any, ...], Any] = {}
 
     @staticmethod
@@ -86,6 +88,25 @@ class Layout:
         changes_BT = torch.zeros_like(documents_BT, dtype=torch.int32)
         changes_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
         return Layout(changes_BT.cumsum(1, dtype=torch.int32))
+
+    @staticmethod
+    def left_padded(padding_B: Sequence[int], length: int) -> Layout:
+        """Rows of different lengths that end together: each is preceded by so many tokens of padding.
+
+        Padding attends to padding only, so that it stays finite and no token of the text sees it.
+
+        Args:
+            padding_B: Tokens of padding before each row.
+            length: Keys in a row, padding included. Queries may be fewer: the last positions of a cache.
+
+        Example:
+            >>> Layout.left_padded([0, 2], 4).visible(1, 4, None).int().tolist()
+            [[[1, 1, 1, 1]], [[0, 0, 1, 1]]]
+        """
+        if not any(padding_B):
+            return Layout.causal()
+        starts_B1 = torch.tensor(padding_B)[:, None]
+        return Layout((torch.arange(length) >= starts_B1).int())
 
     @property
     def is_packed(self) -> bool:
@@ -115,10 +136,10 @@ class Layout:
             dtype: Of the queries; masks are additive and carry it.
         """
         S = T if S is None else S
-        if self.documents_BT is not None and (T != S or self.documents_BT.shape[1] != T):
+        if self.documents_BT is not None and (T > S or self.documents_BT.shape[1] != S):
             raise ModelError(
                 f"documents of {self.documents_BT.shape[1]} tokens do not describe {T} queries and {S} keys",
-                "packed rows attend within the batch; use Layout.causal() with a key/value cache",
+                "with a key/value cache give the documents of all keys, or Layout.causal()",
             )
         if window is not None and window >= S:
             window = None
@@ -128,7 +149,7 @@ class Layout:
         elif impl == "flex":
             key = ("blocks", device, T, S, window)
         elif impl == "triton":
-            key = ("bounds", device)
+            key = ("bounds", device, T)
         else:
             key = ("mask", device, T, S, window, dtype)
         form = self._forms.get(key)
@@ -138,7 +159,7 @@ class Layout:
             elif impl == "flex":
                 form = self._blocks(T, S, window, device)
             elif impl == "triton":
-                form = self._bounds(device)
+                form = self._bounds(T, device)
             else:
                 form = self._mask(T, S, window, device, dtype)
             if len(self._forms) >= KEPT_FORMS:
@@ -181,7 +202,7 @@ class Layout:
             seen_BTS = seen_BTS & (i_T1 - j_S < window)
         if self.documents_BT is not None:
             documents_BT = self.documents_BT.to(i_T1.device)
-            seen_BTS = seen_BTS & (documents_BT[:, :, None] == documents_BT[:, None, :])
+            seen_BTS = seen_BTS & (documents_BT[:, S - T :, None] == documents_BT[:, None, :])
         return seen_BTS
 
     def _mask(self, T: int, S: int, window: int | None, device: torch.device, dtype: torch.dtype) -> Mask:
@@ -203,28 +224,31 @@ class Layout:
         first_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
         starts_Q = first_BT.flatten().nonzero()[:, 0]  # waits for the GPU where the documents live there
         starts = torch.cat([starts_Q, starts_Q.new_tensor([documents_BT.numel()])])
-        longest = min(1 << (int(starts.diff().max()) - 1).bit_length(), T)
-        starts = starts.to(device=device, dtype=torch.int32)
-        return Offsets(starts, starts, longest, longest)
+        longest = min(1 << (int(starts.diff().max()) - 1).bit_length(), S)
+        # Queries are the last T of a row's S positions: a document that ends before them has none.
+        row, place = starts // S, starts % S
+        starts_q = (row * T + (place - (S - T)).clamp(min=0)).to(device=device, dtype=torch.int32)
+        starts_k = starts.to(device=device, dtype=torch.int32)
+        return Offsets(starts_q, starts_k, min(longest, T), longest)
 
-    def _bounds(self, device: torch.device) -> Bounds:
-        """Nothing here waits for a GPU, wherever the documents live."""
+    def _bounds(self, T: int, device: torch.device) -> Bounds:
+        """Of the last T positions. Nothing here waits for a GPU, wherever the documents live."""
         if self.documents_BT is None:
             return Bounds(None, None)
-        documents_BT = self.documents_BT
-        T = documents_BT.shape[1]
-        place_T = torch.arange(T, dtype=torch.int32, device=documents_BT.device)
-        starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
-        starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
-        ends_BT = starts_BT.roll(-1, 1)  # a document ends where the next one starts, or at the row's end
-        first_BT = torch.where(starts_BT, place_T, 0).cummax(1).values
-        last_BT = torch.where(ends_BT, place_T, T - 1).flip(1).cummin(1).values.flip(1)
-        return Bounds(*(x.to(device, torch.int32).contiguous() for x in (first_BT, last_BT)))
+        documents_BS = self.documents_BT
+        S = documents_BS.shape[1]
+        place_S = torch.arange(S, dtype=torch.int32, device=documents_BS.device)
+        starts_BS = torch.ones_like(documents_BS, dtype=torch.bool)
+        starts_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+        ends_BS = starts_BS.roll(-1, 1)  # a document ends where the next one starts, or at the row's end
+        first_BS = torch.where(starts_BS, place_S, 0).cummax(1).values
+        last_BS = torch.where(ends_BS, place_S, S - 1).flip(1).cummin(1).values.flip(1)
+        return Bounds(*(x[:, S - T :].to(device, torch.int32).contiguous() for x in (first_BS, last_BS)))
 
     def _blocks(self, T: int, S: int, window: int | None, device: torch.device) -> BlockMask:
         from trimtab.kernels.attention.impl_flex import block_mask
 
-        return block_mask(self._bounds(device).first_BT, T, S, window, device)
+        return block_mask(self._bounds(T, device).first_BT, T, S, window, device)
 
 
 class Ready(Layout):
