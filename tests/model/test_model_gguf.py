@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import _type_traits, dequantize, quantize
@@ -65,7 +67,9 @@ def write_gguf(
     raw: dict[str, np.ndarray] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     drop: str | None = None,
+    tokenizer: tokenizers.Tokenizer | None = None,
 ) -> None:
+    """`tokenizer`: byte-level, its end token the first; written as llama.cpp's converter does."""
     shape = decoder.shape
     arch = "llama" if shape.family == "mistral" else shape.family
     writer = gguf.GGUFWriter(path, arch)
@@ -79,8 +83,19 @@ def write_gguf(
     writer.add_value_length(shape.head_dim)
     writer.add_rope_freq_base(shape.rope_theta)
     writer.add_layer_norm_rms_eps(shape.norm_eps)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    if tokenizer is None:
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+    else:
+        vocabulary = tokenizer.get_vocab()
+        tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(tokens)
+        writer.add_token_types([3, *[1] * (len(tokens) - 1)])
+        merges = json.loads(tokenizer.to_str())["model"]["merges"]
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+        writer.add_eos_token_id(0)
     if shape.sliding_window:
         writer.add_sliding_window(shape.sliding_window)
     maps = family(shape.family)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from trimtab.adapt import targets
 from trimtab.adapt.lora import (
@@ -33,6 +33,7 @@ from trimtab.adapt.spec import DEFAULT, LoraSettings
 from trimtab.adapt.whole import keep_whole
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.model.decoder import Decoder
+from trimtab.model.save import write_tensors
 
 HEAD_KEY = f"{targets.HEAD}.weight"
 EMBEDDING_KEY = f"{targets.EMBEDDING}.weight"
@@ -116,7 +117,7 @@ def save_adapter(
         tied_head=PREFIX + HEAD_KEY in stored and decoder.shape.tie_embeddings,
     )
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(stored, folder / WEIGHTS, metadata=metadata)
+    write_tensors(stored, folder / WEIGHTS, metadata)
     return [folder / CONFIG, folder / WEIGHTS]
 
 

@@ -55,6 +55,10 @@ def hf(
 def peft(
     model: Annotated[str, typer.Argument(help="A run folder that was trained with `lora`.")],
     folder: Folder,
+    base: Annotated[
+        str | None,
+        typer.Option(help="The hub id or Hugging Face folder that peft is to load the base model from."),
+    ] = None,
     checkpoint: Checkpoint = "latest",
     overwrite: Overwrite = False,
 ) -> None:
@@ -65,6 +69,9 @@ def peft(
     The files are read back by an independent reader and compared byte for byte; put on the same base they must give
     the same logits. The receipt that says so goes into the run folder's `receipts/`. With the weights themselves in
     one folder instead: `trimtab merge`.
+
+    `adapter_config.json` names the base for the library to load. That cannot be a GGUF file or `starter`: write such
+    a base with `trimtab export hf`, and name that folder, or a hub id, with --base.
     """
     from trimtab.launch.device import need_torch
 
@@ -73,7 +80,7 @@ def peft(
     from trimtab.report.plain import plain
 
     receipt = load(model, checkpoint=checkpoint, device="cpu", dtype="fp32").save_adapter(
-        folder, overwrite=overwrite
+        folder, base_name=base, overwrite=overwrite
     )
     print(plain(f"written: {folder}"))
     print(plain(f"receipt: {receipt}"))

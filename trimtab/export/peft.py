@@ -37,6 +37,7 @@ def export_peft(
     folder: str | Path,
     *,
     base: Mapping[str, Any],
+    base_name: str | None = None,
     adapter: str = DEFAULT,
     receipt: str | Path | None = None,
     source: Mapping[str, Any] | None = None,
@@ -52,6 +53,8 @@ def export_peft(
         decoder: with the adapter on it.
         folder: must not exist, or be empty, unless `overwrite` (then it must hold an adapter).
         base: source, revision and checksums of the base; `{"source": NAME}` where no more is known.
+        base_name: another hub id or folder for peft to load the base from (`base_model_name_or_path`); the source's
+            name if None.
         adapter: which one.
         receipt: where the receipt is written; None writes none.
         source: what is known of the adapter's origin, for the receipt.
@@ -74,8 +77,9 @@ def export_peft(
             decoder,
             staging,
             adapter=adapter,
-            base_name=str(base["source"]),
-            revision=base.get("revision"),
+            base_name=base_name or str(base["source"]),
+            # A commit of the source says nothing about another place.
+            revision=base.get("revision") if base_name in (None, base["source"]) else None,
             base=base if base.get("files") else None,
         )
         tensors = stored_tensors(decoder, adapter)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import glob
 import json
-import os
 import shutil
-import tempfile
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -178,10 +177,10 @@ def _write_record(repository: Repository, key: str) -> None:
     path = _record_path(repository.kind, repository.repo_id, key, repository.access)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"version": _VERSION, "commit": repository.commit, "files": repository.sizes}
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(content, file)
-    os.replace(temporary, path)
+    # Not tempfile, whose files are for their owner alone: others who share the cache read the record too.
+    temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+    temporary.write_text(json.dumps(content), encoding="utf-8")
+    temporary.replace(path)
 
 
 def _read_record(

@@ -95,7 +95,7 @@ def write_model(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(
+        write_tensors(
             {name: _stored(name, tensor, dtype) for name, tensor in shard.items()}, folder / file, header
         )
         weight_map.update(dict.fromkeys(shard, file))
@@ -199,8 +199,11 @@ def _stored(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     return stored
 
 
-def _write_shard(tensors: dict[str, torch.Tensor], path: Path, header: Mapping[str, str]) -> None:
-    # The library's file is for its owner alone; this one gets the rights that any new file gets here.
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path, header: Mapping[str, str]) -> None:
+    """A safetensors file with the permissions that the umask gives any new file, synced to the disk.
+
+    The library's own file has mode 0600, whatever the umask.
+    """
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     try:

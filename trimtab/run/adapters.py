@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trimtab.adapt.spec import LoraSettings
 from trimtab.checkpoint.manifest import digest
-from trimtab.facts.errors import CheckpointError, ModelError
-from trimtab.model.source import source_kind
+from trimtab.facts.errors import CheckpointError, ModelError, RecipeError
+from trimtab.facts.shapes import ModelShape
+from trimtab.hub.resolved import looks_local
+from trimtab.model.source import read_shape, source_kind
 from trimtab.recipe import Recipe
 from trimtab.run.checksums import remembered
 from trimtab.run.choices import Choices
+from trimtab.run.places import STARTER
 
 
 def settings_of(choices: Choices | Mapping[str, Any]) -> LoraSettings | None:
@@ -42,6 +46,62 @@ def name_base(recipe: Recipe, place: Path, commit: str | None) -> dict[str, Any]
     found = remembered(weight_paths(place))
     base["files"] = {name: {"size": file.size, "sha256": file.sha256} for name, file in found.items()}
     return base
+
+
+def unloadable_by_peft(base: Mapping[str, Any], place: Path) -> str | None:
+    """Why peft cannot load an adapter's base by its name, and what to do; None where it can.
+
+    Args:
+        base: as `name_base` has it; `{"source": NAME}` where no more is known.
+        place: where the model was opened from.
+    """
+    source = str(base["source"])
+    if base.get("init") == "random":
+        return (
+            f"peft cannot load the base: its weights were made from seed {base['seed']}; "
+            "`trimtab merge` writes them with the adapter in one folder"
+        )
+    if source == STARTER:
+        what = "the model that ships with trimtab"
+    elif place.suffix == ".gguf" or any(name.endswith(".gguf") for name in base.get("files", {})):
+        what = "a GGUF file"
+    else:
+        return None
+    return (
+        f"peft cannot load the base by the name {source}: it is {what}; write it with `trimtab export hf {source} "
+        "FOLDER` and export the adapter again with `--base FOLDER --overwrite`"
+    )
+
+
+def check_base_name(name: str, shape: ModelShape) -> str:
+    """A name for peft to load the base by: a hub id as it is, a folder from the root.
+
+    Raises:
+        RecipeError: it is a local path that is no Hugging Face folder.
+        ModelError: the folder holds another model.
+    """
+    path = Path(name).expanduser()
+    if not path.exists():
+        if looks_local(name):
+            raise RecipeError(
+                f"--base {name} does not exist", "write the base there first: `trimtab export hf BASE FOLDER`"
+            )
+        return name
+    if not (path / "config.json").is_file():
+        raise RecipeError(
+            f"--base {name} is no Hugging Face folder, which peft needs",
+            f"make one: `trimtab export hf {name} FOLDER`, then `--base FOLDER`",
+        )
+    # More tokens than the base's own are an adapter's affair.
+    found = dataclasses.replace(read_shape(path), vocab_size=shape.vocab_size)
+    for (name_here, ours), theirs in zip(shape.parameters(), dict(found.parameters()).items(), strict=False):
+        if (name_here, ours) != theirs:
+            raise ModelError(
+                f"--base {name} is another model: its {theirs[0]} is {list(theirs[1])}, the adapter's base has "
+                f"{name_here} {list(ours)}",
+                "name the model that the adapter was trained on",
+            )
+    return str(path.resolve())
 
 
 def check_base(base: Mapping[str, Any], place: Path) -> None:
