@@ -7,17 +7,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
+from trimtab.api.prompts import Messages, Prompt, as_batch, encode_prompts, encode_scored, texts_of
 from trimtab.facts.errors import RecipeError
 
 if TYPE_CHECKING:
+    from trimtab.api.chat import Chat
     from trimtab.generate import Completion
     from trimtab.run import OpenedModel
 
-Messages = Sequence[dict[str, str]]
-
-DEFAULT_NEW_TOKENS = 128
+BATCH_SIZE = 16
+"""Prompts that are generated together, unless another number is given."""
 DTYPES = ("fp32", "bf16", "fp16")
 
 
@@ -33,54 +34,212 @@ class Model:
 
     opened: OpenedModel
 
-    def generate(self, prompt: str | Messages, **options: Any) -> str:
-        """The text that follows a prompt, or the answer to chat messages; options as in `complete`."""
-        return self.complete(prompt, **options).text
+    @overload
+    def generate(self, prompt: Prompt, **options: Any) -> str: ...
+    @overload
+    def generate(self, prompt: list[str] | list[Messages], **options: Any) -> list[str]: ...
 
-    def complete(
+    def generate(self, prompt: Any, **options: Any) -> str | list[str]:
+        """The text that follows a prompt, or the answer to chat messages; for a list of prompts the list of texts.
+
+        Options as in `complete`.
+
+        Example:
+            >>> model.generate("2 + 2 =", max_new_tokens=2)              # doctest: +SKIP
+            ' 4'
+            >>> model.generate(["2 + 2 =", "3 + 3 ="], max_new_tokens=2) # doctest: +SKIP
+            [' 4', ' 6']
+        """
+        return texts_of(self.complete(prompt, **options))
+
+    @overload
+    def complete(self, prompt: Prompt, **options: Any) -> Completion: ...
+    @overload
+    def complete(self, prompt: list[str] | list[Messages], **options: Any) -> list[Completion]: ...
+
+    def complete(  # type: ignore[misc]  # the options are listed once, here
         self,
-        prompt: str | Messages,
+        prompt: Any,
         *,
         max_new_tokens: int | None = None,
-        temperature: float = 0.0,
+        temperature: float | None = None,
         top_p: float = 1.0,
         top_k: int = 0,
         stop: str | Sequence[str] = (),
         seed: int = 0,
         stream: Callable[[str], None] | None = None,
-    ) -> Completion:
-        """Like `generate`, with token ids, why it ended, and tokens a second.
+        batch_size: int = BATCH_SIZE,
+        first_index: int = 0,
+    ) -> Completion | list[Completion]:
+        """Like `generate`, with token ids, why it ended, and tokens per second.
 
         Args:
-            prompt: text to continue, or chat messages (`[{"role": "user", "content": "…"}]`).
+            prompt: text to continue, or chat messages (`[{"role": "user", "content": "…"}]`); or a list of texts
+                or of conversations, which are generated in batches, each as it would be alone.
             max_new_tokens: at most so many; by default 128, or what the model has room for.
-            temperature: 0 always takes the likeliest token.
+            temperature: 0 always takes the likeliest token; by default 0, or 1 if top_p or top_k is given.
             top_p: draw from the likeliest tokens of this mass.
             top_k: draw from the so many likeliest tokens; 0 for all.
             stop: a text, or several, before which it ends.
             seed: the same seed draws the same text.
-            stream: called with each piece of text as it comes.
+            stream: called with each piece of text as it comes; for a single prompt.
+            batch_size: prompts that are generated together. It does not change what is drawn.
+            first_index: number of the first prompt: what is drawn depends on the seed and the prompt's number, so a
+                long list may be given in parts.
         """
-        from trimtab.generate import generate
+        from trimtab.generate import generate, generate_many
 
-        tokenizer = self.opened.tokenizer
-        ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
-        if max_new_tokens is None:
-            room = self.opened.decoder.shape.max_positions - len(ids)
-            max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
+        prompts, is_batch = as_batch(prompt)
+        if is_batch and stream is not None:
+            raise RecipeError("stream is given with a list of prompts", "give one prompt, or no stream")
+        decoder, tokenizer = self.opened.decoder, self.opened.tokenizer
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "stop": [stop] if isinstance(stop, str) else list(stop),
+            "seed": seed,
+        }
+        ids = encode_prompts(tokenizer, prompts)
+        self._prepare()
         with self._on_device():
-            return generate(
-                self.opened.decoder,
-                tokenizer,
-                ids,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                stop=[stop] if isinstance(stop, str) else list(stop),
-                seed=seed,
-                stream=stream,
+            if not is_batch:
+                return generate(decoder, tokenizer, ids[0], stream=stream, index=first_index, **options)
+            return generate_many(
+                decoder, tokenizer, ids, batch_size=batch_size, first_index=first_index, **options
             )
+
+    def generate_file(
+        self,
+        prompts: str | Path,
+        output: str | Path,
+        *,
+        chat: bool = False,
+        system: str | None = None,
+        batch_size: int = BATCH_SIZE,
+        overwrite: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop: str | Sequence[str] = (),
+        seed: int = 0,
+    ) -> int:
+        """Generates for every prompt of a file and writes JSON lines, in order; returns how many rows there are.
+
+        Rows are written batch by batch. If `output` holds rows already, of the same prompts, model and options, it goes
+        on behind them: a call that was killed can be repeated as it is.
+
+        Args:
+            prompts: `.txt` with one prompt per line, `.jsonl` with {"prompt": …} or {"messages": […]}, or `.csv` with
+                a column `prompt`.
+            output: the file to write: index, prompt or messages, completion, finish_reason, tokens, settings.
+            chat: prompts that are texts are user messages for the chat template.
+            system: the system message of conversations that have none.
+            batch_size: prompts that are generated together.
+            overwrite: begin anew, whatever `output` holds.
+            on_progress: called with (prompts done, prompts in all) after each batch.
+            max_new_tokens, temperature, top_p, top_k, stop, seed: as in `complete`.
+
+        Example:
+            >>> model.generate_file("questions.txt", "answers.jsonl", max_new_tokens=64)  # doctest: +SKIP
+            120
+        """
+        from trimtab.api.batches import generate_file
+
+        self._prepare()
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "stop": [stop] if isinstance(stop, str) else list(stop),
+            "seed": seed,
+        }
+        with self._on_device():
+            return generate_file(
+                self.opened,
+                prompts,
+                output,
+                chat=chat,
+                system=system,
+                batch_size=batch_size,
+                overwrite=overwrite,
+                on_progress=on_progress,
+                options=options,
+            )
+
+    def chat(
+        self,
+        *,
+        system: str | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop: str | Sequence[str] = (),
+        seed: int = 0,
+    ) -> Chat:
+        """A conversation that remembers: each message is answered with those before it in view.
+
+        Args:
+            system: the system message.
+            max_new_tokens: of an answer; by default 512, or what the model has room for.
+            temperature, top_p, top_k, stop, seed: as in `complete`.
+
+        Example:
+            >>> chat = model.chat(system="Answer in one word.")     # doctest: +SKIP
+            >>> chat.send("What is the capital of France?").text    # doctest: +SKIP
+            'Paris'
+            >>> chat.send("And of Italy?").text                     # doctest: +SKIP
+            'Rome'
+        """
+        from trimtab.api.chat import Chat
+
+        self._prepare()
+        return Chat(
+            self.opened,
+            system=system,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop=[stop] if isinstance(stop, str) else list(stop),
+            seed=seed,
+        )
+
+    @overload
+    def loss(self, text: Prompt, *, batch_size: int = 8) -> float: ...
+    @overload
+    def loss(self, text: list[str] | list[Messages], *, batch_size: int = 8) -> list[float]: ...
+
+    def loss(self, text: Any, *, batch_size: int = 8) -> float | list[float]:
+        """Mean loss per token (nats) of a text, given what stands before each token; of a list the list of losses.
+
+        Of a text every token counts but the first, as in transformers with `labels=input_ids`; no end token is
+        added. Of a conversation the answers count, as in training with `train_on: completions`.
+
+        Example:
+            >>> model.loss("Once upon a time")                           # doctest: +SKIP
+            2.31
+            >>> model.loss(["Once upon a time", "time a upon Once"])     # doctest: +SKIP
+            [2.31, 8.4]
+        """
+        from trimtab.evaluate import mean_losses
+
+        texts, is_batch = as_batch(text)
+        rows = encode_scored(self.opened.tokenizer, texts)
+        with self._on_device():
+            losses = mean_losses(self.opened.decoder, rows, batch_size=batch_size)
+        return losses if is_batch else losses[0]
+
+    def _prepare(self) -> None:
+        """What makes generating fast, done once."""
+        from trimtab.run.quantizing import unpack_for_cpu
+
+        unpack_for_cpu(self.opened.decoder, _tell)
 
     def save(self, folder: str | Path, *, dtype: str = "bf16", overwrite: bool = False) -> Path:
         """Writes a folder that transformers loads, checks it, and returns the receipt's path."""
@@ -131,21 +290,40 @@ class Model:
         use_adapters(self.opened.decoder, names)
 
     def save_adapter(
-        self, folder: str | Path, *, adapter: str | None = None, overwrite: bool = False
+        self,
+        folder: str | Path,
+        *,
+        adapter: str | None = None,
+        base_name: str | None = None,
+        overwrite: bool = False,
     ) -> Path:
-        """Writes an adapter, the one in use unless another is named, as a folder that peft loads, checks it, and
-        returns the receipt's path."""
+        """Writes an adapter as a folder that peft loads, checks it, and returns the receipt's path.
+
+        Args:
+            folder: where to; it must not exist yet.
+            adapter: which one; the one in use if None.
+            base_name: the hub id or Hugging Face folder that peft is to load the base from, where the run's own base
+                is nothing that peft can load (a GGUF file).
+            overwrite: replace a folder that holds an adapter.
+        """
         from trimtab.export import export_peft
+        from trimtab.run.adapters import check_base_name, unloadable_by_peft
 
         opened, folder = self.opened, Path(folder)
         self._check_target(folder, "fp32")
         adapter = adapter or self._used_adapter()
+        base = opened.base or {"source": opened.name}
+        if base_name is not None:
+            base_name = check_base_name(base_name, opened.decoder.shape)
+        elif (problem := unloadable_by_peft(base, opened.folder)) is not None:
+            _tell(problem)
         receipt = self._receipt(folder, "peft")
         with self._on_device():
             export_peft(
                 opened.decoder,
                 folder,
-                base=opened.base or {"source": opened.name},
+                base=base,
+                base_name=base_name,
                 adapter=adapter,
                 receipt=receipt,
                 source={"model": opened.name, "step": opened.step},

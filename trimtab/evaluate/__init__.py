@@ -14,7 +14,7 @@ from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
     from trimtab.evaluate.answers import AnswerResult, Example, exact_answers
-    from trimtab.evaluate.likelihood import log_likelihoods, probe
+    from trimtab.evaluate.likelihood import log_likelihoods, mean_losses, probe
     from trimtab.evaluate.perplexity import LossResult, loss
 
 # No module is called `loss` or `probe`: importing it would put the module where the function belongs.
@@ -24,10 +24,20 @@ _PLACES = {
     "LossResult": "perplexity",
     "exact_answers": "answers",
     "log_likelihoods": "likelihood",
+    "mean_losses": "likelihood",
     "loss": "perplexity",
     "probe": "likelihood",
 }
 
-__all__ = ["AnswerResult", "Example", "LossResult", "exact_answers", "log_likelihoods", "loss", "probe"]
+__all__ = [
+    "AnswerResult",
+    "Example",
+    "LossResult",
+    "exact_answers",
+    "log_likelihoods",
+    "loss",
+    "mean_losses",
+    "probe",
+]
 
 __getattr__ = lazily(__name__, _PLACES)

@@ -11,17 +11,20 @@ Legend: B texts, T tokens, N = B · T.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from trimtab.facts.errors import DataError
+from trimtab.facts.errors import DataError, ModelError, TrainingError
 from trimtab.kernels.attention import Layout
 from trimtab.model import Decoder
 from trimtab.text import Tokenizer
 
 IGNORE = -100
+Row = tuple[Sequence[int], Sequence[bool] | None]
+"""Tokens of a text, and which of them count; None for all."""
 
 
 class Item(Protocol):
@@ -54,31 +57,75 @@ def log_likelihoods(
                 f"{text[:40]!r} …",
                 "shorten it",
             )
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    return _scores(decoder, [(row, None) for row in ids], batch_size)
+
+
+def mean_losses(decoder: Decoder, rows: Sequence[Row], *, batch_size: int = 8) -> list[float]:
+    """Mean loss per target token of each row, in nats: −ln p(token | before it) over the tokens that count.
+
+    Args:
+        decoder: left in the mode (training or not) in which it came.
+        rows: (ids, which of them count) of each text; None where all do. A first token never does.
+        batch_size: rows in a batch.
+
+    Raises:
+        DataError: a row has no token to measure.
+        ModelError: a row is longer than the model's context.
+        TrainingError: a loss is not finite.
+
+    Example:
+        >>> mean_losses(decoder, [([5, 6, 7], None), ([5, 6, 7], [False, False, True])])   # doctest: +SKIP
+        [3.1, 2.8]
+    """
+    counts = []
+    for number, (ids, counted) in enumerate(rows):
+        if len(ids) > decoder.shape.max_positions:
+            raise ModelError(
+                f"text {number} has {len(ids)} tokens, the model's context {decoder.shape.max_positions}",
+                "shorten it, or measure a file with `trimtab eval`, which cuts text into windows",
+            )
+        counts.append(len(ids) - 1 if counted is None else sum(counted[1:]))
+        if counts[-1] < 1:
+            raise DataError(f"text {number} has no token to measure the loss of", "give at least two tokens")
+    sums = _scores(decoder, rows, batch_size)
+    losses = [-score / count for score, count in zip(sums, counts, strict=True)]
+    for number, value in enumerate(losses):
+        if not math.isfinite(value):
+            raise TrainingError(
+                f"the loss of text {number} is {value}",
+                "weights are not finite, or overflow in this dtype: try an earlier checkpoint or fp32",
+            )
+    return losses
+
+
+def _scores(decoder: Decoder, rows: Sequence[Row], batch_size: int) -> list[float]:
+    """ln p of what counts in each row, in the order given; rows of similar lengths share a batch."""
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
     chunks = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     was_training = decoder.training
     decoder.eval()
     try:
         with torch.no_grad():
-            sums = [_sums(decoder, [ids[i] for i in chunk]) for chunk in chunks]
+            sums = [_sums(decoder, [rows[i] for i in chunk]) for chunk in chunks]
     finally:
         decoder.train(was_training)
-    scores = [0.0] * len(texts)
+    scores = [0.0] * len(rows)
     for chunk, sums_B in zip(chunks, sums, strict=True):
         for i, score in zip(chunk, sums_B.tolist(), strict=True):
             scores[i] = score
     return scores
 
 
-def _sums(decoder: Decoder, rows: list[list[int]]) -> torch.Tensor:
-    """ln p of each row, [B]."""
-    B, T = len(rows), max(1, max(map(len, rows)))
+def _sums(decoder: Decoder, rows: list[Row]) -> torch.Tensor:
+    """ln p of what counts in each row, [B]."""
+    B, T = len(rows), max(1, max(len(row) for row, _ in rows))
     ids_BT = torch.zeros(B, T, dtype=torch.int64)
     labels_BT = torch.full((B, T), IGNORE, dtype=torch.int64)
     documents_BT = torch.full((B, T), -1, dtype=torch.int32)
-    for b, row in enumerate(rows):
+    for b, (row, counted) in enumerate(rows):
         ids_BT[b, : len(row)] = torch.tensor(row, dtype=torch.int64)
-        labels_BT[b, : max(len(row) - 1, 0)] = torch.tensor(row[1:], dtype=torch.int64)
+        targets = row[1:] if counted is None else _targets(row, counted)
+        labels_BT[b, : len(targets)] = torch.tensor(targets, dtype=torch.int64)
         documents_BT[b, : len(row)] = 0
     device = decoder.head_weight.device
     positions_BT = torch.arange(T, device=device)[None].expand(B, T)
@@ -86,6 +133,10 @@ def _sums(decoder: Decoder, rows: list[list[int]]) -> torch.Tensor:
         ids_BT.to(device), labels_BT.to(device), positions_BT, Layout.packed(documents_BT), reduction="none"
     )
     return -losses_N.view(B, T).double().sum(1)
+
+
+def _targets(row: Sequence[int], counted: Sequence[bool]) -> list[int]:
+    return [token if on else IGNORE for token, on in zip(row[1:], counted[1:], strict=True)]
 
 
 def probe(

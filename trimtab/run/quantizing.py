@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trimtab.adapt import quantize_layout, spec_quantized
+from trimtab.adapt import keep_unpacked, quantize_layout, spec_quantized
 from trimtab.adapt.quantized import quantized_layers
+from trimtab.facts.devices import HOST_RESERVE, host_memory
 from trimtab.facts.errors import RecipeError
+from trimtab.facts.units import format_bytes
 from trimtab.kernels.triton_here import runs_triton
 from trimtab.model.building import torch_dtype
 from trimtab.model.decoder import Decoder
@@ -84,3 +86,26 @@ def requantized(quantization: Mapping[str, Any] | None, device: torch.device) ->
         **quantization,
         "impl": spec_quantized.choose(device=device.type, triton=runs_triton(device)).impl,
     }
+
+
+def unpack_for_cpu(decoder: Decoder, on_event: Callable[[str], None]) -> None:
+    """Dequantizes a model's packed weights once, if they lie on a CPU, where each token would do so again.
+
+    Copies in the format of the products are kept beside the packed weights where the memory for them is free; either
+    way a line says so. Does nothing for other models, and nothing a second time.
+    """
+    weight = decoder.model.embed_tokens.weight
+    layers = [layer for _, layer in quantized_layers(decoder)]
+    if not layers or weight.device.type != "cpu" or layers[0].unpacked is not None:
+        return
+    needed = weight.element_size() * sum(layer.in_features * layer.out_features for layer in layers)
+    free = host_memory()[1]
+    kind = {"nf4": "4-bit", "int8": "8-bit"}[layers[0].kind]
+    if needed > free - min(free // 5, HOST_RESERVE):
+        on_event(
+            f"{kind} weights are dequantized for each token, which is slow: copies of them would take "
+            f"{format_bytes(needed)}, and {format_bytes(free)} of memory are free"
+        )
+        return
+    on_event(f"{kind} weights are dequantized once, which takes {format_bytes(needed)} of memory")
+    keep_unpacked(decoder, decoder.shape.num_layers, dtype=weight.dtype)

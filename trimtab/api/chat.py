@@ -1,0 +1,151 @@
+"""A conversation with a model: history, context length, and keys and values kept between turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trimtab.facts.errors import ModelError
+
+if TYPE_CHECKING:
+    from trimtab.generate import Completion
+    from trimtab.run import OpenedModel
+
+ANSWER_TOKENS = 512
+"""Most tokens of an answer, unless another number is given."""
+
+
+class Chat:
+    """A conversation; made by `Model.chat`.
+
+    Keys and values of tokens that two prompts share are kept, so that a turn reads only what is new. When the
+    conversation outgrows the model's context, its oldest turns are left out of the prompt (`left_out`); `messages`
+    keeps all of them.
+
+    Args:
+        opened: a model with a chat template; ModelError without one.
+        system: the system message, None for none.
+        max_new_tokens: of an answer.
+        temperature, top_p, top_k, stop, seed: as in `Model.complete`; each turn draws anew.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedModel,
+        *,
+        system: str | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+    ) -> None:
+        from trimtab.generate import PromptCache, Sampling
+
+        if opened.tokenizer.chat_template is None:
+            raise ModelError(
+                f"{opened.name} has no chat template, so it cannot chat",
+                f'continue text with `trimtab generate {opened.name} "…"`, or use a model tuned for chat',
+            )
+        Sampling.resolve(
+            temperature, top_k, top_p, seed
+        )  # wrong options are refused before the first message
+        self._opened, self.system = opened, system
+        self._max_new_tokens = max_new_tokens
+        self._options: dict[str, Any] = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "stop": list(stop),
+            "seed": seed,
+        }
+        self.messages: list[dict[str, str]] = []
+        """User messages and answers, all of them."""
+        self.left_out = 0
+        """How many of the oldest messages no longer fit into the model's context."""
+        self._turn = 0
+        self._cache = PromptCache()
+
+    def send(self, text: str, *, stream: Callable[[str], None] | None = None) -> Completion:
+        """The answer to a message, which joins the conversation with it.
+
+        An interrupted answer (KeyboardInterrupt) stays in the conversation as far as it was streamed, so that it can
+        go on; a message that fails otherwise, or that nothing was answered to, does not.
+
+        Args:
+            text: the user's message.
+            stream: called with each piece of the answer as it comes.
+
+        Raises:
+            ModelError: the message alone is longer than the model's context, or the template does not take it.
+        """
+        from trimtab.generate import generate
+        from trimtab.run.torch_setup import on_device_of
+
+        pieces: list[str] = []
+
+        def show(piece: str) -> None:
+            pieces.append(piece)
+            if stream is not None:
+                stream(piece)
+
+        question = {"role": "user", "content": text}
+        before = self.left_out
+        ids, self.left_out, count = self._fitted([*self.messages, question])
+        try:
+            with on_device_of(self._opened.decoder):
+                done = generate(
+                    self._opened.decoder,
+                    self._opened.tokenizer,
+                    ids,
+                    max_new_tokens=count,
+                    index=self._turn,
+                    stream=show,
+                    cache=self._cache,
+                    **self._options,
+                )
+        except BaseException as stopped:
+            if isinstance(stopped, KeyboardInterrupt) and pieces:
+                self._add(question, "".join(pieces))
+            else:
+                self.left_out = before
+            raise
+        self._add(question, done.text)
+        return done
+
+    def reset(self) -> None:
+        """Forgets the conversation; the system message stays."""
+        self.messages, self.left_out = [], 0
+
+    def transcript(self) -> list[dict[str, str]]:
+        """The whole conversation, the system message included, as `messages` of training data."""
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*first, *self.messages]
+
+    def _add(self, question: dict[str, str], answer: str) -> None:
+        self.messages += [question, {"role": "assistant", "content": answer}]
+        self._turn += 1
+
+    def _fitted(self, messages: list[dict[str, str]]) -> tuple[list[int], int, int]:
+        """(prompt, messages left out, most new tokens), with as few of the oldest turns left out as possible."""
+        positions = self._opened.decoder.shape.max_positions
+        # A quarter of a short context is kept for the answer, or what was asked for.
+        wanted = self._max_new_tokens or min(ANSWER_TOKENS, max(1, positions // 4))
+        start = self.left_out
+        while True:
+            ids = self._encode(messages[start:])
+            if len(ids) + wanted <= positions:
+                room = positions - len(ids)
+                return ids, start, self._max_new_tokens or min(ANSWER_TOKENS, room)
+            if start >= len(messages) - 1:
+                raise ModelError(
+                    f"the message has {len(ids)} tokens with the template's own, which with {wanted} for the answer "
+                    f"exceed the model's {positions} positions",
+                    "shorten it, or lower max_new_tokens",
+                )
+            start += 2  # a question and its answer
+
+    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return self._opened.tokenizer.encode_chat([*first, *messages])

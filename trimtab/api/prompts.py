@@ -1,0 +1,86 @@
+"""What `Model` is asked with: texts and conversations, one or many, and their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trimtab.facts.errors import RecipeError
+
+if TYPE_CHECKING:
+    from trimtab.generate import Completion
+    from trimtab.text import Tokenizer
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: [{"role": "user", "content": "…"}, …]."""
+Prompt = str | Messages
+
+
+def as_batch(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """(prompts, whether several were given): a list of messages is one conversation, any other list is a batch.
+
+    Example:
+        >>> as_batch("a"), as_batch([{"role": "user", "content": "a"}])
+        ((['a'], False), ([[{'role': 'user', 'content': 'a'}]], False))
+        >>> as_batch(["a", "b"])
+        (['a', 'b'], True)
+    """
+    if isinstance(given, str):
+        return [given], False
+    if isinstance(given, Mapping):
+        raise RecipeError("a single message is given", 'put it into a list: [{"role": "user", "content": …}]')
+    items: list[Any] = list(given)
+    if items and all(isinstance(item, Mapping) for item in items):
+        return [_checked(items, "the conversation")], False
+    batch: list[Prompt] = []
+    for index, item in enumerate(items):
+        if isinstance(item, str):
+            batch.append(item)
+        elif isinstance(item, Sequence) and item and all(isinstance(message, Mapping) for message in item):
+            batch.append(_checked(item, f"prompt {index}"))
+        else:
+            raise RecipeError(
+                f"prompt {index} is neither a text nor a list of messages ({type(item).__name__})",
+                'give texts, or conversations such as [{"role": "user", "content": "…"}]',
+            )
+    return batch, True
+
+
+def _checked(messages: Messages, name: str) -> Messages:
+    for index, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise RecipeError(
+                f"message {index} of {name} has no role", 'write {"role": "user", "content": "…"}'
+            )
+    return messages
+
+
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Tokens of each prompt; conversations go through the chat template, all of them in one sandbox."""
+    chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
+    conversations: list[Any] = [prompts[i] for i in chats]
+    rendered = tokenizer.render_chats(conversations, add_generation_prompt=True) if chats else []
+    texts = dict(zip(chats, rendered, strict=True))
+    return [
+        tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else tokenizer.encode(texts[i])
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def encode_scored(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt]
+) -> list[tuple[list[int], list[bool] | None]]:
+    """Tokens of each text or conversation, and which of them count in its loss: of conversations the answers."""
+    from trimtab.data.conversations import encode_conversations
+
+    chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    found = iter(encode_conversations(tokenizer, chats) if chats else [])
+    return [
+        (tokenizer.encode_prompt(prompt), None) if isinstance(prompt, str) else next(found)
+        for prompt in prompts
+    ]
+
+
+def texts_of(done: Completion | list[Completion]) -> str | list[str]:
+    """The texts of one completion or of a batch."""
+    return [one.text for one in done] if isinstance(done, list) else done.text
