@@ -3,39 +3,54 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trimtab.cli.options import Adapter, Checkpoint, Device, Dtype, Revision
+from trimtab.cli.sampling import Model, Seed, Stop, Temperature, TopK, TopP, check_sampling
 from trimtab.cli.verb import new_app
+from trimtab.facts.errors import RecipeError
+
+if TYPE_CHECKING:
+    from trimtab import api
 
 app = new_app()
 
 
 @app.command()
 def generate(
-    model: Annotated[
-        str, typer.Argument(help="A run folder, a model folder, a GGUF file, a hub id, or `starter`.")
-    ],
+    model: Model,
     prompt: Annotated[
         str | None, typer.Argument(help="The text to continue; read from standard input if left out.")
     ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of prompts instead: .txt (one per line), .jsonl (`prompt` or `messages`) or .csv (`prompt`)."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="With --prompts: the JSON lines file to write, or to go on writing.")
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="With --prompts: how many are generated together.")
+    ] = 16,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="With --prompts: begin the --output file anew.")
+    ] = False,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
             min=1, help="Stop after so many tokens; by default 128, or what the model has room for."
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this mass.")
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from the so many likeliest tokens; 0 for all.")] = 0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be given several times.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
+    temperature: Temperature = None,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    stop: Stop = None,
+    seed: Seed = 0,
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's message in the model's chat template.")
     ] = False,
@@ -46,13 +61,18 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> int:
-    """Write text with a model, streaming it as it comes.
+    """Write text with a model, streaming it as it comes, or for a whole file of prompts.
 
-    Without a prompt it reads one from standard input.
+    Without a prompt it reads one from standard input. For a conversation: `trimtab chat`.
 
         trimtab generate runs/demo "The derivative of x^2 is"
         trimtab generate HuggingFaceTB/SmolLM2-135M-Instruct --chat "What is a trim tab?"
         echo "Once upon a time" | trimtab generate starter --temperature 0.8 --top-p 0.95 --seed 7
+        trimtab generate runs/demo --prompts questions.txt --output answers.jsonl
+
+    With --prompts the rows of the output stand in the order of the prompts and are written batch by batch. A command
+    that was stopped or killed goes on where it ended when it is given again. What is drawn for a prompt depends on the
+    seed and its number, not on --batch-size.
 
     Control characters in what a model writes are shown, never sent to the terminal.
     """
@@ -60,37 +80,83 @@ def generate(
 
     need_torch()
     from trimtab.api import load
-    from trimtab.facts.errors import RecipeError
-    from trimtab.report.plain import plain
 
-    text = sys.stdin.read() if prompt is None else prompt
-    if not text.strip() and prompt is None:
-        raise RecipeError("no prompt given", "write it behind the model, or pipe it in")
-    if system is not None and not chat:
-        raise RecipeError("--system is given without --chat", "add --chat, or put it into the prompt")
+    check_sampling(temperature, top_p, top_k)
+    _check_files(prompt, prompts, output, overwrite)
+    text = ""
+    if prompts is None:
+        text = sys.stdin.read() if prompt is None else prompt
+        if not text.strip() and prompt is None:
+            raise RecipeError("no prompt given", "write it behind the model, or pipe it in")
+        if system is not None and not chat:
+            raise RecipeError("--system is given without --chat", "add --chat, or put it into the prompt")
     loaded = load(
         model, revision=revision, checkpoint=checkpoint, adapter=adapter, dtype=dtype, device=device
     )
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "stop": stop or [],
+        "seed": seed,
+    }
+    if prompts is not None and output is not None:
+        more = {"chat": chat, "system": system, "batch_size": batch_size, "overwrite": overwrite}
+        return _write_file(loaded, prompts, output, {**options, **more})
+    messages = [{"role": "system", "content": system}] if system else []
+    return _stream(loaded, [*messages, {"role": "user", "content": text}] if chat else text, options)
+
+
+def _check_files(prompt: str | None, prompts: Path | None, output: Path | None, overwrite: bool) -> None:
+    if prompts is None:
+        if output is not None or overwrite:
+            flag = "--overwrite" if output is None else "--output"
+            raise RecipeError(f"{flag} is given without --prompts", "add --prompts FILE, or leave it out")
+        return
+    if prompt is not None:
+        raise RecipeError("a prompt and --prompts are given", "leave one of them out")
+    if output is None:
+        raise RecipeError("--prompts is given without --output", "add --output answers.jsonl")
+
+
+def _stream(loaded: api.Model, asked: Any, options: dict[str, Any]) -> int:
+    from trimtab.report.plain import plain
 
     def show(piece: str) -> None:
         sys.stdout.write(plain(piece))
         sys.stdout.flush()
 
-    messages = [{"role": "system", "content": system}] if system else []
-    completion = loaded.complete(
-        [*messages, {"role": "user", "content": text}] if chat else text,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        stop=stop or [],
-        seed=seed,
-        stream=show,
-    )
+    completion = loaded.complete(asked, stream=show, **options)
     print()
     print(
         f"[{len(completion.ids)} tokens, {completion.tokens_per_second:.0f} a second, "
         f"ended by {completion.finish_reason}]",
         file=sys.stderr,
     )
+    return 0
+
+
+def _write_file(loaded: api.Model, prompts: Path, output: Path, options: dict[str, Any]) -> int:
+    from trimtab.report import LiveView
+    from trimtab.report.console import new_console
+    from trimtab.report.plain import plain
+
+    before: list[int] = []
+    with LiveView(console=new_console(stderr=True)) as view:
+
+        def progress(done: int, total: int) -> None:
+            if not before:
+                before.append(done)
+                if done:
+                    view.message(f"{done} of {total} rows are in {output} already; going on from there")
+            view.working("generating", done, total, "prompts")
+
+        try:
+            rows = loaded.generate_file(prompts, output, on_progress=progress, **options)
+        except KeyboardInterrupt:
+            if before:
+                view.message(f"what was written stays in {output}; the same command goes on from there")
+            raise
+    print(plain(f"written: {output}, {rows} rows ({rows - before[0]} new)"))
     return 0

@@ -1,0 +1,302 @@
+"""`trimtab generate --prompts` and `trimtab chat`, the way they are used."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cli_world import Call, Said, World
+from tiny_model import write_tiny_model
+
+from trimtab.api.prompt_files import read_prompts
+from trimtab.facts.errors import DataError
+from trimtab.generate import generate_many
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+LINES = ["the cat", "a dog and a red house", "it was", "over the tree", "then a"]
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(LINES[:2]) + "\n\n" + "\n".join(LINES[2:]) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a chat template, and weights large enough that what is asked changes the answer."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("chat") / "model", initializer_range=0.3)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_a_file_of_prompts(world: World, prompts: Path, tmp_path: Path, cli: Call) -> None:
+    out = tmp_path / "out.jsonl"
+    options = ("--max-new-tokens", 6, "--top-k", 40, "--seed", 3)
+    said = cli("generate", world.run, "--prompts", prompts, "--output", out, "--batch-size", 2, *options)
+    assert said.code == 0, said.err
+    assert said.out == f"written: {out}, 5 rows (5 new)\n"
+    assert "generating: 5 prompts" in said.err
+    found = rows(out)
+    assert [row["prompt"] for row in found] == LINES
+    assert [row["index"] for row in found] == [0, 1, 2, 3, 4]
+    assert set(found[0]) == {"index", "prompt", "completion", "finish_reason", "tokens", "settings"}
+    other = tmp_path / "other.jsonl"
+    assert cli("generate", world.run, "--prompts", prompts, "--output", other, *options).code == 0
+    assert other.read_bytes() == out.read_bytes(), "the batch size changes nothing"
+    # Given again it has nothing to do; cut in the middle of a row it goes on.
+    whole = out.read_bytes()
+    assert "5 rows (0 new)" in cli("generate", world.run, "--prompts", prompts, "--output", out, *options).out
+    out.write_bytes(whole[: whole.index(b"\n", whole.index(b"\n") + 1) + 30])
+    said = cli("generate", world.run, "--prompts", prompts, "--output", out, *options)
+    assert "2 of 5 rows are in" in said.err
+    assert "5 rows (3 new)" in said.out
+    assert out.read_bytes() == whole
+    # A longer file of prompts continues what is there.
+    prompts.write_text(prompts.read_text() + "small\n")
+    assert "6 rows (1 new)" in cli("generate", world.run, "--prompts", prompts, "--output", out, *options).out
+    assert out.read_bytes().startswith(whole)
+
+
+def test_rows_of_other_prompts_or_options_are_refused(
+    world: World, prompts: Path, tmp_path: Path, cli: Call
+) -> None:
+    out = tmp_path / "out.jsonl"
+    command = ("generate", world.run, "--prompts", prompts, "--output", out, "--max-new-tokens", 4)
+    assert cli(*command).code == 0
+    cli(*command, "--temperature", 1).refused(2, "another model or other options", "--overwrite")
+    cli("generate", world.model, *command[2:]).refused(2, "another model or other options")
+    text = prompts.read_text()
+    prompts.write_text(text.replace("it was", "it is"))
+    cli(*command).refused(2, "out.jsonl:3 answers another prompt than", "prompts.txt:4", "--overwrite")
+    prompts.write_text("the cat\n")
+    cli(*command).refused(2, "more rows than there are prompts")
+    prompts.write_text(text)
+    before = out.read_bytes()
+    assert cli(*command, "--temperature", 1, "--overwrite").code == 0
+    assert out.read_bytes() != before
+    out.write_text("some notes\n")
+    cli(*command).refused(2, "out.jsonl:1 was not written by `trimtab generate`")
+    assert out.read_text() == "some notes\n"
+    cli(*command[:4], "--output", prompts).refused(2, "is the file of prompts itself")
+    cli(*command[:4], "--output", tmp_path / "absent" / "out.jsonl").refused(6, "cannot be written")
+
+
+def test_json_lines_of_prompts_and_conversations(chat_model: Path, tmp_path: Path, cli: Call) -> None:
+    path, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    talk = [{"role": "user", "content": "the cat"}]
+    path.write_text(
+        json.dumps({"prompt": "the cat", "id": 7, "tokens": "theirs"})
+        + "\n\n"
+        + json.dumps({"messages": talk})
+    )
+    command = ("generate", chat_model, "--prompts", path, "--output", out, "--max-new-tokens", 5)
+    assert cli(*command).code == 0
+    first, second = rows(out)
+    assert (first["id"], second["messages"]) == (7, talk)
+    assert first["tokens"] <= 5
+    assert first["completion"] != second["completion"]
+    assert cli(*command, "--chat", "--overwrite").code == 0
+    assert [row["completion"] for row in rows(out)] == [second["completion"]] * 2
+    assert cli(*command, "--system", "small", "--overwrite").code == 0
+    assert rows(out)[1]["completion"] != second["completion"]
+    table = tmp_path / "p.csv"
+    table.write_text('id,prompt\n1,"the\ncat"\n2,a dog\n')
+    assert cli("generate", chat_model, "--prompts", table, "--output", tmp_path / "t.jsonl").code == 0
+    assert [(row["id"], row["prompt"]) for row in rows(tmp_path / "t.jsonl")] == [
+        ("1", "the\ncat"),
+        ("2", "a dog"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": \n', ["p.jsonl:3", "not JSON"]),
+        ("p.jsonl", '{"prompt": "a"}\n["a"]\n', ["p.jsonl:2", "not a JSON object"]),
+        ("p.jsonl", '{"text": "a"}\n', ["p.jsonl:1", "neither prompt nor messages"]),
+        ("p.jsonl", '{"prompt": 3}\n', ["p.jsonl:1", "prompt is no text"]),
+        ("p.jsonl", '{"messages": [{"role": "user"}]}\n', ["p.jsonl:1", "no list of messages"]),
+        ("p.jsonl", '{"messages": []}\n', ["p.jsonl:1", "no list of messages"]),
+        ("p.csv", "text\na\n", ["no column prompt"]),
+        ("p.csv", 'prompt,b\na,b\n"c\n', ["p.csv:3", "not CSV"]),
+        ("p.csv", "prompt,b\na\n", ["p.csv:2", "fields"]),
+        ("p.txt", " \n\n", ["holds no prompts"]),
+        ("p.txt", b"a\n\xff\xfe\n", ["p.txt", "not UTF-8"]),
+        ("p.pdf", "a", ["p.pdf", ".txt, .jsonl, .csv"]),
+        ("p.txt", None, ["p.txt", "cannot be read"]),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(
+    tmp_path: Path, name: str, content: str | bytes | None, words: list[str]
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError) as found:
+        read_prompts(path)
+    assert all(word in str(found.value) for word in words), str(found.value)
+    assert found.value.remedy
+
+
+def test_prompts_that_do_not_fit_are_named_before_anything_is_written(
+    world: World, chat_model: Path, tmp_path: Path, cli: Call
+) -> None:
+    path, out = tmp_path / "p.txt", tmp_path / "o.jsonl"
+    path.write_text("the cat\n" + "the cat " * 200 + "\n")
+    cli("generate", world.run, "--prompts", path, "--output", out).refused(4, "p.txt:2 has", "128 positions")
+    picky = shutil.copytree(chat_model, tmp_path / "picky")
+    (picky / "chat_template.jinja").write_text(
+        TEMPLATE + "{% if 'dog' in messages[0].content %}{{ raise_exception('no dogs') }}{% endif %}"
+    )
+    path.write_text("the cat\na dog\n")
+    cli("generate", picky, "--chat", "--prompts", path, "--output", out).refused(3, "p.txt:2", "no dogs")
+    cli("generate", world.run, "--chat", "--prompts", path, "--output", out).refused(4, "no chat template")
+    assert not out.exists()
+
+
+def test_options_that_do_not_go_together(world: World, prompts: Path, cli: Call) -> None:
+    cli("generate", world.run, "--prompts", prompts).refused(2, "--output")
+    cli("generate", world.run, "a", "--prompts", prompts, "--output", "o").refused(2, "leave one of them out")
+    cli("generate", world.run, "a", "--output", "o").refused(2, "--prompts")
+    for verb in ("generate", "chat"):
+        cli(verb, world.run, "--top-p", 0.9, "--temperature", 0).refused(2, "--top-p", "--temperature 0.7")
+    said = cli("generate", world.run, "the cat", "--top-p", 0.9, "--max-new-tokens", 4)
+    assert said.code == 0
+
+
+def test_memory_that_is_short_names_the_batch_size(
+    world: World, prompts: Path, tmp_path: Path, cli: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def short(*words: object, **more: object) -> object:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+            )
+        return generate_many(*words, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("trimtab.generate.generate_many", short, raising=False)
+    out = tmp_path / "o.jsonl"
+    command = ("generate", world.run, "--prompts", prompts, "--output", out, "--max-new-tokens", 3)
+    cli(*command, "--batch-size", 2).refused(6, "no memory for 2 prompts", "2 rows are in", "--batch-size")
+    monkeypatch.undo()
+    assert "5 rows (3 new)" in cli(*command, "--batch-size", 1).out
+
+
+def test_ctrl_c_says_that_the_command_goes_on(
+    world: World, prompts: Path, tmp_path: Path, cli: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*words: object, **more: object) -> object:
+        if more["first_index"] == 2:
+            raise KeyboardInterrupt
+        return generate_many(*words, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("trimtab.generate.generate_many", interrupted, raising=False)
+    out = tmp_path / "o.jsonl"
+    command = ("generate", world.run, "--prompts", prompts, "--output", out, "--max-new-tokens", 3)
+    said = cli(*command, "--batch-size", 2)
+    assert said.code == 130
+    assert "the same command goes on from there" in " ".join(said.err.split())
+    assert len(rows(out)) == 2
+    monkeypatch.undo()
+    assert "5 rows (3 new)" in cli(*command).out
+
+
+def test_a_killed_command_goes_on(world: World, tmp_path: Path, cli: Call) -> None:
+    path, out = tmp_path / "p.txt", tmp_path / "o.jsonl"
+    path.write_text("".join(f"the cat sees {i} dogs\n" for i in range(2000)))
+    words = ["generate", world.run, "--prompts", path, "--output", out, "--max-new-tokens", 2]
+    process = subprocess.Popen([sys.executable, "-m", "trimtab", *map(str, words), "--batch-size", "4"])
+    deadline = time.monotonic() + 120
+    while not out.exists() or out.read_bytes().count(b"\n") < 8:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    before = out.read_bytes()
+    count = before.count(b"\n")
+    assert 8 <= count < 2000
+    path.write_text("".join(f"the cat sees {i} dogs\n" for i in range(count + 6)))
+    said = cli(*words)
+    assert said.code == 0, said.err
+    assert out.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
+    assert [row["index"] for row in rows(out)] == list(range(count + 6))
+
+
+def talk(cli: Call, monkeypatch: pytest.MonkeyPatch, text: str, *words: object) -> Said:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    return cli("chat", *words)
+
+
+def test_chat_from_a_pipe(
+    chat_model: Path, tmp_path: Path, cli: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "talk.jsonl"
+    lines = [
+        "the cat",
+        "",
+        "and the dog?",
+        f"/save {saved}",
+        "/reset",
+        "the cat",
+        "//slash",
+        "/nothing",
+        "/help",
+    ]
+    said = talk(cli, monkeypatch, "\n".join([*lines, "/exit", "never"]), chat_model, "--max-new-tokens", 6)
+    assert said.code == 0, said.err
+    for words in ("128 tokens of context", "4 messages", "[a new conversation]"):
+        assert words in said.err
+    assert "there is no command /nothing; /help lists them" in said.err
+    assert "/system TEXT" in said.err
+    assert "[cut off after 6 tokens; --max-new-tokens allows more]" in said.err
+    (row,) = rows(saved)
+    assert [m["role"] for m in row["messages"]] == ["user", "assistant"] * 2
+    first = row["messages"][1]["content"]
+    assert said.out.startswith(first.split("\n")[0])
+    assert said.out.count(first) == 2, "after /reset the same question has the same answer"
+    again = talk(cli, monkeypatch, f"a\n/save {saved}\n", chat_model, "--max-new-tokens", 3)
+    assert "exists already; name another file" in again.err
+
+
+def test_chat_with_a_system_message(chat_model: Path, cli: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [
+        talk(cli, monkeypatch, text, chat_model, "--max-new-tokens", 8, *words).out
+        for text, words in (("it\n", ()), ("it\n", ("--system", "small")), ("/system small\nit\n", ()))
+    ]
+    assert answers[1] == answers[2] != answers[0]
+
+
+def test_chat_says_what_it_leaves_out_and_refuses_what_is_too_long(
+    chat_model: Path, cli: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(f"the cat sees {i} dogs\n" for i in range(9))
+    said = talk(cli, monkeypatch, text, chat_model, "--max-new-tokens", 8)
+    assert said.code == 0
+    assert "longer than the model's 128 tokens: its oldest 2 messages are left out; /reset" in said.err
+    said = talk(cli, monkeypatch, "the cat " * 200 + "\n", chat_model)
+    assert said.code == 4
+    assert "error: the message has" in said.err
+    assert "Traceback" not in said.err
+
+
+def test_chat_with_a_base_model_names_generate(world: World, cli: Call) -> None:
+    cli("chat", world.run).refused(4, "no chat template", f"trimtab generate {world.run}")
