@@ -54,7 +54,9 @@ def place_adapters(decoder: Decoder, settings: LoraSettings, adapter: str) -> De
     if not adapter.replace("-", "_").isidentifier():
         raise RecipeError(f"{adapter!r} cannot be an adapter's name", "use letters, digits, - and _")
     if hasattr(nn.ParameterDict(), adapter) or hasattr(nn.ModuleDict(), adapter):
-        raise RecipeError(f"{adapter!r} is a word of torch's own and no adapter's name", "give it another")
+        raise RecipeError(
+            f"{adapter!r} is a word of torch's own and no adapter's name", "give it another name"
+        )
     if adapter in adapter_names(decoder):
         raise RecipeError(f"the model has an adapter {adapter} already", "give this one another name")
     for target in resolve(decoder.shape, settings):

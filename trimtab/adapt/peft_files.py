@@ -161,7 +161,8 @@ def fill_adapter(
     for key, tensor in stored.items():
         if not bool(torch.isfinite(tensor).all()):
             raise ModelError(
-                f"{found.folder / WEIGHTS}: {key} holds NaN or infinity", "the adapter is damaged"
+                f"{found.folder / WEIGHTS}: {key} holds NaN or infinity",
+                "get the adapter again, or train it anew",
             )
     own = own_tensors(decoder, adapter)
     keys = {file_name(name, adapter).removeprefix(PREFIX): name for name in own}

@@ -105,7 +105,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise ModelError(
-            f"{path} describes no LoRA adapter (peft_type {_short(kind)})", "only LoRA can be loaded"
+            f"{path} describes no LoRA adapter (peft_type {_short(kind)})",
+            "give a LoRA adapter, or merge this one with peft first",
         )
     config = {**{key: known.missing for key, known in _KEYS.items()}, **config}
     for key, (_, rule) in _KEYS.items():

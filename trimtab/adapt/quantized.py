@@ -196,7 +196,10 @@ class QuantizedLinear(nn.Module):
             ModelError: NaN or infinity, or another shape.
         """
         if tuple(weight_NK.shape) != self.packing.shape:
-            raise ModelError(f"a weight {list(weight_NK.shape)} for a layer {list(self.packing.shape)}")
+            raise ModelError(
+                f"a weight {list(weight_NK.shape)} for a layer {list(self.packing.shape)}",
+                f"give a weight of the shape {list(self.packing.shape)}",
+            )
         codes = self.packed[0]
         assert codes is not None
         assert not codes.is_meta, "give the layer memory first: to_empty"

@@ -137,7 +137,7 @@ def _check_kinds(shape: ModelShape, found: list[Target], settings: LoraSettings)
     if settings.use_dora and any(target.matrix.is_embedding for target in found):
         raise RecipeError(
             "lora.use_dora is on and embed_tokens is among the targets",
-            "DoRA is for linear layers; leave it out",
+            "leave embed_tokens out of lora.target_modules, or set lora.use_dora: false",
         )
     whole = targets.meant(targets.modules(shape), settings.modules_to_save)
     both = [target.name for target in found if target.name in whole]

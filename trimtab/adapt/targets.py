@@ -135,7 +135,10 @@ def check_pattern(pattern: str, key: str) -> None:
     """RecipeError for a text that is no regular expression."""
     fault = _fault(re.compile, pattern)
     if fault is not None:
-        raise RecipeError(f"{key}: {pattern!r} is no regular expression ({fault})", "correct it") from fault
+        raise RecipeError(
+            f"{key}: {pattern!r} is no regular expression ({fault})",
+            r"write one over whole names, such as .*\.q_proj, or a list of names",
+        ) from fault
 
 
 def check_ending(pattern: str, key: str) -> None:
@@ -146,7 +149,9 @@ def check_ending(pattern: str, key: str) -> None:
     if fault is not None:
         raise RecipeError(
             f"{key}: {pattern!r} is no regular expression for the end of a name ({fault})",
-            "write flags around what they are for: (?i:…)" if "flags" in str(fault) else "correct it",
+            "write flags around what they are for: (?i:…)"
+            if "flags" in str(fault)
+            else "write the end of a module's name, such as q_proj",
         ) from fault
 
 
