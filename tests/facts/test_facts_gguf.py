@@ -174,7 +174,7 @@ def test_rotary_scaling_from_metadata() -> None:
         ({"llama.block_count": "two"}, "whole number"),
         ({"llama.attention.head_count": 0}, "head_count is 0"),
         ({"llama.attention.head_count_kv": [2, 1]}, "whole number"),
-        ({"llama.rope.dimension_count": 4}, "whole, equal heads"),
+        ({"llama.rope.dimension_count": 4}, "rotated whole"),
         ({"llama.rope.freq_base": float("inf")}, "number is expected"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "not known"),
     ],

@@ -146,7 +146,7 @@ def test_windows(keys: dict[str, Any], window: int | None, full_layers: int) -> 
         ({"partial_rotary_factor": 0.5}, "whole heads"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope' is not known"),
         ({"rope_scaling": {"rope_type": "linear"}}, "no factor"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, "must be positive"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, "are positive"),
         ({"rope_scaling": [1]}, "an object is expected"),
         ({"rope_theta": 0.0}, "rope_theta is 0"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between kinds of layers"),

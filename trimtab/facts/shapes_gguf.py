@@ -42,7 +42,7 @@ def shape_from_gguf(
         )
     keys = _Keys(metadata, arch, where)
     if keys.whole("expert_count", 0):
-        raise ModelError(f"{where} holds a mixture of experts", "supported are dense models")
+        raise ModelError(f"{where} holds a mixture of experts", "use a dense model")
     if metadata.get("split.count", 0) not in (0, 1):
         raise ModelError(
             f"{where} is one of {metadata['split.count']} parts", "join them with llama-gguf-split --merge"
@@ -53,7 +53,9 @@ def shape_from_gguf(
     head_dim = keys.whole("attention.key_length", hidden // heads)
     rotated = keys.whole("rope.dimension_count", head_dim)
     if rotated != head_dim or keys.whole("attention.value_length", head_dim) != head_dim:
-        raise ModelError(f"{where}: heads of {head_dim}, rotated {rotated}", "whole, equal heads are needed")
+        raise ModelError(
+            f"{where}: heads of {head_dim}, rotated {rotated}", "use a model whose heads are rotated whole"
+        )
     window = keys.whole("attention.sliding_window", 0) or None
     max_positions, theta = keys.whole("context_length"), keys.number("rope.freq_base", 10_000.0)
     names = set(tensor_names)
@@ -94,12 +96,13 @@ class _Keys:
         value = self.get(key)
         value = default if value is None else value
         if value is None:
-            raise ModelError(f"{self.where} has no {self.arch}.{key}", "the file is not complete")
+            raise ModelError(f"{self.where} has no {self.arch}.{key}", "download it again")
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
             raise ModelError(
-                f"{self.where}: {self.arch}.{key} is {value!r}", f"a whole number up to {most} is expected"
+                f"{self.where}: {self.arch}.{key} is {value!r}",
+                f"download it again: a whole number up to {most} is expected",
             )
         return value
 
@@ -107,7 +110,9 @@ class _Keys:
         value = self.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ModelError(f"{self.where}: {self.arch}.{key} is {value!r}", "a number is expected")
+            raise ModelError(
+                f"{self.where}: {self.arch}.{key} is {value!r}", "download it again: a number is expected"
+            )
         return float(value)
 
 

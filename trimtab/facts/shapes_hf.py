@@ -53,14 +53,15 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that must hold an object."""
     if path.stat().st_size > _MAX_CONFIG_BYTES:
         raise ModelError(
-            f"{path} is larger than {_MAX_CONFIG_BYTES // 2**20} MiB", "it is not a model's JSON file"
+            f"{path} is larger than {_MAX_CONFIG_BYTES // 2**20} MiB",
+            "download it again: a model's JSON files are smaller",
         )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as err:
         raise ModelError(f"{path} is not valid JSON ({err})", "download or export the model again") from err
     if not isinstance(data, dict):
-        raise ModelError(f"{path} holds a {type(data).__name__}", "a JSON object is expected there")
+        raise ModelError(f"{path} holds a {type(data).__name__}", "download or export the model again")
     return data
 
 
@@ -166,7 +167,7 @@ def config_from_shape(
     if shape_from_config(config) != shape:
         raise ModelError(
             f"transformers' {ARCHITECTURES[family]} cannot describe this model: {shape}",
-            "biases, norms and windows must be the family's own",
+            "build it with the biases, norms and windows of its family",
         )
     return {**config, **(extra or {})}
 
@@ -184,23 +185,28 @@ class _Values:
         value = self.data.get(key)
         value = default if value is None else value
         if value is None:
-            raise ModelError(f"{self.where} has no {key}", "it is not a complete model config")
+            raise ModelError(f"{self.where} has no {key}", "download the model's config.json again")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-            raise ModelError(f"{self.where}: {key} is {value!r}", f"a whole number up to {most} is expected")
+            raise ModelError(
+                f"{self.where}: {key} is {value!r}",
+                f"download it again: a whole number up to {most} is expected",
+            )
         return value
 
     def number(self, key: str, default: float) -> float:
         value = self.data.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ModelError(f"{self.where}: {key} is {value!r}", "a number is expected")
+            raise ModelError(f"{self.where}: {key} is {value!r}", "download it again: a number is expected")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.data.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise ModelError(f"{self.where}: {key} is {value!r}", "true or false is expected")
+            raise ModelError(
+                f"{self.where}: {key} is {value!r}", "download it again: true or false is expected"
+            )
         return value
 
 
@@ -208,14 +214,20 @@ def _refuse_unsupported(values: _Values) -> None:
     where = values.where
     act = values.get("hidden_act") or "silu"
     if act not in ("silu", "swish"):
-        raise ModelError(f"{where}: hidden_act is {act!r}", "trimtab's decoder has SwiGLU layers (silu) only")
+        raise ModelError(
+            f"{where}: hidden_act is {act!r}",
+            "use a model with hidden_act: silu, the only one that trimtab trains",
+        )
     _refuse_unknown_quantization(values)
     rope = values.get("rope_parameters") or {}
     partial = values.get("partial_rotary_factor") or (
         rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
     )
     if partial not in (None, 1, 1.0):
-        raise ModelError(f"{where}: partial_rotary_factor is {partial}", "only whole heads are rotated here")
+        raise ModelError(
+            f"{where}: partial_rotary_factor is {partial}",
+            "use a model without partial_rotary_factor: trimtab rotates whole heads",
+        )
 
 
 def _refuse_unknown_quantization(values: _Values) -> None:
@@ -252,7 +264,10 @@ def _window(family: str, values: _Values, layers: int) -> tuple[int | None, int]
     types = values.get("layer_types")
     if types is not None:
         if not isinstance(types, list) or len(types) != layers:
-            raise ModelError(f"{values.where}: layer_types must list {layers} layers")
+            raise ModelError(
+                f"{values.where}: layer_types must list {layers} layers",
+                "download the model's config.json again",
+            )
         num_full = sum(kind == "full_attention" for kind in types)
         expected = ["full_attention"] * num_full + ["sliding_attention"] * (layers - num_full)
         if types != expected:
@@ -267,7 +282,9 @@ def _rope(values: _Values, max_positions: int) -> tuple[float, RopeScaling | Non
     """(theta, scaling) from either spelling; `rope_scaling` wins if both are there, as in transformers."""
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        raise ModelError(f"{values.where}: the rotary settings are {rope!r}", "an object is expected")
+        raise ModelError(
+            f"{values.where}: the rotary settings are {rope!r}", "download it again: an object is expected"
+        )
     if any(isinstance(value, dict) for value in rope.values()):
         raise ModelError(
             f"{values.where}: rotary settings differ between kinds of layers",
@@ -298,17 +315,22 @@ def scaling_from_values(
     if kind == "yarn" and rope.get("factor") is None:
         factor = max_positions / max(original, 1)
     elif rope.get("factor") is None:
-        raise ModelError(f"{where}: {kind} scaling has no factor", "it is not a complete model config")
+        raise ModelError(f"{where}: {kind} scaling has no factor", "download the model's config.json again")
     else:
         factor = inner.number("factor", 1.0)
     if factor <= 0 or original < 1:
-        raise ModelError(f"{where}: factor {factor} over {original} positions", "both must be positive")
+        raise ModelError(
+            f"{where}: factor {factor} over {original} positions", "use a model in which both are positive"
+        )
     if kind in ("linear", "dynamic"):
         return RopeScaling(kind=kind, factor=factor)  # type: ignore[arg-type]
     if kind == "llama3":
         low, high = inner.number("low_freq_factor", 1.0), inner.number("high_freq_factor", 4.0)
         if not 0 < low < high:
-            raise ModelError(f"{where}: low_freq_factor {low}, high_freq_factor {high}", "0 < low < high")
+            raise ModelError(
+                f"{where}: low_freq_factor {low}, high_freq_factor {high}",
+                "use a model with 0 < low_freq_factor < high_freq_factor",
+            )
         return RopeScaling("llama3", factor, original, low_freq_factor=low, high_freq_factor=high)
     attention: float | None = None
     if rope.get("attention_factor") is not None:

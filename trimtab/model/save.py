@@ -170,7 +170,10 @@ def check_replaceable(folder: Path, overwrite: bool, holds: str = "config.json")
         )
     if not folder.is_dir() or not (folder / holds).is_file():
         what = "a model" if holds == "config.json" else "an adapter"
-        raise ModelError(f"{folder} is not {what} folder", f"only a folder with {holds} in it is overwritten")
+        raise ModelError(
+            f"{folder} is not {what} folder",
+            f"choose another folder: only one with {holds} in it is overwritten",
+        )
 
 
 def _shards(decoder: Decoder, dtype: str, max_shard_bytes: int) -> list[dict[str, torch.Tensor]]:

@@ -60,7 +60,9 @@ def shape_of_header(header: GGUFHeader) -> ModelShape:
     """The shape that a GGUF header, and Llama 3's table of rotary divisors behind it, describe."""
     embeddings = header.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.dims) != 2:
-        raise ModelError(f"{header.path} has no embeddings (token_embd.weight)", "it is not a whole model")
+        raise ModelError(
+            f"{header.path} has no embeddings (token_embd.weight)", "download the file of the whole model"
+        )
     return shape_from_gguf(
         header.metadata,
         header.tensors.keys(),

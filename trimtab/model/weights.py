@@ -143,7 +143,7 @@ def check_layers(shape: ModelShape, num_tensors: int, key: str, where: str) -> N
     if shape.num_layers > num_tensors:
         raise ModelError(
             f"{where} holds {num_tensors} tensors, too few for a model whose {key} is {shape.num_layers}",
-            "the weights and the config belong to different models",
+            "get the weights and config.json of one model, from the same place",
         )
 
 
@@ -159,12 +159,12 @@ def check_names(wanted: Iterable[str], found: Mapping[str, str], where: str) -> 
     if missing:
         raise ModelError(
             f"{where} lacks {len(missing)} of {len(wanted)} tensors: {_few(missing)}",
-            "the download is incomplete, or config.json belongs to another model",
+            "complete the download, or get the config.json that belongs to these weights",
         )
     if extra:
         raise ModelError(
             f"{where} holds {len(extra)} tensors that the model has no place for: {_few(extra)}",
-            "config.json belongs to another model, or the weights have an adapter or extra head in them",
+            "get the config.json that belongs to these weights, or weights without an adapter or extra head",
         )
 
 
@@ -176,7 +176,7 @@ def check_dims(
         raise ModelError(
             f"{where}: {name} is {list(found)} where the model has {list(wanted)}"
             + _origin(found, wanted, shape),
-            "the weights and the config belong to different models",
+            "get the weights and config.json of one model, from the same place",
         )
 
 
@@ -230,7 +230,7 @@ def fill(parameter: torch.Tensor, tensor: torch.Tensor, name: str, where: str) -
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise ModelError(
                 f"{where}: {name} " + (f"overflows in {dtype}" if at_source else "holds NaN or infinity"),
-                "load it in bf16 or fp32" if at_source else "the weights are damaged; get them again",
+                "load it in bf16 or fp32" if at_source else "get the weights again",
             )
 
 

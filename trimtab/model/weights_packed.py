@@ -102,7 +102,8 @@ def read(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
     order = state.get(_INT8_FORMAT, torch.tensor(0))
     if order.numel() != 1 or int(order) != 0:
         raise ModelError(
-            f"{where}: an INT8 weight in another order than row by row", "save it with a newer version"
+            f"{where}: an INT8 weight in another order than row by row",
+            "save it again with a newer bitsandbytes",
         )
     none = codes_NK.new_empty(0)
     # theirs is w ≈ code · SCB / 127, ours code · scale

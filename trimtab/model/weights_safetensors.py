@@ -116,7 +116,7 @@ def weight_files(folder: Path) -> list[str]:
         raise pickle_refused(pickles[0])
     raise ModelError(
         f"{folder} has no {SINGLE}" + (f" and no {INDEX} for its {len(others)} parts" if others else ""),
-        "give a folder with safetensors weights, or set init: random to start from nothing",
+        "give a folder with safetensors weights, or set model.init: random to start from nothing",
     )
 
 
@@ -129,7 +129,10 @@ def _indexed_files(folder: Path) -> list[str]:
     for name in names:
         # A plain name: an index must not reach files outside its folder.
         if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
-            raise ModelError(f"{where} names a file outside its folder: {name!r}", "do not trust this model")
+            raise ModelError(
+                f"{where} names a file outside its folder: {name!r}",
+                "do not trust this copy; get the model from another place",
+            )
         if not name.endswith(".safetensors"):
             raise pickle_refused(folder / name)
         if not (folder / name).is_file():
@@ -194,7 +197,8 @@ def _declared(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], list
                     continue
                 if name in stored:
                     raise ModelError(
-                        f"{folder}: {name} is in {stored[name].file} and in {file}", "remove the stray file"
+                        f"{folder}: {name} is in {stored[name].file} and in {file}",
+                        "remove the stray file, and its name from the index",
                     )
                 piece = opened.get_slice(key)
                 stored[name] = _Stored(file, key, tuple(piece.get_shape()), piece.get_dtype())
