@@ -158,7 +158,7 @@ def test_answers_of_several_marked_stretches() -> None:
 
 def test_where_it_cannot_be_told_the_error_says_why_and_last_still_works() -> None:
     messages = chat("Hi", "Hello!", "Why?", "So.")
-    with pytest.raises(ModelError, match=r"cannot be told: what .* depends on .*train_on: last"):
+    with pytest.raises(ModelError, match=r"cannot be told: what .* depends on .*train_on: all"):
         trained(templates.COUNTING, messages)
 
 

@@ -41,7 +41,8 @@ def front_matter(readme: str) -> dict[str, Any]:
         data = YAML(typ="safe", pure=True).load(found.group(1))
     except (YAMLError, ValueError, RecursionError) as error:
         raise DataError(
-            f"the data set's card cannot be read ({str(error).splitlines()[0]})", "name its files"
+            f"the data set's card cannot be read ({str(error).splitlines()[0]})",
+            "download its files and name their folder",
         ) from None
     return data if isinstance(data, dict) else {}
 

@@ -100,7 +100,7 @@ def _no_data(repository: Repository) -> DataError:
             f"{cause}, but a loading script, and no code of a data set is ever run",
             "try revision: refs/convert/parquet, the hub's own copy as Parquet",
         )
-    return DataError(cause, f"readable are {', '.join(DATA_SUFFIXES)}")
+    return DataError(cause, f"name a data set with {', '.join(DATA_SUFFIXES)} files")
 
 
 def _choose_config(repo_id: str, found: list[Config], wanted: str | None) -> Config:

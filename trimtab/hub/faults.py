@@ -10,7 +10,7 @@ from huggingface_hub import errors as hf
 
 from trimtab.facts.errors import HubError, ResourceError, TrimtabError
 
-_LOGIN = "log in with `hf auth login`, or give a token"
+_LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 @contextlib.contextmanager
@@ -59,17 +59,17 @@ def _explain_status(error: hf.HfHubHTTPError, status: int, repo_id: str) -> HubE
             f"check the id; for a private one {_LOGIN}",
         )
     if isinstance(error, hf.DisabledRepoError):
-        return HubError(f"{repo_id} was disabled on the hub", "use another")
+        return HubError(f"{repo_id} was disabled on the hub", "use another model or data set")
     if status == 401:
         return HubError(f"the hub refused the token for {repo_id}", _LOGIN)
     if status == 403:
         return HubError(
-            f"the token may not read {repo_id}", "ask its owner for access, or give another token"
+            f"the token may not read {repo_id}", "ask its owner for access, or set HF_TOKEN to another token"
         )
     if status == 404:
         return HubError(f"a file of {repo_id} is not on the hub", "check the id and the revision")
     if status == 429:
         return HubError(
-            "the hub asks for a pause (too many requests)", f"wait some minutes; {_LOGIN} for more"
+            "the hub asks for a pause (too many requests)", f"wait some minutes; {_LOGIN}, for more"
         )
     return HubError(f"the hub answered {status} for {repo_id}", "try again later")

@@ -71,7 +71,7 @@ def resolve_model(
     small = [name for name in SMALL_FILES if name in repository.sizes]
     if "config.json" not in small:
         raise HubError(
-            f"{repo_id} has no config.json", "it is not a model in Hugging Face's format; name another"
+            f"{repo_id} has no config.json", "name a model in Hugging Face's format, or owner/name/file.gguf"
         )
     repository.fetch(small)
     if weights:
@@ -86,7 +86,8 @@ def _local(path: Path) -> Resolved:
         return Resolved("gguf", path, None, name=str(path))
     if any(fnmatchcase(path.name.lower(), pattern) for pattern in _PICKLES):
         raise ModelError(
-            f"{path} is a pickle, which can run code when it is read", "convert it to safetensors"
+            f"{path} is a pickle, which can run code when it is read",
+            "use the model's folder with safetensors, or convert it",
         )
     raise ModelError(f"{path} is not a model", "name a Hugging Face folder or a .gguf file")
 
@@ -131,10 +132,13 @@ def _weight_files(repository: Repository) -> list[str]:
             shards = {check_name(shard, repository.repo_id) for shard in _weight_map(index).values()}
         except (ValueError, AttributeError, TypeError, KeyError) as error:
             raise ModelError(
-                f"{index} is not an index of shards ({error})", "tell the model's owner"
+                f"{index} is not an index of shards ({error})", "use another revision or copy of the model"
             ) from None
         if absent := sorted(shards - set(names)):
-            raise HubError(f"{repository.repo_id} lacks the shard {absent[0]}", "use another revision")
+            raise HubError(
+                f"{repository.repo_id} lacks the shard {absent[0]}",
+                "use another revision or copy of the model",
+            )
         return sorted(shards)
     if "model.safetensors" in names:
         return ["model.safetensors"]

@@ -53,6 +53,7 @@ def check_name(name: str, repo_id: str) -> str:
     plain = name and not name.startswith("/") and str(pure) == name and ".." not in pure.parts
     if not plain or "\\" in name or ":" in name or any(ord(c) < 32 or ord(c) == 127 for c in name):
         raise HubError(
-            f"{repo_id} lists a file with the name {name!r}", "it leads out of its folder; do not use it"
+            f"{repo_id} lists a file with the name {name!r}",
+            "it leads out of its folder; use another copy of the repository",
         )
     return name

@@ -237,8 +237,8 @@ def complaint(error: Exception) -> dict[str, Any]:
     if isinstance(error, NotFound):
         return {
             "error": f"where an answer stands in what it writes cannot be told: {error}",
-            "remedy": "set train_on: last or train_on: all, or put {% generation %} … {% endgeneration %} around "
-            "the answers in the template",
+            "remedy": "set train_on: all, or put {% generation %} … {% endgeneration %} around the answers in the "
+            "template",
         }
     return {
         "error": f"{type(error).__name__}: {error}",

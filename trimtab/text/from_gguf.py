@@ -19,7 +19,7 @@ from trimtab.text.pretokenizers import CUTS, Cut
 from trimtab.text.tokenizer import Tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-_REMEDY = "use the model's Hugging Face folder, or name one with its tokenizer.json as the tokenizer"
+_REMEDY = "use the model's Hugging Face folder, or set model.tokenizer to a folder with its tokenizer.json"
 _SPACE = "▁"
 
 

@@ -26,7 +26,10 @@ def read_template(named: str) -> str:
     path = Path(named).expanduser()
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise RecipeError(f"model.chat_template: {path} has more than a megabyte", "is it a Jinja file?")
+            raise RecipeError(
+                f"model.chat_template: {path} has more than a megabyte",
+                "name a Jinja file, which is a text of a few kilobytes",
+            )
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise RecipeError(
@@ -35,8 +38,11 @@ def read_template(named: str) -> str:
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(
-            f"model.chat_template: {path} cannot be read ({error})", "is it a Jinja file?"
+            f"model.chat_template: {path} cannot be read ({error})",
+            "name a Jinja file, which is a text of a few kilobytes",
         ) from error
     if not text.strip():
-        raise RecipeError(f"model.chat_template: {path} is empty", "name a Jinja file")
+        raise RecipeError(
+            f"model.chat_template: {path} is empty", "write the template into it, or name another Jinja file"
+        )
     return text

@@ -71,7 +71,7 @@ class Tokenizer:
                 return full[:start], full[start + len(bare) :]
         raise ModelError(
             f"the post-processor of {self.source} changes the text's own tokens",
-            "only tokenizers that set tokens before and after a text can be used",
+            "set add_bos_token and add_eos_token in tokenizer_config.json, which replace it",
         )
 
     @property
