@@ -16,6 +16,7 @@ import numpy as np
 from trimtab.facts.errors import ModelError
 
 STORED_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp64": "F64"}
+_REMEDY = "check the disk and try again"
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     for path in sorted(folder.glob("*.safetensors")):
         for name, tensor in _read_header(path).items():
             if name in found:
-                raise ModelError(f"{name} is stored twice in {folder}")
+                raise ModelError(f"{name} is stored twice in {folder}", _REMEDY)
             found[name] = tensor
             homes[name] = path.name
     index = folder / "model.safetensors.index.json"
     if index.is_file() and json.loads(index.read_text(encoding="utf-8"))["weight_map"] != homes:
-        raise ModelError(f"{index} does not describe the files beside it")
+        raise ModelError(f"{index} does not describe the files beside it", _REMEDY)
     return found
 
 
@@ -58,7 +59,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > size - 8:
-            raise ModelError(f"the header of {path} is longer than the file")
+            raise ModelError(f"the header of {path} is longer than the file", _REMEDY)
         header: dict[str, Any] = json.loads(file.read(length))
     header.pop("__metadata__", None)
     start, at = 8 + length, 0
@@ -66,9 +67,9 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
         if begin != at or start + end > size:
-            raise ModelError(f"{path}: {name} does not follow the tensor before it")
+            raise ModelError(f"{path}: {name} does not follow the tensor before it", _REMEDY)
         at = end
         tensors[name] = StoredTensor(path, tuple(entry["shape"]), entry["dtype"], start + begin, start + end)
     if start + at != size:
-        raise ModelError(f"{path} has {size - start - at} bytes that belong to no tensor")
+        raise ModelError(f"{path} has {size - start - at} bytes that belong to no tensor", _REMEDY)
     return tensors

@@ -213,7 +213,7 @@ def _run_batch(decoder: Decoder, rows: list[Writing], sampling: Sampling, kept: 
         drawn = sampling.pick(logits_BV, [(row.index, len(row.ids)) for row in rows]).tolist()
         if not bool(torch.isfinite(logits_BV.amax(dim=-1)).all()):
             raise ModelError(
-                "the model's output is not finite", "its weights are damaged or the dtype too narrow"
+                "the model's output is not finite", "get the weights again, or load the model in fp32"
             )
         for row, token_id in zip(rows, drawn, strict=True):
             if row.finish_reason is None:

@@ -36,7 +36,7 @@ class AdamWBase(NamedOptimizer):
             if not 0.0 <= value < 1.0:
                 raise RecipeError(f"{name} is {value}", "give a number from 0 to below 1")
         if lr < 0 or eps < 0 or weight_decay < 0:
-            raise RecipeError("learning rate, epsilon and weight decay cannot be negative")
+            raise RecipeError("learning rate, epsilon and weight decay cannot be negative", "give 0 or more")
         self.betas, self.eps, self.stochastic_rounding = betas, eps, stochastic_rounding
         named_groups = [{"weight_decay": weight_decay, **group} for group in named_groups]
         super().__init__(named_groups, lr=lr, seed=seed)

@@ -118,7 +118,9 @@ class NamedOptimizer(torch.optim.Optimizer):
         try:
             count, seed = int(scalars["step"]), int(scalars["seed"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the optimizer's numbers cannot be read from {scalars!r}") from error
+            raise CheckpointError(
+                f"the optimizer's numbers cannot be read from {scalars!r}", "use an earlier checkpoint"
+            ) from error
         self.count, self.seed = count, seed
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,7 +137,8 @@ class NamedOptimizer(torch.optim.Optimizer):
         if different:
             raise CheckpointError(
                 f"the optimizer state is of another model or optimizer: {different[0]} differs "
-                f"({len(different)} in all)"
+                f"({len(different)} in all)",
+                "load it into the optimizer and the model that it was saved from",
             )
         for name, t in mine.items():
             t.copy_(theirs[name])

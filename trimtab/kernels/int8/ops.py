@@ -89,7 +89,7 @@ def quantize(
             f"granularity {', '.join(spec.GRANULARITIES)}; scheme {', '.join(spec.SCHEMES)}",
         )
     if granularity == "group" and group < 1:
-        raise RecipeError(f"a group of {group} values", "128 is usual")
+        raise RecipeError(f"a group of {group} values", "give 1 or more; 128 is usual")
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise RecipeError(f"8-bit integers are made from fp32, fp16 and bf16, not {x.dtype}", "cast it first")
     x = x.detach()
@@ -100,7 +100,7 @@ def quantize(
         codes, scale, zero = impl_reference.quantize(x, length, affine)
     if check and not bool(scale.isfinite().all()):
         raise ModelError(
-            "NaN or infinity in a tensor to be quantized to 8 bits", "look at where it came from"
+            "NaN or infinity in a tensor to be quantized to 8 bits", "get the tensor again from where it came"
         )
     return Int8Tensor(codes, scale, zero, length, x.dtype)
 

@@ -128,9 +128,17 @@ def read_facts(state: Mapping[str, torch.Tensor], name: str) -> dict[str, Any]:
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise ModelError(f"{name}.{STATE} has no shape", "fetch the file again")
     if facts.get("quant_type") != "nf4":
-        raise ModelError(f"{name} has quant_type {facts.get('quant_type')!r}, not nf4")
+        raise ModelError(
+            f"{name} has quant_type {facts.get('quant_type')!r}, not nf4",
+            "quantize it again with quant_type nf4",
+        )
     if type(facts.get("blocksize")) is not int or facts["blocksize"] not in spec.BLOCKS:
-        raise ModelError(f"{name} has blocks of {facts.get('blocksize')!r}; known are {spec.BLOCKS}")
+        raise ModelError(
+            f"{name} has blocks of {facts.get('blocksize')!r}",
+            f"quantize it again with blocks of {' or '.join(map(str, spec.BLOCKS))}",
+        )
     if not isinstance(facts.get("dtype"), str) or facts["dtype"] not in DTYPES:
-        raise ModelError(f"{name} was {facts.get('dtype')!r}; known are {', '.join(DTYPES)}")
+        raise ModelError(
+            f"{name} was {facts.get('dtype')!r}", f"quantize it again from {' or '.join(DTYPES)}"
+        )
     return facts

@@ -121,5 +121,5 @@ def check_finite(weights: Mapping[str, NF4Weight]) -> None:
         raise ModelError(
             f"{', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}: NaN or infinity in a weight to be "
             "quantized to 4 bits",
-            "look at the checkpoint it came from; a bf16 tensor read as fp16 overflows like this",
+            "get the weights again, or load them in bf16 or fp32 if they overflow in fp16",
         )
