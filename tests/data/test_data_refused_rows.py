@@ -120,7 +120,7 @@ BAD_ROWS = {
     "no value": ({"messages": [{"from": "human"}]}, r"messages\[0\] has no value"),
     "content a number": ({"messages": [{"role": "user", "content": 4}]}, r"content of messages\[0\] is a number"),
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"parts that are no text \(image\)"),
-    "weight": ({"messages": [{**ANSWER, "weight": 0.5}]}, r"has the weight 0.5; a message is trained on"),
+    "weight": ({"messages": [{**ANSWER, "weight": 0.5}]}, r"has the weight 0.5; give 1 to train on"),
     "tools": ({"messages": [QUESTION, ANSWER], "tools": {}, "system": 3}, r"system is a number, not text"),
 }  # fmt: skip
 
@@ -146,7 +146,7 @@ def test_other_columns_are_refused_with_what_is_known(tmp_path: Path, chatml: To
     with pytest.raises(DataError, match=r"has the columns chosen, rejected and not prompt, best"):
         opened(path, chatml, columns={"completion": "best"})
     with pytest.raises(
-        DataError, match=r"columns of .* names answers; the parts are messages: messages, system"
+        DataError, match=r"columns of .* names answers; name parts of one format: messages: messages, system"
     ):
         opened(path, chatml, columns={"answers": "chosen"})
     with pytest.raises(DataError, match=r"format: 'chatml' is not known .*; use one of auto, text, messages"):
@@ -224,7 +224,8 @@ def test_bad_rows_are_skipped_counted_and_said_where_that_is_asked_for(tmp_path:
         f"{path}:2: messages is a number, not a list of messages; the row is left out, as all like it" in said
     )
     with pytest.raises(
-        DataError, match=r"nothing that can be used: 1 unusable as examples.*; the first: .*b.jsonl:1: mess"
+        DataError,
+        match=r"nothing that can be used: 1 unusable as examples.*; repair the rows; the first: .*b.jsonl:1: mess",
     ):
         opened(write(tmp_path / "b.jsonl", [{"messages": 3}]), tokenizer, bad_rows="skip")
 

@@ -181,7 +181,7 @@ def test_what_a_stream_cannot_do_is_said(corpus_folder: Path, tokenizer, tmp_pat
     corpus = open_corpus(str(corpus_folder), tokenizer, streaming=True)
     cached = open_corpus(str(corpus_folder), tokenizer, cache_dir=tmp_path)
     with pytest.raises(
-        DataError, match=r"has the weight 2.0.*leave the weight at 1, or set streaming: false"
+        DataError, match=r"has the weight 2.0.*leave the weight at 1, or set data.streaming: false"
     ):
         make_loader([(corpus, 2.0)], max_seq_length=T, batch_size=1)
     with pytest.raises(DataError, match=r"some sources are streamed"):

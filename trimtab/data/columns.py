@@ -53,7 +53,10 @@ def text_of(file: SourceFile, row: int, value: Any, column: str | None) -> str:
         return value
     if not isinstance(value, dict) or column not in value:
         keys = ", ".join(value) if isinstance(value, dict) else type_name(value)
-        raise DataError(f"{file.path}:{row} has no column {column!r} (it has {keys})", "set text_column")
+        raise DataError(
+            f"{file.path}:{row} has no column {column!r} (it has {keys})",
+            "set text_column to a column that every row has, or complete the row",
+        )
     text = value[column]
     if text is None:
         return ""

@@ -165,7 +165,7 @@ class Corpus:
         if not mask_N.any():
             raise DataError(
                 f"every document of {self.name} is also in {other.name}",
-                "evaluate on text that is not trained on",
+                "name other text under data.eval, or take it out of data.train",
             )
         return self._view(mask_N, f"without {other.fingerprint}")
 
@@ -186,7 +186,7 @@ class Corpus:
         if kept_N[0] < 2 or rest_N[0] < 2:
             raise DataError(
                 f"{self.name} is one document of {self.num_tokens} tokens, too short to hold a part out",
-                "give more text, or an evaluation set of its own",
+                "give more text, name a set under data.eval.domain, or set data.eval_share: 0",
             )
         start_N, record_N = self.starts_N[:1], self.records_N[:1]
         return (
@@ -348,7 +348,9 @@ def nothing_left(name: str, skipped: Mapping[str, int], complaint: str = "") -> 
     counted = [f"{skipped[why]} {words}" for why, words in LEFT_OUT.items() if skipped.get(why)]
     why = f": {' and '.join(counted)} were skipped" if counted else ""
     if complaint:
-        return DataError(f"{name} holds nothing that can be used{why}", f"the first: {complaint}")
+        return DataError(
+            f"{name} holds nothing that can be used{why}", f"repair the rows; the first: {complaint}"
+        )
     if skipped.get("untrained"):
         return DataError(
             f"{name} holds nothing to train on{why}",

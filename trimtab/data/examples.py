@@ -318,7 +318,7 @@ def _weight(message: Message) -> int:
     if weight is None:
         return 1
     if weight not in (0, 1) or isinstance(weight, bool):
-        raise RowError(f"a message has the weight {weight!r}", "a message is trained on (1) or not (0)")
+        raise RowError(f"a message has the weight {weight!r}", "give 1 to train on the message, or 0")
     return int(weight)
 
 

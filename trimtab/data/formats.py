@@ -101,14 +101,15 @@ def _by_first_row(spec: SourceSpec, tables: list[SourceFile]) -> Format | None:
         if not wanted:
             known = "; ".join(f"{name}: {', '.join(_parts(name))}" for name in PARTS)
             raise DataError(
-                f"columns of {spec.name} names {', '.join(spec.columns)}", f"the parts are {known}"
+                f"columns of {spec.name} names {', '.join(spec.columns)}",
+                f"name parts of one format: {known}",
             )
     if not isinstance(row, dict):
         if spec.format == "auto":
             return None
         raise DataError(
             f"{file.path} holds {type_name(row)} where objects are expected",
-            f"format: {spec.format} needs {', '.join(PARTS[spec.format][0])}",
+            f"write objects with {', '.join(PARTS[spec.format][0])}, or leave the format out",
         )
     for name in wanted:
         made = Format(name, spec.columns)

@@ -255,7 +255,7 @@ def check_settings(position: dict[str, Any], now: dict[str, Any]) -> None:
     kept = position.get("settings")
     if position.get("version") != 1 or not isinstance(kept, dict):
         raise CheckpointError(
-            "the checkpoint's place in the data cannot be read", "resume with the same trimtab"
+            "the checkpoint's place in the data cannot be read", "resume with the trimtab that wrote it"
         )
     for name in [key for key in now if key != "sources"]:
         if kept.get(name) != now[name]:

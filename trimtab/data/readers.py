@@ -73,14 +73,11 @@ def _parquet_column(file: SourceFile, schema: Any, column: str | None) -> str:
     texts = [field.name for field in schema if is_text(field.type)]
     if column is None:
         return choose_name(file, texts, [name for name in schema.names if name not in texts])
-    if column not in schema.names:
-        raise DataError(
-            f"{file.path} has no column {column!r}", f"set text_column to one of {', '.join(schema.names)}"
-        )
     if column not in texts:
+        held = f"holds {schema.field(column).type}, not text" if column in schema.names else "is not there"
         raise DataError(
-            f"column {column!r} of {file.path} holds {schema.field(column).type}, not text",
-            f"set text_column to one of {', '.join(texts)}" if texts else "write the rows as strings",
+            f"column {column!r} of {file.path} {held}",
+            f"set text_column to one of {', '.join(texts)}" if texts else "write a column of strings",
         )
     return column
 

@@ -209,7 +209,9 @@ def _from_list(spec: SourceSpec, named: list[tuple[Path, str]]) -> ResolvedSourc
     files = []
     for path, name in named:
         if not path.is_file():
-            raise DataError(f"{path} of {spec.name} does not exist", "fetch the data set again")
+            raise DataError(
+                f"{path} of {spec.name} does not exist", "put it back, or download the data set again"
+            )
         kind, compression = classify(path)
         files.append(SourceFile(path, name, kind or "text", compression))
     return ResolvedSource(spec, tuple(files))

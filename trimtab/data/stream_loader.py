@@ -44,7 +44,7 @@ class StreamLoader:
                 raise DataError(
                     f"{corpus.name} has the weight {weight}, but the length of a streamed source, and so how"
                     " often it would be seen, is not known",
-                    "leave the weight at 1, or set streaming: false",
+                    "leave the weight at 1, or set data.streaming: false",
                 )
         replay = replay if replay_share else ()
         self.max_seq_length, self.shape = max_seq_length, shape
