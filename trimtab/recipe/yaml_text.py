@@ -40,7 +40,7 @@ def read(text: str, name: str) -> tuple[Any, dict[Path, int]]:
         ({'optim': 'adamw_8bit'}, {('optim',): 1})
     """
     if len(text) > MAX_CHARACTERS:
-        raise RecipeError(f"{name} has {len(text):,} characters", "a recipe is a short YAML file; is it one?")
+        raise RecipeError(f"{name} has {len(text):,} characters", "give a recipe: a YAML file of a few lines")
     try:
         _refuse_tricks(text, name)
         node = _yaml().compose(text)
@@ -48,10 +48,13 @@ def read(text: str, name: str) -> tuple[Any, dict[Path, int]]:
         mark = error.problem_mark or error.context_mark
         line = f" (line {mark.line + 1})" if mark is not None else ""
         raise RecipeError(
-            f"{name} is not YAML: {(error.problem or 'cannot be read').strip()}{line}"
+            f"{name} is not YAML: {(error.problem or 'cannot be read').strip()}{line}",
+            "correct it there; what holds : or # or begins with a sign goes in quotes",
         ) from error
     except (YAMLError, ValueError) as error:
-        raise RecipeError(f"{name} is not YAML: {str(error).splitlines()[0]}") from error
+        raise RecipeError(
+            f"{name} is not YAML: {str(error).splitlines()[0]}", "remove that character"
+        ) from error
     lines: dict[Path, int] = {}
     return (None if node is None else _plain(node, (), lines, name)), lines
 
@@ -103,7 +106,9 @@ def _refuse_tricks(text: str, name: str) -> None:
         if isinstance(event, MappingStartEvent | SequenceStartEvent):
             depth += 1
             if depth > MAX_DEPTH:
-                raise RecipeError(f"{name} is nested more than {MAX_DEPTH} deep (line {line})")
+                raise RecipeError(
+                    f"{name} is nested more than {MAX_DEPTH} deep (line {line})", "write it flat"
+                )
         elif type(event).__name__ in ("MappingEndEvent", "SequenceEndEvent"):
             depth -= 1
 
@@ -122,7 +127,10 @@ def _plain(node: Node, path: Path, lines: dict[Path, int], name: str) -> Any:
     for key_node, child in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, ScalarNode):
-            raise RecipeError(f"{name} has a key that is not a word (line {line})")
+            raise RecipeError(
+                f"{name} has a key that is not a word (line {line})",
+                "write keys as words, such as `optim: adamw_8bit`",
+            )
         key = _whole(key_node.value)
         if key in mapping:
             first = lines[(*path, key)]
