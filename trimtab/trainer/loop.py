@@ -390,10 +390,10 @@ def _remedy(job: Job, saved_step: int, *, documents: bool) -> str:
         lower = "lower lora.lora_alpha, " if adapters else ""
         return f"{look}as it is so from the start, {lower}set another dtype, or see whether the weights are sound"
     if adapters:
-        way = (
-            "export the adapter (`trimtab export peft`) and name it as lora.adapter in a new recipe, or put it into "
-            "the model (`trimtab merge`)"
-        )
+        way = "`trimtab export peft --checkpoint STEP` writes an adapter to name as lora.adapter"
     else:
-        way = "export the checkpoint (`trimtab export hf`) and name it as the model of a new recipe"
-    return f"{look}start anew with a lower learning_rate or another dtype, or go on so from the checkpoint: {way}"
+        way = "`trimtab export hf --checkpoint STEP` writes a model to name as model.name"
+    return (
+        f"{look}start a new run with a lower learning_rate or another dtype, from the beginning or from an earlier "
+        f"checkpoint: {way}"
+    )
