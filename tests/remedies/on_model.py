@@ -1,0 +1,615 @@
+"""Model files that are damaged, incomplete or of another model, and folders that are written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cases import World, case, in_turn, listed
+from safetensors.torch import load_file, save_file
+from shared import decoder_of
+from test_model_gguf import QWEN2, random_decoder, write_gguf
+from tiny_model import tiny_shape
+
+from trimtab.facts.gguf_header import read_gguf_header
+from trimtab.facts.shapes_gguf import shape_from_gguf
+from trimtab.model import build, init_weights, load_weights, read_shape, save_folder
+from trimtab.model.families import family
+from trimtab.model.save import check_replaceable
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def config(w: World, **changes: Any) -> object:
+    """The shape that the model's config, with these changes, describes; `...` leaves a key out."""
+    folder = w.own()
+    w.edit_json(folder / "config.json", **changes)
+    return read_shape(folder)
+
+
+def downloaded_again(w: World, remedy: str) -> None:
+    assert re.search("download|get ", remedy), remedy
+    decoder_of(w.again())
+
+
+def refused_config(key: str, **changes: Any) -> None:
+    case(f"facts/shapes_hf.py:{key}", lambda w: config(w, **changes), downloaded_again)
+
+
+def accepted_config(key: str, wrong: dict[str, Any], right: Callable[[str], dict[str, Any]]) -> None:
+    """A case whose remedy says what the config may hold."""
+    case(key, lambda w: config(w, **wrong), lambda w, remedy: config(w, **right(remedy)))
+
+
+CONFIG_AGAIN = "download the model's config.json again"
+refused_config(f"_Values.whole: {CONFIG_AGAIN}", hidden_size=...)
+refused_config("_Values.whole: download it again: a whole number up to {} is expected", hidden_size=-4)
+refused_config("_Values.number: download it again: a number is expected", rms_norm_eps="small")
+refused_config("_Values.flag: download it again: true or false is expected", tie_word_embeddings=1)
+WINDOWED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+refused_config(f"_window: {CONFIG_AGAIN}", layer_types=["full_attention"], **WINDOWED)
+refused_config("_rope: download it again: an object is expected", rope_scaling=[1])
+refused_config(f"scaling_from_values: {CONFIG_AGAIN}", rope_scaling={"rope_type": "linear"})
+
+
+def only_text(content: str) -> Callable[[World], object]:
+    def provoke(w: World) -> object:
+        (w.own() / "config.json").write_text(content)
+        return read_shape(w.own())
+
+    return provoke
+
+
+READ = "facts/shapes_hf.py:read_json: download or export the model again"
+case(READ, only_text("{"), downloaded_again)
+case(READ, only_text("[1]"), downloaded_again)
+case(
+    "facts/shapes_hf.py:read_json: download it again: a model's JSON files are smaller",
+    only_text(" " * (65 << 20)),
+    downloaded_again,
+)
+
+
+def hollow(w: World) -> object:
+    (w.tmp / "hollow").mkdir(exist_ok=True)
+    return read_shape(w.tmp / "hollow")
+
+
+def gguf_file(w: World, name: str = "m.gguf", shape: Any = QWEN2, **options: Any) -> Path:
+    write_gguf(random_decoder(shape), w.tmp / name, **options)
+    return w.tmp / name
+
+
+def loaded_gguf(path: Path) -> None:
+    shape = read_shape(path)
+    load_weights(build(shape, dtype="fp32", device="cpu", attention="reference"), path)
+
+
+def folder_or_gguf(w: World, remedy: str) -> None:
+    assert "folder or a .gguf file" in remedy
+    read_shape(w.model)
+    read_shape(gguf_file(w))
+
+
+case(
+    "facts/shapes_hf.py:read_config: give a Hugging Face model folder or a .gguf file", hollow, folder_or_gguf
+)
+case(
+    "model/source.py:source_kind: give a Hugging Face model folder or a .gguf file",
+    lambda w: read_shape(w.model / "config.json"),
+    folder_or_gguf,
+)
+case(
+    "facts/shapes_hf.py:shape_from_config: supported are {} (SmolLM2 is a llama)",
+    lambda w: config(w, model_type="mamba9"),
+    lambda w, remedy: in_turn(
+        lambda name: config(w, model_type=name),
+        [*listed(remedy, "supported are"), remedy.split()[-1].rstrip(")")],
+    ),
+)
+
+
+def number_in(remedy: str) -> int:
+    return int(re.findall(r"\d+", remedy)[-1])
+
+
+accepted_config(
+    "facts/shapes_hf.py:shape_from_config: it must be at least 1",
+    {"num_attention_heads": 0},
+    lambda remedy: {"num_attention_heads": 2 * number_in(remedy), "head_dim": 16},
+)
+accepted_config(
+    "facts/shapes.py:check: it must be at least 1",
+    {"hidden_size": 0},
+    lambda remedy: {"hidden_size": number_in(remedy)},
+)
+accepted_config(
+    "facts/shapes.py:check: num_attention_heads must be a multiple of num_key_value_heads",
+    {"num_attention_heads": 3},
+    lambda remedy: {"num_attention_heads": 2 * 2, "num_key_value_heads": 2},
+)
+accepted_config(
+    "facts/shapes.py:check: head_dim must be even", {"head_dim": 7}, lambda remedy: {"head_dim": 8}
+)
+accepted_config(
+    "facts/shapes_hf.py:_refuse_unsupported: use a model with hidden_act: silu, the only one that trimtab trains",
+    {"hidden_act": "gelu"},
+    lambda remedy: {"hidden_act": remedy.partition("hidden_act: ")[2].split(",")[0]},
+)
+accepted_config(
+    "facts/shapes_hf.py:_refuse_unsupported: use a model without partial_rotary_factor: trimtab rotates whole heads",
+    {"partial_rotary_factor": 0.5},
+    lambda remedy: {remedy.partition("without ")[2].split(":")[0]: ...},
+)
+accepted_config(
+    "facts/shapes_hf.py:_window: supported are full layers first, then sliding ones",
+    {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]},
+    lambda remedy: {"layer_types": ["full_attention", "sliding_attention"]},
+)
+accepted_config(
+    "facts/shapes_hf.py:_rope: supported are {} with one setting for all layers",
+    {"rope_scaling": {"full_attention": {"rope_type": "default"}}},
+    lambda remedy: {"rope_scaling": {"rope_type": "default"}},
+)
+accepted_config(
+    "facts/shapes_hf.py:_rope: it must be above 1",
+    {"rope_theta": 1},
+    lambda remedy: {"rope_theta": number_in(remedy) + 0.5},
+)
+SCALING = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+case(
+    "facts/shapes_hf.py:scaling_from_values: supported are linear, dynamic, yarn and llama3",
+    lambda w: config(w, rope_scaling={**SCALING, "rope_type": "longrope"}),
+    lambda w, remedy: in_turn(
+        lambda name: config(w, rope_scaling={**SCALING, "rope_type": name}), listed(remedy, "supported are")
+    ),
+)
+accepted_config(
+    "facts/shapes_hf.py:scaling_from_values: use a model in which both are positive",
+    {"rope_scaling": {**SCALING, "factor": -1.0}},
+    lambda remedy: {"rope_scaling": {**SCALING, "factor": 1.0}},
+)
+accepted_config(
+    "facts/shapes_hf.py:scaling_from_values: use a model with 0 < low_freq_factor < high_freq_factor",
+    {"rope_scaling": {**SCALING, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
+    lambda remedy: {"rope_scaling": {**SCALING, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+)
+UNQUANTIZED = "give the model's unquantized weights"
+
+
+def follow_unquantized(w: World, remedy: str) -> None:
+    config(w, quantization_config=...)
+    if "NF4" in remedy:
+        for stored in ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, {"load_in_8bit": True}):
+            config(w, quantization_config={"quant_method": "bitsandbytes", **stored})
+
+
+case(
+    f"facts/shapes_hf.py:_refuse_unknown_quantization: {UNQUANTIZED}, or ones that bitsandbytes quantized (NF4, INT8)",
+    lambda w: config(w, quantization_config={"quant_method": "gptq"}),
+    follow_unquantized,
+)
+case(
+    f"facts/shapes_hf.py:_refuse_unknown_quantization: {UNQUANTIZED}",
+    lambda w: config(w, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    follow_unquantized,
+)
+
+
+def fresh(**shape: Any) -> Any:
+    return init_weights(build(tiny_shape(**shape), dtype="fp32", device="cpu", attention="reference"), 0)
+
+
+case(
+    "facts/shapes_hf.py:config_from_shape: build it with the biases, norms and windows of its family",
+    lambda w: save_folder(fresh(qk_norm=True), w.tmp / "saved", dtype="fp32"),
+    lambda w, remedy: save_folder(fresh(), w.tmp / "saved", dtype="fp32"),
+)
+case(
+    "model/families/__init__.py:family: supported are {}",
+    lambda w: family("mamba9"),
+    lambda w, remedy: in_turn(family, listed(remedy, "supported are")),
+)
+
+
+# GGUF files.
+
+
+def described(w: World, rope: list[float] | None = None, **changes: Any) -> object:
+    """The shape that a GGUF file's metadata, with these changes (`__` for a dot), describe."""
+    header = read_gguf_header(gguf_file(w))
+    arch = changes.pop("arch", "qwen2")
+    metadata = {key.replace("qwen2.", f"{arch}."): value for key, value in header.metadata.items()}
+    metadata["general.architecture"] = arch
+    for key, value in changes.items():
+        key = key.replace("__", ".")
+        metadata[key if key.startswith("split") else f"{arch}.{key}"] = value
+    metadata = {key: value for key, value in metadata.items() if value is not ...}
+    return shape_from_gguf(metadata, header.tensors, vocab_size=64, rope_divisors=rope, where="m.gguf")
+
+
+def gguf_again(w: World, remedy: str) -> None:
+    loaded_gguf(gguf_file(w))
+
+
+def refused_gguf(key: str, **changes: Any) -> None:
+    case(f"facts/shapes_gguf.py:{key}", lambda w: described(w, **changes), gguf_again)
+
+
+case(
+    "facts/shapes_gguf.py:shape_from_gguf: supported are {} (Mistral and SmolLM2 files say llama)",
+    lambda w: described(w, arch="mamba9"),
+    lambda w, remedy: in_turn(lambda arch: described(w, arch=arch), listed(remedy, "supported are")),
+)
+refused_gguf("shape_from_gguf: use a dense model", expert_count=8)
+case(
+    "facts/shapes_gguf.py:shape_from_gguf: it must be at least 1",
+    lambda w: described(w, attention__head_count=0),
+    lambda w, remedy: described(w, attention__head_count=2 * number_in(remedy)),
+)
+refused_gguf("shape_from_gguf: use a model whose heads are rotated whole", rope__dimension_count=4)
+refused_gguf("_Keys.whole: download it again", embedding_length=...)
+refused_gguf("_Keys.whole: download it again: a whole number up to {} is expected", block_count="two")
+refused_gguf("_Keys.number: download it again: a number is expected", rope__freq_base="fast")
+case(
+    "facts/shapes_gguf.py:_llama3_scaling: use the model's Hugging Face folder",
+    lambda w: described(w, rope=[1.0, 2.0, 9.0, 4.0]),
+    lambda w, remedy: read_shape(w.model),
+)
+case(
+    "facts/gguf_header.py:read_gguf_header: check the path",
+    lambda w: read_gguf_header(w.tmp / "absent.gguf"),
+    lambda w, remedy: read_gguf_header(gguf_file(w)),
+)
+DAMAGED_GGUF = "the file is damaged or not GGUF; download it again"
+
+
+def broken_gguf(change: Callable[[bytes], bytes]) -> Callable[[World], object]:
+    def provoke(w: World) -> object:
+        path = gguf_file(w)
+        path.write_bytes(change(path.read_bytes()))
+        return loaded_gguf(path)
+
+    return provoke
+
+
+case(
+    f"facts/gguf_header.py:read_gguf_header: {DAMAGED_GGUF}", broken_gguf(lambda data: data[:10]), gguf_again
+)
+case(f"facts/gguf_header.py:_Reader.fail: {DAMAGED_GGUF}", broken_gguf(lambda data: data[:200]), gguf_again)
+case(
+    "facts/gguf_header.py:_Reader.header: supported are little-endian files of version 2 and 3",
+    broken_gguf(lambda data: data[:4] + (99).to_bytes(4, "little") + data[8:]),
+    lambda w, remedy: in_turn(
+        lambda version: broken_gguf(lambda data: data[:4] + int(version).to_bytes(4, "little") + data[8:])(w),
+        listed(remedy, "version"),
+    ),
+)
+INCOMPLETE_GGUF = "the file is damaged or incomplete; download it again"
+case(f"model/weights_gguf.py:_layout: {INCOMPLETE_GGUF}", broken_gguf(lambda data: data[:-64]), gguf_again)
+
+
+def retyped(kind: int) -> Callable[[World], object]:
+    """Another quantization type at a tensor's entry."""
+
+    def provoke(w: World) -> object:
+        path = gguf_file(w)
+        data = bytearray(path.read_bytes())
+        name = b"blk.0.attn_q.weight"
+        at = data.index(len(name).to_bytes(8, "little") + name) + 8 + len(name) + 4 + 8 * 2
+        data[at : at + 4] = kind.to_bytes(4, "little")
+        path.write_bytes(data)
+        return loaded_gguf(path)
+
+    return provoke
+
+
+case(f"model/weights_gguf.py:_layout: {INCOMPLETE_GGUF}", retyped(12), gguf_again)
+
+
+def follow_gguf_types(w: World, remedy: str) -> None:
+    import gguf
+
+    offered = listed(remedy, "supported are")
+    for name in ("F32", "F16", "BF16"):
+        assert name in offered
+        loaded_gguf(gguf_file(w, f"{name}.gguf", kind=gguf.GGMLQuantizationType[name]))
+
+
+case("model/weights_gguf.py:_layout: supported are {}", retyped(999), follow_gguf_types)
+
+
+def overlapping(w: World) -> object:
+    path = gguf_file(w)
+    data = bytearray(path.read_bytes())
+    tensors = read_gguf_header(path).tensors.values()
+    for tensor in tensors:
+        name = tensor.name.encode()
+        at = data.index(len(name).to_bytes(8, "little") + name) + 8 + len(name) + 4 + 8 * len(tensor.dims) + 4
+        data[at : at + 8] = bytes(8)
+    start = min(tensor.offset for tensor in tensors)
+    largest = max(4 * int(np.prod(tensor.dims)) for tensor in tensors)
+    path.write_bytes(data[: start + largest])
+    return loaded_gguf(path)
+
+
+case(f"model/weights_gguf.py:survey_gguf: {INCOMPLETE_GGUF}", overlapping, gguf_again)
+case(
+    "model/source.py:shape_of_header: download the file of the whole model",
+    lambda w: read_shape(gguf_file(w, drop="token_embd.weight")),
+    gguf_again,
+)
+case(
+    "model/source.py:_rope_divisors: download the file again",
+    lambda w: read_shape(gguf_file(w, extra={"rope_freqs.weight": np.ones((2, 2), dtype=np.float32)})),
+    gguf_again,
+)
+
+
+BIASED = {"family": "qwen2", "qkv_bias": True, "o_bias": True}
+"""Biases that no GGUF file of the family has a name for."""
+
+
+def biased(w: World) -> object:
+    return load_weights(fresh(**BIASED), gguf_file(w))
+
+
+def follow_hf_folder(w: World, remedy: str) -> None:
+    assert "Hugging Face folder" in remedy
+    decoder = fresh(**BIASED)
+    (w.tmp / "biased").mkdir()
+    save_file(dict(decoder.state_dict()), w.tmp / "biased" / WEIGHTS)
+    (w.tmp / "biased" / "config.json").write_text("{}")
+    load_weights(decoder, w.tmp / "biased")
+
+
+case("model/families/base.py:Family.gguf_name: use its Hugging Face folder", biased, follow_hf_folder)
+
+
+# Safetensors.
+
+
+def changed(change: Callable[[Path], object]) -> Callable[[World], object]:
+    """A model whose folder was changed, loaded as training does."""
+
+    def provoke(w: World) -> object:
+        change(w.own())
+        return decoder_of(w.own())
+
+    return provoke
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        found = load_file(folder / WEIGHTS)
+        change(found)
+        save_file(found, folder / WEIGHTS)
+
+    return damage
+
+
+def keys(**changes: Any) -> Callable[[Path], object]:
+    def damage(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return damage
+
+
+def again(w: World, remedy: str) -> None:
+    decoder_of(w.again())
+
+
+def damaged(key: str, change: Callable[[Path], object]) -> None:
+    case(f"model/{key}", changed(change), again)
+
+
+NORM = "model.norm.weight"
+ONE_MODEL = "get the weights and config.json of one model, from the same place"
+damaged(f"weights.py:check_layers: {ONE_MODEL}", keys(num_hidden_layers=999))
+damaged(f"weights.py:check_dims: {ONE_MODEL}", tensors(lambda found: found.update({NORM: torch.ones(31)})))
+damaged(
+    "weights.py:check_names: complete the download, or get the config.json that belongs to these weights",
+    tensors(lambda found: found.pop(NORM)),
+)
+damaged(
+    "weights.py:check_names: get the config.json that belongs to these weights, or weights without an adapter or "
+    "extra head",
+    tensors(lambda found: found.update({"value_head.weight": torch.ones(1, 32)})),
+)
+damaged(
+    "weights.py:fill: get the weights again",
+    tensors(lambda found: found.update({NORM: torch.full((32,), float("nan"))})),
+)
+damaged(
+    "weights_safetensors.py:_open: it is damaged or incomplete; download it again",
+    lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100]),
+)
+damaged(
+    "weights_safetensors.py:_indexed_files: download the index again",
+    lambda folder: (folder / INDEX).write_text('{"metadata": {}}'),
+)
+damaged(
+    "weights_safetensors.py:_indexed_files: do not trust this copy; get the model from another place",
+    lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: f"../{WEIGHTS}"}})),
+)
+damaged(
+    "weights_safetensors.py:_indexed_files: complete the download",
+    lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: "model-2.safetensors"}})),
+)
+
+
+def stray(folder: Path) -> None:
+    found = load_file(folder / WEIGHTS)
+    save_file({NORM: found[NORM]}, folder / "stray.safetensors")
+    index = {**dict.fromkeys(found, WEIGHTS), "x": "stray.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"weight_map": index}))
+
+
+def follow_stray(w: World, remedy: str) -> None:
+    assert remedy == "remove the stray file, and its name from the index"
+    (w.own() / "stray.safetensors").unlink()
+    index = json.loads((w.own() / INDEX).read_text())["weight_map"]
+    kept = {name: file for name, file in index.items() if file != "stray.safetensors"}
+    (w.own() / INDEX).write_text(json.dumps({"weight_map": kept}))
+    decoder_of(w.own())
+
+
+case(
+    "model/weights_safetensors.py:_declared: remove the stray file, and its name from the index",
+    changed(stray),
+    follow_stray,
+)
+
+
+def no_weights(w: World) -> object:
+    (w.own() / WEIGHTS).unlink(missing_ok=True)
+    return w.train(model=str(w.own()), max_steps=1)
+
+
+def follow_no_weights(w: World, remedy: str) -> None:
+    w.train("model.init=random", model=str(w.own()), max_steps=1)
+    assert "set model.init: random" in remedy
+    w.train(model=str(w.model), max_steps=1)
+
+
+case(
+    "model/weights_safetensors.py:weight_files: give a folder with safetensors weights, or set model.init: random to "
+    "start from nothing",
+    no_weights,
+    follow_no_weights,
+)
+SHORT = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+case(
+    "model/weights_safetensors.py:survey_folder: supported are {} weights",
+    changed(tensors(lambda found: found.update({NORM: torch.ones(32, dtype=torch.int32)}))),
+    lambda w, remedy: in_turn(
+        lambda name: changed(
+            tensors(lambda found: found.update({NORM: torch.ones(32, dtype=SHORT[name]) }))
+        )(w),
+        listed(remedy.removesuffix(" weights"), "supported are"),
+    ),
+)  # fmt: skip
+case(
+    "model/weights.py:fill: load it in bf16 or fp32",
+    lambda w: (
+        tensors(lambda found: found.update({NORM: torch.full((32,), 1e6)}))(w.own()),
+        decoder_of(w.own(), "fp16"),
+    ),
+    lambda w, remedy: in_turn(lambda dtype: decoder_of(w.own(), dtype), listed(remedy, "load it in")),
+)
+
+
+def pickles_only(w: World) -> object:
+    torch.save(load_file(w.own() / WEIGHTS), w.own() / "pytorch_model.bin")
+    (w.own() / WEIGHTS).unlink()
+    return decoder_of(w.own())
+
+
+def follow_safetensors(w: World, remedy: str) -> None:
+    assert "safetensors" in remedy
+    save_file(torch.load(w.own() / "pytorch_model.bin", weights_only=True), w.own() / WEIGHTS)
+    decoder_of(w.own())
+
+
+case(
+    "model/source.py:pickle_refused: use the model's safetensors files (most hubs offer a converted copy)",
+    pickles_only,
+    follow_safetensors,
+)
+case(
+    "model/source.py:source_kind: name the file, for instance {}",
+    lambda w: (gguf_file(w), read_shape(w.tmp)),
+    lambda w, remedy: loaded_gguf(Path(remedy.partition("for instance ")[2])),
+)
+case(
+    "model/source.py:source_kind: check the path",
+    lambda w: read_shape(w.tmp / "absent"),
+    lambda w, remedy: read_shape(w.model),
+)
+case(
+    "model/source.py:source_kind: give the folder, {}",
+    lambda w: read_shape(w.model / WEIGHTS),
+    lambda w, remedy: decoder_of(Path(remedy.partition("give the folder, ")[2])),
+)
+
+
+# Folders that are written.
+
+
+def export(w: World, folder: Path, *more: str) -> str:
+    return w.cli("export", "hf", w.model, folder, *more)
+
+
+def full(w: World) -> Path:
+    (w.tmp / "full").mkdir(exist_ok=True)
+    (w.tmp / "full" / "config.json").write_text("{}")
+    return w.tmp / "full"
+
+
+case(
+    "model/save.py:check_replaceable: choose another folder, or say that it may be overwritten (--overwrite)",
+    lambda w: export(w, full(w)),
+    lambda w, remedy: (
+        export(w, full(w), re.findall(r"--\w+", remedy)[0]),
+        export(w, w.tmp / "another"),
+    ),
+)
+
+
+def notes(w: World) -> Path:
+    (w.tmp / "notes").mkdir(exist_ok=True)
+    (w.tmp / "notes" / "letter.txt").write_text("dear reader")
+    return w.tmp / "notes"
+
+
+case(
+    "model/save.py:check_replaceable: choose another folder: only one with {} in it is overwritten",
+    lambda w: export(w, notes(w), "--overwrite"),
+    lambda w, remedy: (
+        export(w, w.tmp / "another", "--overwrite"),
+        check_replaceable(full(w), True, remedy.partition("with ")[2].split()[0]),
+    ),
+)
+
+
+def huge(w: World, dtype: str) -> None:
+    decoder = decoder_of(w.model)
+    with torch.no_grad():
+        decoder.model.norm.weight.fill_(1e6)
+    save_folder(decoder, w.tmp / dtype, dtype=dtype)
+
+
+case(
+    "model/save.py:_stored: save as bf16 or fp32",
+    lambda w: huge(w, "fp16"),
+    lambda w, remedy: in_turn(lambda dtype: huge(w, dtype), listed(remedy, "save as")),
+)
+
+
+def diverged(w: World, value: float) -> None:
+    decoder = decoder_of(w.model)
+    with torch.no_grad():
+        decoder.model.norm.weight[0] = value
+    save_folder(decoder, w.tmp / "saved", dtype="fp32")
+
+
+case(
+    "model/save.py:_stored: the training went wrong; save an earlier checkpoint",
+    lambda w: diverged(w, float("nan")),
+    lambda w, remedy: diverged(w, 1.0),
+)
+case(
+    "model/save.py:staged_folder: choose another folder",
+    lambda w: (
+        (w.tmp / "file").write_text("x"),
+        save_folder(decoder_of(w.model), w.tmp / "file" / "saved", dtype="fp32"),
+    ),
+    lambda w, remedy: save_folder(decoder_of(w.model), w.tmp / "saved", dtype="fp32"),
+)

@@ -1,0 +1,115 @@
+"""Remedies that a test cannot follow, by the reason: what they ask for is outside of the program."""
+
+from __future__ import annotations
+
+DISK = "asks for room on the disk, for rights, or for a disk that works"
+PACKAGE = "asks for a package or another version to be installed"
+GPU = "is met on a CUDA device only, or names what runs on one only"
+HUB = "depends on what the hub, or the user's account there, does"
+PASSED_ON = "passes on the remedy of another error, which has a case of its own"
+STATED = "the cause itself says what is expected, and how the place is written"
+OURS = "asks to report a mistake of trimtab's"
+RARE = "depends on an instant, or on files that nothing here can write"
+
+OUTSIDE: dict[str, tuple[str, ...]] = {
+    DISK: (
+        "adapt/offload.py:_Pinned.__init__: set recompute: block, or raise the limit of locked memory (ulimit -l)",
+        "checkpoint/store.py:_no_space: free some space or keep fewer checkpoints (save_total_limit); the earlier "
+        "checkpoints are intact",
+        "checkpoint/store.py:_explain: raise the file size limit (ulimit -f) or use another disk; the earlier "
+        "checkpoints are intact",
+        "checkpoint/tensors.py:read_back: check the disk; the earlier checkpoints were not touched",
+        "cli/main.py:_lacking: free some space or check the folder's rights",
+        "data/cache.py:TokenCache._build: free some space, or give another folder: data.cache_dir of a recipe, "
+        "--cache-dir of `trimtab eval`",
+        "data/tokenizing.py:_Worker._died: free some memory or lower num_proc, then try again",
+        "export/hf.py:_not_the_model: nothing was published; check the disk and try again",
+        "export/peft.py:_not_the_adapter: nothing was published; check the disk and try again",
+        "export/reader.py:read_tensors: check the disk and try again",
+        "export/reader.py:_read_header: check the disk and try again",
+        "hub/faults.py:explain: free some, or set HF_HUB_CACHE to another disk",
+        "hub/faults.py:explain: set HF_HUB_CACHE to a folder that can be",
+        "hub/repository.py:Repository._check_space: free some, or set HF_HUB_CACHE to another disk",
+        "model/save.py:check_space: free some space or choose another folder",
+        "model/save.py:staged_folder: check the disk's space and rights",
+        "model/save.py:write_tensors: check the disk's space",
+        "model/weights_safetensors.py:_open: check its rights and those of its folder",
+        "model/weights_safetensors.py:_open: check the disk",
+        "plan/disk.py:check_disk: free some space, set output_dir to another disk, or lower save_total_limit",
+        "recipe/loading.py:load: check its rights",
+        "report/rundata.py:_unreadable: check its permissions",
+        "run/folder.py:write_text: free some space or check rights",
+        "trainer/metrics_log.py:_explain: free some space and resume; nothing written is lost",
+        "trainer/metrics_log.py:_explain: check the run folder",
+    ),
+    PACKAGE: (
+        "checkpoint/manifest.py:read_manifest: install the version of trimtab that wrote it, or a later one",
+        "cli/main.py:main: pip install 'trimtab[train]'",
+        "data/loader.py:check_settings: resume with the trimtab that wrote it",
+        "data/readers_text.py:_zstd: pip install 'trimtab[train]'",
+        "data/rows.py:parquet_schema: pip install 'trimtab[train]'",
+        "data/rows.py:parquet_values: pip install 'trimtab[train]'",
+        "facts/shapes_gguf.py:shape_from_gguf: join them with llama-gguf-split --merge",
+        "launch/device.py:check_device: pip install 'trimtab[train]'",
+        "launch/device.py:need_torch: pip install 'trimtab[train]'",
+        "launch/device.py:need_trackers: pip install 'trimtab[{}]'",
+        "launch/here.py:_kept: continue it with that version",
+        "report/rundata.py:_plan: use a newer trimtab",
+        "starter/files.py:base_folder: install trimtab anew",
+        "starter/texts.py:chapters: `apt-get download {}`, then `dpkg-deb -x {}_*.deb {}`",
+        "starter/texts.py:r_strings: use the package of Debian 12",
+        "trainer/tracking.py:TensorBoardSink.__init__: pip install 'trimtab[tensorboard]'",
+        "trainer/tracking.py:WandbSink.__init__: pip install 'trimtab[wandb]'",
+    ),
+    GPU: (
+        "cli/main.py:_lacking: lower per_device_train_batch_size or max_seq_length; see `trimtab plan`",
+        "launch/device.py:check_device: use one of these; the environment variable CUDA_VISIBLE_DEVICES decides which "
+        "GPUs torch sees",
+        "kernels/attention/impl_flex.py:attention_flex: use triton or sdpa_flash",
+        "kernels/attention/impl_sdpa.py:attention_sdpa: use varlen, or flex, or leave the choice to auto",
+        "kernels/attention/launch_triton.py:check: use fp32, fp16 or bf16",
+        "kernels/attention/launch_triton.py:check: use sdpa_efficient",
+        "kernels/attention/launch_triton.py:check: use fp16",
+        "kernels/rms_norm/impl_triton.py:_check_width: use 'reference'",
+    ),
+    HUB: (
+        "hub/faults.py:_explain_status: check the id and the revision",
+        "hub/faults.py:_explain_status: log in with `hf auth login`, or set HF_TOKEN",
+        "hub/faults.py:_explain_status: use another model or data set",
+        "hub/repository.py:Repository.fetch: try again",
+        "hub/repository.py:_ask: check that the endpoint is a hub",
+    ),
+    PASSED_ON: (
+        "data/examples.py:example_of: {}",
+        "data/rendering.py:Renderer._rendered: {}",
+        "recipe/problems.py:combine: (none)",
+        "recipe/problems.py:combine: {}",
+        "text/chat.py:_failed: {}",
+    ),
+    STATED: (
+        "checkpoint/manifest.py:read_manifest: (none)",
+        "checkpoint/manifest.py:verify: (none)",
+        "recipe/problems.py:_none_of: (none)",
+        "recipe/problems.py:_problem: (none)",
+        "recipe/problems.py:unknown_key: (none)",
+    ),
+    OURS: (
+        "data/tokenizing.py:TokenizerSpec.of: this is a mistake in trimtab; please report it with the model's name",
+    ),
+    RARE: (
+        "adapt/quantized.py:QuantizedLinear._check_packing: quantize the original weights again, or leave load_in_4bit "
+        "out: the weights then load as the numbers that they stand for",
+        "adapt/spec_quantized.py:_known: choose {}",
+        "trainer/loop.py:_Loop.step: check that labels are not all masked and documents have at least two tokens",
+        "run/updates.py:make_in_backward: set optim_in_backward: false",
+        "text/chat_worker.py:complaint: use another template",
+        "data/fingerprints.py:check_unchanged: run again when it is complete",
+        "data/loader.py:nothing_packed: give a source with text in it",
+        "data/readers_text.py:unreadable: put it back or check its rights",
+        "data/rows.py:parquet_values: repair or remove the row",
+        "export/merged.py:export_merged: nothing was written; merge with the model loaded in fp32, as `trimtab merge` "
+        "does",
+        "text/tokenizer.py:Tokenizer._affixes: set add_bos_token and add_eos_token in tokenizer_config.json, which "
+        "replace it",
+    ),
+}
