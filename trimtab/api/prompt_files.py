@@ -136,7 +136,10 @@ def _csv_rows(path: Path, file: IO[str]) -> Iterator[PromptRow]:
         if row is None:
             return
         if None in row or None in row.values():
-            raise DataError(f"{path}:{before}: the row has more or fewer fields than the header", "mend it")
+            raise DataError(
+                f"{path}:{before}: the row has more or fewer fields than the header",
+                "give the row as many fields as the header has",
+            )
         if row["prompt"].strip():
             yield PromptRow(f"{path}:{before}", row)
 
