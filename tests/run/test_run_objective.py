@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from tiny_model import write_recipe
+from tiny_model import tiny_shape, write_recipe
 from whole_run import Silent, losses, records
 
 from trimtab import launch
 from trimtab.kernels.attention.layout import Layout
 from trimtab.launch.preparing import prepare
+from trimtab.model import build, init_weights
 from trimtab.parallel import Mesh
 from trimtab.recipe import load
 from trimtab.report.plan_panel import plan_panel
@@ -100,3 +101,17 @@ def test_a_resumed_run_repeats_the_losses(tmp_path: Path) -> None:
         launch.train(load(path), Silent(), after_step=stop)
     launch.resume(tmp_path / "stopped", [], Silent())
     assert losses(tmp_path / "stopped") == losses(whole)
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+def test_every_implementation_of_the_loss_gets_the_terms(impl: str) -> None:
+    decoder = init_weights(
+        build(tiny_shape(), dtype="fp32", device="cpu", attention="reference", loss_impl=impl), 0
+    )
+    ids_BT = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
+    labels_BT = ids_BT.roll(-1, 1)
+    logits_NV = decoder.logits(decoder(ids_BT)).flatten(0, 1)
+    expected = F.cross_entropy(logits_NV, labels_BT.flatten(), reduction="sum", label_smoothing=SMOOTHING)
+    expected = expected + Z_LOSS * torch.logsumexp(logits_NV, -1).square().sum()
+    found = decoder.loss(ids_BT, labels_BT, label_smoothing=SMOOTHING, z_loss=Z_LOSS)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
