@@ -117,8 +117,9 @@ def _tell_threads(began: int, recipe: Recipe, view: View) -> None:
     """What a resumed run's number of CPU threads means for its bits and its speed."""
     if recipe.num_threads not in (None, began):
         view.message(
-            f"the run began with {began} CPU thread{'s' if began != 1 else ''} and continues with num_threads: {recipe.num_threads}: sums may be "
-            "added up in another order, so losses may differ in the last bits from an uninterrupted run"
+            f"the run began with {began} CPU thread{'s' if began != 1 else ''} and continues with "
+            f"num_threads: {recipe.num_threads}: sums may be added up in another order, so losses may differ in the "
+            "last bits from an uninterrupted run"
         )
     elif began > (os.cpu_count() or 1):
         view.message(
