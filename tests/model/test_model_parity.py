@@ -90,6 +90,60 @@ def test_packed_documents_equal_separate_ones(tmp_path: Path) -> None:
     assert (joined_BTC - apart_BTC).abs().max() > 1e-2
 
 
+def test_dynamic_scaling_goes_by_the_length_of_each_document(tmp_path: Path) -> None:
+    """A document packed beside one longer than the pretrained 16 positions has the angles it has alone."""
+    oracle = oracle_folder("dynamic", tmp_path)
+    lengths = (4, 18, 2)
+    ids_BT = token_ids(batch=2)
+    documents_BT = torch.tensor([[0] * 4 + [1] * 18 + [2] * 2, [0] * 22 + [-1] * 2], dtype=torch.int32)
+    counted_T = torch.cat([torch.arange(n) for n in lengths])
+    positions_BT = torch.stack([counted_T, torch.arange(24)])
+    labels_BT = torch.full_like(ids_BT, -100)
+    labels_BT[:, :22] = ids_BT[:, 1:23]
+    labels_BT[0, 3] = labels_BT[0, 21] = labels_BT[1, 21] = -100
+    pieces = [*zip([ids_BT[0]] * 3, [0, 4, 22], [4, 22, 24], strict=True), (ids_BT[1], 0, 22)]
+
+    for layout in (Layout.packed(documents_BT), Layout.packed(documents_BT).ready("reference", "cpu", 24)):
+        packed = load(tmp_path)
+        hidden_BTC = packed(ids_BT, positions_BT, layout)
+        rows = [hidden_BTC[0, :4], hidden_BTC[0, 4:22], hidden_BTC[0, 22:], hidden_BTC[1, :22]]
+        packed.loss(ids_BT, labels_BT, positions_BT, layout).backward()
+        apart = load(tmp_path)
+        for row_TC, (ids_T, start, end) in zip(rows, pieces, strict=True):
+            piece_BT = ids_T[None, start:end]
+            with torch.no_grad():
+                expected = oracle(input_ids=piece_BT).logits
+                oracle(input_ids=piece_BT[:, :1])  # transformers forgets the longest length it saw
+                assert (packed.logits(row_TC) - expected[0]).abs().max() <= 1e-5
+            shifted = torch.cat([piece_BT[:, 1:], torch.full((1, 1), -100)], dim=1)
+            if end - start > 2:
+                apart.loss(piece_BT, shifted).backward()
+        for (name, one), other in zip(packed.named_parameters(), apart.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert (one.grad - other.grad).abs().max() <= 1e-5 * other.grad.abs().max(), name
+
+
+def test_dynamic_scaling_with_a_cache_is_transformers(tmp_path: Path) -> None:
+    """Past the pretrained length new tokens are rotated by the length reached; cached keys stay as they are."""
+    oracle = oracle_folder("dynamic", tmp_path)
+    decoder, ids_BT, cache = load(tmp_path), token_ids(batch=1), GrowingCache()
+    past, parts, expected = None, [], []
+    with torch.no_grad():
+        for start, end in ((0, 10), (10, 15), (15, 16), (16, 17), (17, 23), (23, 24)):
+            parts.append(decoder.logits(decoder(ids_BT[:, start:end], cache=cache)))
+            cache.length = end
+            found = oracle(input_ids=ids_BT[:, start:end], past_key_values=past, use_cache=True)
+            past = found.past_key_values
+            expected.append(found.logits)
+    assert (torch.cat(parts, 1) - torch.cat(expected, 1)).abs().max() <= 1e-5
+    with torch.no_grad():
+        whole = decoder.logits(decoder(ids_BT))
+    assert (torch.cat(parts, 1) - whole).abs().max() > 1e-3, (
+        "the cached keys have other angles than a fresh pass"
+    )
+
+
 class GrowingCache:
     """The least a cache must do: the decoder calls `length` and `update`."""
 

@@ -113,7 +113,7 @@ class Decoder(nn.Module):
             positions_BT = positions_T.expand_as(input_ids_BT)
         layout = Layout.causal() if layout is None else layout
         x_BTC = self.model.embed_tokens(input_ids_BT)
-        cos_BTF, sin_BTF = self.rotary.cos_sin(positions_BT, x_BTC.dtype)
+        cos_BTF, sin_BTF = self.rotary.cos_sin(positions_BT, x_BTC.dtype, layout.documents_BT)
         blocks: Iterable[Callable[..., torch.Tensor]] = self.model.layers
         if self.regions is not None and cache is None and torch.is_grad_enabled():
             blocks = self.regions

@@ -1,6 +1,6 @@
-"""Rotary positions with the scalings of published models, always at least in fp32.
+"""Rotary position embeddings with the scalings of published models, always at least in fp32.
 
-The turning itself is `trimtab.kernels.rope`. Legend: B batch, T tokens, D head size, F = D / 2 frequencies.
+The rotation itself is `trimtab.kernels.rope`. Legend: B batch, T tokens, D head size, F = D / 2 frequencies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trimtab.facts.shapes import ModelShape, RopeScaling
 def inverse_frequencies(shape: ModelShape) -> tuple[torch.Tensor, float]:
     """(inv_freq_F in fp32 on the CPU, factor on cos and sin), as transformers computes them.
 
-    "dynamic" depends on the length of the sequence as well: see `Rotary.cos_sin`.
+    "dynamic" also depends on the length of each document: see `Rotary.cos_sin`.
     """
     scaling, theta, D = shape.rope_scaling, shape.rope_theta, shape.head_dim
     # On the CPU even where the model is being made on the meta device.
@@ -79,24 +79,66 @@ class Rotary:
         self._on_device: dict[torch.device, torch.Tensor] = {}
 
     def cos_sin(
-        self, positions_BT: torch.Tensor, dtype: torch.dtype = torch.float32
+        self,
+        positions_BT: torch.Tensor,
+        dtype: torch.dtype = torch.float32,
+        documents_BT: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos_BTF, sin_BTF) for positions_BT, in fp32 or wider."""
+        """(cos_BTF, sin_BTF) for positions_BT, in fp32 or wider.
+
+        Args:
+            positions_BT: Each token's position in its document.
+            dtype: Of the hidden states; fp64 gives fp64 angles.
+            documents_BT: A number per token that changes from one packed document to the next
+                (`Layout.documents_BT`), on any device; None where positions alone show where documents begin.
+                Only "dynamic" scaling reads it.
+
+        "dynamic" (NTK-aware) scaling takes the base from the length of the token's own document, so that a document
+        has the same angles packed as alone. For a single sequence this is what transformers computes; transformers
+        itself takes the longest row of a batch, and keeps the base of the longest sequence seen so far until one is
+        shorter than `max_position_embeddings`. With a key/value cache both rotate new queries and keys by the
+        length reached, and leave cached keys with the angles they were cached with.
+        """
         device = positions_BT.device
         if device not in self._on_device:
             self._on_device[device] = self.inv_freq_F.to(device)
         inv_freq_F = self._on_device[device]
         scaling = self.shape.rope_scaling
         if scaling is not None and scaling.kind == "dynamic":
-            inv_freq_F = self._dynamic(positions_BT, scaling.factor)
+            inv_freq_F = self._dynamic(positions_BT, documents_BT, scaling.factor)
         wide = torch.promote_types(dtype, torch.float32)
         angles_BTF = positions_BT[..., None].to(wide) * inv_freq_F.to(wide)
         return angles_BTF.cos() * self.factor, angles_BTF.sin() * self.factor
 
-    def _dynamic(self, positions_BT: torch.Tensor, factor: float) -> torch.Tensor:
-        """A larger base once positions pass the pretrained length; on the device, D/2 numbers in fp64."""
+    def _dynamic(
+        self, positions_BT: torch.Tensor, documents_BT: torch.Tensor | None, factor: float
+    ) -> torch.Tensor:
+        """inv_freq_BTF: a larger base for documents beyond the pretrained length; computed in fp64 on the device."""
         D, limit = self.shape.head_dim, self.shape.max_positions
-        length = (positions_BT.max() + 1).clamp(min=limit).double()
-        base = self.shape.rope_theta * (factor * length / limit - (factor - 1)) ** (D / (D - 2))
+        length_BT = document_lengths(positions_BT, documents_BT).clamp(min=limit).double()
+        base_BT = self.shape.rope_theta * (factor * length_BT / limit - (factor - 1)) ** (D / (D - 2))
         exponent_F = torch.arange(0, D, 2, dtype=torch.float64, device=positions_BT.device) / D
-        return (1.0 / base**exponent_F).float()
+        return (1.0 / base_BT[..., None] ** exponent_F).float()
+
+
+def document_lengths(positions_BT: torch.Tensor, documents_BT: torch.Tensor | None = None) -> torch.Tensor:
+    """The length of each token's document: the last position of its run of consecutive positions, plus one.
+
+    Nothing waits for a GPU. `documents_BT` separates documents whose positions happen to go on.
+
+    Example:
+        >>> document_lengths(torch.tensor([[0, 1, 2, 0, 1, 0]])).tolist()
+        [[3, 3, 3, 2, 2, 1]]
+        >>> document_lengths(torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0, 0, 0, -1]])).tolist()
+        [[3, 3, 3, 4]]
+    """
+    T = positions_BT.shape[1]
+    if T == 0:
+        return positions_BT
+    ends_BT = torch.ones_like(positions_BT, dtype=torch.bool)
+    ends_BT[:, :-1] = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
+    if documents_BT is not None and documents_BT.shape == positions_BT.shape:
+        ends_BT[:, :-1] |= (documents_BT[:, 1:] != documents_BT[:, :-1]).to(positions_BT.device)
+    place_T = torch.arange(T, device=positions_BT.device)
+    last_BT = torch.where(ends_BT, place_T, T - 1).flip(1).cummin(1).values.flip(1)
+    return positions_BT.gather(1, last_BT) + 1
