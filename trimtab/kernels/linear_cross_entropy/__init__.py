@@ -41,10 +41,11 @@ def linear_cross_entropy(
     """Cross-entropy of `hidden @ weight.T + bias` against labels, in fp32.
 
     Args:
-        hidden_NC: Hidden states, in weight's dtype; under autocast both are cast to autocast's.
+        hidden_NC: Hidden states, in weight's dtype; under autocast hidden states, weight and bias are cast to
+            autocast's.
         weight_VC: The head (or the tied embedding). Without `requires_grad` its gradient is not computed.
         labels_N: int64 ids in [0, V), or `ignore_index` for a token without a target.
-        bias_V: Added to the logits.
+        bias_V: Added to the logits, in weight's dtype.
         impl: "chunked" (memory of a few chunks), "triton" (the same on a CUDA device, faster) or "reference"
             (the full logits).
         reduction: "sum", "mean" over the tokens that have a target (0 if there are none), or "none".
@@ -54,7 +55,8 @@ def linear_cross_entropy(
         z_loss: Coefficient of the squared log-sum-exp that is added to each token's loss.
         softcap: Bound that logits are squeezed into by `softcap · tanh(logits / softcap)`.
         chunk_tokens: Rows of logits held at once; by default `spec.chunk_tokens(N, V)` for "chunked" and
-            what `memory_bytes` allows for "triton".
+            what `memory_bytes` allows for "triton". Where this makes more than 48 chunks, "triton" sums the gradient
+            of a 16-bit weight in fp32, which takes 4 bytes per element of weight while it is computed.
         memory_bytes: For "triton": what it may hold beyond inputs and gradients. By default little (a twelfth of
             the gradients, at least 24 MiB); more is faster until all logits fit, in the inputs' dtype.
             `choice.choose` has the number of a run, for all of its steps. Same number, same bits.
@@ -73,7 +75,8 @@ def linear_cross_entropy(
     from trimtab.kernels.linear_cross_entropy.objective import Objective
 
     hidden_NC, weight_VC = under_autocast(hidden_NC), under_autocast(weight_VC)
-    check_inputs(hidden_NC, weight_VC, labels_N, token_weights_N, ignore_index)
+    bias_V = None if bias_V is None else under_autocast(bias_V)
+    check_inputs(hidden_NC, weight_VC, bias_V, labels_N, token_weights_N, ignore_index)
     assert reduction in REDUCTIONS, f"reduction is one of {REDUCTIONS}, not {reduction!r}"
     objective = Objective(label_smoothing, z_loss, softcap or 0.0)
     by_token = reduction == "none"

@@ -74,13 +74,12 @@ class _Rows:
         objective: Objective,
         rows: int,
     ) -> None:
-        self.hidden_NC, self.weight_VC, self.bias_V, self.objective = hidden_NC, weight_VC, bias_V, objective
+        self.weight_VC, self.bias_V, self.objective = weight_VC, bias_V, objective
         self.raw = hidden_NC.new_empty(rows, weight_VC.shape[0])
         self.logp = hidden_NC.new_empty(rows, weight_VC.shape[0], dtype=_wide(hidden_NC))
 
-    def __call__(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, h_nC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(raw_nV, logp_nV) of a chunk: logits before the softcap; the next call overwrites them."""
-        h_nC = self.hidden_NC[part]
         raw_nV, logp_nV = self.raw[: h_nC.shape[0]], self.logp[: h_nC.shape[0]]
         _logits(h_nC, self.weight_VC, self.bias_V, raw_nV)
         if self.objective.softcap:
@@ -171,7 +170,9 @@ def _losses(
     walk = _Rows(hidden_NC, weight_VC, bias_V, objective, rows)
     found_3N = hidden_NC.new_empty(3, hidden_NC.shape[0], dtype=_wide(hidden_NC))
     for part in _parts(hidden_NC.shape[0], rows):
-        for place_N, value_n in zip(found_3N, walk.numbers(*walk(part), labels_N[part]), strict=True):
+        for place_N, value_n in zip(
+            found_3N, walk.numbers(*walk(hidden_NC[part]), labels_N[part]), strict=True
+        ):
             place_N[part] = value_n
     losses_N, logp_N, lse_N = found_3N
     if weights_N is not None:
@@ -203,7 +204,10 @@ class _Summed(torch.autograd.Function):
         losses_N = hidden_NC.new_empty(N, dtype=wide)
         walk = _Rows(hidden_NC, weight_VC, bias_V, objective, rows)
         for part in _parts(N, rows):
-            raw_nV, logp_nV = walk(part)
+            # An ignored token is left out by its hidden state: n × C numbers instead of n × V. Before the logits, since
+            # a gradient that overflowed would give NaN with zeros too.
+            h_nC = hidden_NC[part].masked_fill(~kept_N[part, None], 0.0)
+            raw_nV, logp_nV = walk(h_nC)
             kept_n, scale_n = kept_N[part], None if weights_N is None else weights_N[part]
             loss_n, logp_n, lse_n = walk.numbers(raw_nV, logp_nV, labels_N[part])
             losses_N[part] = torch.where(kept_n, loss_n if scale_n is None else loss_n * scale_n, 0.0)
@@ -212,8 +216,6 @@ class _Summed(torch.autograd.Function):
             if grad_hidden_NC is not None:
                 torch.mm(d_nV, weight_VC, out=grad_hidden_NC[part])
             if grad_weight_VC is not None:
-                # An ignored token is left out by its hidden state: n × C numbers instead of n × V.
-                h_nC = hidden_NC[part].masked_fill(~kept_n[:, None], 0.0)
                 if d_nV.dtype == wide:
                     grad_weight_VC.addmm_(d_nV.t(), h_nC)
                 else:
@@ -301,6 +303,11 @@ def block_gradients(
     grad_hidden_NC = hidden_NC.new_zeros(N, C, dtype=wide) if wanted[0] else None
     grad_weight_VC = torch.empty_like(weight_VC, dtype=weight_gradient_dtype) if wanted[1] else None
     grad_bias_V = hidden_NC.new_empty(V, dtype=wide) if wanted[2] else None
+    # 0 · NaN is NaN: rows that count for nothing are cleared where their logits overflowed. Only an eager CPU can look
+    # first, without waiting, whether there are any.
+    idle_N = (scale_N == 0) & ~torch.isfinite(lse_N)
+    eager = hidden_NC.device.type == "cpu" and not torch.compiler.is_compiling()
+    clear = not eager or bool(idle_N.any())
     raw, exponents = hidden_NC.new_empty(N * size), hidden_NC.new_empty(N * size, dtype=wide)
     for part in _parts(V, size):
         w_vC = weight_VC[part]
@@ -314,6 +321,8 @@ def block_gradients(
         column_N = labels_N - (first + part.start)
         column_N = torch.where((column_N >= 0) & (column_N < w_vC.shape[0]), column_N, -1)
         d_Nv = _gradient_(raw_Nv, logp_Nv, objective, vocabulary, lse_N, column_N, at_label_N, scale_N)
+        if clear:
+            d_Nv.masked_fill_(idle_N[:, None], 0.0)
         if grad_hidden_NC is not None:
             if d_Nv.dtype == wide:
                 grad_hidden_NC.addmm_(d_Nv, w_vC)

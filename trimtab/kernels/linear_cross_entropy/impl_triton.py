@@ -18,12 +18,16 @@ import triton
 from trimtab.kernels.launching import check_device
 from trimtab.kernels.linear_cross_entropy import kernels_triton as kernels
 from trimtab.kernels.linear_cross_entropy.objective import Objective, combine, losses_of
-from trimtab.kernels.linear_cross_entropy.schedule import blocks, row_stride
+from trimtab.kernels.linear_cross_entropy.schedule import MOST_CHUNKS, blocks, row_stride
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 PROGRAMS = 264
 """Rows below this are cut into parts, so that every multiprocessor of a large GPU (132 here) has two programs."""
+HALF_GROWTH = 1024.0
+"""What gradients of logits are multiplied with while they are held in fp16."""
+LARGEST_HALF_SCALE = 32.0
+"""Factors of tokens in fp16: 32 · 1024 leaves a factor of two below fp16's 65,504, for a z-loss."""
 GRADIENT_BLOCKS = 4
 """Blocks of a row that a program of the gradient kernel takes."""
 
@@ -200,21 +204,25 @@ def summed(
     wanted: tuple[bool, bool, bool],
     weight_gradient_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(Σ scale · loss, its gradients of hidden, weight and bias; empty where not wanted): the row way."""
+    """(Σ scale · loss, its gradients of hidden, weight and bias; empty where not wanted): the row way.
+
+    A 16-bit gradient of weight is rounded with every chunk; more than `MOST_CHUNKS` are summed in fp32 instead.
+    """
     check_device(kernels.loss_and_gradient_kernel, hidden_NC)
     (N, C), V = hidden_NC.shape, weight_VC.shape[0]
     empty = hidden_NC.new_empty(0)
     grad_hidden_NC = (
         torch.empty_like(hidden_NC, memory_format=torch.contiguous_format) if wanted[0] else empty
     )
-    grad_weight_VC = hidden_NC.new_empty(V, C, dtype=weight_gradient_dtype) if wanted[1] else empty
+    summed_in = torch.float32 if -(-N // rows) > MOST_CHUNKS else weight_gradient_dtype
+    grad_weight_VC = hidden_NC.new_empty(V, C, dtype=summed_in) if wanted[1] else empty
     grad_bias_V = hidden_NC.new_zeros(V, dtype=torch.float32) if wanted[2] else empty
     if N == 0:
         grad_weight_VC.zero_()
     losses_N = hidden_NC.new_empty(N, dtype=torch.float32)
     # fp16 has no digits left at p = 1e-5: gradients of logits are held 1024 times as large, and the products,
-    # which add up in fp32, take that back.
-    grown = 1024.0 if hidden_NC.dtype == torch.float16 else 1.0
+    # which add up in fp32, take that back. `operators.triton_loss` keeps scales within `LARGEST_HALF_SCALE` for it.
+    grown = HALF_GROWTH if hidden_NC.dtype == torch.float16 else 1.0
     buffer = hidden_NC.new_empty(min(rows, N), row_stride(V))
     for part in _parts(N, rows):
         h_nC = hidden_NC[part]
@@ -227,6 +235,8 @@ def summed(
             _product_(grad_weight_VC, d_nV.t(), h_nC, beta=float(part.start > 0), alpha=1 / grown)
         if wanted[2]:
             grad_bias_V.add_(d_nV.sum(0, dtype=torch.float32), alpha=1 / grown)
+    if wanted[1]:
+        grad_weight_VC = grad_weight_VC.to(weight_gradient_dtype)
     return losses_N.sum(), grad_hidden_NC, grad_weight_VC, grad_bias_V
 
 

@@ -12,6 +12,7 @@ from trimtab.kernels.linear_cross_entropy.labels import check_labels
 def check_inputs(
     hidden_NC: torch.Tensor,
     weight_VC: torch.Tensor,
+    bias_V: torch.Tensor | None,
     labels_N: torch.Tensor,
     token_weights_N: torch.Tensor | None,
     ignore_index: int,
@@ -21,6 +22,9 @@ def check_inputs(
     assert weight_VC.ndim == 2, f"weight is [vocabulary, size], not {tuple(weight_VC.shape)}"
     assert hidden_NC.shape[1] == weight_VC.shape[1], f"{hidden_NC.shape} against {weight_VC.shape}"
     assert hidden_NC.dtype == weight_VC.dtype, f"hidden is {hidden_NC.dtype}, weight {weight_VC.dtype}"
+    if bias_V is not None:
+        assert bias_V.shape == weight_VC.shape[:1], f"{tuple(bias_V.shape)} against {weight_VC.shape}"
+        assert bias_V.dtype == weight_VC.dtype, f"bias is {bias_V.dtype}, weight {weight_VC.dtype}"
     tokens = hidden_NC.shape[:1]
     assert labels_N.shape == tokens, f"{hidden_NC.shape[0]} tokens, {tuple(labels_N.shape)} labels"
     if token_weights_N is not None:

@@ -264,6 +264,10 @@ def triton_loss(
     # gradients of logits would lose their digits.
     inside = count is not None and hidden_NC.dtype != torch.float16
     scale_N = token_scales(labels_N != ignore_index, token_weights_N, count if inside else None)
+    over = None
+    if token_weights_N is not None and hidden_NC.dtype == torch.float16:
+        over = _excess(scale_N)
+        scale_N = scale_N / over
     options = (objective.label_smoothing, objective.z_loss, objective.softcap)
     inputs = (hidden_NC, weight_VC, bias_V, labels_N.contiguous(), scale_N, *options)
     wanted = tuple(x is not None and x.requires_grad for x in (hidden_NC, weight_VC, bias_V))
@@ -278,7 +282,7 @@ def triton_loss(
         by_token=by_token,
         weight_grad=wanted[1],
     )
-    rows = chunk_tokens or plan.rows
+    rows = max(min(chunk_tokens or plan.rows, N), 1)
     training = torch.is_grad_enabled() and any(wanted)
     if training and not by_token and (plan.way == "rows" or chunk_tokens is not None):
         loss = torch.ops.trimtab.linear_cross_entropy_summed(*inputs, rows, *wanted, weight_gradient_dtype)[0]
@@ -287,5 +291,18 @@ def triton_loss(
             *inputs, rows, plan.scratch_bytes, weight_gradient_dtype
         )[0]
         loss = loss if by_token else loss.sum()
+    if over is not None:
+        loss = loss * over
     out: Tensor = loss if inside or count is None else loss / count
     return out
+
+
+def _excess(scale_N: Tensor) -> Tensor:
+    """How far the largest factor is above what gradients in fp16 can be held with, at least 1; a number on the device.
+
+    Factors that are divided by it and a loss that is multiplied with it give the same gradients: the backward
+    multiplies them, in fp32. A factor that is no number is left out: it spoils its own row alone.
+    """
+    sizes_N = scale_N.abs().nan_to_num(nan=0.0, posinf=0.0)
+    largest = torch.cat((sizes_N, sizes_N.new_zeros(1))).amax()
+    return (largest / impl_triton.LARGEST_HALF_SCALE).clamp(min=1.0)
