@@ -190,15 +190,35 @@ def test_a_flag_on_the_device_leaves_everything_as_it_is(device: str, triton_on:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_rate_of_zero_moves_no_weight(device: str, triton_on: Any) -> None:
-    """The first step of a warm-up; the fused kernel divides by the rate."""
-    param, grad = (t.to(device) for t in spec.make_inputs((4, 300)))
+@pytest.mark.parametrize("weight", ["fp32", "bf16"])
+@pytest.mark.parametrize("impl", ["triton", "triton_exact", "reference"])
+def test_a_rate_of_zero_moves_no_weight(impl: str, weight: str, device: str, triton_on: Any) -> None:
+    """The first step of a warm-up; the fused kernel divides by the rate. Weights of zero show the least movement."""
+    param, grad = (t.to(device) for t in spec.make_inputs((4, 300), weight_dtype=weight))
     grad[0, :7] = 0.0
+    param[:, ::2] = 0.0
     before, state = param.clone(), new_state(param)
     with triton_on(device):
-        adamw8bit_step(param, grad, state, **HYPER, lr=0.0, weight_decay=0.1, step=1, impl="triton")
+        adamw8bit_step(param, grad, state, **HYPER, lr=0.0, weight_decay=0.1, step=1, impl=impl)
     assert torch.equal(param, before)
     assert state.scale1.all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rate_of_zero_moves_no_small_tensor(device: str, triton_on: Any) -> None:
+    """Those that keep their moments in fp32, through the table."""
+    twins = Twins([(40,)], "fp32", device, exact=False)
+    twins.params[0][0].zero_()
+    grads = gradients([(40,)], 1, "fp32", device)
+    with triton_on(device):
+        twins.step(grads, reference=False)
+        assert twins.table is not None
+        before = twins.params[0][0].clone()
+        twins.table.step(grads, lr=[0.0], weight_decay=[0.1], **HYPER, step=2, seed=5)
+        assert torch.equal(twins.params[0][0], before)
+        twins.params[0][0].zero_()
+        twins.table.step(grads, lr=[0.0], weight_decay=[0.1], **HYPER, step=3, seed=5)
+    assert not twins.params[0][0].any()
 
 
 @pytest.mark.parametrize("device", DEVICES)

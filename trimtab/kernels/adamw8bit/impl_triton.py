@@ -135,9 +135,10 @@ def _largest(value):  # type: ignore[no-untyped-def]
 def _updated(weight, first, root, rate, decay, correction, eps, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
     if EXACT:
         return weight * decay - tl.div_rn(first, root * correction + eps) * rate
-    # the rate goes into the denominator, where it costs nothing; a rate of 0 becomes one that moves nothing
+    # the rate goes into the denominator, where it costs nothing; a rate of 0 has no reciprocal, and moves nothing
     stretch = 1.0 / tl.maximum(rate, 1e-30)
-    return weight * decay - _divided(first, root * (correction * stretch) + eps * stretch, EXACT)
+    update = _divided(first, root * (correction * stretch) + eps * stretch, EXACT)
+    return weight * decay - tl.where(rate == 0.0, 0.0, update)
 
 
 @triton.jit

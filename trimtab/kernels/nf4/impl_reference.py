@@ -28,6 +28,11 @@ def reciprocal(absmax_K: torch.Tensor) -> torch.Tensor:
     return flushed(absmax_K.reciprocal())
 
 
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a · b where subnormal factors count as zeros and subnormal results become zeros."""
+    return flushed(flushed(a) * flushed(b))
+
+
 def quantize_blocks(
     weight: torch.Tensor, block: int, zero_code: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +49,8 @@ def quantize_blocks(
         size = values.numel()
         values_KB = torch.nn.functional.pad(values, (0, -size % block)).view(-1, block)
         largest_K = flushed(values_KB.abs().amax(1))
-        scaled_KB = values_KB * reciprocal(largest_K).unsqueeze(1)
+        # a subnormal product needs no flushing: it lies between the same thresholds as 0
+        scaled_KB = flushed(values_KB) * reciprocal(largest_K).unsqueeze(1)
         codes_KB = torch.bucketize(scaled_KB, thresholds, out_int32=True).to(torch.uint8)
         codes_KB[largest_K == 0] = zero_code
         pairs = codes_KB.view(-1, 2)
@@ -61,13 +67,13 @@ def quantize_scales(
     """Scales fp32 [K] less their mean → uint8 [K] codes of the 8-bit map, fp32 [J].
 
     The nearest value, found as bitsandbytes finds it: e is the even index whose odd neighbours enclose x, then
-    e − 1, e or e + 1. So a tie stays at e.
+    e − 1, e or e + 1. So a tie stays at e. What is no number (a mean that overflowed) is above nothing: code 0.
     """
     shifted_K = absmax_K - offset
     count = shifted_K.numel()
     blocks_JB = torch.nn.functional.pad(shifted_K, (0, -count % block)).view(-1, block)
     largest_J = flushed(blocks_JB.abs().amax(1))
-    x_JB = blocks_JB * reciprocal(largest_J).unsqueeze(1)
+    x_JB = product(blocks_JB, reciprocal(largest_J).unsqueeze(1))
     even_JB = 2 * torch.bucketize(x_JB, nested_quant_map[1:254:2].contiguous())
     value_JB = nested_quant_map[even_JB]
     above_JB = (value_JB + nested_quant_map[even_JB + 1]) * 0.5
@@ -75,6 +81,7 @@ def quantize_scales(
     up_JB = (x_JB > value_JB) & (x_JB > above_JB)
     down_JB = (x_JB <= value_JB) & (x_JB < below_JB)
     code_JB = even_JB + up_JB.long() - (down_JB & (even_JB > 0)).long()
+    code_JB = torch.where(x_JB.isnan(), 0, code_JB)
     code_JB[largest_J == 0] = 0
     return code_JB.to(torch.uint8).view(-1)[:count].clone(), largest_J
 
@@ -92,7 +99,7 @@ def scales(
     assert nested_quant_map is not None
     assert offset is not None
     scale_K = nested_absmax_J.repeat_interleave(nested_block)[: absmax_K.numel()]
-    return flushed(nested_quant_map[absmax_K.int()] * scale_K) + offset
+    return product(nested_quant_map[absmax_K.int()], scale_K) + offset
 
 
 def dequantize(

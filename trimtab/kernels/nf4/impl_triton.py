@@ -52,13 +52,13 @@ def flushed(value):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def product(a, b, ON_GPU: tl.constexpr):  # type: ignore[no-untyped-def]
-    """a · b, subnormal results flushed; `.rn` keeps the compiler from fusing it with a sum."""
+    """a · b, subnormal factors and results flushed; `.rn` keeps the compiler from fusing it with a sum."""
     if ON_GPU:
         return tl.inline_asm_elementwise(
             "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return flushed(a * b)
+        return flushed(flushed(a) * flushed(b))
 
 
 @triton.jit
