@@ -149,12 +149,14 @@ def settings(remedy: str) -> list[list[str]]:
         [['dtype=bf16'], ['weights_dtype=fp32']]
         >>> settings("set a_b: {r: 16} (saves 3 MiB), or x.y: [a, b] with z: 1: together")
         [['a_b={r: 16}'], ['x.y=[a, b]', 'z=1']]
+        >>> settings("leave them out (a=null b.c=null), or set d=x")
+        [['a=null', 'b.c=null'], ['d=x']]
     """
     text = re.sub(r"\((saves|with) [^)]*\)", "", remedy)
-    value = r"(\{[^}]*\}|\[[^\]]*\]|[^\s,;:{\[]+)"
+    value = r"(\{[^}]*\}|\[[^\]]*\]|[^\s,;:{\[)]+)"
     found: list[list[str]] = []
     end = None
-    for match in re.finditer(rf"([a-z][a-z_0-9.]*): {value}", text):
+    for match in re.finditer(rf"([a-z][a-z_0-9.]*)(?:: |=){value}", text):
         between = "" if end is None else text[end : match.start()]
         override = f"{match[1]}={match[2]}"
         if end is None or re.search(r"\bor\b", between):

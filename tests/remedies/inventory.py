@@ -87,6 +87,8 @@ class _Module:
     def __init__(self, name: str, tree: ast.Module, kinds: set[str]) -> None:
         self.name, self.tree, self.kinds = name, tree, kinds
         self.constants = _assigned(tree.body)
+        self.given: set[str] = set()
+        """Arguments of the function that is walked which are a kind of error."""
 
     def sites(self) -> list[Site]:
         return list(self._walk(self.tree, [], {}))
@@ -95,9 +97,14 @@ class _Module:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             inside = [*inside, node.name]
         if isinstance(node, ast.FunctionDef):
+            self.given = {
+                a.arg
+                for a in node.args.args
+                if a.annotation and "[TrimtabError]" in ast.unparse(a.annotation)
+            }
             local = _assigned([inner for inner in ast.walk(node) if isinstance(inner, ast.stmt)])
         names = {**self.constants, **local}
-        if isinstance(node, ast.Call) and _called(node) in self.kinds:
+        if isinstance(node, ast.Call) and _called(node) in self.kinds | self.given:
             for remedy in self._remedies(node, names):
                 yield self._site(node, inside, remedy)
         if isinstance(node, ast.Yield) and self.name == SENTENCES and node.value is not None:

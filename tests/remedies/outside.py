@@ -13,6 +13,7 @@ RARE = "depends on an instant, or on files that nothing here can write"
 
 OUTSIDE: dict[str, tuple[str, ...]] = {
     DISK: (
+        "api/batches.py:generate_file: give the same command with a smaller --batch-size: it goes on from there",
         "adapt/offload.py:_Pinned.__init__: set recompute: block, or raise the limit of locked memory (ulimit -l)",
         "checkpoint/store.py:_no_space: free some space or keep fewer checkpoints (save_total_limit); the earlier "
         "checkpoints are intact",
@@ -80,6 +81,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "hub/repository.py:_ask: check that the endpoint is a hub",
     ),
     PASSED_ON: (
+        "api/batches.py:_named: {}",
         "data/examples.py:example_of: {}",
         "data/rendering.py:Renderer._rendered: {}",
         "recipe/problems.py:combine: (none)",
@@ -97,6 +99,8 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "data/tokenizing.py:TokenizerSpec.of: this is a mistake in trimtab; please report it with the model's name",
     ),
     RARE: (
+        "evaluate/likelihood.py:mean_losses: weights are not finite, or overflow in this dtype: try an earlier "
+        "checkpoint or fp32",
         "adapt/quantized.py:QuantizedLinear._check_packing: quantize the original weights again, or leave load_in_4bit "
         "out: the weights then load as the numbers that they stand for",
         "adapt/spec_quantized.py:_known: choose {}",

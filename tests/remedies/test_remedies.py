@@ -22,8 +22,8 @@ for path in sorted(Path(__file__).parent.glob("on_*.py")):
 
 
 COVERED = (
-    "adapt/", "checkpoint/", "export/", "facts/", "hub/", "kernels/", "model/", "optim/", "plan/", "report/",
-    "starter/", "text/",
+    "adapt/", "checkpoint/", "evaluate/", "export/", "facts/", "generate/", "hub/", "kernels/", "model/", "optim/",
+    "plan/", "report/", "starter/", "text/",
 )  # fmt: skip
 """Packages whose remedies are all followed."""
 
@@ -92,5 +92,7 @@ _BY_KEY: dict[str, list] = {}
 def test_lists_and_settings_are_read_out_of_remedies() -> None:
     assert listed("use auto or one of a, b (c)", "one of") == ["a", "b"]
     assert settings("set dtype: bf16, or weights_dtype: fp32") == [["dtype=bf16"], ["weights_dtype=fp32"]]
+    nulls = "leave them out (a=null b.c=null), or set d=x"
+    assert settings(nulls) == [["a=null", "b.c=null"], ["d=x"]]
     both = "set a_b: {r: 16} (saves 3 MiB), or x.y: [a, b] with z: 1: together"
     assert settings(both) == [["a_b={r: 16}"], ["x.y=[a, b]", "z=1"]]

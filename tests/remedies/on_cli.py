@@ -1,0 +1,231 @@
+"""Commands and the Python interface: words that are missing, adapters that are in the way, training that diverges."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from cases import World, case, in_turn, listed
+from safetensors.torch import load_file, save_file
+from shared import decoder_of
+
+import trimtab
+from trimtab.cli.demo import DEMO_MARK, _replace_older
+from trimtab.evaluate import loss
+
+# Training.
+case(
+    "cli/train.py:train: a continued run has its recipe in its folder; give only keys to change, as key=value",
+    lambda w: w.cli("train", w.recipe(), "--resume", w.own("run") / "run"),
+    lambda w, remedy: w.cli("train", "--resume", w.own("run") / "run", "max_steps=5"),
+)
+case(
+    "cli/train.py:train: write `trimtab train recipe.yaml`, or see `trimtab train --help`",
+    lambda w: w.cli("train"),
+    lambda w, remedy: (
+        w.recipe(),
+        in_turn(lambda words: w.cli(*words.split()), re.findall("`trimtab (.*?)`", remedy)),
+    ),
+)
+
+
+def diverging(w: World, rate: float, folder: str = "diverged", **more: Any) -> str:
+    """A run whose first step has a rate of 0, and the next one this one."""
+    schedule = {"lr_scheduler_type": "linear", "warmup_steps": 2, "max_steps": 6}
+    often = {"save_steps": 1, "save_total_limit": 9, "max_grad_norm": 0}
+    recipe = w.recipe(learning_rate=rate, output_dir=str(w.tmp / folder), **schedule, **often, **more)
+    return w.cli("train", recipe)
+
+
+def follow_diverged(w: World, remedy: str) -> None:
+    assert "lower learning_rate" in remedy
+    diverging(w, 1e-3, "anew")
+    kind, key = re.findall(r"`trimtab export (\w+) --checkpoint STEP` writes .* to name as (\S+)", remedy)[0]
+    first = min(
+        int(path.name.removeprefix("step-")) for path in (w.tmp / "diverged/checkpoints").glob("step-*")
+    )
+    w.cli("export", kind, w.tmp / "diverged", w.tmp / "exported", "--checkpoint", first)
+    section, _, inner = key.partition(".")
+    diverging(w, 1e-3, "further", **{section: {inner: str(w.tmp / "exported")}})
+
+
+case("trainer/loop.py:_Loop.stop_at: {}", lambda w: diverging(w, 1e30), follow_diverged)
+case("trainer/loop.py:_Loop.stop_at: {}", lambda w: diverging(w, 1e30, lora={"r": 2}), follow_diverged)
+
+
+# Commands.
+case(
+    "cli/eval.py:evaluate: name a text, or leave --no-probe out",
+    lambda w: w.cli("eval", w.model, "--no-probe"),
+    lambda w, remedy: (
+        w.cli("eval", w.model, w.shared("run") / "domain.jsonl", "--no-probe"),
+        w.cli("eval", "starter", "--device", "cpu"),
+    ),
+)
+
+
+def piped(w: World, said: str, *words: object) -> str:
+    w.patch.setattr("sys.stdin", io.StringIO(said))
+    return w.cli("generate", w.own("chat"), *words, "--max-new-tokens", 2)
+
+
+case(
+    "cli/generate.py:generate: write it behind the model, or pipe it in",
+    lambda w: piped(w, ""),
+    lambda w, remedy: (piped(w, "", "the cat"), piped(w, "the cat")),
+)
+case(
+    "cli/generate.py:generate: add --chat, or put it into the prompt",
+    lambda w: piped(w, "", "the cat", "--system", "be kind"),
+    lambda w, remedy: (
+        piped(w, "", "the cat", "--system", "be kind", "--chat"),
+        piped(w, "", "be kind. the cat"),
+    ),
+)
+
+
+# Python.
+def loaded(w: World, **options: Any) -> Any:
+    return trimtab.load(str(w.model), **options)
+
+
+def dtypes(remedy: str) -> list[str]:
+    return re.findall(r"auto|fp32|bf16|fp16", remedy)
+
+
+case(
+    "api/model.py:load: use auto, {}",
+    lambda w: loaded(w, dtype="int8"),
+    lambda w, remedy: in_turn(lambda dtype: loaded(w, dtype=dtype), dtypes(remedy)),
+)
+case(
+    "api/model.py:_check_dtype: use one of {}",
+    lambda w: loaded(w).save(w.tmp / "out", dtype="int8"),
+    lambda w, remedy: in_turn(
+        lambda dtype: loaded(w).save(w.tmp / dtype, dtype=dtype), listed(remedy, "one of")
+    ),
+)
+case(
+    "api/model.py:Model._check_target: name another folder",
+    lambda w: trimtab.load(str(w.own())).save(w.own(), overwrite=True),
+    lambda w, remedy: trimtab.load(str(w.own())).save(w.tmp / "another"),
+)
+
+
+def with_adapters(w: World) -> Any:
+    return trimtab.load(str(w.model), adapter=str(w.shared("adapter")), dtype="fp32")
+
+
+case(
+    "api/model.py:Model.save: use `trimtab merge`, or `trimtab export peft`",
+    lambda w: with_adapters(w).save(w.tmp / "out"),
+    lambda w, remedy: in_turn(
+        lambda words: w.cli(*words.split(), w.shared("lora run") / "run", w.tmp / words.replace(" ", "-")),
+        re.findall("`trimtab (.*?)`", remedy),
+    ),
+)
+case(
+    "api/model.py:Model._used_adapter: train one with a `lora` section in the recipe",
+    lambda w: loaded(w).save_adapter(w.tmp / "out"),
+    lambda w, remedy: trimtab.load(str(w.shared("lora run") / "run")).save_adapter(w.tmp / "out"),
+)
+
+
+def second(w: World) -> Any:
+    model = with_adapters(w)
+    model.add_adapter(w.shared("adapter"), "second")
+    model.use_adapters()
+    return model
+
+
+case(
+    "api/model.py:Model._used_adapter: name the one to write: save_adapter(folder, adapter=NAME)",
+    lambda w: second(w).save_adapter(w.tmp / "out"),
+    lambda w, remedy: second(w).save_adapter(w.tmp / "out", adapter="second"),
+)
+
+
+def measured(w: World, rows: list[str], *words: object, model: Path | None = None) -> str:
+    path = w.tmp / f"measured-{len(rows)}.jsonl"
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return w.cli("eval", model or w.model, path, "--no-probe", *words)
+
+
+def overflowing(w: World) -> Path:
+    """Weights that are fine in fp32 and overflow in fp16."""
+    folder = w.own()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"].fill_(60_000.0)
+    tensors["model.embed_tokens.weight"].mul_(100.0)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def follow_overflow(w: World, remedy: str) -> None:
+    assert "fp32" in remedy
+    measured(w, ["the cat sees a dog"], "--dtype", "fp32", model=overflowing(w))
+    run = w.shared("run") / "run"
+    step = min(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+    measured(w, ["the cat sees a dog"], "--checkpoint", step, model=run)
+
+
+case(
+    "evaluate/perplexity.py:loss: weights are not finite, or overflow in this dtype: try an earlier checkpoint or fp32",
+    lambda w: measured(w, ["the cat sees a dog"], "--dtype", "fp16", model=overflowing(w)),
+    follow_overflow,
+)
+case(
+    "evaluate/perplexity.py:loss: give evaluation text of at least two tokens a document",
+    lambda w: loss(decoder_of(w.model), []),
+    lambda w, remedy: measured(w, ["the cat sees a dog"]),
+)
+
+
+# The demo's folder.
+def older(w: World, *names: str, folder: str = "demo") -> None:
+    target = w.tmp / folder
+    if not target.exists() and folder == "demo":
+        shutil.copytree(w.shared("run") / "run", target)
+    for name in names:
+        (target / name).write_text("x")
+    _replace_older(target)
+
+
+case(
+    "cli/demo.py:_replace_older: give another --folder, or remove it yourself",
+    lambda w: older(w),
+    lambda w, remedy: (older(w, folder="another"), shutil.rmtree(w.tmp / "demo"), older(w, folder="absent")),
+)
+
+
+def follow_foreign(w: World, remedy: str) -> None:
+    older(w, folder="another")
+    (w.tmp / "demo" / "letter.txt").rename(w.tmp / "letter.txt")
+    older(w)
+
+
+case(
+    "cli/demo.py:_replace_older: move it away, or give another --folder",
+    lambda w: older(w, DEMO_MARK, "letter.txt"),
+    follow_foreign,
+)
+case(
+    "cli/doctor.py:_write_report: name another file with --report",
+    lambda w: w.cli("doctor", "--report", w.tmp / "absent" / "report.txt"),
+    lambda w, remedy: w.cli("doctor", re.findall(r"--\w+", remedy)[0], w.tmp / "report.txt"),
+)
+
+
+def written_in(w: World, dtype: str, model: Path | None = None) -> str:
+    return w.cli("generate", model or overflowing(w), "the cat", "--max-new-tokens", 2, "--dtype", dtype)
+
+
+case(
+    "generate/loop.py:_run_batch: get the weights again, or load the model in fp32",
+    lambda w: written_in(w, "fp16"),
+    lambda w, remedy: (written_in(w, remedy.split()[-1]), written_in(w, "fp16", w.again())),
+)
