@@ -11,7 +11,9 @@ import torch
 from quantized_world import token_ids
 from tiny_model import tiny_shape, write_recipe, write_tiny_model
 
+import trimtab
 from trimtab import adapt
+from trimtab.adapt import quantized_ops
 from trimtab.adapt.quantized import describe, quantized_layers
 from trimtab.facts.errors import RecipeError
 from trimtab.launch.here import resume, train
@@ -80,6 +82,27 @@ def test_a_run_in_bf16_is_used_in_fp32_on_the_same_codes(tmp_path: Path) -> None
         assert torch.equal(a.packed[0], b.packed[0])  # type: ignore[arg-type]
         assert torch.equal(a.packed[1], b.packed[1])  # type: ignore[arg-type]
     assert models[1](token_ids(tiny_shape())).dtype == torch.float32
+
+
+def test_generating_on_a_cpu_dequantizes_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(load(write_recipe(tmp_path, **{**QLORA, "load_in_4bit": True, "max_steps": 1})), Quiet())
+    plain = trimtab.load(tmp_path / "run", device="cpu")
+    monkeypatch.setattr("trimtab.run.quantizing.host_memory", lambda: (2**30, 1000))
+    expected = plain.generate("the cat", max_new_tokens=8)
+    assert all(layer.unpacked is None for _, layer in quantized_layers(plain.opened.decoder))
+    assert "4-bit weights are dequantized for each token, which is slow" in capsys.readouterr().err
+    monkeypatch.undo()
+    model, calls = trimtab.load(tmp_path / "run", device="cpu"), []
+    dequantize = quantized_ops.dequantize
+    monkeypatch.setattr(quantized_ops, "dequantize", lambda *a: calls.append(1) or dequantize(*a))
+    assert model.generate("the cat", max_new_tokens=8) == expected
+    assert len(calls) == 14, "seven weights of two layers, each once"
+    assert "4-bit weights are dequantized once, which takes" in capsys.readouterr().err
+    assert model.generate(["the cat"], max_new_tokens=8) == [expected]
+    assert len(calls) == 14
+    assert "dequantized" not in capsys.readouterr().err
 
 
 @pytest.mark.oracle

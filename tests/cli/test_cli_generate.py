@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import os
+import select
 import shutil
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -14,9 +18,12 @@ import pytest
 from cli_world import Call, Said, World
 from tiny_model import write_tiny_model
 
+import trimtab
 from trimtab.api.prompt_files import read_prompts
+from trimtab.cli.chat import Session
 from trimtab.facts.errors import DataError
 from trimtab.generate import generate_many
+from trimtab.report.plain import plain
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
@@ -296,6 +303,77 @@ def test_chat_says_what_it_leaves_out_and_refuses_what_is_too_long(
     assert said.code == 4
     assert "error: the message has" in said.err
     assert "Traceback" not in said.err
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals here")
+def test_chat_at_a_terminal(chat_model: Path) -> None:
+    """Ctrl-C stops an answer and keeps the session, an error does not end it, Ctrl-D does."""
+    ours, theirs = os.openpty()
+    words = ["chat", str(chat_model), "--temperature", "1", "--max-new-tokens", "100"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trimtab", *words],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is its signal
+        env={**os.environ, "TERM": "dumb"},
+    )
+    os.close(theirs)
+    seen = ""
+
+    def until(word: str) -> None:
+        nonlocal seen
+        deadline = time.monotonic() + 60
+        while word not in seen:
+            assert time.monotonic() < deadline, seen
+            if select.select([ours], [], [], 1)[0]:
+                seen += os.read(ours, 4096).decode(errors="replace")
+        seen = seen[seen.index(word) + len(word) :]
+
+    try:
+        until("Ctrl-D ends")
+        until("> ")
+        os.write(ours, b"\x03")
+        until("/exit or Ctrl-D ends")
+        until("> ")
+        os.write(ours, b"the cat " * 60 + b"\n")
+        until("error: the message has")
+        until("> ")
+        os.write(ours, b"the cat\n")
+        time.sleep(0.02)
+        os.write(ours, b"\x03")
+        until("> ")
+        os.write(ours, b"and then?\n")
+        until("> ")
+        os.write(ours, b"\x04")
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_ctrl_c_keeps_what_was_answered(
+    chat_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trimtab.load(chat_model, device="cpu")
+    session = Session(model.chat(max_new_tokens=40, top_k=20), 128, at_terminal=True)
+    lines = iter(["the cat", "and then?"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or (_ for _ in ()).throw(EOFError))
+    write, shown = sys.stdout.write, []
+
+    def stop_early(text: str) -> int:
+        shown.append(text)
+        if len(shown) == 2:
+            raise KeyboardInterrupt
+        return write(text)
+
+    monkeypatch.setattr(sys.stdout, "write", stop_early)
+    session.run()
+    assert "[stopped; the conversation stays]" in capsys.readouterr().err
+    assert [m["role"] for m in session.chat.messages] == ["user", "assistant"] * 2
+    assert plain(session.chat.messages[1]["content"]) == "".join(shown[:2])
 
 
 def test_chat_with_a_base_model_names_generate(world: World, cli: Call) -> None:
