@@ -8,6 +8,9 @@ from trimtab.data.sources import SourceFile
 from trimtab.data.spec import TEXT_COLUMNS
 from trimtab.facts.errors import DataError
 
+UNSUPPORTED = "__not_json__"
+"""The key under which a row from Python names the type of a value that JSON cannot hold."""
+
 
 def choose_name(file: SourceFile, texts: list[str], others: list[str]) -> str:
     """The text column among the names: a usual name, else the only one that holds text.
@@ -26,7 +29,7 @@ def choose_name(file: SourceFile, texts: list[str], others: list[str]) -> str:
     from trimtab.data.formats import known_formats
 
     raise DataError(
-        f"{file.path} has no obvious text column; its columns: {listed}",
+        f"{file.label} has no obvious text column; its columns: {listed}",
         f"set text_column, or format and columns for examples ({known_formats()})",
     )
 
@@ -35,7 +38,7 @@ def choose_column(file: SourceFile, value: Any) -> str:
     """The text column of a JSON object, judged by its first row."""
     if not isinstance(value, dict):
         raise DataError(
-            f"{file.path} holds {type_name(value)} where objects are expected",
+            f"{file.label} holds {type_name(value)} where objects are expected",
             'write one {"text": …} object a row',
         )
     # A null in the first row says nothing of a column, except where its name does.
@@ -54,7 +57,7 @@ def text_of(file: SourceFile, row: int, value: Any, column: str | None) -> str:
     if not isinstance(value, dict) or column not in value:
         keys = ", ".join(value) if isinstance(value, dict) else type_name(value)
         raise DataError(
-            f"{file.path}:{row} has no column {column!r} (it has {keys})",
+            f"{file.label}:{row} has no column {column!r} (it has {keys})",
             "set text_column to a column that every row has, or complete the row",
         )
     text = value[column]
@@ -62,7 +65,7 @@ def text_of(file: SourceFile, row: int, value: Any, column: str | None) -> str:
         return ""
     if not isinstance(text, str):
         raise DataError(
-            f"column {column!r} of {file.path}:{row} holds {type_name(text)}, not text",
+            f"column {column!r} of {file.label}:{row} holds {type_name(text)}, not text",
             "set text_column to a column of strings, or write each row as one string",
         )
     return text
@@ -78,7 +81,7 @@ def type_name(value: Any) -> str:
     if isinstance(value, list):
         return "a list"
     if isinstance(value, dict):
-        return "an object"
+        return f"a {value[UNSUPPORTED]}" if set(value) == {UNSUPPORTED} else "an object"
     if isinstance(value, bool):
         return "true or false"
     return "nothing" if value is None else "a number" if isinstance(value, int | float) else "a string"

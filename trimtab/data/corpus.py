@@ -92,6 +92,13 @@ class Corpus:
     form: Format | None = None
     """How rows became examples; None where they are texts."""
     streaming: bool = False
+    label: str = ""
+    """What messages call it, unless that is its name."""
+
+    @property
+    def shown(self) -> str:
+        """What messages call it."""
+        return self.label or self.name
 
     @property
     def num_documents(self) -> int:
@@ -149,7 +156,7 @@ class Corpus:
         if self.num_documents == 1 or len(np.unique(self.records_N["hash"])) == 1:
             if self.masked:
                 raise DataError(
-                    f"{self.name} is one example, of which no part can be held out",
+                    f"{self.shown} is one example, of which no part can be held out",
                     "give more, name a set under data.eval.domain, or set data.eval_share: 0",
                 )
             return self._split_tail(share if share is not None else 0.1)
@@ -164,7 +171,7 @@ class Corpus:
             return self
         if not mask_N.any():
             raise DataError(
-                f"every document of {self.name} is also in {other.name}",
+                f"every document of {self.shown} is also in {other.shown}",
                 "name other text under data.eval, or take it out of data.train",
             )
         return self._view(mask_N, f"without {other.fingerprint}")
@@ -185,7 +192,7 @@ class Corpus:
         rest_N = self.lengths_N[:1] - kept_N
         if kept_N[0] < 2 or rest_N[0] < 2:
             raise DataError(
-                f"{self.name} is one document of {self.num_tokens} tokens, too short to hold a part out",
+                f"{self.shown} is one document of {self.num_tokens} tokens, too short to hold a part out",
                 "give more text, name a set under data.eval.domain, or set data.eval_share: 0",
             )
         start_N, record_N = self.starts_N[:1], self.records_N[:1]
@@ -268,6 +275,7 @@ def open_cached(
         content=content,
         tokenizer=frame,
         form=source.form,
+        label=spec.label or "",
     )
 
 
@@ -317,7 +325,7 @@ def _build(
             )
     check_unchanged(source, stamps)
     if writer.num_documents == 0:
-        raise nothing_left(source.spec.name, skipped, complaint)
+        raise nothing_left(source.spec.shown, skipped, complaint)
     total = reader.total_bytes
     progress(Progress("tokenize", source.spec.name, total, total, writer.num_documents, writer.num_tokens))
     return {"skipped": {**skipped, **({"complaint": complaint} if complaint else {})}}

@@ -60,7 +60,7 @@ def detect(source: ResolvedSource) -> Format | None:
     if not tables:
         if spec.format != "auto":
             raise DataError(
-                f"{spec.name} is text, and format: {spec.format} is of rows with columns",
+                f"{spec.shown} is text, and format: {spec.format} is of rows with columns",
                 "give JSON lines, CSV or Parquet, or leave the format out",
             )
         _refuse_columns(spec)
@@ -72,7 +72,7 @@ def detect(source: ResolvedSource) -> Format | None:
     others = [file.name for file in source.files if file.kind not in TABLES]
     if others:
         raise DataError(
-            f"{spec.name} holds examples ({tables[0].name}) and texts ({others[0]})",
+            f"{spec.shown} holds examples ({tables[0].name}) and texts ({others[0]})",
             "name the two as sources of their own",
         )
     return found
@@ -81,7 +81,7 @@ def detect(source: ResolvedSource) -> Format | None:
 def _refuse_columns(spec: SourceSpec) -> None:
     if spec.columns:
         raise DataError(
-            f"{spec.name} is read as text, and columns names parts of an example ({', '.join(spec.columns)})",
+            f"{spec.shown} is read as text, and columns names parts of an example ({', '.join(spec.columns)})",
             "set format, or text_column instead of columns",
         )
 
@@ -94,21 +94,21 @@ def _by_first_row(spec: SourceSpec, tables: list[SourceFile]) -> Format | None:
     if file is None:
         if spec.format == "auto" and not spec.columns:
             return None
-        raise DataError(f"{spec.name} holds no rows", "give a source with rows in it")
+        raise DataError(f"{spec.shown} holds no rows", "give a source with rows in it")
     wanted = list(PARTS) if spec.format == "auto" else [spec.format]
     if spec.columns:
         wanted = [name for name in wanted if set(spec.columns) <= {*PARTS[name][0], *PARTS[name][1]}]
         if not wanted:
             known = "; ".join(f"{name}: {', '.join(_parts(name))}" for name in PARTS)
             raise DataError(
-                f"columns of {spec.name} names {', '.join(spec.columns)}",
+                f"columns of {spec.shown} names {', '.join(spec.columns)}",
                 f"name parts of one format: {known}",
             )
     if not isinstance(row, dict):
         if spec.format == "auto":
             return None
         raise DataError(
-            f"{file.path} holds {type_name(row)} where objects are expected",
+            f"{file.label} holds {type_name(row)} where objects are expected",
             f"write objects with {', '.join(PARTS[spec.format][0])}, or leave the format out",
         )
     for name in wanted:
@@ -119,7 +119,7 @@ def _by_first_row(spec: SourceSpec, tables: list[SourceFile]) -> Format | None:
         return None
     needs = " or ".join(", ".join(spec.columns.get(p, p) for p in PARTS[name][0]) for name in wanted)
     raise DataError(
-        f"{file.path} has the columns {', '.join(row)} and not {needs}",
+        f"{file.label} has the columns {', '.join(row)} and not {needs}",
         "name them with columns, as in columns: {messages: dialog}, or set another format",
     )
 

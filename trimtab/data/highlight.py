@@ -43,7 +43,7 @@ def highlighted(
     return {
         "kind": "example",
         "step": 0,
-        "source": corpus.name,
+        "source": corpus.shown,
         "origin": piece.origin,
         "tokens": len(piece.ids),
         "trained": sum(flags),

@@ -40,7 +40,7 @@ class PackedCorpus:
             self.lost = int(np.count_nonzero(~keep_N))
         self.packing: Packing = pack_documents(corpus.lengths_N, max_seq_length, packing, keep_N=keep_N)
         if not self.packing.num_windows:
-            raise nothing_packed(corpus.name, self.lost, max_seq_length)
+            raise nothing_packed(corpus.shown, self.lost, max_seq_length)
 
     def window(self, index: int) -> list[Piece]:
         """The pieces of one window."""
@@ -177,7 +177,7 @@ class Loader:
     def notes(self) -> list[str]:
         """What was cut or left out at this length, a sentence per source, and how much padding there is."""
         notes = [
-            cut_note(one.corpus.name, one.cut, one.lost, self.max_seq_length)
+            cut_note(one.corpus.shown, one.cut, one.lost, self.max_seq_length)
             for one in self.packed
             if one.cut
         ]

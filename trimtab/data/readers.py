@@ -9,10 +9,19 @@ from typing import Any
 
 from trimtab.data.columns import choose_name
 from trimtab.data.examples import Example, example_of
-from trimtab.data.readers_text import Meter, Row, read_csv, read_json, read_jsonl, read_text, unreadable
+from trimtab.data.readers_text import (
+    Meter,
+    Row,
+    read_csv,
+    read_json,
+    read_jsonl,
+    read_rows,
+    read_text,
+    unreadable,
+)
 from trimtab.data.rows import parquet_schema, parquet_values, read_values
-from trimtab.data.sources import TABLES, ResolvedSource, SourceFile, SourceSpec
-from trimtab.data.spec import SEGMENT_CHARS
+from trimtab.data.sources import ROWS, TABLES, ResolvedSource, SourceFile, SourceSpec
+from trimtab.data.spec import SEGMENT_CHARS, UNKNOWN_SIZE
 from trimtab.facts.errors import DataError
 
 # Places where byte-level and SentencePiece tokenizers begin a new word anyway, best first.
@@ -53,6 +62,9 @@ def read(file: SourceFile, spec: SourceSpec, *, start: int = 1, meter: Meter | N
         return read_json(file, spec.text_column, start, meter)
     if file.kind == "csv":
         return read_csv(file, spec.text_column, start, meter)
+    if file.kind == ROWS:
+        assert file.rows is not None
+        return read_rows(file, file.rows.values(start), spec.text_column)
     assert file.kind == "parquet", file.kind
     return read_parquet(file, spec.text_column, start, meter)
 
@@ -76,7 +88,7 @@ def _parquet_column(file: SourceFile, schema: Any, column: str | None) -> str:
     if column not in texts:
         held = f"holds {schema.field(column).type}, not text" if column in schema.names else "is not there"
         raise DataError(
-            f"column {column!r} of {file.path} {held}",
+            f"column {column!r} of {file.label} {held}",
             f"set text_column to one of {', '.join(texts)}" if texts else "write a column of strings",
         )
     return column
@@ -114,6 +126,8 @@ def _seam(text: str, at: int) -> int:
 
 
 def _size(file: SourceFile) -> int:
+    if file.kind == ROWS:
+        return UNKNOWN_SIZE
     try:
         return file.path.stat().st_size
     except OSError as error:
@@ -183,7 +197,7 @@ class SegmentReader:
             made, complaint = None, None
             try:
                 made = example_of(
-                    f"{file.path}:{row}",
+                    f"{file.label}:{row}",
                     value,
                     form,
                     template=self._template,

@@ -50,7 +50,7 @@ class Meter:
 def unreadable(file: SourceFile, error: OSError) -> DataError:
     """The answer to a file that was there when the source was opened."""
     return DataError(
-        f"{file.path} cannot be read any more: {error.strerror or error}", "put it back or check its rights"
+        f"{file.label} cannot be read any more: {error.strerror or error}", "put it back or check its rights"
     )
 
 
@@ -93,7 +93,7 @@ def blocks(file: SourceFile, meter: Meter | None = None) -> Iterator[bytes]:
 
 
 def _broken(file: SourceFile, error: Exception) -> DataError:
-    return DataError(f"{file.path} cannot be read ({error})", "fetch the file again")
+    return DataError(f"{file.label} cannot be read ({error})", "fetch the file again")
 
 
 def decoded(file: SourceFile, meter: Meter | None = None) -> Iterator[str]:
@@ -123,17 +123,17 @@ def decoded(file: SourceFile, meter: Meter | None = None) -> Iterator[str]:
 
 def _refuse_binary(file: SourceFile, head: bytes) -> None:
     if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        raise DataError(f"{file.path} is UTF-16", f"convert it: iconv -f UTF-16 -t UTF-8 {file.path.name}")
+        raise DataError(f"{file.label} is UTF-16", f"convert it: iconv -f UTF-16 -t UTF-8 {file.path.name}")
     if b"\0" in head[:8192]:
         raise DataError(
-            f"{file.path} is a binary file, not text", "remove it from the source or convert it to text"
+            f"{file.label} is a binary file, not text", "remove it from the source or convert it to text"
         )
 
 
 def not_utf8(file: SourceFile, offset: int) -> DataError:
     """The complaint about one bad byte."""
     return DataError(
-        f"{file.path} is not UTF-8 at byte {offset}",
+        f"{file.label} is not UTF-8 at byte {offset}",
         f"convert it, for instance: iconv -f LATIN1 -t UTF-8 {file.path.name}",
     )
 
@@ -179,7 +179,7 @@ def _paragraphs(file: SourceFile, meter: Meter | None) -> Iterator[str]:
 
 def read_jsonl(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
     """One JSON value a line: an object with a text column, or a string."""
-    return _texts(file, jsonl_values(file, start, meter), column)
+    return read_rows(file, jsonl_values(file, start, meter), column)
 
 
 def jsonl_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, Any]]:
@@ -206,13 +206,14 @@ def jsonl_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[
                     raise not_utf8(file, offset + error.start) from error
                 except (ValueError, RecursionError) as error:  # no JSON, or numbers of thousands of digits
                     raise DataError(
-                        f"{file.path}:{row} is not JSON ({error})", "each line must be one JSON object"
+                        f"{file.label}:{row} is not JSON ({error})", "each line must be one JSON object"
                     ) from error
                 yield row, value
             offset += len(line)
 
 
-def _texts(file: SourceFile, values: Iterator[tuple[int, Any]], column: str | None) -> Iterator[Row]:
+def read_rows(file: SourceFile, values: Iterator[tuple[int, Any]], column: str | None) -> Iterator[Row]:
+    """The texts of JSON values; the text column is chosen by the first one unless it is named."""
     for row, value in values:
         column = column if column or isinstance(value, str) else choose_column(file, value)
         yield row, text_of(file, row, value, column), True
@@ -220,7 +221,7 @@ def _texts(file: SourceFile, values: Iterator[tuple[int, Any]], column: str | No
 
 def read_json(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
     """A JSON array of objects or strings, read element by element; JSON lines under the name .json too."""
-    return _texts(file, json_values(file, start, meter), column)
+    return read_rows(file, json_values(file, start, meter), column)
 
 
 def json_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, Any]]:
@@ -244,7 +245,7 @@ def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
         if at < len(buffer):
             if buffer[at] == "]":
                 if buffer[at + 1 :].strip() or any(stretch.strip() for stretch in stream):
-                    raise DataError(f"{file.path} goes on after its JSON array", "put all in one array")
+                    raise DataError(f"{file.label} goes on after its JSON array", "put all in one array")
                 return
             try:
                 value, end = decoder.raw_decode(buffer, at)
@@ -253,15 +254,15 @@ def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
             except json.JSONDecodeError as error:
                 if ended:
                     raise DataError(
-                        f"{file.path} is not JSON at element {count + 1} ({error.msg})",
+                        f"{file.label} is not JSON at element {count + 1} ({error.msg})",
                         "repair or truncate it",
                     ) from error
             except (ValueError, RecursionError) as error:
                 raise DataError(
-                    f"{file.path} cannot be read at element {count + 1} ({error})", "repair or remove it"
+                    f"{file.label} cannot be read at element {count + 1} ({error})", "repair or remove it"
                 ) from error
         elif ended:
-            raise DataError(f"{file.path} ends inside its JSON array", "fetch the file again")
+            raise DataError(f"{file.label} ends inside its JSON array", "fetch the file again")
         if complete:
             yield value
             at, count, want = end, count + 1, BLOCK
@@ -287,7 +288,7 @@ def read_csv(file: SourceFile, column: str | None, start: int, meter: Meter | No
     column = column or choose_column(file, dict.fromkeys(header, ""))
     if column not in header:
         raise DataError(
-            f"{file.path} has no column {column!r}", f"set text_column to one of {', '.join(header)}"
+            f"{file.label} has no column {column!r}", f"set text_column to one of {', '.join(header)}"
         )
     place = header.index(column)
     for row, fields in itertools.chain([first], values):
@@ -314,7 +315,7 @@ def csv_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tu
             line = reader.line_num + 1
     except csv.Error as error:
         raise DataError(
-            f"{file.path} is not CSV at line {line} ({error})",
+            f"{file.label} is not CSV at line {line} ({error})",
             "put texts that hold quotes in double quotes and double those inside",
         ) from error
 
@@ -322,13 +323,13 @@ def csv_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tu
 def _refuse_twins(file: SourceFile, header: list[str]) -> None:
     twins = sorted({name for name in header if name and header.count(name) > 1})
     if twins:
-        raise DataError(f"{file.path} has several columns {twins[0]!r}", "give each a name of its own")
+        raise DataError(f"{file.label} has several columns {twins[0]!r}", "give each a name of its own")
 
 
 def _too_long(file: SourceFile, row: int, line: int, found: int, wanted: int, between: str) -> DataError:
     """The answer to a text that was cut in several; empty fields at the end, as spreadsheets write, are none."""
     return DataError(
-        f"row {row} of {file.path} (line {line}) has {found} fields, not {wanted}",
+        f"row {row} of {file.label} (line {line}) has {found} fields, not {wanted}",
         f"put texts that hold {between} in double quotes",
     )
 
@@ -336,5 +337,5 @@ def _too_long(file: SourceFile, row: int, line: int, found: int, wanted: int, be
 def checked_field(file: SourceFile, row: int, fields: list[str], place: int, wanted: int) -> str:
     """One field of a row that may be too short."""
     if len(fields) <= place:
-        raise DataError(f"row {row} of {file.path} has {len(fields)} fields, not {wanted}", "repair the row")
+        raise DataError(f"row {row} of {file.label} has {len(fields)} fields, not {wanted}", "repair the row")
     return fields[place]

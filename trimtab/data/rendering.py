@@ -64,8 +64,8 @@ class Rendering:
             return None
         spec = source.spec
         if chat is None and source.form.name in ("messages", "sharegpt"):
-            raise no_template(spec.name)
-        places = tuple(str(file.path) for file in source.files)
+            raise no_template(spec.shown)
+        places = tuple(file.label for file in source.files)
         return Rendering(chat, spec.train_on, spec.variables, places, spec.bad_rows == "skip")
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from trimtab.data.readers_text import Meter, checked_field, csv_values, json_values, jsonl_values
-from trimtab.data.sources import SourceFile
+from trimtab.data.sources import ROWS, SourceFile
 from trimtab.facts.errors import DataError, MissingDependency
 
 
@@ -30,6 +30,9 @@ def read_values(
         return json_values(file, start, meter)
     if file.kind == "csv":
         return _csv(file, start, meter)
+    if file.kind == ROWS:
+        assert file.rows is not None
+        return file.rows.values(start)
     assert file.kind == "parquet", file.kind
     wanted = [name for name in parquet_schema(file).names if columns is None or name in columns]
     return (
@@ -93,7 +96,7 @@ def parquet_values(
                     values = batch.to_pylist()
                 except UnicodeDecodeError as error:
                     raise DataError(
-                        f"{file.path} is not UTF-8 within 64 rows of row {row + 1}",
+                        f"{file.label} is not UTF-8 within 64 rows of row {row + 1}",
                         "repair or remove the row",
                     ) from error
                 yield from itertools.islice(
@@ -105,7 +108,7 @@ def parquet_values(
     except broken as error:
         reason = str(error).splitlines()[0]
         raise DataError(
-            f"{file.path} is not a whole Parquet file ({reason})", "fetch the file again"
+            f"{file.label} is not a whole Parquet file ({reason})", "fetch the file again"
         ) from error
 
 
@@ -121,5 +124,5 @@ def parquet_schema(file: SourceFile) -> Any:
     except (pyarrow.ArrowInvalid, pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(
-            f"{file.path} is not a whole Parquet file ({reason})", "fetch the file again"
+            f"{file.label} is not a whole Parquet file ({reason})", "fetch the file again"
         ) from error

@@ -25,6 +25,7 @@ from trimtab.facts.errors import DataError
 
 if TYPE_CHECKING:
     from trimtab.data.formats import Format
+    from trimtab.data.memory import RowStream
 
 KINDS = {
     ".txt": "text",
@@ -41,7 +42,9 @@ KINDS = {
     ".parquet": "parquet",
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-TABLES = ("jsonl", "json", "csv", "parquet")
+ROWS = "rows"
+"""The kind of a source that is no file: rows passed from Python (`memory.RowStream`)."""
+TABLES = ("jsonl", "json", "csv", "parquet", ROWS)
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class SourceSpec:
     `source` is a local file, folder or glob; with `files` (a hub data set, already downloaded) it is only the
     name. `first` keeps the first rows, `weight` says how often the source is seen an epoch (1: once). `format` is
     what a row is, `columns` where its parts stand if not under their usual names, `variables` what a chat template
-    is told besides the messages; `bad_rows: skip` leaves out rows that cannot be used.
+    is told besides the messages; `bad_rows: skip` leaves out rows that cannot be used. `rows` are read instead of
+    files, and `label` is what messages call a source that the user did not name.
 
     Example:
         >>> SourceSpec("notes/**/*.md", weight=2.0).name
@@ -69,6 +73,8 @@ class SourceSpec:
     train_on: TrainOn = "completions"
     variables: Mapping[str, Any] = field(default_factory=dict)
     bad_rows: BadRows = "stop"
+    rows: RowStream | None = None
+    label: str | None = None
 
     def __post_init__(self) -> None:
         for key, value, known in (
@@ -97,18 +103,30 @@ class SourceSpec:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """What a run folder calls it."""
         return self.source
+
+    @property
+    def shown(self) -> str:
+        """What messages call it."""
+        return self.label or self.source
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source: where it is, what messages call it, how it is read."""
+    """One file of a source: where it is, its name within the source, how it is read."""
 
     path: Path
     name: str
     kind: str
     compression: str | None = None
+    label: str = ""
+    """What messages call it: its path, unless something else is given."""
+    rows: RowStream | None = None
+
+    def __post_init__(self) -> None:
+        if not self.label:
+            object.__setattr__(self, "label", str(self.path))
 
 
 @dataclass(frozen=True)
@@ -138,11 +156,11 @@ def keep_rows(name: str, rows: Iterable[Mapping[str, Any]], folder: Path) -> Sou
     path, part = folder / f"{name}.jsonl", folder / f".{name}.{os.getpid()}.part"
     with open(part, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    _publish(part, path)
+    publish(part, path)
     return SourceSpec(name, files=(path,))
 
 
-def _publish(part: Path, path: Path) -> None:
+def publish(part: Path, path: Path) -> None:
     """Gives a complete file its name, unless the same bytes have it already: another run may be reading them."""
     try:
         os.link(part, path)  # never over a file that is there
@@ -166,6 +184,10 @@ def resolve(spec: SourceSpec) -> ResolvedSource:
         >>> resolve(SourceSpec("books/")).files[0].name        # doctest: +SKIP
         'austen/emma.txt'
     """
+    if spec.rows is not None:
+        label = spec.label or spec.name
+        file = SourceFile(Path(label), label, ROWS, label=label, rows=spec.rows)
+        return ResolvedSource(spec, (file,))
     if spec.files:
         root = Path(os.path.commonpath([str(path.parent) for path in spec.files]))
         return _from_list(spec, [(path, path.relative_to(root).as_posix()) for path in spec.files])
@@ -213,7 +235,8 @@ def _from_list(spec: SourceSpec, named: list[tuple[Path, str]]) -> ResolvedSourc
                 f"{path} of {spec.name} does not exist", "put it back, or download the data set again"
             )
         kind, compression = classify(path)
-        files.append(SourceFile(path, name, kind or "text", compression))
+        label = spec.label or ""
+        files.append(SourceFile(path, label or name, kind or "text", compression, label))
     return ResolvedSource(spec, tuple(files))
 
 

@@ -50,6 +50,8 @@ MIN_SEQ_LENGTH = 4
 """A window holds at least this many tokens: shorter ones have hardly a target."""
 
 CHUNK_PIECES = 1 << 15
+UNKNOWN_SIZE = 1
+"""Stands for the bytes of rows that are streamed from Python: how many there will be is not known."""
 IGNORE_INDEX = -100
 
 

@@ -36,6 +36,11 @@ class StreamCorpus:
     progress: ProgressCallback = field(default=silent, repr=False)
 
     @property
+    def shown(self) -> str:
+        """What messages call it."""
+        return self.source.spec.shown
+
+    @property
     def form(self) -> Format | None:
         """How rows become examples; None where they are texts."""
         return self.source.form

@@ -175,7 +175,7 @@ def _windows(
 
 def nothing_streamed(corpus: StreamCorpus, skipped: Counter[str], max_seq_length: int) -> DataError:
     """The complaint about a stream that a whole pass took nothing from."""
-    name = corpus.name if corpus.side == "all" else f"{corpus.name} ({corpus.side})"
+    name = corpus.shown if corpus.side == "all" else f"{corpus.shown} ({corpus.side})"
     if skipped["lost"]:
         return nothing_packed(name, skipped["lost"], max_seq_length)
     return nothing_left(name, skipped)
@@ -205,17 +205,30 @@ class WindowStream:
         self._go(number, 0, Cursor(), 0)
 
     def state(self) -> dict[str, Any]:
-        """The next window, as JSON."""
-        return {
+        """The next window, as JSON; of rows from Python also digests of those before and in its chunk."""
+        state: dict[str, Any] = {
             "pass": self.turn,
             "chunk": self._number,
             "cursor": dataclasses.asdict(self._cursor) if self._cursor else None,
             "window": self._window,
         }
+        rows = self.corpus.source.spec.rows
+        if rows is not None and self._cursor is not None:
+            ends = [self._cursor]
+            if self._chunk is not None and self._window:
+                ends.append(self._chunk.following or Cursor(row=rows.count + 1))
+            # A document that a chunk ends in belongs to it.
+            numbers = [cursor.row + (cursor.skip > 0) for cursor in ends]
+            state["rows"] = [[number, rows.digest_before(number)] for number in numbers]
+        return state
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues at a state."""
         cursor = Cursor(**state["cursor"]) if state["cursor"] is not None else None
+        rows = self.corpus.source.spec.rows
+        if rows is not None:
+            for number, digest in state.get("rows", []):
+                rows.check(number, digest)
         self._go(int(state["pass"]), int(state["chunk"]), cursor, int(state["window"]))
 
     @property
@@ -260,7 +273,7 @@ class WindowStream:
 
     def _tell(self, skipped: Counter[str]) -> None:
         """What was left out of a pass, or of the part of it that was read since the run began or was continued."""
-        name, said = self.corpus.name, []
+        name, said = self.corpus.shown, []
         said += [f"{name}: {left_out(skipped[why], why)}" for why in LEFT_OUT if skipped[why]]
         if skipped["cut"]:
             said.append(cut_note(name, skipped["cut"], skipped["lost"], self.max_seq_length))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from trimtab import data, hub, starter
 from trimtab.data import Batch, Progress, SourceSpec
 from trimtab.data.corpus import LEFT_OUT, default_cache_dir, left_out
+from trimtab.data.memory import Passed, spool_path
 from trimtab.data.sources import classify
 from trimtab.facts.errors import DataError
 from trimtab.hub.resolved import looks_local
@@ -26,6 +27,8 @@ CHAT = "chat"
 GENERATED_DOCUMENTS = {"train": 20_000, "heldout": 400}
 """How many documents a generated source has, unless `first` says otherwise."""
 STARTER_SEED = 1
+MEMORY_PREFIX = "memory:"
+"""Before the name of rows that were passed from Python (`data.memory`)."""
 QUIET_BYTES = 2**27
 """Reading and checking less than this takes no time worth a line."""
 
@@ -122,15 +125,22 @@ class Corpora:
 
 
 def open_corpora(
-    recipe: Recipe, tokenizer: Tokenizer, watcher: Watcher, *, kept: dict[str, Any] | None = None
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    watcher: Watcher,
+    *,
+    kept: dict[str, Any] | None = None,
+    passed: Mapping[str, Passed] | None = None,
 ) -> Corpora:
     """Opens everything a recipe's `data` names.
 
     With `kept` (the `pins` of a run that is continued) hub data sets are taken at the commit they had, and a file
-    that has changed is an error.
+    that has changed is an error. `passed` holds the rows that were passed from Python, by the names of their sources.
     """
-    opening = _Opening(recipe.data, tokenizer, watcher, kept)
+    opening = _Opening(recipe.data, tokenizer, watcher, kept, passed=passed)
     section = recipe.data
+    opening.check_streams(section.train)
+    opening.check_streams(section.replay.sources if section.replay else [])
     evaluation = {
         name: [opening.cached(source) for source in sources]
         for name, sources in (("domain", section.eval.domain), ("general", section.eval.general))
@@ -224,15 +234,16 @@ class _Opening:
         watcher: Watcher,
         kept: dict[str, Any] | None = None,
         cache_dir: Path | None = None,
+        passed: Mapping[str, Passed] | None = None,
     ) -> None:
         self.tokenizer, self.watcher = tokenizer, watcher
+        self.passed = passed or {}
         self.streaming = section is not None and section.streaming
         self.num_proc = section.num_proc if section else None
         self.variables = section.chat_template_kwargs if section else tokenizer.template_variables
         self.kept_commits = kept["commits"] if kept else {}
         self.commits: dict[str, str | None] = {}
-        folder = section.cache_dir if section else cache_dir
-        self.cache_dir = Path(folder).expanduser() if folder else default_cache_dir()
+        self.cache_dir = cache_folder(section.cache_dir if section else str(cache_dir) if cache_dir else None)
 
     def cached(self, source: Source) -> Any:
         """A corpus in the token cache."""
@@ -252,8 +263,12 @@ class _Opening:
             streaming=streaming,
         )
         for note in _notes(corpus):
-            self.watcher.message(f"{source.source}: {note}")
+            self.watcher.message(f"{self._shown(source.source)}: {note}")
         return corpus
+
+    def _shown(self, name: str) -> str:
+        """What messages call a source."""
+        return self.passed[name].label if name in self.passed else name
 
     def _progress(self, progress: Progress) -> None:
         if progress.message is not None:
@@ -263,12 +278,16 @@ class _Opening:
                 progress.stage, progress.stage
             )
             self.watcher.working(
-                f"{what} {progress.source}", progress.done_bytes, progress.total_bytes, "bytes"
+                f"{what} {self._shown(progress.source)}", progress.done_bytes, progress.total_bytes, "bytes"
             )
 
     def _spec(self, source: Source) -> SourceSpec:
         files: tuple[Path, ...] = ()
-        if source.source.startswith(STARTER_PREFIX):
+        passed = self.passed.get(source.source)
+        if source.source.startswith(MEMORY_PREFIX):
+            if passed is None or passed.stream is None:
+                files = (self._spooled(source.source),)
+        elif source.source.startswith(STARTER_PREFIX):
             files = (self._starter_file(source.source.removeprefix(STARTER_PREFIX), source.first),)
         elif _is_hub_id(source.source):
             # The same data set may be named twice, at two revisions.
@@ -291,7 +310,32 @@ class _Opening:
             train_on=source.train_on,
             variables=self.variables,
             bad_rows=source.bad_rows,
+            rows=passed.stream if passed else None,
+            label=passed.label if passed else None,
         )
+
+    def check_streams(self, sources: Sequence[Source]) -> None:
+        """Files are drawn from in proportion to their bytes, which rows from Python do not have."""
+        streams = [
+            one.source for one in sources if one.source in self.passed and self.passed[one.source].stream
+        ]
+        files = [one.source for one in sources if one.source not in streams]
+        if self.streaming and streams and files:
+            raise DataError(
+                f"rows from Python ({self.passed[streams[0]].label}) are streamed beside {files[0]}, and how many "
+                "there will be is not known",
+                "set data.streaming: false, or stream only rows or only files",
+            )
+
+    def _spooled(self, name: str) -> Path:
+        path = spool_path(memory_folder(self.cache_dir), name.removeprefix(MEMORY_PREFIX))
+        if not path.is_file():
+            raise DataError(
+                f"the rows {name} were passed from Python and are not in the cache ({path})",
+                "pass them again: trimtab.resume(folder, data=rows) for a run that began, "
+                "trimtab.train(recipe, data=rows) for a new one",
+            )
+        return path
 
     def _starter_file(self, name: str, first: int | None) -> Path:
         if name in ("general", "replay"):
@@ -310,6 +354,16 @@ class _Opening:
             return data.keep_rows(kept, rows, self.cache_dir / "generated").files[0]
         documents = starter.math_documents(STARTER_SEED, count, split, topics=starter.FIELDS[field])
         return data.keep_texts(kept, documents, self.cache_dir / "generated").files[0]
+
+
+def memory_folder(cache_dir: Path) -> Path:
+    """Where rows from Python are kept."""
+    return cache_dir / "memory"
+
+
+def cache_folder(named: str | None) -> Path:
+    """The token cache: `data.cache_dir` of a recipe, or the usual place."""
+    return Path(named).expanduser() if named else default_cache_dir()
 
 
 def _is_hub_id(name: str) -> bool:
