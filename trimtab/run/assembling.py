@@ -14,6 +14,7 @@ from trimtab.adapt import Regions, trained_parameters
 from trimtab.adapt.held import Held
 from trimtab.adapt.lora import set_masks
 from trimtab.checkpoint import Found, Store
+from trimtab.checkpoint.folder import step_name
 from trimtab.facts.errors import CheckpointError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import Decoder
@@ -31,6 +32,7 @@ from trimtab.run.updates import make_in_backward, make_learning_rate, make_optim
 from trimtab.starter import FIELDS, math_problems, probe_items
 from trimtab.text import Tokenizer
 from trimtab.trainer import Cadence, Job, MetricsLog, NoLog, Outcome, TrainState, train
+from trimtab.trainer.callbacks import Callbacks, Control
 from trimtab.trainer.early_stopping import EarlyStopping
 from trimtab.trainer.graphs import Graphs
 from trimtab.trainer.job import Observer
@@ -69,6 +71,7 @@ def assemble(
     on_event: Callable[[str], None] = print,
     resume: bool = False,
     base: dict[str, Any] | None = None,
+    callbacks: Sequence[Any] = (),
 ) -> Run:
     """Puts a run together.
 
@@ -84,6 +87,7 @@ def assemble(
         on_event: told one-line messages.
         resume: continue instead of starting.
         base: where the frozen weights come from, for a run that trains adapters (`adapters.name_base`).
+        callbacks: the user's own (`trainer.callbacks`).
     """
     device = torch.device(choices.device)
     set_up_torch(choices)
@@ -135,6 +139,7 @@ def assemble(
         compiled=Regions(decoder) if decoder.regions is not None else None,
         graphs=recorded(choices, loss, parameters, on_event),
         before_microbatch=_masks(recipe, decoder, device, mesh),
+        callbacks=_callbacks(callbacks, folder, total_steps),
     )
     run = Run(job, TrainState(), None, folder)
     if resume:
@@ -146,6 +151,13 @@ def _early_stopping(recipe: Recipe) -> EarlyStopping | None:
     if recipe.early_stopping_patience is None:
         return None
     return EarlyStopping(recipe.early_stopping_patience, recipe.early_stopping_threshold)
+
+
+def _callbacks(callbacks: Sequence[Any], folder: RunFolder, total_steps: int) -> Callbacks | None:
+    if not callbacks:
+        return None
+    control = Control(folder.path, total_steps)
+    return Callbacks(callbacks, control, lambda step: folder.checkpoints / step_name(step))
 
 
 def _masks(

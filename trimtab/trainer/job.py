@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trimtab.trainer.callbacks import Callbacks
 from trimtab.trainer.early_stopping import EarlyStopping
 
 
@@ -139,7 +140,7 @@ class Outcome:
     """How a run ended."""
 
     status: str
-    """`finished`, or `interrupted` after a signal (the state is saved)."""
+    """`finished`, `interrupted` after a signal, or `stopped` by a callback (the state is saved)."""
     state: TrainState
     signal: int | None = None
     reason: str | None = None
@@ -189,6 +190,8 @@ class Job:
     """Called with the step (from 0) and the microbatch's number in it: what is random in a model follows from them."""
     after_step: Callable[[int], None] | None = None
     """Called with the finished step; the kill demonstration and tests hook in here."""
+    callbacks: Callbacks | None = None
+    """The user's own, called between steps."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of a checkpoint, by name."""

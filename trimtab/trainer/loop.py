@@ -25,11 +25,14 @@ from trimtab.trainer.step import forward_backward
 MEASURED_STEP = 1
 """The memory of the second step of a session is measured: the first also pays for one-time buffers."""
 
+STOP = 1 << 20
+"""Stands for a callback's wish to stop, above any number of processes with a signal."""
+
 
 def train(job: Job, state: TrainState, scaler: LossScaler | None = None) -> Outcome:
     """Runs `job` from `state` to its last step, or to the step at which early stopping ends it.
 
-    Returns how it ended: finished, or interrupted by a signal with everything saved.
+    Returns how it ended: finished, or interrupted by a signal or stopped by a callback with everything saved.
     """
     return _Loop(job, state, scaler).run()
 
@@ -45,6 +48,7 @@ class _Loop:
         self.saved_step = state.step
         self.steps_here = 0
         self.observers = list(job.observers)
+        self.callbacks = job.callbacks if job.mesh.is_main else None
         self.position = job.loader.position()
         """Of the data after the last whole step: what a checkpoint stores, whatever the loader did since."""
         self.updating = False
@@ -54,7 +58,11 @@ class _Loop:
         job, state, cadence = self.job, self.state, self.job.cadence
         self.memory_record("before", standing(job))
         with StopSignals() as signals, self.rescued():
+            if self.callbacks is not None:
+                self.callbacks.begin(state.step)
             self.begin()
+            if self.callbacks is not None:
+                self.callbacks.tell()
             self.clock = time.perf_counter()
             if self.stops_early():
                 return self.stopped_early(set())
@@ -74,8 +82,10 @@ class _Loop:
                     self.save(tags, wait=last)
                 if job.after_step:
                     job.after_step(state.step)
-                if not last and job.mesh.sum_int(0 if signals.received is None else 1):
-                    return self.interrupted(signals.received)
+                self.tell_callbacks()
+                asked = 0 if last else job.mesh.sum_int(_asks(signals.received is not None, self.stop_asked))
+                if asked:
+                    return self.stopped(signals.received, by_callback=asked % STOP == 0)
         return self.finished()
 
     def finished(self, reason: str | None = None) -> Outcome:
@@ -85,6 +95,8 @@ class _Loop:
         self.memory_record("after", standing(job))
         self.compile_record(None)
         job.log.sync()
+        if self.callbacks is not None:
+            self.callbacks.end()
         return Outcome("finished", self.state, reason=reason)
 
     def stops_early(self) -> bool:
@@ -114,7 +126,23 @@ class _Loop:
         self.publish(tags, wait=True)
         if job.after_step and self.steps_here:
             job.after_step(state.step)
+        if self.steps_here:
+            self.tell_callbacks()
         return self.finished(reason)
+
+    @property
+    def stop_asked(self) -> bool:
+        return self.callbacks is not None and self.callbacks.stopping
+
+    def tell_callbacks(self) -> None:
+        """Calls the user's callbacks, which may stop the run or raise: the step's own work is done."""
+        if self.callbacks is None:
+            return
+        began = time.perf_counter()
+        if self.callbacks.saves_pending:
+            self.job.store.wait()
+        self.callbacks.step_done(self.state.step)
+        self.clock += time.perf_counter() - began  # their time is none of training's
 
     def begin(self) -> None:
         """Measures a fresh state, and one that was saved because its evaluation failed."""
@@ -266,6 +294,12 @@ class _Loop:
             self.write(record)
             del self.pending[0]  # between log and screen: no record is lost and none is written twice
             self.tell(record)
+            self.note("on_log", record)
+
+    def note(self, hook: str, subject: Any) -> None:
+        """Keeps an event for the callbacks, which are told when the step is complete."""
+        if self.callbacks is not None:
+            self.callbacks.note(hook, subject)
 
     def stop_at(self, entry: dict[str, Any]) -> NoReturn:
         """Leaves a checkpoint of the state before the bad step, then says what is bad and where."""
@@ -309,6 +343,8 @@ class _Loop:
         improved = False
         for record in records:  # whole or not at all: one that fails is made again when the run goes on
             self.write(record)
+            if record["kind"] == "eval":
+                self.note("on_eval", record)
             if record["kind"] == "eval" and record["name"] == job.best_of:
                 improved = self.score(record["loss"])
         state.measured = state.step
@@ -348,12 +384,22 @@ class _Loop:
         }
         job.store.save(state.step, job.tensors(), scalars, tags=tags, wait=wait)
         self.saved_step = state.step
+        self.note("on_save", state.step)
 
-    def interrupted(self, signal: int | None) -> Outcome:
+    def stopped(self, signal: int | None, *, by_callback: bool) -> Outcome:
+        """Saves everything; the run can be resumed."""
         self.flush()
         self.save(set(), wait=True)
         self.job.store.wait()
-        return Outcome("interrupted", self.state, signal)
+        if by_callback and self.callbacks is not None:
+            reason = self.callbacks.control.reason or "no reason given"
+            self.emit(
+                {"kind": "event", "step": self.state.step, "message": f"stopped by a callback: {reason}"}
+            )
+            self.job.log.sync()
+        if self.callbacks is not None:
+            self.callbacks.end()
+        return Outcome("stopped" if by_callback else "interrupted", self.state, signal)
 
     def memory_now(self) -> int:
         if self.job.device.type == "cuda":
@@ -380,6 +426,11 @@ class _Loop:
                 self.observers.remove(observer)
                 for other in self.observers:
                     other.message(f"{type(observer).__name__} is told nothing more: {error}")
+
+
+def _asks(signal: bool, callback: bool) -> int:
+    """One number, summed over processes, for both ways of asking for a stop; a signal wins."""
+    return int(signal) + STOP * int(callback)
 
 
 def _remedy(job: Job, saved_step: int, *, documents: bool) -> str:

@@ -1,0 +1,142 @@
+"""Code of the user's own that is called between optimizer steps: it can watch a run and stop it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trimtab.facts.errors import RecipeError
+
+
+class Control:
+    """What a callback knows of the run, and how it stops it."""
+
+    def __init__(self, folder: Path, total_steps: int) -> None:
+        self.folder = folder
+        """The run folder."""
+        self.total_steps = total_steps
+        self.step = 0
+        """Optimizer steps done."""
+        self.reason: str | None = None
+        """Why the run is to stop; None while it goes on."""
+
+    def stop(self, reason: str = "") -> None:
+        """Ends the run after this step: everything is saved, its status is `stopped`, and it can be resumed."""
+        self.reason = reason
+
+
+class Callback:
+    """Base of callbacks; override what you need. Calls come between steps, when all that is due is written.
+
+    What a callback raises ends the run with its state saved, and reaches the caller of `trimtab.train` as it is.
+
+    Example:
+        >>> class Patience(Callback):
+        ...     def on_eval(self, record, control):
+        ...         if record["loss"] < 2.0:
+        ...             control.stop("good enough")
+    """
+
+    def on_train_begin(self, control: Control) -> None:
+        """Before the first step of a run or of its continuation."""
+
+    def on_step_end(self, control: Control) -> None:
+        """After each optimizer step; `control.step` is its number."""
+
+    def on_log(self, record: dict[str, Any], control: Control) -> None:
+        """For each step when it is logged: `step`, `loss`, `lr`, `grad_norm`, `tokens_per_second`, ….
+
+        Losses are read from the device every `logging_steps`, so several steps may be logged at once.
+        """
+
+    def on_eval(self, record: dict[str, Any], control: Control) -> None:
+        """For each evaluated set: `step`, `name` (`domain` or `general`), `loss`, `perplexity`."""
+
+    def on_save(self, path: Path, control: Control) -> None:
+        """After a checkpoint is completely written, with its folder."""
+
+    def on_train_end(self, control: Control) -> None:
+        """After the last step, or after a stop, when everything is saved."""
+
+
+HOOKS = ("on_train_begin", "on_step_end", "on_log", "on_eval", "on_save", "on_train_end")
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """A RecipeError for what cannot be a callback.
+
+    Example:
+        >>> check_callbacks([Callback()])
+    """
+    remedy = f"give a list of objects with methods such as on_log (see trimtab.Callback): {', '.join(HOOKS)}"
+    if not isinstance(callbacks, list | tuple):
+        raise RecipeError(f"callbacks is a {type(callbacks).__name__}, not a list", remedy)
+    for index, one in enumerate(callbacks):
+        if isinstance(one, type):
+            raise RecipeError(f"callbacks[{index}] is the class {one.__name__}", f"give {one.__name__}()")
+        if not any(callable(getattr(one, hook, None)) for hook in HOOKS):
+            raise RecipeError(f"callbacks[{index}] is a {type(one).__name__} without such methods", remedy)
+
+
+class Callbacks:
+    """The callbacks of a run: collects what happens in a step and tells them when the step is complete."""
+
+    def __init__(self, callbacks: Sequence[Any], control: Control, saved: Callable[[int], Path]) -> None:
+        self.control = control
+        self._callbacks = list(callbacks)
+        self._saved = saved
+        """Step to the folder of its checkpoint."""
+        self._events: list[tuple[str, Any]] = []
+
+    @property
+    def stopping(self) -> bool:
+        """Whether one of them asked for the run to stop."""
+        return self.control.reason is not None
+
+    @property
+    def watches_saves(self) -> bool:
+        """Whether it is worth waiting for a checkpoint to be written."""
+        return any(
+            callable(hook := getattr(one, "on_save", None))
+            and getattr(hook, "__func__", None) is not Callback.on_save
+            for one in self._callbacks
+        )
+
+    @property
+    def saves_pending(self) -> bool:
+        """Whether a checkpoint is among what they are told next."""
+        return any(hook == "on_save" for hook, _ in self._events)
+
+    def note(self, hook: str, subject: Any) -> None:
+        """Keeps an event until the step is complete."""
+        if hook != "on_save" or self.watches_saves:
+            self._events.append((hook, subject))
+
+    def begin(self, step: int) -> None:
+        """Tells them that training begins."""
+        self.control.step = step
+        self._call("on_train_begin")
+
+    def step_done(self, step: int) -> None:
+        """Tells them of a step and of all that happened in it."""
+        self.control.step = step
+        self.tell()
+        self._call("on_step_end")
+
+    def tell(self) -> None:
+        """Tells them what was noted."""
+        events, self._events = self._events, []
+        for hook, subject in events:
+            self._call(hook, self._saved(subject) if hook == "on_save" else dict(subject))
+
+    def end(self) -> None:
+        """Tells them that training is over."""
+        self.tell()
+        self._call("on_train_end")
+
+    def _call(self, hook: str, *subject: Any) -> None:
+        for one in self._callbacks:
+            method = getattr(one, hook, None)
+            if callable(method):
+                method(*subject, self.control)
