@@ -6,6 +6,7 @@
     print(model.generate("The derivative of x^2 is"))
 
     run = trimtab.train("recipe.yaml", max_steps=100)  # the same job as `trimtab train recipe.yaml max_steps=100`
+    run = trimtab.train(model="starter", data=rows)    # or keys by name, and rows that are in memory
     run.model().save("my-model")                       # a folder that transformers loads
 
 Nothing heavy is imported until it is used. Import trimtab before torch: it limits how long idle OpenMP threads spin,
@@ -22,12 +23,14 @@ from trimtab.facts.openmp import limit_spinning
 if TYPE_CHECKING:
     from trimtab.api import Model, RunResult, load, plan_run, resume, train
     from trimtab.facts.errors import TrimtabError
+    from trimtab.trainer.callbacks import Callback
 
 __version__ = "0.1.0"
 
 limit_spinning()  # before anything imports torch, whose OpenMP runtime reads its settings once
 
 _HOMES = {
+    "Callback": "trimtab.trainer.callbacks",
     "load": "trimtab.api",
     "train": "trimtab.api",
     "plan_run": "trimtab.api",
@@ -37,7 +40,17 @@ _HOMES = {
     "TrimtabError": "trimtab.facts.errors",
 }
 
-__all__ = ["Model", "RunResult", "TrimtabError", "__version__", "load", "plan_run", "resume", "train"]
+__all__ = [
+    "Callback",
+    "Model",
+    "RunResult",
+    "TrimtabError",
+    "__version__",
+    "load",
+    "plan_run",
+    "resume",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,10 +8,11 @@ from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
     from trimtab.api.model import Model, check_saving, load
-    from trimtab.api.results import RunResult
+    from trimtab.api.results import Evaluation, RunResult
     from trimtab.api.training import plan_run, resume, train
 
 _HOMES = {
+    "Evaluation": "results",
     "Model": "model",
     "RunResult": "results",
     "check_saving": "model",
@@ -21,6 +22,6 @@ _HOMES = {
     "train": "training",
 }
 
-__all__ = ["Model", "RunResult", "check_saving", "load", "plan_run", "resume", "train"]
+__all__ = ["Evaluation", "Model", "RunResult", "check_saving", "load", "plan_run", "resume", "train"]
 
 __getattr__ = lazily(__name__, _HOMES)

@@ -3,61 +3,122 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimtab.api.model import Model
 from trimtab.api.results import RunResult
+from trimtab.api.rows import DataArgument
+from trimtab.facts.errors import RecipeError
+from trimtab.trainer.callbacks import check_callbacks
 
 if TYPE_CHECKING:
     from trimtab.launch import Finished
+    from trimtab.recipe import Recipe
     from trimtab.report import LiveView
 
 
 def train(
-    recipe: str | Path | dict[str, Any], *, view: LiveView | None = None, **overrides: Any
+    recipe: str | Path | dict[str, Any] | None = None,
+    *,
+    data: Any = None,
+    data_key: str | None = None,
+    model: str | Path | dict[str, Any] | Model | None = None,
+    callbacks: Sequence[Any] = (),
+    view: LiveView | None = None,
+    **keys: Any,
 ) -> RunResult:
-    """Trains a recipe: a path to a YAML file, or the recipe itself as a dict.
+    """Trains a recipe: a path to a YAML file, the recipe as a dict, or its keys by name.
+
+    Args:
+        recipe: a YAML file, a dict, or nothing where the keys are given by name.
+        data: rows to train on: a list or an iterator of texts, of conversations (lists of messages) or of dicts by
+            column, a `datasets.Dataset`, a DataFrame, or a function that returns an iterator; the name of a source, as
+            in a recipe; or a mapping like the recipe's `data`, in which rows may stand for any source:
+            `{"train": rows, "eval": rows}`.
+        data_key: your own name for the rows. Rows that are kept under it are not read again.
+        model: what a recipe's `model` says, or a loaded `Model`: the run begins from its weights.
+        callbacks: objects with methods such as `on_log` (`trimtab.Callback`).
+        view: shows the run; by default the terminal.
+        keys: keys of the recipe, which replace what it says.
 
     Example:
-        >>> run = trimtab.train("recipe.yaml", learning_rate=1e-4, max_steps=50)  # doctest: +SKIP
-        >>> run.data().of("train")[-1]["loss"]                                    # doctest: +SKIP
+        >>> run = trimtab.train("recipe.yaml", learning_rate=1e-4, max_steps=50)           # doctest: +SKIP
+        >>> run = trimtab.train(model="starter", data=["a text", "another"], max_steps=5)  # doctest: +SKIP
+        >>> run.final_loss                                                                 # doctest: +SKIP
         1.87
     """
     from trimtab import launch
     from trimtab.launch.device import need_torch
     from trimtab.report import LiveView
+    from trimtab.run import RunFolder
 
     need_torch()
+    check_callbacks(callbacks)
+    built, given = _recipe(recipe, keys, data, model, data_key)
+    loaded = model.opened if isinstance(model, Model) else None
     with view or LiveView() as shown:
-        return _result(launch.train(_recipe(recipe, overrides), shown))
+        if given.rows:
+            RunFolder(Path(built.output_dir)).check_new()  # before rows are read, which may take long
+        built, passed = given.store(built, shown)
+        return _result(launch.train(built, shown, given=launch.Given(passed, callbacks, loaded)))
 
 
-def resume(folder: str | Path, *, view: LiveView | None = None, **overrides: Any) -> RunResult:
+def resume(
+    folder: str | Path,
+    *,
+    data: Any = None,
+    data_key: str | None = None,
+    callbacks: Sequence[Any] = (),
+    view: LiveView | None = None,
+    **keys: Any,
+) -> RunResult:
     """Continues a run folder from its last good checkpoint; only keys that may change on resume are taken.
+
+    Args:
+        folder: the run folder.
+        data: the rows that the run began with, from the first one on. Needed where they were streamed, or are not in
+            the cache any more; other rows are refused.
+        data_key: the key that the run began with, if it had one.
+        callbacks: as in `train`.
+        view: shows the run; by default the terminal.
+        keys: keys of the recipe.
 
     Example:
         >>> trimtab.resume("runs/my-run", save_steps=50)  # doctest: +SKIP
     """
     from trimtab import launch
     from trimtab.launch.device import need_torch
+    from trimtab.recipe import load
     from trimtab.report import LiveView
+    from trimtab.run import RunFolder
 
     need_torch()
-    words = [
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in overrides.items()
-    ]
+    check_callbacks(callbacks)
+    words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()]
+    given = DataArgument.of(data, data_key)
     with view or LiveView() as shown:
-        return _result(launch.resume(Path(folder), words, shown))
+        run = RunFolder(Path(folder))
+        run.open()
+        passed = given.store_again(load(run.recipe, words), shown, run.path)
+        return _result(launch.resume(run.path, words, shown, given=launch.Given(passed, callbacks)))
 
 
-def plan_run(recipe: str | Path | dict[str, Any], **overrides: Any) -> dict[str, Any]:
+def plan_run(
+    recipe: str | Path | dict[str, Any] | None = None,
+    *,
+    data: Any = None,
+    model: str | Path | dict[str, Any] | Model | None = None,
+    **keys: Any,
+) -> dict[str, Any]:
     """What a recipe will take on this machine, as plain data; nothing is trained, and torch is not needed.
 
-    Not called `plan`: that name is the package's part that does it.
+    The arguments are those of `train`; rows are not read. Not called `plan`: that name is the package that does it.
     """
     from trimtab import launch
 
-    return launch.prepare(_recipe(recipe, overrides)).plan.to_dict()
+    return launch.prepare(_recipe(recipe, keys, data, model)[0]).plan.to_dict()
 
 
 def _result(finished: Finished) -> RunResult:
@@ -67,13 +128,69 @@ def _result(finished: Finished) -> RunResult:
     return RunResult(finished.folder, finished.status, finished.step, finished.reason)
 
 
-def _recipe(recipe: str | Path | dict[str, Any], overrides: dict[str, Any]) -> Any:
-    from trimtab.recipe import build, load, to_dict
+def _recipe(
+    recipe: str | Path | dict[str, Any] | None,
+    keys: dict[str, Any],
+    data: Any,
+    model: Any,
+    data_key: str | None = None,
+) -> tuple[Recipe, DataArgument]:
+    """The recipe with the keys, the data and the model that were passed; rows stand in it under preliminary names."""
+    from trimtab.recipe import build, load
     from trimtab.recipe.loading import PAIRS
 
-    data = to_dict(load(recipe)) if isinstance(recipe, str | Path) else dict(recipe)
+    if isinstance(recipe, str | Path):
+        given = DataArgument.of(data, data_key)
+        where = "data" if given.whole else "data.train"
+        section = given.section if given.whole else given.section.get("train")
+        words = [f"{where}={json.dumps(section)}"] if given.section else []
+        words += _model_words(model)
+        plain = load(recipe, words).model_dump(mode="json", exclude_unset=True)
+    else:
+        plain = dict(recipe or {})
+        own = plain.get("data")
+        if data is None and isinstance(own, Mapping) and "train" in own:
+            data, own = own, None  # rows may stand in the recipe's own section too
+        given = DataArgument.of(data, data_key)
+        if given.section:
+            plain["data"] = given.merged(own)
+        if model is not None:
+            plain["model"] = _model_section(model, plain.get("model"))
     for first, second in PAIRS:
-        for given, other in ((first, second), (second, first)):
-            if given in overrides and other not in overrides:
-                data.pop(other, None)
-    return build({**data, **overrides})
+        for one, other in ((first, second), (second, first)):
+            if one in keys and other not in keys:
+                plain.pop(other, None)
+    return build({**plain, **keys}), given
+
+
+def _model_name(model: Model) -> str:
+    """Where a loaded model was read from; of a run's model the folder with its config."""
+    opened = model.opened
+    return str(opened.folder) if opened.step is not None else opened.name
+
+
+def _model_words(model: Any) -> list[str]:
+    """The `model` argument as overrides of a recipe file; a loaded model keeps the other keys of its section."""
+    if model is None:
+        return []
+    if isinstance(model, Model):
+        return [f"model.name={_model_name(model)}", "model.revision=null"]
+    return [f"model={model if isinstance(model, str | Path) else json.dumps(_refuse_result(model))}"]
+
+
+def _model_section(model: Any, own: Any) -> Any:
+    """The `model` argument in a recipe that is a dict."""
+    if isinstance(model, Model):
+        kept = (
+            {key: value for key, value in own.items() if key != "revision"}
+            if isinstance(own, Mapping)
+            else {}
+        )
+        return {**kept, "name": _model_name(model)}
+    return str(model) if isinstance(model, Path) else _refuse_result(model)
+
+
+def _refuse_result(model: Any) -> Any:
+    if isinstance(model, RunResult):
+        raise RecipeError(f"model is the result of a run ({model.folder})", "give run.model()")
+    return model

@@ -8,11 +8,12 @@ from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
     from trimtab.launch.device import detect
-    from trimtab.launch.here import Finished, View, resume, train
+    from trimtab.launch.here import Finished, Given, View, resume, train
     from trimtab.launch.preparing import Prepared, prepare
 
 _HOMES = {
     "Finished": "here",
+    "Given": "here",
     "View": "here",
     "detect": "device",
     "Prepared": "preparing",
@@ -21,6 +22,6 @@ _HOMES = {
     "train": "here",
 }
 
-__all__ = ["Finished", "Prepared", "View", "detect", "prepare", "resume", "train"]
+__all__ = ["Finished", "Given", "Prepared", "View", "detect", "prepare", "resume", "train"]
 
 __getattr__ = lazily(__name__, _HOMES)

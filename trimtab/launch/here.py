@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from trimtab import text
+from trimtab.data.memory import Passed
 from trimtab.facts.errors import CheckpointError
 from trimtab.launch.device import current_gpu, need_trackers
 from trimtab.launch.preparing import Frozen, Prepared, prepare, unwritten_tokens
@@ -24,6 +25,8 @@ from trimtab.run.choices import Choices
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
 from trimtab.run.places import absolute, model_folder, shape_of, tokenizer_of
+from trimtab.run.sources import OpenedModel
+from trimtab.run.starting import check_start, start_from
 from trimtab.run.torch_setup import torch_put_back
 from trimtab.text import Tokenizer
 
@@ -46,6 +49,18 @@ class View(Protocol):
 
 
 @dataclass(frozen=True)
+class Given:
+    """What only a Python program can give a run."""
+
+    rows: Mapping[str, Passed] = field(default_factory=dict)
+    """Rows in memory, by the names of their sources (`data.memory`)."""
+    callbacks: Sequence[Any] = ()
+    """The user's own (`trainer.callbacks`)."""
+    model: OpenedModel | None = None
+    """A loaded model to begin from."""
+
+
+@dataclass(frozen=True)
 class Finished:
     """How a run ended and where it lies."""
 
@@ -57,7 +72,13 @@ class Finished:
     """Why it finished before its last step (early stopping); None if it did not."""
 
 
-def train(recipe: Recipe, view: View, *, after_step: Callable[[int], None] | None = None) -> Finished:
+def train(
+    recipe: Recipe,
+    view: View,
+    *,
+    after_step: Callable[[int], None] | None = None,
+    given: Given | None = None,
+) -> Finished:
     """A new run of a recipe, from plan to the last checkpoint.
 
     Example:
@@ -70,10 +91,17 @@ def train(recipe: Recipe, view: View, *, after_step: Callable[[int], None] | Non
     folder = RunFolder(Path(recipe.output_dir))
     folder.check_new()
     need_trackers(recipe.report_to)
+    if given is not None and given.model is not None:
+        check_start(recipe, given.model)
+        with folder.create(), current_gpu(recipe.device), torch_put_back():
+            recipe = absolute(start_from(recipe, given.model, folder.path, view.message))
+            prepared = prepare(recipe)
+            check_fits(prepared.plan, prepared.device)
+            return _go(prepared, folder, view, kept=None, after_step=after_step, given=given)
     prepared = prepare(recipe)
     check_fits(prepared.plan, prepared.device)
     with folder.create(), current_gpu(recipe.device), torch_put_back():
-        return _go(prepared, folder, view, kept=None, after_step=after_step)
+        return _go(prepared, folder, view, kept=None, after_step=after_step, given=given or Given())
 
 
 def _wants_equal_bits() -> bool:
@@ -88,6 +116,7 @@ def resume(
     view: View,
     *,
     after_step: Callable[[int], None] | None = None,
+    given: Given | None = None,
 ) -> Finished:
     """Continues a run folder from its last good checkpoint, with the choices it began with."""
     folder = RunFolder(path)
@@ -110,7 +139,7 @@ def resume(
         prepared = prepare(recipe, frozen)
         if changed:
             check_fits(prepared.plan, prepared.device, resumed=True)
-        return _go(prepared, folder, view, kept=kept, after_step=after_step)
+        return _go(prepared, folder, view, kept=kept, after_step=after_step, given=given or Given())
 
 
 def _tell_threads(began: int, recipe: Recipe, view: View) -> None:
@@ -149,6 +178,7 @@ def _go(
     *,
     kept: dict[str, Any] | None,
     after_step: Callable[[int], None] | None,
+    given: Given,
 ) -> Finished:
     recipe, choices, shape = prepared.recipe, prepared.choices, prepared.shape
     tokenizer_commit = None
@@ -158,7 +188,7 @@ def _go(
         if unwritten is not None:
             view.message(unwritten)
     tokenizer = sources.load_tokenizer(folder.model, shape)
-    opened = corpora.open_corpora(recipe, tokenizer, view, kept=kept and kept["data"])
+    opened = corpora.open_corpora(recipe, tokenizer, view, kept=kept and kept["data"], passed=given.rows)
     plan = make_plan(recipe, shape, device=prepared.device, data=opened.facts, choices=choices.to_dict())
     free = shutil.disk_usage(folder.path).free
     if kept is None:
@@ -187,6 +217,7 @@ def _go(
         on_event=view.message,
         resume=kept is not None,
         base=base,
+        callbacks=given.callbacks,
     )
     write_text(folder.recipe, dump(recipe))
     write_json(folder.plan, plan.to_dict())

@@ -129,13 +129,27 @@ def load_weights(decoder: Decoder, path: str | Path, *, progress: Progress | Non
     path = Path(path)
     tensors = (*decoder.parameters(), *decoder.buffers())
     assert all(tensor.device.type != "meta" for tensor in tensors), "give the decoder memory first"
+    return _read(decoder, path, progress, Places(decoder))
+
+
+def _read(decoder: Decoder, path: Path, progress: Progress | None, places: Places) -> Provenance:
     if source_kind(path) == "gguf":
         from trimtab.model.weights_gguf import load_gguf
 
-        return load_gguf(decoder, path, progress)
+        return load_gguf(decoder, path, progress, places)
     from trimtab.model.weights_safetensors import load_folder
 
-    return load_folder(decoder, path, progress)
+    return load_folder(decoder, path, progress, places)
+
+
+def changed_weight(decoder: Decoder, path: str | Path) -> str | None:
+    """The first parameter of a decoder that is not what its files hold, converted to its dtype; None where all are.
+
+    One tensor at a time is read; nothing is changed.
+    """
+    places = _Comparison(decoder)
+    _read(decoder, Path(path), None, places)
+    return places.changed
 
 
 def check_layers(shape: ModelShape, num_tensors: int, key: str, where: str) -> None:
@@ -218,6 +232,18 @@ class Places:
             self._takers[name].take_packed(weight)
         except ModelError as err:
             raise ModelError(f"{where}: {name}: {err.cause}", err.remedy) from err
+
+
+class _Comparison(Places):
+    """Compares stored tensors with a decoder's parameters instead of copying them."""
+
+    changed: str | None = None
+
+    def put(self, name: str, tensor: torch.Tensor, where: str) -> None:
+        """Notes the first difference."""
+        parameter = self._parameters[name].detach()
+        if self.changed is None and not torch.equal(parameter, tensor.to(parameter.device, parameter.dtype)):
+            self.changed = name
 
 
 @torch.no_grad()

@@ -30,12 +30,14 @@ class _Survey:
     ignored: list[str]
 
 
-def load_gguf(decoder: Decoder, path: Path, progress: Progress | None) -> Provenance:
+def load_gguf(
+    decoder: Decoder, path: Path, progress: Progress | None, places: Places | None = None
+) -> Provenance:
     """Fill a decoder from a GGUF file; see `load_weights`."""
     found = survey_gguf(decoder.shape, path)
     header, wanted, layouts = found.header, found.wanted, found.layouts
     maps = family(decoder.shape.family)
-    places = Places(decoder)
+    places = places or Places(decoder)
     data = np.memmap(path, dtype=np.uint8, mode="r")
     for done, (stored, name) in enumerate(wanted.items(), 1):
         kind, num_bytes = layouts[stored]

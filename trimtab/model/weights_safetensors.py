@@ -36,10 +36,12 @@ class _Stored:
     """Of a weight that bitsandbytes quantized: its other tensors, by their names' endings."""
 
 
-def load_folder(decoder: Decoder, folder: Path, progress: Progress | None) -> Provenance:
+def load_folder(
+    decoder: Decoder, folder: Path, progress: Progress | None, places: Places | None = None
+) -> Provenance:
     """Fill a decoder from a folder; see `load_weights`."""
     files = weight_files(folder)
-    places = Places(decoder)
+    places = places or Places(decoder)
     stored, ignored = survey_folder(decoder.shape, folder)
     in_order = sorted(stored.items(), key=lambda item: files.index(item[1].file))
     with ExitStack() as stack:

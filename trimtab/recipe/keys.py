@@ -244,7 +244,7 @@ class Recipe(Section):
     """Everything random follows from it: order of the data, rounding, fresh weights."""
 
     max_seq_length: Annotated[int, Field(ge=4, examples=[1024])] = 1024
-    """Tokens in a window."""
+    """Tokens per sequence. By default 1024, or what the model has positions for if that is less."""
     packing: Annotated[bool, Field(examples=[True])] = True
     """Fill each window with several documents, none of which sees another. Without it each window holds one
     document and padding."""

@@ -23,6 +23,7 @@ OURS = (
     "environment.json",
     "metrics.jsonl",
     "model",
+    "start",
     "checkpoints",
     "tensorboard",
     "wandb",

@@ -72,7 +72,9 @@ def absolute(recipe: Recipe) -> Recipe:
     if plain.get("lora"):
         plain["lora"]["adapter"] = _absolute(plain["lora"].get("adapter"))
     plain["output_dir"] = str(Path(plain["output_dir"]).expanduser())
-    return build({key: value for key, value in plain.items() if value is not None})
+    # Defaults stay defaults: what nobody asked for may be adapted to the model (`launch.preparing`).
+    given = {*recipe.model_fields_set, "output_dir"}
+    return build({key: value for key, value in plain.items() if value is not None and key in given})
 
 
 def missing_sources(recipe: Recipe) -> list[str]:

@@ -63,6 +63,8 @@ class OpenedModel:
     """Whether the tokenizer is another than the base's: more tokens, another chat template."""
     with_tokens: set[str] = field(default_factory=set)
     """The adapters that it belongs to."""
+    commit: str | None = None
+    """Of a hub id: the commit that was loaded."""
 
 
 def load_tokenizer(folder: Path, shape: ModelShape) -> Tokenizer:
@@ -107,7 +109,7 @@ def open_model(
             f"checkpoint {checkpoint!r} is given and {name} is no run folder",
             "leave the checkpoint out; a hub id's states are chosen with revision",
         )
-    folder = run.model if is_run else model_folder(name, revision=revision)[0]
+    folder, commit = (run.model, None) if is_run else model_folder(name, revision=revision)
     stored = shape = read_shape(folder)
     texts = folder
     if adapter is not None and not is_run:
@@ -145,7 +147,9 @@ def open_model(
         read: list[Provenance] = []
         fill_grown(decoder, stored, lambda: read.append(load_weights(decoder, folder)))
         formats = tuple(GGUF_FLOATS.get(name, name) for name in read[0].formats)
-        opened = OpenedModel(decoder, tokenizer, name, folder, None, formats, own_tokenizer=texts != folder)
+        opened = OpenedModel(
+            decoder, tokenizer, name, folder, None, formats, own_tokenizer=texts != folder, commit=commit
+        )
     if adapter is not None:
         if active_adapters(opened.decoder):
             raise RecipeError(

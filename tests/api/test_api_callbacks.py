@@ -1,0 +1,138 @@
+"""Callbacks from Python: what they are told and when, stopping, their exceptions, and that losses stay the same."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_world import TEXTS, quiet, tiny_recipe
+
+import trimtab
+
+
+class Noting(trimtab.Callback):
+    """Remembers every call, and spoils what it is handed."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def on_train_begin(self, control: Any) -> None:
+        self.calls.append(("begin", control.step, control.total_steps))
+
+    def on_step_end(self, control: Any) -> None:
+        self.calls.append(("step", control.step))
+
+    def on_log(self, record: dict[str, Any], control: Any) -> None:
+        self.calls.append(("log", record["step"], record["loss"]))
+        record["loss"] = -1.0
+
+    def on_eval(self, record: dict[str, Any], control: Any) -> None:
+        self.calls.append(("eval", record["step"], record["name"]))
+
+    def on_save(self, path: Path, control: Any) -> None:
+        assert (path / "manifest.json").is_file()
+        self.calls.append(("save", path.name))
+
+    def on_train_end(self, control: Any) -> None:
+        self.calls.append(("end", control.step))
+
+
+def test_what_callbacks_are_told_and_that_losses_stay(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, logging_steps=2, eval_steps=2, save_steps=2)
+    plain = trimtab.train(recipe, data=TEXTS, view=quiet(), max_steps=4, output_dir=str(tmp_path / "plain"))
+    noting = Noting()
+    run = trimtab.train(recipe, data=TEXTS, view=quiet(), max_steps=4, callbacks=[noting])
+    assert run.losses == plain.losses
+    assert run.evaluations == plain.evaluations
+    logs = [("log", step, loss) for step, loss in enumerate(run.losses, 1)]
+    assert noting.calls == [
+        ("begin", 0, 4),
+        ("eval", 0, "domain"),
+        ("step", 1),
+        *logs[:2],
+        ("eval", 2, "domain"),
+        ("save", "step-00000002"),
+        ("step", 2),
+        ("step", 3),
+        *logs[2:],
+        ("eval", 4, "domain"),
+        ("save", "step-00000004"),
+        ("step", 4),
+        ("end", 4),
+    ]
+
+
+class StopAtTwo:
+    """No subclass: any object with one of the methods will do."""
+
+    def on_step_end(self, control: Any) -> None:
+        if control.step == 2:
+            control.stop("two are enough")
+
+
+def test_a_stopped_run_is_saved_and_resumed_exactly(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    whole = trimtab.train(recipe, data=TEXTS, view=quiet(), max_steps=5, output_dir=str(tmp_path / "whole"))
+    noting = Noting()
+    run = trimtab.train(recipe, data=TEXTS, view=quiet(), max_steps=5, callbacks=[StopAtTwo(), noting])
+    assert (run.status, run.step, run.losses) == ("stopped", 2, whole.losses[:2])
+    assert noting.calls[-2:] == [("save", "step-00000002"), ("end", 2)]
+    assert run.data().of("event")[-1]["message"] == "stopped by a callback: two are enough"
+    assert run.model().opened.step == 2
+    again = Noting()
+    assert trimtab.resume(run.folder, view=quiet(), callbacks=[again]).losses == whole.losses
+    assert again.calls[0] == ("begin", 2, 5)
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_begin", "on_log", "on_eval", "on_save", "on_step_end", "on_train_end"]
+)
+def test_what_a_callback_raises_is_the_users_own(tmp_path: Path, hook: str) -> None:
+    recipe = tiny_recipe(tmp_path, max_steps=2, save_steps=1)
+
+    def fails(*told: Any) -> None:
+        if told[-1].step > 0 or hook == "on_train_begin":
+            raise LookupError("mine")
+
+    callback = type("Failing", (), {hook: staticmethod(fails)})()
+    with pytest.raises(LookupError, match="mine") as raised:
+        trimtab.train(recipe, data=TEXTS, view=quiet(), callbacks=[callback])
+    assert raised.value.__cause__ is None
+    assert traceback.extract_tb(raised.value.__traceback__)[-1].name == "fails"
+    if hook == "on_train_begin":
+        assert not (tmp_path / "run").exists()  # nothing was learnt
+    else:
+        done = trimtab.resume(tmp_path / "run", view=quiet())
+        assert (done.status, len(done.losses)) == ("finished", 2)
+
+
+def test_a_raised_exception_loses_no_step(tmp_path: Path) -> None:
+    """Between two saves: the state that the callback saw is the one that is saved."""
+    recipe = tiny_recipe(tmp_path, save_steps=100)
+    whole = trimtab.train(recipe, data=TEXTS, view=quiet(), max_steps=5, output_dir=str(tmp_path / "whole"))
+
+    class Failing(trimtab.Callback):
+        def on_step_end(self, control: Any) -> None:
+            if control.step == 3:
+                raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        trimtab.train(recipe, data=TEXTS, view=quiet(), max_steps=5, callbacks=[Failing()])
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000003"]
+    assert trimtab.resume(tmp_path / "run", view=quiet()).losses == whole.losses
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "said"),
+    [
+        (Noting(), "callbacks is a Noting, not a list"),
+        ([Noting], "callbacks[0] is the class Noting; give Noting()"),
+        ([Noting(), print], "callbacks[1] is a builtin_function_or_method without such methods"),
+    ],
+)
+def test_what_is_no_callback_is_refused(tmp_path: Path, callbacks: Any, said: str) -> None:
+    with pytest.raises(trimtab.TrimtabError) as raised:
+        trimtab.train(tiny_recipe(tmp_path), data=TEXTS, view=quiet(), callbacks=callbacks)
+    assert said in str(raised.value)

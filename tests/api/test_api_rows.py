@@ -1,0 +1,224 @@
+"""`data=`: rows from Python train as the same rows in a file do, resume exactly, and fail with their number."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_world import CHATS, TEXTS, quiet, tiny_recipe
+
+import trimtab
+from trimtab.api.rows import DataArgument
+from trimtab.cli.main import main
+
+
+def test_rows_train_as_the_same_rows_in_a_file(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, eval_steps=3)
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    runs = []
+    for number, data in enumerate(
+        [
+            {**recipe["data"], "train": str(file)},
+            CHATS,
+            ({"messages": chat} for chat in CHATS),
+            {**recipe["data"], "train": [{"messages": chat, "source": "wiki"} for chat in CHATS]},
+        ]
+    ):
+        runs.append(trimtab.train(recipe, data=data, view=quiet(), output_dir=str(tmp_path / f"run{number}")))
+    assert all(run.losses == runs[0].losses for run in runs[1:])
+    assert runs[1].evaluations == runs[0].evaluations
+    examples = [run.data().of("example")[0] for run in runs]
+    assert examples[1]["runs"] == examples[0]["runs"]
+    assert (examples[1]["source"], examples[1]["origin"].split(":")[0]) == ("data", "data")
+
+
+def test_keys_by_name_and_a_recipe_file_without_data(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    section = {**recipe["data"], "train": [{"text": text} for text in TEXTS]}
+    by_name = trimtab.train(**{**recipe, "data": section}, view=quiet())
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    other = trimtab.train(
+        tmp_path / "recipe.yaml", data=TEXTS, view=quiet(), output_dir=str(tmp_path / "other")
+    )
+    assert by_name.losses == other.losses
+    assert trimtab.plan_run(tmp_path / "recipe.yaml", data=TEXTS)["data"]["steps"] == 3
+
+
+def test_the_default_length_fits_the_model(tmp_path: Path) -> None:
+    """The tiny model has 128 positions, and max_seq_length is 1024 by default."""
+    recipe = {
+        key: value for key, value in tiny_recipe(tmp_path, max_steps=1).items() if key != "max_seq_length"
+    }
+    run = trimtab.train(recipe, data=TEXTS, view=quiet())
+    assert "max_seq_length: 128\n" in (run.folder / "recipe.yaml").read_text()
+    with pytest.raises(trimtab.TrimtabError, match="max_seq_length 1024 is beyond the model's 128"):
+        trimtab.train(recipe, data=TEXTS, view=quiet(), max_seq_length=1024, output_dir=str(tmp_path / "b"))
+
+
+def halfway(recipe: dict[str, Any], data: Any, **more: Any) -> trimtab.RunResult:
+    """A run of six steps that stopped after the third."""
+
+    class Stop(trimtab.Callback):
+        def on_step_end(self, control: Any) -> None:
+            if control.step == 3:
+                control.stop()
+
+    return trimtab.train(recipe, data=data, view=quiet(), max_steps=6, callbacks=[Stop()], **more)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_resume_continues_exactly_and_refuses_other_rows(
+    tmp_path: Path, streaming: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trimtab.data.streaming.chunk_tokens", lambda max_seq_length: 200)
+    recipe = tiny_recipe(tmp_path)
+    recipe["data"]["streaming"] = streaming
+
+    def rows() -> Iterator[str]:
+        return itertools.cycle(TEXTS) if streaming else iter(TEXTS)
+
+    whole = trimtab.train(recipe, data=rows(), view=quiet(), max_steps=6, output_dir=str(tmp_path / "whole"))
+    assert whole.step == 6
+    stopped = halfway(recipe, rows())
+    assert (stopped.status, stopped.step) == ("stopped", 3)
+    others = [*TEXTS[:4], "another text", *TEXTS[5:]]
+    where = "" if streaming else r" \(row 5 differs\)"
+    with pytest.raises(
+        trimtab.TrimtabError, match=f"data is not what .* began with{where}; pass the same rows"
+    ):
+        trimtab.resume(stopped.folder, data=others, view=quiet())
+    with pytest.raises(trimtab.TrimtabError, match=r"data names \./other, and a resumed run has its data"):
+        trimtab.resume(stopped.folder, data="./other", view=quiet())
+    if not streaming:
+        shutil.rmtree(tmp_path / "cache")
+    assert main(["train", "--resume", str(stopped.folder)]) == 3
+    assert "were passed from Python and are not in the cache" in "".join(capsys.readouterr())
+    assert trimtab.resume(stopped.folder, data=rows(), view=quiet()).losses == whole.losses
+
+
+def test_rows_that_change_after_the_first_ones_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first 16 rows name a stream; later ones are compared up to the end of the last chunk."""
+    monkeypatch.setattr("trimtab.data.streaming.chunk_tokens", lambda max_seq_length: 1000)
+    recipe = tiny_recipe(tmp_path)
+    recipe["data"]["streaming"] = True
+    stopped = halfway(recipe, TEXTS)
+    with pytest.raises(
+        trimtab.TrimtabError, match=r"data: the rows before row \d+ are not those that the run"
+    ):
+        trimtab.resume(stopped.folder, data=[*TEXTS[:17], "another text", *TEXTS[18:]], view=quiet())
+    assert trimtab.resume(stopped.folder, data=TEXTS, view=quiet()).status == "finished"
+
+
+def test_the_command_line_resumes_rows_that_are_in_the_cache(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    whole = trimtab.train(recipe, data=TEXTS, view=quiet(), max_steps=6, output_dir=str(tmp_path / "whole"))
+    stopped = halfway(recipe, iter(TEXTS))
+    assert main(["train", "--resume", str(stopped.folder)]) == 0
+    assert trimtab.RunResult(stopped.folder, "finished", 6).losses == whole.losses
+
+
+def test_a_key_stands_for_rows(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    first = trimtab.train(recipe, data=TEXTS, data_key="texts-1", view=quiet())
+    assert "memory:texts-1" in (first.folder / "recipe.yaml").read_text()
+
+    def never() -> Iterator[str]:
+        raise AssertionError("the rows are known")
+
+    again = trimtab.train(
+        recipe, data=never, data_key="texts-1", view=quiet(), output_dir=str(tmp_path / "two")
+    )
+    assert again.losses == first.losses
+    with pytest.raises(trimtab.TrimtabError, match=r"data_key is 'texts-2', and .* began with 'texts-1'"):
+        trimtab.resume(first.folder, data=TEXTS, data_key="texts-2", view=quiet())
+    with pytest.raises(trimtab.TrimtabError, match="data_key 'a b' cannot name rows"):
+        trimtab.train(recipe, data=TEXTS, data_key="a b", view=quiet())
+    with pytest.raises(trimtab.TrimtabError, match="data_key is given without rows"):
+        trimtab.train(recipe, data="./texts", data_key="a", view=quiet())
+
+
+def test_train_and_eval_with_options(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    measured = [{"text": text} for text in TEXTS[30:]]
+    data = {
+        **recipe["data"],
+        "train": [{"source": [{"body": t} for t in TEXTS[:30]], "text_column": "body", "weight": 2.0}],
+        "eval": {"general": measured},
+    }
+    run = trimtab.train(recipe, data=data, view=quiet())
+    assert {one.name for one in run.evaluations} == {"domain", "general"}
+    alone = trimtab.train(
+        recipe,
+        data={**recipe["data"], "train": [{"text": t} for t in TEXTS[:30]], "eval": measured},
+        view=quiet(),
+        output_dir=str(tmp_path / "two"),
+    )
+    assert {one.name for one in alone.evaluations} == {"domain"}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (["a b", 3], "row 2 of data is 3 (int)"),
+        ([], "data has no rows"),
+        ([[{"role": "king", "content": "x"}]], "data:1: messages[0] has the role 'king'"),
+        ([{"text": "a b"}, {"text": 5}], "column 'text' of data:2 holds a number, not text"),
+        ([{"title": "a", "verse": "b"}], "data has no obvious text column; its columns: title, verse"),
+        ({"eval": []}, "data is a mapping without 'train' (it has eval)"),
+        ({"train": ["two words", "and more"]}, "train of data is a list of strings, which name files"),
+        (5, "data is 5 (int), which has no rows"),
+    ],
+)
+def test_bad_rows_fail_with_their_number(tmp_path: Path, data: Any, said: str) -> None:
+    with pytest.raises(trimtab.TrimtabError) as raised:
+        trimtab.train(tiny_recipe(tmp_path), data=data, view=quiet())
+    assert said in raised.value.cause
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_list_of_files_is_not_trained_on_as_their_names(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("text")
+    with pytest.raises(trimtab.TrimtabError, match="which is a file or folder"):
+        DataArgument.of([str(file)])
+    assert DataArgument.of({"train": [str(file)]}).rows == {}
+    mixed = DataArgument.of({"train": [str(file), iter(TEXTS)]})
+    assert mixed.section["train"] == [str(file), {"source": "memory:train.1"}]
+
+
+def test_what_is_wrong_with_the_recipe_is_said_before_rows_are_read(tmp_path: Path) -> None:
+    def never() -> Iterator[str]:
+        raise AssertionError
+
+    recipe = tiny_recipe(tmp_path)
+    with pytest.raises(trimtab.TrimtabError, match="learning_rate"):
+        trimtab.train(recipe, data=never, view=quiet(), lerning_rate=1.0)
+    trimtab.train(recipe, data=TEXTS, view=quiet(), max_steps=1)
+    with pytest.raises(trimtab.TrimtabError, match="already holds a run"):
+        trimtab.train(recipe, data=never, view=quiet())
+
+
+def test_streamed_rows_end_or_stand_beside_files_clearly(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    recipe["data"]["streaming"] = True
+    file = tmp_path / "a.txt"
+    file.write_text("the cat sees a dog")
+    with pytest.raises(trimtab.TrimtabError, match="are streamed beside"):
+        trimtab.train(recipe, data={**recipe["data"], "train": [str(file), iter(TEXTS)]}, view=quiet())
+    with pytest.raises(trimtab.TrimtabError, match="max_steps"):
+        trimtab.train(recipe, data=itertools.cycle(TEXTS), view=quiet(), max_steps=-1)
+
+    def failing() -> Iterator[str]:
+        yield from TEXTS
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="mine"):
+        trimtab.train(recipe, data=failing(), view=quiet())
