@@ -20,6 +20,7 @@ from trimtab.cli.demo import _replace_older
 from trimtab.cli.main import VERBS
 from trimtab.facts import errors
 from trimtab.facts.errors import CheckpointError
+from trimtab.generate.completion import Completion
 from trimtab.recipe import load, to_dict
 from trimtab.run.folder import OURS, RunFolder
 from trimtab.starter import recipe_file
@@ -152,7 +153,14 @@ def test_eval_of_text_probe_and_answers(world: World, cli: Call) -> None:
 
 def test_eval_table_and_other_checkpoints(world: World, cli: Call) -> None:
     text = world.folder / "domain.jsonl"
-    assert "loss on" in cli("eval", world.run, text, "--no-probe").out
+    shown = cli("eval", world.run, text, "--answers", 3).out
+    loss, low, high = map(
+        float, re.search(r"([\d.]+) \(perplexity [\d.]+\) +([\d.]+) to ([\d.]+)", shown).groups()
+    )
+    assert low < loss < high
+    assert re.search(r"probe: agreement +\d+ of 18 +\d+% to \d+%", shown)
+    assert re.search(r"probe: all +\d+ of 220 ", shown)
+    assert re.search(r"exact answers +0 of 3 +0% to 71%", shown)  # 1 − 0.025^(1/3)
     assert cli("eval", world.run, text, "--no-probe", "--checkpoint", "best").code == 0
     cli("eval", world.run, text, "--checkpoint", "worst").refused(2, "worst")
     cli("eval", world.run, text, "--checkpoint", "999").refused(5, "999")
@@ -168,6 +176,18 @@ def test_generate_streams_and_repeats_with_a_seed(world: World, cli: Call) -> No
     assert first.code == 0
     assert first.out == again.out != other.out
     assert "8 tokens" in first.err
+
+
+@pytest.mark.parametrize(
+    ("ids", "printed"),
+    [([1, 2], "[2 tokens, 0.43 tokens/s, ended by length]"), ([], "[0 tokens, ended by length]")],
+)
+def test_a_slow_machine_still_has_a_rate(
+    world: World, cli: Call, monkeypatch: pytest.MonkeyPatch, ids: list[int], printed: str
+) -> None:
+    slow = Completion("la", ids, "length", 0.43 * len(ids) / 2)
+    monkeypatch.setattr("trimtab.api.Model.complete", lambda *_, **__: slow)
+    assert printed in cli("generate", world.run, "the cat").err
 
 
 def test_generate_pieces_arrive_one_by_one(world: World) -> None:

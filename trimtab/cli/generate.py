@@ -121,6 +121,7 @@ def _check_files(prompt: str | None, prompts: Path | None, output: Path | None, 
 
 
 def _stream(loaded: api.Model, asked: Any, options: dict[str, Any]) -> int:
+    from trimtab.facts.units import format_rate
     from trimtab.report.plain import plain
 
     def show(piece: str) -> None:
@@ -129,11 +130,8 @@ def _stream(loaded: api.Model, asked: Any, options: dict[str, Any]) -> int:
 
     completion = loaded.complete(asked, stream=show, **options)
     print()
-    print(
-        f"[{len(completion.ids)} tokens, {completion.tokens_per_second:.0f} a second, "
-        f"ended by {completion.finish_reason}]",
-        file=sys.stderr,
-    )
+    rate = f" {format_rate(completion.tokens_per_second)} tokens/s," if completion.ids else ""
+    print(f"[{len(completion.ids)} tokens,{rate} ended by {completion.finish_reason}]", file=sys.stderr)
     return 0
 
 

@@ -72,6 +72,16 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def format_rate(per_second: float) -> str:
+    """A rate per second; below ten with two significant digits, so that a slow rate is not printed as 0.
+
+    Example:
+        >>> format_rate(0.4321), format_rate(4.36), format_rate(12_340)
+        ('0.43', '4.4', '12 K')
+    """
+    return f"{per_second:.2g}" if abs(per_second) < 9.95 else format_count(per_second)
+
+
 def format_seconds(seconds: float) -> str:
     """A duration a person can read at a glance.
 

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.facts.units import format_bytes, format_count, format_seconds
+from trimtab.facts.units import format_bytes, format_count, format_rate, format_seconds
 from trimtab.report.plain import plain
 
 WIDEST = 100
@@ -102,7 +102,7 @@ class Training:
         return "  ".join([*parts, f"{format_seconds(left)} left"] if left is not None else parts)
 
     def _facts(self) -> list[str]:
-        facts = [f"loss {self.loss:.4f}", f"{format_count(self.rate)} tokens/s"]
+        facts = [f"loss {self.loss:.4f}", f"{format_rate(self.rate)} tokens/s"]
         return [*facts, format_bytes(self.memory)] if self.memory else facts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:

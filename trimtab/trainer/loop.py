@@ -287,7 +287,7 @@ class _Loop:
                 "lr": entry["lr"],
                 "grad_norm": norm,
                 "tokens": entry["tokens"],
-                "tokens_per_second": round(rate, 1),
+                "tokens_per_second": float(f"{rate:.6g}"),
                 "seconds": round(before + elapsed * number / len(rows), 3),
                 "memory_bytes": memory,
             }
