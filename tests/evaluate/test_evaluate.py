@@ -14,8 +14,10 @@ import torch
 
 from trimtab import evaluate, starter, text
 from trimtab.data.batch import Batch
+from trimtab.evaluate import perplexity
 from trimtab.facts.errors import DataError, TrainingError
 from trimtab.facts.shapes import ModelShape
+from trimtab.kernels.attention import Layout
 from trimtab.model import Decoder, build, init_weights
 
 SHAPE = ModelShape(
@@ -90,6 +92,57 @@ def test_loss_is_the_mean_over_tokens_of_all_documents(decoder: Decoder) -> None
     # A mean of the batches' means would be another number: this test can tell.
     means = [evaluate.loss(decoder, [one]).loss for one in batches]
     assert sum(means) / 2 != pytest.approx(expected, rel=1e-3)
+
+
+def named(batch: Batch, origins: list[list[str]]) -> Batch:
+    return replace(batch, origins=origins)
+
+
+def test_losses_by_document_add_up_to_the_loss(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document in two windows is one; padding and documents without a target are none."""
+    monkeypatch.setattr(perplexity, "FEW_DOCUMENTS", 3)
+    a, b, c, d = DOCUMENTS
+    batches = [
+        named(batch_of([[a, b], [c]], 12), [["one:1", "one:2"], ["two:1"]]),
+        named(batch_of([[[7]], [d]], 12), [["two:9"], ["one:2"]]),
+    ]
+    result = evaluate.loss(decoder, batches)
+    units = result.units
+    assert (units.unit, units.tokens) == ("document", [3, 2 + 9, 1])
+    sums = [-naive_log_likelihood(decoder, doc) for doc in (a, b, c, d)]
+    assert units.losses == pytest.approx([sums[0] / 3, (sums[1] + sums[3]) / 11, sums[2]], rel=1e-5)
+    together = sum(v * n for v, n in zip(units.losses, units.tokens, strict=True)) / result.tokens
+    assert together == pytest.approx(result.loss, rel=1e-6)
+
+
+def test_losses_of_few_documents_are_kept_by_piece(decoder: Decoder) -> None:
+    a, b, c, _ = DOCUMENTS
+    units = evaluate.loss(decoder, [named(batch_of([[a, b], [c]], 12), [["x:1", "x:1"], ["x:1"]])]).units
+    assert (units.unit, units.tokens) == ("piece", [3, 2, 1])
+
+
+def test_losses_of_many_documents_are_added_up(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perplexity, "FEW_DOCUMENTS", 2)
+    batch = batch_of([[doc] for doc in DOCUMENTS], 12)
+    whole = evaluate.loss(decoder, [named(batch, [["w"], ["x"], ["y"], ["z"]])]).units
+    monkeypatch.setattr(perplexity, "MOST_UNITS", 2)
+    grouped = evaluate.loss(decoder, [named(batch, [["w"], ["x"], ["y"], ["z"]])]).units
+    assert (grouped.unit, grouped.tokens) == ("group of documents", [3 + 2, 1 + 9])
+    expected = (whole.losses[0] * 3 + whole.losses[1] * 2) / 5
+    assert grouped.losses[0] == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_loss_has_the_bits_of_the_summed_loss(decoder: Decoder) -> None:
+    batches = [batch_of([[doc] for doc in DOCUMENTS], 12), batch_of([[DOCUMENTS[0]]], 12)]
+    with torch.no_grad():
+        sums = [
+            decoder.loss(
+                b.input_ids_BT, b.labels_BT, b.positions_BT, Layout.packed(b.documents_BT), reduction="sum"
+            )
+            for b in batches
+        ]
+    expected = float(torch.stack(sums).double().sum()) / sum(b.num_targets for b in batches)
+    assert evaluate.loss(decoder, batches).loss == expected
 
 
 def test_loss_does_not_depend_on_batching(decoder: Decoder) -> None:
@@ -214,6 +267,7 @@ def test_exact_answers_counts_and_keeps_examples() -> None:
 
     result = evaluate.exact_answers(complete, problems, starter.check, num_examples=11)
     assert (result.exact, result.total) == (15, 30)
+    assert result.right == [bool(i % 2) for i in range(30)]
     assert sum(right for right, _ in result.by_topic.values()) == 15
     assert sum(total for _, total in result.by_topic.values()) == 30
     assert len(result.examples) == 11

@@ -210,6 +210,24 @@ def test_twice_the_same_bits(way: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_without_gradients_losses_by_token_have_the_bits_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluation reads losses by token, and the loss that it reports must not depend on that."""
+    rows: list[int] = []
+    losses = impl_triton.losses
+    monkeypatch.setattr(impl_triton, "losses", lambda *given: (rows.append(given[-1]), losses(*given))[1])
+    hidden_NC, weight_VC, _, labels_N = make_inputs(Case("long", N=160, C=64, V=40), "fp32")
+    budget = 128 * schedule.row_stride(40) * 4
+    with torch.no_grad(), interpreter():
+        total, by_token = (
+            linear_cross_entropy(
+                hidden_NC, weight_VC, labels_N, impl="triton", reduction=reduction, memory_bytes=budget
+            )
+            for reduction in ("sum", "none")
+        )
+    assert rows == [128, 128]
+    assert torch.equal(total, by_token.sum())
+
+
 def test_backward_twice_and_a_kept_graph_give_the_same() -> None:
     hidden_NC, weight_VC, _, labels_N = make_inputs(CASES[0], "fp32")
     weight_VC.requires_grad_()

@@ -16,7 +16,7 @@ def losses(folder: Path) -> dict[int, str]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     train = [r for r in rows if r["kind"] == "train"]
     assert [r["step"] for r in train] == list(range(1, len(train) + 1))
-    evals = [(r["step"], r["name"], r["loss"]) for r in rows if r["kind"] == "eval"]
+    evals = [(r["step"], r["name"], r["loss"], str(r["units"])) for r in rows if r["kind"] == "eval"]
     assert len(evals) == len(set(evals))
     return {r["step"]: float(r["loss"]).hex() for r in train} | {-i: str(e) for i, e in enumerate(evals, 1)}
 

@@ -14,8 +14,8 @@ from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
     from trimtab.evaluate.answers import AnswerResult, Example, exact_answers
-    from trimtab.evaluate.likelihood import log_likelihoods, mean_losses, probe
-    from trimtab.evaluate.perplexity import LossResult, loss
+    from trimtab.evaluate.likelihood import log_likelihoods, mean_losses, probe, probe_choices
+    from trimtab.evaluate.perplexity import LossResult, UnitLosses, loss
 
 # No module is called `loss` or `probe`: importing it would put the module where the function belongs.
 _PLACES = {
@@ -26,18 +26,22 @@ _PLACES = {
     "log_likelihoods": "likelihood",
     "mean_losses": "likelihood",
     "loss": "perplexity",
+    "UnitLosses": "perplexity",
     "probe": "likelihood",
+    "probe_choices": "likelihood",
 }
 
 __all__ = [
     "AnswerResult",
     "Example",
     "LossResult",
+    "UnitLosses",
     "exact_answers",
     "log_likelihoods",
     "loss",
     "mean_losses",
     "probe",
+    "probe_choices",
 ]
 
 __getattr__ = lazily(__name__, _PLACES)

@@ -40,6 +40,8 @@ class AnswerResult:
     total: int
     by_topic: dict[str, list[int]]
     examples: list[Example]
+    right: list[bool]
+    """Of each problem, in the order given: two models are compared problem by problem."""
 
 
 def exact_answers(
@@ -67,15 +69,14 @@ def exact_answers(
     assert len(completions) == len(problems), "a completion for each prompt"
     examples: dict[str, list[Example]] = {}
     by_topic: dict[str, list[int]] = {}
-    for problem, completion in zip(problems, completions, strict=True):
-        right = check(problem, completion)
+    results = [check(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
+    for problem, completion, right in zip(problems, completions, results, strict=True):
         counts = by_topic.setdefault(problem.topic, [0, 0])
         counts[0] += right
         counts[1] += 1
         kept = examples.setdefault(problem.topic, [])
         kept.append(Example(problem.topic, problem.prompt, problem.answer, completion, right))
-    exact = sum(right for right, _ in by_topic.values())
-    return AnswerResult(exact, len(problems), by_topic, _in_turn(examples, num_examples))
+    return AnswerResult(sum(results), len(problems), by_topic, _in_turn(examples, num_examples), results)
 
 
 def _in_turn(examples: dict[str, list[Example]], count: int) -> list[Example]:

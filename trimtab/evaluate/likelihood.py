@@ -139,24 +139,35 @@ def _targets(row: Sequence[int], counted: Sequence[bool]) -> list[int]:
     return [token if on else IGNORE for token, on in zip(row[1:], counted[1:], strict=True)]
 
 
-def probe(
+def probe_choices(
     decoder: Decoder, tokenizer: Tokenizer, items: Sequence[Item], *, batch_size: int = 64
-) -> dict[str, float]:
-    """Share of the items of each kind in which the right alternative is the likeliest; a tie is not right.
+) -> dict[str, list[bool]]:
+    """Whether the right alternative is the likeliest, item by item of each kind; a tie is not right.
 
     The context is the same for all alternatives of an item, so that scoring the whole text compares the
     alternatives alone (and a tokenizer may join the end of a context with the beginning of a continuation).
 
     Example:
-        >>> probe(decoder, tokenizer, starter.probe_items())          # doctest: +SKIP
-        {'agreement': 0.94, 'determiner': 1.0, 'arithmetic': 0.55}
+        >>> probe_choices(decoder, tokenizer, starter.probe_items())          # doctest: +SKIP
+        {'agreement': [True, True, False, …], …}
     """
     texts = [item.context + alternative for item in items for alternative in item.alternatives]
     scores = iter(log_likelihoods(decoder, tokenizer, texts, batch_size=batch_size))
-    right: dict[str, int] = {}
-    count: dict[str, int] = {}
+    right: dict[str, list[bool]] = {}
     for item in items:
         first, *others = [next(scores) for _ in item.alternatives]
-        right[item.kind] = right.get(item.kind, 0) + all(first > other for other in others)
-        count[item.kind] = count.get(item.kind, 0) + 1
-    return {kind: right[kind] / count[kind] for kind in count}
+        right.setdefault(item.kind, []).append(all(first > other for other in others))
+    return right
+
+
+def probe(
+    decoder: Decoder, tokenizer: Tokenizer, items: Sequence[Item], *, batch_size: int = 64
+) -> dict[str, float]:
+    """Share of the items of each kind in which the right alternative is the likeliest (`probe_choices`).
+
+    Example:
+        >>> probe(decoder, tokenizer, starter.probe_items())          # doctest: +SKIP
+        {'agreement': 0.94, 'determiner': 1.0, 'arithmetic': 0.55}
+    """
+    choices = probe_choices(decoder, tokenizer, items, batch_size=batch_size)
+    return {kind: sum(right) / len(right) for kind, right in choices.items()}

@@ -1,13 +1,14 @@
 """What is measured while training: losses on held-out sets, the probe, exact answers, sample completions.
 
 Losses and the probe are taken at every evaluation; completions and exact answers, which have to be generated,
-before the first step and after the last.
+before the first step and after the last. Records also hold the result of every item (document, choice, problem), from
+which the report compares before and after pair by pair.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,11 @@ class Evaluation:
                     "loss": result.loss,
                     "perplexity": result.perplexity,
                     "tokens": result.tokens,
+                    "units": {
+                        "unit": result.units.unit,
+                        "losses": [float(f"{loss:.6g}") for loss in result.units.losses],
+                        "tokens": result.units.tokens,
+                    },
                 }
             )
         return records
@@ -91,9 +97,18 @@ class Evaluation:
     def _probe(self, step: int) -> list[dict[str, Any]]:
         if not self.probe_items:
             return []
-        scores = evaluate.probe(self.decoder, self.tokenizer, self.probe_items)
-        items = Counter(item.kind for item in self.probe_items)
-        return [{"kind": "probe", "step": step, "scores": scores, "items": dict(items)}]
+        choices = evaluate.probe_choices(self.decoder, self.tokenizer, self.probe_items)
+        texts = (text for item in self.probe_items for text in (item.kind, item.context, *item.alternatives))
+        return [
+            {
+                "kind": "probe",
+                "step": step,
+                "scores": {kind: sum(right) / len(right) for kind, right in choices.items()},
+                "items": {kind: len(right) for kind, right in choices.items()},
+                "right": {kind: _digits(right) for kind, right in choices.items()},
+                "digest": _digest(texts),
+            }
+        ]
 
     def _complete(self, prompts: Sequence[str], max_new_tokens: int, stop: list[str]) -> list[str]:
         found = generate_many(
@@ -119,6 +134,10 @@ class Evaluation:
                 "exact": result.exact,
                 "total": result.total,
                 "by_topic": result.by_topic,
+                "right": _digits(result.right),
+                "digest": _digest(
+                    text for problem in self.problems for text in (problem.prompt, problem.answer)
+                ),
             }
         ]
 
@@ -130,6 +149,26 @@ class Evaluation:
             {"kind": "sample", "step": step, "prompt": prompt, "completion": text}
             for prompt, text in zip(self.prompts, texts, strict=True)
         ]
+
+
+def _digits(right: Iterable[bool]) -> str:
+    """Results of items in their order, a character each: "1" for right.
+
+    Example:
+        >>> _digits([True, False, True])
+        '101'
+    """
+    return "".join(str(int(item)) for item in right)
+
+
+def _digest(texts: Iterable[str]) -> str:
+    """Names a set of items: results of equal sets can be compared item by item.
+
+    Example:
+        >>> _digest(["a", "b"]) == _digest(["ab"])
+        False
+    """
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def evaluate_model(

@@ -272,6 +272,7 @@ def triton_loss(
     inputs = (hidden_NC, weight_VC, bias_V, labels_N.contiguous(), scale_N, *options)
     wanted = tuple(x is not None and x.requires_grad for x in (hidden_NC, weight_VC, bias_V))
     (N, C), V = hidden_NC.shape, weight_VC.shape[0]
+    training = torch.is_grad_enabled() and any(wanted)
     plan = schedule(
         N,
         C,
@@ -279,11 +280,11 @@ def triton_loss(
         hidden_NC.element_size(),
         weight_gradient_dtype.itemsize,
         memory_bytes=memory_bytes,
-        by_token=by_token,
+        # Without gradients losses by token are cut into the sum's chunks: added up, they have its bits.
+        by_token=by_token and training,
         weight_grad=wanted[1],
     )
     rows = max(min(chunk_tokens or plan.rows, N), 1)
-    training = torch.is_grad_enabled() and any(wanted)
     if training and not by_token and (plan.way == "rows" or chunk_tokens is not None):
         loss = torch.ops.trimtab.linear_cross_entropy_summed(*inputs, rows, *wanted, weight_gradient_dtype)[0]
     else:
