@@ -119,6 +119,8 @@ def _memory(when: str, **buckets: int) -> dict[str, Any]:
 
 def _evaluation(step: int, done: float) -> list[dict[str, Any]]:
     domain, general = 3.52 - 2.31 * done**0.4, 3.104 + 0.031 * done
+    choices = {"grammar": (86, 87), "transitivity": (61, 56), "arithmetic": (52, 89)}
+    right = {kind: _results(100, before, after, done) for kind, (before, after) in choices.items()}
     topics = {
         "arithmetic": [round(24 * done), 30],
         "algebra": [round(19 * done), 30],
@@ -132,6 +134,7 @@ def _evaluation(step: int, done: float) -> list[dict[str, Any]]:
             "loss": domain,
             "perplexity": math.exp(domain),
             "tokens": 9000,
+            "units": _units(domain, done),
         },
         {
             "kind": "eval",
@@ -140,15 +143,14 @@ def _evaluation(step: int, done: float) -> list[dict[str, Any]]:
             "loss": general,
             "perplexity": math.exp(general),
             "tokens": 9000,
+            "units": _units(general, done),
         },
         {
             "kind": "probe",
             "step": step,
-            "scores": {
-                "grammar": 0.86 + 0.005 * done,
-                "transitivity": 0.61 - 0.05 * done,
-                "arithmetic": 0.52 + 0.37 * done,
-            },
+            "scores": {kind: results.count("1") / 100 for kind, results in right.items()},
+            "items": dict.fromkeys(right, 100),
+            "right": right,
         },
         {
             "kind": "answers",
@@ -156,14 +158,37 @@ def _evaluation(step: int, done: float) -> list[dict[str, Any]]:
             "exact": sum(r for r, _ in topics.values()),
             "total": 90,
             "by_topic": topics,
+            "right": "".join("1" * r + "0" * (total - r) for r, total in topics.values()),
         },
     ]
+
+
+def _results(items: int, before: int, after: int, done: float) -> str:
+    """Right and wrong choices of one kind; on the way two more become wrong than have to, and as many right."""
+    right = before + round((after - before) * done)
+    moved = 2 if done else 0
+    return "0" * moved + "1" * right + "0" * (items - right - moved)
+
+
+def _units(mean: float, done: float) -> dict[str, Any]:
+    """Sixty documents of equal length, some easier than others, whose losses do not change quite alike."""
+    losses = [
+        mean + 0.4 * math.sin(i * math.tau / 60) + 0.02 * done * math.cos(7 * i * math.tau / 60)
+        for i in range(60)
+    ]
+    return {"unit": "document", "losses": losses, "tokens": [150] * 60}
 
 
 @pytest.fixture
 def learnt() -> list[dict[str, Any]]:
     """Records of a whole run of 300 steps."""
     return training_records()
+
+
+@pytest.fixture
+def learnt_without_items(learnt: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same records as versions wrote them that kept no results by item."""
+    return [{k: v for k, v in r.items() if k not in ("units", "right", "items")} for r in learnt]
 
 
 @pytest.fixture
@@ -226,10 +251,14 @@ def hostile_run(make_run: Callable[..., Path]) -> Path:
     plan["notes"] = [HOSTILE]
     records = []
     for record in training_records(40, 20):
+        if "units" in record:
+            record["units"] = {**record["units"], "unit": HOSTILE}
         for name in {"name", "prompt", "completion"} & set(record):
             record[name] = HOSTILE
         if record["kind"] == "probe":
             record["scores"] = {HOSTILE: 0.5 + record["step"] / 100}
+            record["right"] = {HOSTILE: record["right"]["arithmetic"]}
+            record["items"] = {HOSTILE: 100}
         if record["kind"] == "answers":
             record["by_topic"] = {HOSTILE: [record["step"], 90]}
         records.append(record)

@@ -31,6 +31,8 @@ TRAIN = {
     "memory_bytes": 7,
 }
 
+EVAL = {"kind": "eval", "step": 0, "name": "domain", "loss": 1.0, "perplexity": 2.7}
+
 
 def test_a_whole_run_is_read(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     data = read_run(make_run(learnt))
@@ -77,6 +79,15 @@ def test_words_for_numbers_that_json_lacks(make_run: MakeRun) -> None:
         '{"kind": "probe", "step": 0, "scores": [1]}',
         '{"kind": "probe", "step": 0, "scores": {"grammar": "high"}}',
         '{"kind": "answers", "step": 0, "exact": 1, "total": 2, "by_topic": {"a": [1]}}',
+        '{"kind": "answers", "step": 0, "exact": 1, "total": 2, "by_topic": {}, "right": "12"}',
+        '{"kind": "probe", "step": 0, "scores": {}, "right": {"grammar": [1, 0]}}',
+        '{"kind": "probe", "step": 0, "scores": {}, "items": {"grammar": -1}}',
+        json.dumps({**EVAL, "units": [1.0]}),
+        json.dumps({**EVAL, "units": {"unit": "document", "losses": [1.0, 2.0], "tokens": [3]}}),
+        json.dumps({**EVAL, "units": {"unit": "document", "losses": [1.0], "tokens": [0]}}),
+        json.dumps({**EVAL, "units": {"unit": "document", "losses": ["NaN"], "tokens": [1]}}),
+        json.dumps({**EVAL, "units": {"unit": 7, "losses": [1.0], "tokens": [1]}}),
+        json.dumps({**EVAL, "units": {"unit": "document", "losses": [1.0], "tokens": 1}}),
         '{"kind": "sample", "step": 0, "prompt": 1, "completion": "x"}',
         '{"kind": "memory", "when": "peak", "weights": "big"}',
         '{"kind": "example", "step": 0, "origin": "a:1", "tokens": 2, "trained": 1, "cut": false, "runs": ["x"]}',

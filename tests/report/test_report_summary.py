@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,56 +14,23 @@ from hypothesis import strategies as st
 
 from trimtab.report import read_run
 from trimtab.report.buckets import BUCKETS, Bar
-from trimtab.report.charts import MOST_POINTS, _figure, _smoothed, _thinned, charts
+from trimtab.report.charts import MOST_POINTS, Chart, Line, _smoothed, _thinned, charts
+from trimtab.report.drawing import draw, ticks
 from trimtab.report.progress import Training, sparkline
-from trimtab.report.summary import (
-    Change,
-    changes,
-    first_label,
-    memory_basis,
-    memory_rows,
-    memory_verdict,
-    parameters,
-    samples,
-    speed,
-    verdict,
-)
+from trimtab.report.summary import memory_basis, memory_rows, memory_verdict, parameters, samples, speed
+from trimtab.report.verdicts import OTHER_ITEMS, Change, changes, first_label, verdict
 
 MakeRun = Callable[..., Path]
 
 
+@pytest.mark.parametrize("unit", ["loss", "share"])
 @pytest.mark.parametrize(
-    ("unit", "before", "after", "outcome"),
-    [
-        ("loss", 2.0, 1.5, "better"),
-        ("loss", 2.0, 2.5, "worse"),
-        ("loss", 2.0, 2.009, "unchanged"),
-        ("loss", 2.0, 1.99, "better"),
-        ("loss", 2.0, math.nan, "worse"),
-        ("loss", 2.0, math.inf, "worse"),
-        ("share", 0.5, 0.52, "better"),
-        ("share", 0.52, 0.5, "worse"),
-        ("share", 0.5, 0.519, "unchanged"),
-        ("share", 0.5, math.nan, "worse"),
-    ],
+    ("after", "outcome"), [(1.9, "untested"), (2.1, "untested"), (math.nan, "worse"), (math.inf, "worse")]
 )
-def test_outcomes(unit: str, before: float, after: float, outcome: str) -> None:
-    assert Change("x", before, after, unit).outcome == outcome
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "items", "label"),
-    [
-        (0.5, 0.65, 14, "within chance"),  # two choices of fourteen
-        (0.5, 0.65, 220, "better"),
-        (0.9, 0.5, 14, "worse"),
-        (0.5, 0.51, 220, "unchanged"),
-        (0.0, 0.03, 60, "within chance"),
-        (0.0, 0.9, 60, "better"),
-    ],
-)
-def test_few_items_do_not_make_a_finding(before: float, after: float, items: int, label: str) -> None:
-    assert Change("x", before, after, "share", items=items).label == label
+def test_without_a_test_only_a_number_that_is_not_finite_is_worse(
+    unit: str, after: float, outcome: str
+) -> None:
+    assert Change("x", 2.0, after, unit).outcome == outcome
 
 
 def test_the_probe_is_also_counted_as_a_whole(make_run: MakeRun) -> None:
@@ -87,22 +55,66 @@ def test_changes_read_as_people_write_them() -> None:
 
 
 def test_the_verdict_of_a_run_that_learnt_and_forgot(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
-    data = read_run(make_run(learnt))
-    found = verdict(data)
-    assert [c.name for c in found.gained] == ["domain loss", "exact answers", "probe: arithmetic"]
-    assert [c.name for c in found.lost] == ["general loss", "probe: transitivity"]
-    assert [c.name for c in found.unchanged] == ["probe: grammar"]
-    first, second, third = found.sentences()
-    assert first.startswith("Gained: domain loss 3.520 → 1.210 (−2.310); exact answers 0 of 90 → 54 of 90")
-    assert second.startswith("Lost: general loss 3.104 → 3.135 (+0.031)")
-    assert third == "Unchanged, or within chance: probe: grammar."
-    assert first_label(data) == "before"
+    rows = changes(read_run(make_run(learnt)))
+    found = verdict(rows)
+    assert [c.name for c in found.gained] == [
+        "domain loss",
+        "exact answers",
+        "probe: all",
+        "probe: arithmetic",
+    ]
+    assert [c.name for c in found.lost] == ["general loss"]
+    assert [c.name for c in found.unchanged] == ["probe: grammar", "probe: transitivity"]
+    assert found.untested == []
+    assert [c.evidence() for c in found.lost] == ["± 0.005, 60 documents"]
+    assert found.gained[1].text() == "0 of 90 → 54 of 90 (+60 points)"
+    assert found.gained[1].evidence() == "+54 −0, p < 0.001"
+    assert "Holm's correction for 7 comparisons" in found.explanation()
+    assert first_label(rows) == "before"
+
+
+def test_a_log_without_results_by_item_claims_nothing(
+    make_run: MakeRun, learnt_without_items: list[dict[str, Any]]
+) -> None:
+    found = verdict(changes(read_run(make_run(learnt_without_items))))
+    assert (found.gained, found.lost, found.unchanged) == ([], [], [])
+    assert [c.name for c in found.untested][:3] == ["domain loss", "general loss", "exact answers"]
+    assert all(c.evidence() == "" for c in found.untested)
+    assert found.explanation() == (
+        "Without a paired test nothing is claimed: metrics.jsonl holds no results by item, which versions before this "
+        "one did not write."
+    )
+
+
+def test_other_items_than_before_are_not_compared(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+    """As after a resume with another number of windows, or with problems of a newer version."""
+    records = []
+    for record in learnt:
+        changed = dict(record)
+        if record["step"] == 300 and record["kind"] == "eval":
+            changed["units"] = {**record["units"], "tokens": [151] * 60}
+        if record["step"] == 300 and record["kind"] in ("answers", "probe"):
+            changed["digest"] = "others"
+        records.append(changed)
+    found = verdict(changes(read_run(make_run(records))))
+    assert (found.gained, found.lost, found.unchanged) == ([], [], [])
+    assert {c.untested for c in found.untested} == {OTHER_ITEMS}
+    assert "other items were measured" in found.explanation()
+
+
+def test_one_part_may_be_tested_and_another_not(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+    few = {"unit": "piece", "losses": [3.0, 2.0], "tokens": [9, 9]}
+    records = [{**r, "units": few} if r.get("name") == "general" else r for r in learnt]
+    found = verdict(changes(read_run(make_run(records))))
+    assert [c.name for c in found.untested] == ["general loss"]
+    assert "general loss (fewer than 6 pieces)" in found.explanation()
+    assert "for 6 comparisons" in found.explanation()
 
 
 def test_nothing_is_said_of_what_was_measured_once(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     data = read_run(make_run([r for r in learnt if r.get("step", 0) == 0]))
     assert changes(data) == []
-    assert verdict(data).sentences() == []
+    assert verdict([]).explanation() == ""
     assert all(s.after is None for s in samples(data))
     assert speed(data) == {}
     assert memory_verdict(data) is None
@@ -111,8 +123,8 @@ def test_nothing_is_said_of_what_was_measured_once(make_run: MakeRun, learnt: li
 def test_a_first_measurement_that_is_not_before_training_says_its_step(
     make_run: MakeRun, learnt: list[dict[str, Any]]
 ) -> None:
-    data = read_run(make_run([r for r in learnt if r.get("step", 0) > 0]))
-    assert first_label(data) == "step 50"
+    rows = changes(read_run(make_run([r for r in learnt if r.get("step", 0) > 0])))
+    assert first_label(rows) == "step 50"
 
 
 def test_memory_predicted_beside_measured(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
@@ -164,28 +176,69 @@ def test_training_counts_its_time_from_the_loop_until_the_clock_knows_better() -
     state.update({"step": 2, "loss": 1, "tokens_per_second": 1, "seconds": 6, "memory_bytes": 0})
     assert state.left() == 6 / 2 * 98
     assert state.line() == "step   2/100  loss 1.0000  1 tokens/s  4 min 54 s left"
+    state.update({"step": 2, "loss": 1, "tokens_per_second": 0.043, "seconds": 6, "memory_bytes": 0})
+    assert "0.043 tokens/s" in state.line()
 
 
 def test_curves(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     found = {c.id: c for c in charts(read_run(make_run(learnt)))}
     assert list(found) == ["loss", "lr", "norm", "rate", "answers"]
-    loss = found["loss"].figure
-    assert [line["name"] for line in loss["data"]] == [
+    loss = found["loss"]
+    assert [line.name for line in loss.lines] == [
         "training, each step",
         "training, smoothed",
         "held-out: domain",
         "held-out: general",
     ]
-    assert loss["data"][2]["x"] == [0, 50, 100, 150, 200, 250, 300]
-    # Plotly dropped titles that are plain strings: they would silently be missing.
-    assert loss["layout"]["xaxis"]["title"] == {"text": "step"}
+    assert [x for x, _ in loss.lines[2].points] == [0, 50, 100, 150, 200, 250, 300]
+
+
+def test_a_drawn_chart_keeps_within_its_frame(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+    for chart in charts(read_run(make_run(learnt))):
+        drawing = draw(chart)
+        assert drawing is not None
+        for stroke in drawing.strokes:
+            numbers = [tuple(map(int, p.split(","))) for p in re.findall(r"-?\d+,-?\d+", stroke.path)]
+            assert len(numbers) > 1
+            assert all(0 <= x <= 2000 and 0 <= y <= 1000 for x, y in numbers)
+        assert all(0 <= tick.percent <= 100 for tick in (*drawing.x_ticks, *drawing.y_ticks))
+        assert len(drawing.y_ticks) >= 2
+        assert len({tick.label for tick in drawing.x_ticks}) == len(drawing.x_ticks)
+        assert len({tick.label for tick in drawing.y_ticks}) == len(drawing.y_ticks)
+    assert drawing.strokes[0].last == "60"
+    assert drawing.figure["lines"][0]["y"][-1] == 60
+
+
+@given(st.floats(-1e300, 1e300), st.floats(1e-9, 1e300), st.integers(1, 10))
+def test_ticks_of_any_range_are_few_and_inside(low: float, width: float, most: int) -> None:
+    high = low + width
+    if not low < high:
+        return
+    found = ticks(low, high, most)
+    slack = 1e-6 * max(abs(low), abs(high))
+    assert len(found) <= most + 1
+    assert all(low - slack <= v <= high + slack for v in found)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.floats()), min_size=1, max_size=30))
+def test_any_numbers_can_be_drawn(points: list[tuple[int, float]]) -> None:
+    points = sorted(points)
+    for large in (True, False):
+        drawing = draw(Chart("a", "A", [Line("a", "train", points, markers=True)], large=large))
+        assert (drawing is None) == (not any(math.isfinite(y) for _, y in points))
+        if drawing is not None:
+            assert "nan" not in drawing.strokes[0].path
+            assert "inf" not in drawing.strokes[0].path
 
 
 def test_a_number_that_is_not_finite_is_a_gap(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
-    rows = [{**r, "loss": "NaN"} if r["kind"] == "train" and r["step"] == 2 else r for r in learnt]
-    line = charts(read_run(make_run(rows)))[0].figure["data"][0]
-    assert line["y"][1] is None
-    assert None not in line["y"][2:]
+    rows = [{**r, "loss": "NaN"} if r["kind"] == "train" and r["step"] == 20 else r for r in learnt]
+    drawing = draw(charts(read_run(make_run(rows)))[0])
+    assert drawing is not None
+    assert drawing.strokes[0].path.count("M") == 2
+    values = drawing.figure["lines"][0]["y"]
+    assert values[19] is None
+    assert None not in values[20:]
 
 
 def test_long_curves_keep_their_spikes() -> None:
@@ -217,9 +270,10 @@ def test_what_of_a_model_is_trained() -> None:
 
 
 def test_a_short_run_has_a_tick_for_each_step() -> None:
-    def ticks(last: int) -> int | None:
-        line = {"x": [1, last], "y": [2.0, 1.0]}
-        return _figure([line], large=True)["layout"]["xaxis"].get("dtick")
+    def labels(last: int) -> list[str]:
+        drawing = draw(Chart("a", "A", [Line("a", "train", [(1, 2.0), (last, 1.0)])], large=True))
+        assert drawing is not None
+        return [tick.label for tick in drawing.x_ticks]
 
-    assert ticks(4) == 1
-    assert ticks(400) is None
+    assert labels(4) == ["1", "2", "3", "4"]
+    assert labels(400) == ["50", "100", "150", "200", "250", "300", "350", "400"]

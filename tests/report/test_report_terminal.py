@@ -93,9 +93,11 @@ def test_closing_says_it_all(
     shown.print(closing(read_run(folder)))
     text = text_of(shown)
     for words in (
-        r"domain loss +3\.520 +1\.210 +−2\.310  ▲ better",
-        r"general loss +3\.104 +3\.135 +\+0\.031  ▼ worse",
-        r"exact answers +0 of 90 +54 of 90 +\+60 points",
+        r"▲ better *\n  domain loss +3\.520 +1\.210 +−2\.310  ± 0\.005, 60 documents",
+        r"exact answers +0 of 90 +54 of 90 +\+60 points  \+54 −0, p < 0\.001",
+        r"▼ worse *\n  general loss +3\.104 +3\.135 +\+0\.031  ± 0\.005, 60 documents",
+        r"· no measurable change *\n  probe: grammar +86 of 100 +87 of 100",
+        r"at\s+most\s+5%\s+of\s+reports",
         r"Question: Solve 3x \+ 4 = 19 for x\.\nSolution:\n  before  I do not know",
         r"  after   Subtract 4 from both sides: 3x = 15\. *\n          Divide by 3: x = 5\.",
         r"\(nothing but white space\)",
@@ -106,6 +108,17 @@ def test_closing_says_it_all(
         r"report +run/report\.html",
     ):
         assert re.search(words, text), words
+
+
+def test_closing_of_an_older_log_claims_nothing(
+    make_run: MakeRun, learnt_without_items: list[dict[str, Any]]
+) -> None:
+    shown = console(80)
+    shown.print(closing(read_run(make_run(learnt_without_items))))
+    text = text_of(shown)
+    assert re.search(r"\? not tested *\n  domain loss +3\.520 +1\.210 +−2\.310 *\n", text)
+    assert "nothing is claimed" in " ".join(text.split())
+    assert not re.search(r"better|worse|no measurable", text)
 
 
 def test_long_completions_are_cut_to_four_lines(make_run: MakeRun) -> None:
@@ -137,7 +150,7 @@ def test_a_run_of_numbers_that_are_not_finite(make_run: MakeRun, learnt: list[di
     data = read_run(make_run(rows))
     shown = console(80)
     shown.print(closing(data))
-    assert re.search(r"domain loss +3\.520 +nan +— +▼ worse", text_of(shown))
+    assert re.search(r"▼ worse *\n  domain loss +3\.520 +nan +—", text_of(shown))
     for terminal in (False, True):
         shown = console(80, terminal)
         with LiveView(300, shown) as view:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -51,7 +51,9 @@ def evaluate(
 ) -> None:
     """Measure a model: loss and perplexity on text, the probe of grammar and reasoning, exact answers.
 
-    Loss is in nats a token, averaged over all predicted tokens of packed, isolated documents.
+    Loss is in nats per token, averaged over all predicted tokens of packed, isolated documents. Intervals are 95%
+    confidence intervals of one model's value on all text or problems of this kind. Two models measured on the same
+    items can differ significantly while their intervals overlap.
 
         trimtab eval runs/demo starter:general ./my-notes --answers 60
         trimtab eval HuggingFaceTB/SmolLM2-135M data/*.txt --json
@@ -90,23 +92,44 @@ def evaluate(
         console.print(_table(records))
 
 
-def _table(records: list[dict[str, object]]) -> Table:
+def _table(records: list[dict[str, Any]]) -> Table:
     from trimtab.report.plain import as_text
 
     table = Table(box=None, padding=(0, 3, 0, 0))
-    table.add_column("measured")
+    table.add_column("measured", overflow="fold")
     table.add_column("result", justify="right")
+    table.add_column("95% interval", justify="right", no_wrap=True)
     for record in records:
         if record["kind"] == "eval":
             table.add_row(
                 as_text(f"loss on {record['name']} ({record['tokens']} tokens)"),
                 f"{record['loss']:.4f} (perplexity {record['perplexity']:.2f})",
+                _loss_interval(record["units"]),
             )
         elif record["kind"] == "answers":
-            table.add_row("exact answers", f"{record['exact']} of {record['total']}")
+            table.add_row("exact answers", *_share(record["exact"], record["total"]))
         elif record["kind"] == "probe":
-            scores = record["scores"]
-            assert isinstance(scores, dict)
-            for kind, share in scores.items():
-                table.add_row(as_text(f"probe: {kind}"), f"{share:.0%}")
+            results = record["right"]
+            whole = "".join(results.values())
+            for kind, right in {"all": whole, **results}.items() if len(results) > 1 else results.items():
+                table.add_row(as_text(f"probe: {kind}"), *_share(right.count("1"), len(right)))
     return table
+
+
+def _share(right: int, total: int) -> tuple[str, str]:
+    """`17 of 18` and the exact interval of the share, in percent."""
+    from trimtab.report.distributions import exact_share_interval
+
+    low, high = exact_share_interval(right, total)
+    return f"{right} of {total}", f"{100 * low:.0f}% to {100 * high:.0f}%"
+
+
+def _loss_interval(units: dict[str, Any]) -> str:
+    """Of the loss on text like this, from how it differs between documents; empty where there are too few."""
+    from trimtab.report.paired import weighted_mean
+
+    mean = weighted_mean(units["losses"], units["tokens"])
+    if mean is None:
+        return ""
+    low, high = mean.interval()
+    return f"{low:.3f} to {high:.3f}"

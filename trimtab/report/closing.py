@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.constrain import Constrain
 from rich.padding import Padding
 from rich.table import Table
@@ -14,25 +15,20 @@ from trimtab.report.buckets import picture
 from trimtab.report.live import Detail
 from trimtab.report.plain import Excerpt, as_text
 from trimtab.report.rundata import RunData
-from trimtab.report.summary import (
-    Sample,
-    changes,
-    first_label,
-    memory_basis,
-    memory_rows,
-    memory_verdict,
-    samples,
-    speed,
-)
+from trimtab.report.summary import Sample, memory_basis, memory_rows, memory_verdict, samples, speed
+from trimtab.report.verdicts import LABELS, Change, changes, first_label, verdict
 
 WIDEST = 100
 """Columns beyond which nothing grows: long lines are hard to read."""
-STYLES = {"better": "green", "worse": "red", "unchanged": "bright_black"}
-MARKS = {"better": "▲", "worse": "▼", "unchanged": "·"}
+GAP = 2
+SHORT_EVIDENCE = 18
+"""Columns that evidence needs at least, such as `+54 −0, p < 0.001`."""
+STYLES = {"better": "green", "worse": "red", "unchanged": "bright_black", "untested": "yellow"}
+MARKS = {"better": "▲", "worse": "▼", "unchanged": "·", "untested": "?"}
 
 
 def closing(data: RunData, detail: Detail = "full") -> RenderableType:
-    """Everything a person wants to see when a run has ended.
+    """What a user wants to see when a run has ended.
 
     Example:
         >>> Console().print(closing(read_run(Path("runs/demo"))))  # doctest: +SKIP
@@ -40,8 +36,10 @@ def closing(data: RunData, detail: Detail = "full") -> RenderableType:
     if detail == "quiet":
         return _places(data)
     parts: list[RenderableType] = []
-    if changes(data):
-        parts += [_heading("What was gained, what was lost"), _changes_table(data)]
+    rows = changes(data)
+    if rows:
+        parts += [_heading("What was gained, what was lost"), ChangesView(rows)]
+        parts += [Text(""), as_text(verdict(rows).explanation(), "bright_black")]
     if samples(data):
         parts += [_heading("Completions, before and after"), _samples(data)]
     if memory_rows(data):
@@ -85,21 +83,45 @@ def _shortest(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def _changes_table(data: RunData) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", show_edge=False)
-    table.add_column("measured", overflow="fold")
-    table.add_column(first_label(data), justify="right", no_wrap=True)
-    table.add_column("after", justify="right", no_wrap=True)
-    table.add_column("change", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for change in changes(data):
-        style = STYLES[change.outcome]
-        before, after, difference = change.shown()
-        mark = Text(f"{MARKS[change.outcome]} {change.label}", style=style)
-        table.add_row(
-            as_text(change.name), before, Text(after, style="bold"), Text(difference, style=style), mark
-        )
-    return table
+class ChangesView:
+    """Measurements under a heading for each outcome; numbers stand in the same columns under all of them."""
+
+    def __init__(self, rows: list[Change]) -> None:
+        self.rows = rows
+        numbers = [(first_label(rows), "after", "change"), *(row.shown() for row in rows)]
+        self.widths = [max(map(len, column)) for column in zip(*numbers, strict=True)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        name = 2 + max(len(row.name) for row in self.rows)
+        # The rest is for names and evidence; a name is broken only where the evidence would have no room.
+        rest = options.max_width - sum(self.widths) - 4 * GAP
+        name = max(8, min(name, rest - SHORT_EVIDENCE))
+        heads = [
+            Text(head, style="bright_black")
+            for head in ("measured", first_label(self.rows), "after", "change", "")
+        ]
+        yield self._table(name, [heads])
+        for outcome, label in LABELS.items():
+            found = [row for row in self.rows if row.outcome == outcome]
+            if found:
+                yield Text(f"{MARKS[outcome]} {label}", style=STYLES[outcome])
+                yield self._table(name, [self._cells(row, STYLES[outcome]) for row in found])
+
+    def _table(self, name: int, rows: list[list[Text]]) -> Table:
+        table = Table.grid(padding=(0, GAP, 0, 0))
+        table.add_column(width=name, overflow="fold")
+        for width in self.widths:
+            table.add_column(width=width, justify="right", no_wrap=True)
+        table.add_column(overflow="fold")
+        for cells in rows:
+            table.add_row(*cells)
+        return table
+
+    def _cells(self, row: Change, style: str) -> list[Text]:
+        before, after, difference = row.shown()
+        evidence = as_text(row.evidence(), "bright_black", keep_newlines=False)
+        name = as_text(f"  {row.name}", keep_newlines=False)
+        return [name, Text(before), Text(after, style="bold"), Text(difference, style=style), evidence]
 
 
 def _samples(data: RunData) -> Group:

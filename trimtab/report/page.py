@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.units import format_bytes, format_count, format_seconds
-from trimtab.report import summary
+from trimtab.report import summary, verdicts
 from trimtab.report.buckets import shown_buckets, total
 from trimtab.report.charts import charts
+from trimtab.report.drawing import draw
 from trimtab.report.example import shown_runs
 from trimtab.report.plain import plain
 from trimtab.report.rundata import RunData, section
@@ -48,42 +49,47 @@ def script_json(value: Any) -> str:
 
     Example:
         >>> script_json({"a": "</script>"})
-        '{"a": "\\\\u003c/script\\\\u003e"}'
+        '{"a":"\\\\u003c/script\\\\u003e"}'
     """
-    text = json.dumps(value, allow_nan=False)
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
-def policy(scripts: list[str]) -> str:
-    """The page's Content-Security-Policy: these inline scripts by their hash, inline styles, nothing from outside.
+def policy(scripts: list[str], styles: str) -> str:
+    """The page's Content-Security-Policy: these inline scripts and styles by their hash, and nothing else.
 
-    Styles are open because plotly sets style attributes; scripts are not, so text that became a script element
-    by a mistake of ours would still not run.
+    Text that became a script or style element by a mistake of ours would still have no effect.
     """
-    digests = (hashlib.sha256(s.encode()).digest() for s in scripts)
-    hashes = " ".join(f"'sha256-{base64.b64encode(d).decode()}'" for d in digests)
+    script_hashes = " ".join(map(_hash, scripts)) or "'none'"
     return (
-        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
+        f"default-src 'none'; script-src {script_hashes}; style-src {_hash(styles)}; "
         "base-uri 'none'; form-action 'none'"
     )
 
 
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
 def render(data: RunData) -> str:
     """The page's HTML."""
-    from plotly.offline import get_plotlyjs
-
     environment = _environment()
-    drawn = charts(data)
-    figures = script_json({c.id: c.figure for c in drawn})
+    drawn = [picture for picture in map(draw, charts(data)) if picture is not None]
+    styles = (TEMPLATES / "page.css").read_text(encoding="utf-8")
     scripts: list[str] = []
     if drawn:
-        library = get_plotlyjs().replace("</script", "<\\/script").replace("\r\n", "\n").replace("\r", "\n")
-        draw = (TEMPLATES / "draw.js").read_text(encoding="utf-8")
-        scripts = [library, f"const figures = {figures};\n{draw}"]
+        figures = script_json({picture.id: picture.figure for picture in drawn})
+        script = (TEMPLATES / "hover.js").read_text(encoding="utf-8")
+        scripts = [f"const figures = {figures};\n{script}"]
     return environment.get_template("page.html").render(
-        policy=policy(scripts), scripts=scripts, charts=drawn, **_contents(data), **_how(data)
+        policy=policy(scripts, styles),
+        scripts=scripts,
+        styles=styles,
+        charts=drawn,
+        **_contents(data),
+        **_how(data),
     )
 
 
@@ -106,8 +112,7 @@ def _contents(data: RunData) -> dict[str, Any]:
     """What was learnt and what it took."""
     model = section(data.plan, "model")
     name = str(model.get("name", data.folder.name))
-    found = summary.verdict(data)
-    changes = summary.changes(data)
+    changes = verdicts.changes(data)
     facts = [
         str(model.get("family", "")),
         summary.parameters(model),
@@ -116,17 +121,16 @@ def _contents(data: RunData) -> dict[str, Any]:
     return {
         "title": name,
         "facts": [fact for fact in facts if fact],
-        "verdict": found,
+        "verdict": verdicts.verdict(changes),
         "measured": bool(changes),
-        "tiles": [c for c in changes if c.group != "probe"],
+        "nothing_tested": all(c.outcome == "untested" for c in changes),
         "probe": [c for c in changes if c.group == "probe"],
-        "first": summary.first_label(data),
+        "first": verdicts.first_label(changes),
         "speed": summary.speed(data),
         "memory": _memory(data),
         "example": _example(data),
         "samples": summary.samples(data),
         "answers": _answers(data),
-        "thresholds": (summary.LOSS_THRESHOLD, round(summary.SHARE_THRESHOLD * 100)),
         "last_step": data.of("train")[-1]["step"] if data.of("train") else None,
     }
 

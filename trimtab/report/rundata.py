@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -203,6 +204,32 @@ def _runs(value: Any) -> list[tuple[str, bool]]:
     raise ValueError(f"{value!r:.40} is not a list of stretches")
 
 
+def _item_results(value: Any) -> str:
+    """A digit per item, "1" where it was right."""
+    if isinstance(value, str) and set(value) <= {"0", "1"}:
+        return value
+    raise ValueError(f"{value!r:.40} is not a list of results")
+
+
+def _results_by_kind(value: Any) -> dict[str, str]:
+    return _map_values(_item_results, value)
+
+
+def _counts_by_kind(value: Any) -> dict[str, int]:
+    return _map_values(_count, value)
+
+
+def _unit_losses(value: Any) -> dict[str, Any]:
+    """Mean loss and tokens of each document: {"unit", "losses", "tokens"}."""
+    lists = [value.get(name) for name in ("losses", "tokens")] if isinstance(value, dict) else [None]
+    if not all(isinstance(found, list) for found in lists):
+        raise ValueError(f"{value!r:.40} are no losses by document")
+    losses, tokens = [_number(item) for item in value["losses"]], [_count(item) for item in value["tokens"]]
+    if len(losses) != len(tokens) or not all(tokens) or not all(map(math.isfinite, losses)):
+        raise ValueError("losses and tokens by document do not belong together")
+    return {"unit": _words(value.get("unit")), "losses": losses, "tokens": tokens}
+
+
 _PLAN_FIELDS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("model.name", "model.family", "memory.moment", "time.basis"), _words),
     **dict.fromkeys(("memory.needed", "memory.outside", "memory.available"), _count),
@@ -219,7 +246,7 @@ _FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
         **dict.fromkeys(("loss", "lr", "grad_norm", "tokens_per_second", "seconds", "memory_bytes"), _number),
     },
     "eval": {"step": _count, "name": _words, "loss": _number, "perplexity": _number},
-    "probe": {"step": _count, "scores": _scores},  # and `items`, how many of each kind, in newer runs
+    "probe": {"step": _count, "scores": _scores},
     "answers": {"step": _count, "exact": _count, "total": _count, "by_topic": _topics},
     "sample": {"step": _count, "prompt": _words, "completion": _words},
     "example": {
@@ -243,11 +270,20 @@ _FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
 }
 """What a record of each kind must hold; one that does not counts as damaged."""
 
+_OPTIONAL_FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "eval": {"units": _unit_losses},
+    "probe": {"items": _counts_by_kind, "right": _results_by_kind, "digest": _words},
+    "answers": {"right": _item_results, "digest": _words},
+}
+"""What a record may hold besides: results by item, which logs of older versions do not have."""
+
 
 def _record(line: str) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-        fields = _FIELDS[record["kind"]]
+        fields = dict(_FIELDS[record["kind"]])
+        optional = _OPTIONAL_FIELDS.get(record["kind"], {})
+        fields |= {name: convert for name, convert in optional.items() if record.get(name) is not None}
         return {**record, **{name: convert(record[name]) for name, convert in fields.items()}}
     except (
         ValueError,

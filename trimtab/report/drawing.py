@@ -1,0 +1,170 @@
+"""Charts as inline SVG: axes with round ticks, paths in the units of a viewBox that is stretched to any width.
+
+The lines' picture is stretched without keeping its proportions, with strokes that keep their width; labels stand in
+pictures of their own, at percentages, and are never stretched. So a chart fits every screen without a script, and
+needs no style attribute, which the page's policy forbids.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.facts.units import format_count
+from trimtab.report.charts import Chart, Line
+
+WIDTH, HEIGHT = 2000, 1000
+"""Units of the viewBox; about half a pixel on a wide screen."""
+HEADROOM = 0.04
+"""Of the range of values, left free above and below the lines."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A label at a place of its axis, in percent, and in units of the viewBox."""
+
+    label: str
+    percent: float
+    place: int
+    anchor: str = "middle"
+
+
+@dataclass(frozen=True)
+class Stroke:
+    """A line as it is drawn: SVG path data of the line and of its markers, and the last value for the legend."""
+
+    name: str
+    role: str
+    path: str
+    dots: str
+    last: str
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Everything a template needs to write one chart."""
+
+    id: str
+    title: str
+    large: bool
+    strokes: list[Stroke]
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
+    label: str
+    """The chart in words, for readers who do not see it."""
+    figure: dict[str, Any]
+    """For the script: ranges and points, rounded to what is shown."""
+
+
+def draw(chart: Chart) -> Drawing | None:
+    """A chart's picture; None where no point of it is finite.
+
+    Example:
+        >>> draw(Chart("a", "A", [Line("a", "train", [(0, 1.0), (10, 3.0)])], large=True)).strokes[0].path
+        'M0,963L2000,37'
+    """
+    finite = [(x, y) for line in chart.lines for x, y in line.points if math.isfinite(y)]
+    if not finite:
+        return None
+    x_range = _x_range([x for x, _ in finite])
+    y_range = _y_range([y for _, y in finite], from_zero=not chart.large)
+    strokes = [_stroke(line, x_range, y_range) for line in chart.lines]
+    x_ticks = [
+        _tick(_step(v), v, x_range, WIDTH) for v in ticks(*x_range, 8 if chart.large else 4, whole=True)
+    ]
+    y_ticks = [
+        _tick(number(v), v, y_range, HEIGHT, down=True) for v in ticks(*y_range, 6 if chart.large else 3)
+    ]
+    told = "; ".join(f"{stroke.name}, last {stroke.last}" for stroke in strokes)
+    figure = {
+        "x": x_range,
+        "y": y_range,
+        "lines": [
+            {
+                "name": line.name,
+                "role": line.role,
+                "x": [x for x, _ in line.points],
+                "y": [float(f"{y:.5g}") if math.isfinite(y) else None for _, y in line.points],
+            }
+            for line in chart.lines
+        ],
+    }
+    return Drawing(
+        chart.id, chart.title, chart.large, strokes, x_ticks, y_ticks, f"{chart.title}: {told}", figure
+    )
+
+
+def _x_range(values: list[int]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    return (low, high) if low < high else (low - 1, high + 1)
+
+
+def _y_range(values: list[float], *, from_zero: bool) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if from_zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    # Halves: the difference of two floats may be beyond the largest one.
+    room = 2 * HEADROOM * (high / 2 - low / 2) or HEADROOM * abs(high) or 1.0
+    bottom = low if from_zero and low == 0 else low - room
+    return max(bottom, -1e308), min(high + room, 1e308)
+
+
+def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
+    """At most `most` + 1 round numbers of a range, 1, 2 or 5 times a power of ten apart.
+
+    Example:
+        >>> ticks(0.0, 1.0, 5), ticks(0, 3, 8, whole=True)
+        ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0.0, 1.0, 2.0, 3.0])
+    """
+    rough = (high / most - low / most) or 1.0
+    power = 10.0 ** math.floor(math.log10(rough))
+    apart = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    if whole:
+        apart = max(1.0, apart)
+    first, last = math.ceil(low / apart - 1e-9), math.floor(high / apart + 1e-9)
+    digits = max(0, -math.floor(math.log10(apart))) if apart < 1 else 0
+    return [round(i * apart, digits) + 0.0 for i in range(first, last + 1)]
+
+
+def _tick(label: str, value: float, span: tuple[float, float], size: int, *, down: bool = False) -> Tick:
+    share = _share(value, span, down)
+    anchor = "start" if share < 0.03 else "end" if share > 0.97 else "middle"
+    return Tick(label, round(100 * share, 2), round(size * share), anchor)
+
+
+def _share(value: float, span: tuple[float, float], down: bool = False) -> float:
+    """Where a value lies in its range, from 0 to 1; `down` for pictures, whose zero is at the top."""
+    low, high = span
+    share = (value / 2 - low / 2) / (high / 2 - low / 2)
+    return 1 - share if down else share
+
+
+def _step(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) < 100_000 else format_count(value)
+
+
+def number(value: float) -> str:
+    """A value as an axis or a legend writes it, with four digits.
+
+    Example:
+        >>> number(1.20304), number(2e-05), number(12_000.0), number(0.0)
+        ('1.203', '2e-5', '12 K', '0')
+    """
+    if abs(value) >= 10_000:
+        return format_count(value) if abs(value) < 1e15 else f"{value:.1e}"
+    return f"{value:.4g}".replace("e-0", "e-").replace("-", "−", 1 if value < 0 else 0)
+
+
+def _stroke(line: Line, x_range: tuple[float, float], y_range: tuple[float, float]) -> Stroke:
+    path, dots, new = [], [], True
+    last = "—"
+    for x, y in line.points:
+        if not math.isfinite(y):
+            new = True
+            continue
+        place = f"{round(WIDTH * _share(x, x_range))},{round(HEIGHT * _share(y, y_range, down=True))}"
+        path.append(f"{'M' if new else 'L'}{place}")
+        dots.append(f"M{place}h0")
+        new, last = False, number(y)
+    return Stroke(line.name, line.role, "".join(path), "".join(dots) if line.markers else "", last)

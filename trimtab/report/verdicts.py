@@ -1,0 +1,271 @@
+"""What was gained and what was lost: every quantity measured twice, with the paired test of its change."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trimtab.report.paired import ALPHA, FEWEST, Flips, Shift, flips, holm, shift
+from trimtab.report.rundata import RunData
+from trimtab.report.summary import signed
+
+LABELS = {
+    "better": "better",
+    "worse": "worse",
+    "unchanged": "no measurable change",
+    "untested": "not tested",
+}
+PLURALS = {"document": "documents", "piece": "pieces", "group of documents": "groups of documents"}
+NO_ITEMS = "metrics.jsonl holds no results by item, which versions before this one did not write"
+OTHER_ITEMS = "other items were measured before and after"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One measured quantity before and after, and the paired test of the difference."""
+
+    name: str
+    before: float
+    after: float
+    unit: str
+    """`loss` (smaller is better) or `share` (larger is better)."""
+    group: str = "loss"
+    """loss, answers or probe."""
+    steps: tuple[int, int] = (0, 0)
+    """When it was measured; the first is 0 if it was measured before training."""
+    items: int | None = None
+    """Of shares: how many choices or problems they are shares of."""
+    test: Flips | Shift | None = None
+    """None where before and after cannot be compared pair by pair, for the reason in `untested`."""
+    sampled: str = "document"
+    """Of losses: what the test counts as one: a document, a piece or a group of documents."""
+    comparisons: int = 1
+    """Tests that are made at once."""
+    adjusted: float = 1.0
+    """The test's p-value after Holm's correction for all comparisons."""
+    untested: str = NO_ITEMS
+
+    @property
+    def outcome(self) -> str:
+        """`better`, `worse`, `unchanged` or `untested`; a loss that is no longer finite is worse without a test."""
+        if math.isfinite(self.before) and not math.isfinite(self.after):
+            return "worse"
+        if self.test is None:
+            return "untested"
+        if isinstance(self.test, Shift):
+            if self.test.p > ALPHA / self.comparisons:
+                return "unchanged"
+            return "better" if self.test.difference < 0 else "worse"
+        if self.adjusted > ALPHA:
+            return "unchanged"
+        return "better" if self.test.gained > self.test.lost else "worse"
+
+    @property
+    def label(self) -> str:
+        """The outcome in words."""
+        return LABELS[self.outcome]
+
+    def evidence(self) -> str:
+        """What the outcome rests on: how exact a loss's difference is, or the items that changed and p.
+
+        Example:
+            >>> Change("x", 12 / 14, 1.0, "share", items=14, test=Flips(2, 0, 14)).evidence()
+            '+2 −0, p = 1'
+        """
+        if isinstance(self.test, Flips):
+            return f"+{self.test.gained} −{self.test.lost}, {format_p(self.adjusted)}"
+        if isinstance(self.test, Shift):
+            low, high = self.interval()
+            reach = (high - low) / 2
+            units = f"{self.test.units} {PLURALS.get(self.sampled, self.sampled)}"
+            return f"± {reach:.{_digits(reach)}f}, {units}"
+        return ""
+
+    def interval(self) -> tuple[float, float]:
+        """Of a loss's difference; with those of all other comparisons it holds in 95 % of reports."""
+        assert isinstance(self.test, Shift)
+        return self.test.interval(ALPHA / self.comparisons)
+
+    def shown(self) -> tuple[str, str, str]:
+        """Before, after and difference, as people write them."""
+        if self.unit == "share":
+            return self._share(self.before), self._share(self.after), self._points()
+        difference = self.after - self.before
+        written = signed(difference, _digits(difference)) if math.isfinite(difference) else "—"
+        return f"{self.before:.3f}", f"{self.after:.3f}", written
+
+    def _share(self, share: float) -> str:
+        if self.items is None or not math.isfinite(share):
+            return f"{share:.0%}"
+        return f"{round(share * self.items)} of {self.items}"
+
+    def _points(self) -> str:
+        if not math.isfinite(self.after - self.before):
+            return "—"
+        # Of the rounded shares, so that the row adds up to what it shows.
+        points = round(self.after * 100) - round(self.before * 100)
+        return f"{signed(points, 0) if points else '±0'} points"
+
+    def text(self) -> str:
+        """`2.000 → 1.500 (−0.500)`; `3 of 90 → 41 of 90 (+42 points)`."""
+        before, after, difference = self.shown()
+        return f"{before} → {after} ({difference})"
+
+
+def format_p(p: float) -> str:
+    """A p-value with two significant digits.
+
+    Example:
+        >>> format_p(0.0312), format_p(2e-9), format_p(1.0)
+        ('p = 0.031', 'p < 0.001', 'p = 1')
+    """
+    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
+
+
+def _digits(value: float) -> int:
+    """Decimals with which a difference is not written as zero: three, or as many as its first digit takes.
+
+    Example:
+        >>> _digits(0.5), _digits(0.00042), _digits(0.0)
+        (3, 4, 3)
+    """
+    if value == 0 or not math.isfinite(value):
+        return 3
+    return max(3, min(9, -math.floor(math.log10(abs(value)))))
+
+
+def changes(data: RunData) -> list[Change]:
+    """Every quantity that was measured at two steps, tested where possible: losses, exact answers, probe scores.
+
+    All tests of a report are corrected together.
+    """
+    rows = [*_loss_changes(data), *_answer_changes(data), *_probe_changes(data)]
+    tested = [row.test.p for row in rows if row.test is not None]
+    adjusted = iter(holm(tested))
+    return [
+        row if row.test is None else replace(row, comparisons=len(tested), adjusted=next(adjusted))
+        for row in rows
+    ]
+
+
+def _loss_changes(data: RunData) -> list[Change]:
+    rows = []
+    for name in data.eval_names():
+        pair = data.before_after("eval", name=name)
+        if pair is None:
+            continue
+        row = Change(f"{name} loss", pair[0]["loss"], pair[1]["loss"], "loss", "loss", _steps(pair))
+        before, after = (record.get("units") for record in pair)
+        if before and after:
+            same = (before["unit"], before["tokens"]) == (after["unit"], after["tokens"])
+            test = shift(before["losses"], after["losses"], before["tokens"]) if same else None
+            few = f"fewer than {FEWEST} {PLURALS.get(before['unit'], before['unit'])}"
+            row = replace(row, test=test, sampled=before["unit"], untested=few if same else OTHER_ITEMS)
+        rows.append(row)
+    return rows
+
+
+def _answer_changes(data: RunData) -> list[Change]:
+    pair = data.before_after("answers")
+    if pair is None:
+        return []
+    shares = [record["exact"] / max(1, record["total"]) for record in pair]
+    items = pair[0]["total"] if pair[0]["total"] == pair[1]["total"] else None
+    row = Change("exact answers", shares[0], shares[1], "share", "answers", _steps(pair), items)
+    before, after = (record.get("right") for record in pair)
+    return [_tested(row, before, after, same=_same_items(pair))]
+
+
+def _probe_changes(data: RunData) -> list[Change]:
+    """All choices together first, then kind by kind."""
+    pair = data.before_after("probe")
+    if pair is None:
+        return []
+    before, after = (record["scores"] for record in pair)
+    items = pair[1].get("items") or {}
+    results = [record.get("right") or {} for record in pair]
+    same = _same_items(pair)
+    kinds = [kind for kind in after if kind in before]
+    rows = []
+    number = sum(items.get(kind, 0) for kind in kinds)
+    if len(kinds) > 1 and all(kind in items for kind in kinds) and number:
+        first, last = (sum(s[kind] * items[kind] for kind in kinds) / number for s in (before, after))
+        row = Change("probe: all", first, last, "share", "probe", _steps(pair), number)
+        whole = ["".join(r[kind] for kind in kinds) if set(kinds) <= set(r) else None for r in results]
+        rows.append(_tested(row, *whole, same=same))
+    for kind in kinds:
+        row = Change(
+            f"probe: {kind}", before[kind], after[kind], "share", "probe", _steps(pair), items.get(kind)
+        )
+        rows.append(_tested(row, *(r.get(kind) for r in results), same=same))
+    return rows
+
+
+def _tested(row: Change, before: str | None, after: str | None, *, same: bool) -> Change:
+    """The row with the test of its items' results, a digit each; not tested where they are missing or others."""
+    if before is None or after is None:
+        return row
+    if not same or len(before) != len(after):
+        return replace(row, untested=OTHER_ITEMS)
+    return replace(row, test=flips([item == "1" for item in before], [item == "1" for item in after]))
+
+
+def _same_items(pair: tuple[dict[str, Any], dict[str, Any]]) -> bool:
+    return pair[0].get("digest") == pair[1].get("digest")
+
+
+def _steps(pair: tuple[dict[str, Any], dict[str, Any]]) -> tuple[int, int]:
+    return pair[0]["step"], pair[1]["step"]
+
+
+def first_label(rows: list[Change]) -> str:
+    """What the first measurements are called: `before`, or their step where none was made before training."""
+    first = min((row.steps[0] for row in rows), default=0)
+    return "before" if first == 0 else f"step {first}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Changes by outcome."""
+
+    gained: list[Change]
+    lost: list[Change]
+    unchanged: list[Change]
+    untested: list[Change]
+
+    def explanation(self) -> str:
+        """How the outcomes were found, in one or two sentences; empty where nothing was measured twice."""
+        tested = [row for row in (*self.gained, *self.lost, *self.unchanged) if row.test is not None]
+        sentences = []
+        if tested:
+            comparisons = f"{len(tested)} comparison{'s' if len(tested) > 1 else ''}"
+            sentences.append(
+                "Before and after are compared on the same items. Shares: how many became right (+) and wrong (−), "
+                f"and p of McNemar's exact test after Holm's correction for {comparisons}. "
+                "Losses: the difference's confidence interval (±) over documents, corrected alike. "
+                f"If nothing had changed, at most {ALPHA:.0%} of reports would claim any change."
+            )
+        if self.untested:
+            reasons: dict[str, list[str]] = {}
+            for row in self.untested:
+                reasons.setdefault(row.untested, []).append(row.name)
+            all_of_it = not tested and len(reasons) == 1
+            why = "; ".join(
+                reason if all_of_it else f"{', '.join(names)} ({reason})" for reason, names in reasons.items()
+            )
+            sentences.append(f"Without a paired test nothing is claimed: {why}.")
+        return " ".join(sentences)
+
+
+def verdict(rows: list[Change]) -> Verdict:
+    """Changes sorted by their outcome.
+
+    Example:
+        >>> verdict(changes(read_run(Path("runs/demo")))).lost  # doctest: +SKIP
+        []
+    """
+    sorted_out: dict[str, list[Change]] = {outcome: [] for outcome in LABELS}
+    for row in rows:
+        sorted_out[row.outcome].append(row)
+    return Verdict(*sorted_out.values())
