@@ -95,16 +95,18 @@ def evaluate(
 def _table(records: list[dict[str, Any]]) -> Table:
     from trimtab.report.plain import as_text
 
-    table = Table(box=None, padding=(0, 3, 0, 0))
+    table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("measured", overflow="fold")
-    table.add_column("result", justify="right")
+    table.add_column("result", justify="right", no_wrap=True)
     table.add_column("95% interval", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for record in records:
         if record["kind"] == "eval":
             table.add_row(
-                as_text(f"loss on {record['name']} ({record['tokens']} tokens)"),
+                as_text(f"loss on {record['name']}"),
                 f"{record['loss']:.4f} (perplexity {record['perplexity']:.2f})",
                 _loss_interval(record["units"]),
+                f"{record['tokens']} tokens",
             )
         elif record["kind"] == "answers":
             table.add_row("exact answers", *_share(record["exact"], record["total"]))
