@@ -119,7 +119,7 @@ def test_plan_json_has_the_agreed_keys() -> None:
         "trained_tokens": 5_017_600,
     }
     assert {"flops_per_token", "seconds", "basis"} <= set(made["time"])
-    assert set(made["disk"]) == {"checkpoint_bytes", "total_bytes"}
+    assert set(made["disk"]) == {"checkpoint_bytes", "total_bytes", "checkpoints"}
     assert made["choices"]["attention"]["impl"] == "varlen"
     assert made["choices"]["optimizer"]["name"] == "adamw_8bit"
 
@@ -159,14 +159,40 @@ def test_flops_per_token_of_the_reference_model() -> None:
     assert plan().time.flops_per_token == pytest.approx(products + attention, rel=1e-6)
 
 
-def test_disk_counts_the_kept_the_best_and_the_one_being_written() -> None:
-    disk = plan().disk
-    assert disk.checkpoint_bytes == pytest.approx(plan().memory.before.total, rel=1e-3)
-    assert disk.total_bytes == 4 * disk.checkpoint_bytes
-    assert plan("data.eval_share=0").disk.total_bytes == 3 * disk.checkpoint_bytes
-    check_disk(disk, disk.total_bytes, "here")
-    with pytest.raises(ResourceError, match="save_total_limit"):
-        check_disk(disk, disk.total_bytes - 1, "here")
+def test_disk_counts_the_checkpoints_that_are_there_at_once() -> None:
+    facts = DataFacts(windows=16_000, tokens=16_000_000, fill=1.0)  # 1000 steps
+    one = plan().disk.checkpoint_bytes
+    assert one == pytest.approx(plan().memory.before.total, rel=1e-3)
+
+    def count(*overrides: str, data: DataFacts | None = facts) -> int:
+        total = plan(*overrides, data=data).disk.total_bytes
+        assert total % one == 0
+        return total // one
+
+    assert count() == 2  # saved at 500 and 1000, evaluated at the end
+    assert count("save_steps=100") == 3  # two kept, one being written
+    assert count("save_steps=100", "eval_steps=50") == 4  # and the best
+    assert count("save_steps=100", "eval_steps=50", "data.eval_share=0") == 3  # nothing finds a best one
+    assert count("save_steps=100", "save_total_limit=30") == 10  # there are no more
+    assert count("save_steps=null") == count("save_steps=null", data=None) == 1
+    assert count("save_steps=null", "eval_steps=400") == 3  # 400, 800 and 1000
+    assert count("save_steps=600", "eval_steps=400", "save_total_limit=9") == 4  # 400, 600, 800, 1000
+    assert count("save_steps=100", data=None) == 3
+
+
+def test_the_disk_remedy_makes_the_checkpoints_fit() -> None:
+    disk = plan("save_steps=100", "eval_steps=50", "save_total_limit=5").disk
+    one = disk.checkpoint_bytes
+    check_disk(disk, 7 * one, "here")
+    with pytest.raises(ResourceError, match="7 checkpoints.*save_total_limit: 4"):
+        check_disk(disk, 7 * one - 1, "here")
+    check_disk(plan("save_steps=100", "eval_steps=50", "save_total_limit=4").disk, 7 * one - 1, "here")
+    with pytest.raises(ResourceError, match="save_steps: null and eval_steps: null"):
+        check_disk(disk, one, "here")
+    check_disk(plan("save_steps=null", "eval_steps=null", "save_total_limit=5").disk, one, "here")
+    with pytest.raises(ResourceError) as caught:
+        check_disk(disk, one - 1, "here")
+    assert str(caught.value).endswith("; free some space, set output_dir to another disk")
 
 
 def sized(gigabytes: float) -> DeviceFacts:

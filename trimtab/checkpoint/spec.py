@@ -24,18 +24,6 @@ def checkpoint_bytes(parameter_bytes: int, optimizer_bytes: int, num_tensors: in
     return parameter_bytes + optimizer_bytes + num_tensors * TENSOR_OVERHEAD + STATE_BYTES
 
 
-def disk_bytes(one_checkpoint: int, keep_last: int, *, best: bool = True) -> int:
-    """Disk that a run's checkpoints take at most: those kept, the best one, and the one being written.
-
-    The oldest is removed only after the newest is complete, so there is one more than `keep_last`.
-
-    Example:
-        >>> disk_bytes(100, keep_last=2)
-        400
-    """
-    return (keep_last + 1 + int(best)) * one_checkpoint
-
-
 def host_bytes(one_checkpoint: int, largest_tensor: int, *, num_ranks: int = 1) -> int:
     """Host memory a process needs while it saves: the copy of its share, and two files' worth of scratch.
 

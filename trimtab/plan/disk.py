@@ -1,8 +1,9 @@
-"""Disk that a run takes: checkpoints as often as they are kept."""
+"""Disk that a run takes: as many checkpoints as it writes and keeps at once."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import dataclass
 from typing import Any
 
 from trimtab.checkpoint import spec as checkpoint_spec
@@ -11,36 +12,108 @@ from trimtab.facts.units import format_bytes
 
 
 @dataclass(frozen=True)
+class Saving:
+    """When a run saves and what it keeps, as its recipe has it."""
+
+    keep: int
+    """`save_total_limit`: the newest so many checkpoints."""
+    save_steps: int | None
+    """Every so many steps; None for the end only."""
+    best_steps: int | None
+    """Steps between evaluations that may find a best checkpoint; None where only the one at the end can."""
+    total_steps: int | None
+    """Steps of the run; None where they are not known yet."""
+
+    @property
+    def saves(self) -> int | None:
+        """Steps that are saved at most, the last one included; None where their number is not known."""
+        every = [steps for steps in (self.save_steps, self.best_steps) if steps is not None]
+        if not every:
+            return 1
+        total = self.total_steps
+        if total is None:
+            return None
+        count = sum(total // steps for steps in every)
+        if len(every) == 2:
+            count -= total // math.lcm(*every)
+        return count + int(all(total % steps for steps in every))
+
+    def standing(self, keep: int | None = None) -> int:
+        """Checkpoints that are on the disk at once, the one being written included, where `keep` are kept.
+
+        The oldest goes only after the newest is complete. The best one is kept besides where evaluations between saves
+        can find one.
+
+        Example:
+            >>> Saving(keep=2, save_steps=10, best_steps=None, total_steps=100).standing()
+            3
+            >>> Saving(keep=2, save_steps=None, best_steps=None, total_steps=100).standing()
+            1
+        """
+        most = (self.keep if keep is None else keep) + 1 + int(self.best_steps is not None)
+        return most if self.saves is None else min(self.saves, most)
+
+
+@dataclass(frozen=True)
 class Disk:
     """Bytes on disk."""
 
     checkpoint_bytes: int
     """One checkpoint: weights, optimizer states, a little for names and positions."""
-    total_bytes: int
-    """The most that stands at once: those kept, the best one, and the one being written."""
+    saving: Saving
+
+    @property
+    def total_bytes(self) -> int:
+        """The most that is there at once: what is kept, the best one, and the one being written."""
+        return self.checkpoint_bytes * self.saving.standing()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return asdict(self)
+        return {
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "total_bytes": self.total_bytes,
+            "checkpoints": self.saving.standing(),
+        }
 
 
-def estimate(weights: int, states: int, num_tensors: int, keep: int, *, best: bool) -> Disk:
-    """Disk of a run that keeps its newest `keep` checkpoints, and the best if evaluation chooses one.
+def estimate(weights: int, states: int, num_tensors: int, saving: Saving) -> Disk:
+    """Disk of a run with so many bytes of trained weights and optimizer states.
 
     Example:
-        >>> disk = estimate(1000, 0, 0, keep=1, best=False)
+        >>> disk = estimate(1000, 0, 0, Saving(keep=1, save_steps=5, best_steps=None, total_steps=None))
         >>> disk.total_bytes == 2 * disk.checkpoint_bytes
         True
     """
-    one = checkpoint_spec.checkpoint_bytes(weights, states, num_tensors)
-    return Disk(one, checkpoint_spec.disk_bytes(one, keep, best=best))
+    return Disk(checkpoint_spec.checkpoint_bytes(weights, states, num_tensors), saving)
 
 
 def check_disk(disk: Disk, free_bytes: int, folder: str) -> None:
     """Raise a ResourceError if the checkpoints do not fit beside what is on the disk already."""
-    if disk.total_bytes > free_bytes:
-        raise ResourceError(
-            f"the checkpoints take up to {format_bytes(disk.total_bytes)} and {folder} has "
-            f"{format_bytes(free_bytes)} free",
-            "free some space, set output_dir to another disk, or lower save_total_limit",
-        )
+    if disk.total_bytes <= free_bytes:
+        return
+    count = disk.saving.standing()
+    what = (
+        "the checkpoint takes" if count == 1 else f"{count} checkpoints, as many as there are at once, take"
+    )
+    raise ResourceError(
+        f"{what} {format_bytes(disk.total_bytes)} and {folder} has {format_bytes(free_bytes)} free",
+        f"free some space, set output_dir to another disk{_fewer(disk, free_bytes)}",
+    )
+
+
+def check_room(disk: Disk, free_bytes: int, folder: str) -> None:
+    """Raise a ResourceError if not even one more checkpoint fits: enough for a run whose others are there already."""
+    check_disk(Disk(disk.checkpoint_bytes, Saving(1, None, None, None)), free_bytes, folder)
+
+
+def _fewer(disk: Disk, free_bytes: int) -> str:
+    """Keys that make the checkpoints fit, as the rest of a remedy; empty where none do."""
+    fitting = free_bytes // disk.checkpoint_bytes
+    for keep in range(disk.saving.keep - 1, 0, -1):
+        if disk.saving.standing(keep) <= fitting:
+            return f", or set save_total_limit: {keep}"
+    if not fitting:
+        return ""
+    keys = ["save_steps: null"] if disk.saving.save_steps is not None else []
+    keys += ["eval_steps: null"] if disk.saving.best_steps is not None else []
+    return f", or save only at the end ({' and '.join(keys)})"

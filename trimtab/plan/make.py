@@ -109,8 +109,7 @@ def make_plan(
         job.trained.trained_bytes,
         memory.peak.optimizer,
         3 * num_tensors,  # a weight and two moments; 8-bit scales are small
-        recipe.save_total_limit,
-        best=has_domain_set(recipe),
+        _saving(recipe, plan_data.total_steps(recipe, data, num_devices)),
     )
     return Plan(
         recipe=recipe,
@@ -188,6 +187,13 @@ def _loss_memory(choices: dict[str, Any]) -> int | None:
         memory["loss_memory"] if "loss_memory" in memory else choices.get("loss", {}).get("memory_bytes")
     )
     return held
+
+
+def _saving(recipe: Recipe, steps: int | None) -> plan_disk.Saving:
+    """When a recipe saves. Evaluations choose a best checkpoint where there is a set to measure loss on."""
+    measured = has_domain_set(recipe) or bool(recipe.data.eval.general)
+    best = recipe.eval_steps if measured else None
+    return plan_disk.Saving(recipe.save_total_limit, recipe.save_steps, best, steps)
 
 
 def _notes(recipe: Recipe, job: Job, device: DeviceFacts) -> list[str]:
