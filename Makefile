@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check format docs clean
+.PHONY: help demo test kills check format docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -28,6 +28,9 @@ demo: $(VENV)/.train  ## train the embedded model on mathematics, on this machin
 
 test: $(VENV)/.dev  ## all tests that this machine can run
 	@$(BIN)/python tools/test.py
+
+kills: $(VENV)/.dev  ## kill -9 real runs at 100 random instants, resume them, compare every loss
+	@$(BIN)/python -m tests.real.kills --count 100
 
 check: $(VENV)/.dev  ## lint, types and the import contract, in a minute
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

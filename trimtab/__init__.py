@@ -23,6 +23,7 @@ from trimtab.facts.openmp import limit_spinning
 if TYPE_CHECKING:
     from trimtab.api import Model, RunResult, load, plan_run, resume, train
     from trimtab.facts.errors import TrimtabError
+    from trimtab.run.listing import runs
     from trimtab.trainer.callbacks import Callback
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ _HOMES = {
     "train": "trimtab.api",
     "plan_run": "trimtab.api",
     "resume": "trimtab.api",
+    "runs": "trimtab.run.listing",
     "Model": "trimtab.api",
     "RunResult": "trimtab.api",
     "TrimtabError": "trimtab.facts.errors",
@@ -49,6 +51,7 @@ __all__ = [
     "load",
     "plan_run",
     "resume",
+    "runs",
     "train",
 ]
 

@@ -75,6 +75,8 @@ def test_two_processes_on_one_run_folder(world: World, job: Job, cli: Call, tmp_
 
 def test_resume_of_what_is_no_run(cli: Call, world: World, tmp_path: Path) -> None:
     cli("train", "--resume", tmp_path / "absent").refused(5, "absent")
+    cli("train", "--resume", tmp_path).refused(5, "no run was begun")
+    (tmp_path / "notes.txt").touch()
     cli("train", "--resume", tmp_path).refused(5, "not a run folder")
     run = shutil.copytree(world.run, tmp_path / "run")
     choices = json.loads((run / "choices.json").read_text())
@@ -164,7 +166,7 @@ def test_a_disk_too_small_for_the_plan(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=10_000))
-    cli("train", job()).refused(6, "save_total_limit")
+    cli("train", job()).refused(6, "the checkpoint takes", "output_dir")
     assert not (tmp_path / "run").exists()
 
 

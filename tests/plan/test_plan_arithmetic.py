@@ -184,7 +184,7 @@ def test_the_disk_remedy_makes_the_checkpoints_fit() -> None:
     disk = plan("save_steps=100", "eval_steps=50", "save_total_limit=5").disk
     one = disk.checkpoint_bytes
     check_disk(disk, 7 * one, "here")
-    with pytest.raises(ResourceError, match="7 checkpoints.*save_total_limit: 4"):
+    with pytest.raises(ResourceError, match=r"7 checkpoints.*save_total_limit: 4"):
         check_disk(disk, 7 * one - 1, "here")
     check_disk(plan("save_steps=100", "eval_steps=50", "save_total_limit=4").disk, 7 * one - 1, "here")
     with pytest.raises(ResourceError, match="save_steps: null and eval_steps: null"):

@@ -19,7 +19,10 @@ ALLOWED = [
     "eval_on_start=false",
     "save_steps=3",
     "save_total_limit=7",
+    "max_steps=20",
+    "num_train_epochs=1",
     "report_to=[wandb]",
+    "device=cpu",
     "output_dir=elsewhere",
     "data.num_proc=3",
     "data.cache_dir=elsewhere",
@@ -63,13 +66,11 @@ def test_every_allowed_key_exists_and_is_tried() -> None:
         "model=b",
         "model.revision=c",
         "dtype=bf16",
-        "device=cpu",
+        "model.attn_implementation=reference",
         "optim=adamw_8bit",
         "deterministic=true",
         "data.eval_share=0.2",
         "data.replay.sources=[z]",
-        "max_steps=20",
-        "num_train_epochs=1",
         "data.eval.general=[h]",
         "weight_decay=0",
         "gradient_dtype=bf16",
@@ -86,43 +87,10 @@ def test_all_changes_are_listed() -> None:
         check_resume(loads(TEXT), loads(TEXT, ["seed=1", "packing=false", "logging_steps=1"]))
     assert str(caught.value) == (
         "a resumed run may not change seed (42 → 1), packing (True → False); "
-        "set them back, or start a new run from the checkpoint's weights"
+        "set them back, or start a new run from this one's weights: "
+        "`trimtab train RUN/recipe.yaml output_dir=RUN-2 model.name=RUN`"
     )
 
 
-def test_a_constant_schedule_may_go_on_longer() -> None:
-    for kind, ok in [("constant", True), ("constant_with_warmup", True), ("warmup_stable_decay", False)]:
-        old = loads(TEXT, [f"lr_scheduler_type={kind}"])
-        new = loads(TEXT, [f"lr_scheduler_type={kind}", "max_steps=100"])
-        if ok:
-            check_resume(old, new)
-            check_resume(old, loads(TEXT, [f"lr_scheduler_type={kind}", "num_train_epochs=3"]))
-        else:
-            with pytest.raises(RecipeError, match="the number of steps decides"):
-                check_resume(old, new)
-
-
-def test_a_warm_up_by_share_pins_the_number_of_steps() -> None:
-    flags = ["lr_scheduler_type=constant_with_warmup", "warmup_ratio=0.1"]
-    with pytest.raises(RecipeError, match="max_steps"):
-        check_resume(loads(TEXT, flags), loads(TEXT, [*flags, "max_steps=100"]))
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "began", "fine"),
-    [
-        ("cuda", "cuda:1", "cuda", True),
-        ("cuda:1", "cuda:0", "cuda", True),
-        ("auto", "cuda:1", "cuda", True),
-        ("auto", "cpu", "cpu", True),
-        ("auto", "cuda:1", "cpu", False),
-        ("cuda:1", "cpu", "cuda", False),
-    ],
-)
-def test_another_gpu_and_no_other_kind_of_device(before: str, now: str, began: str, fine: bool) -> None:
-    old, new = loads(TEXT, [f"device={before}"]), loads(TEXT, [f"device={now}"])
-    if fine:
-        check_resume(old, new, device=began)
-        return
-    with pytest.raises(RecipeError, match=f"device \\('{before}' → '{now}'\\)"):
-        check_resume(old, new, device=began)
+def test_implementations_may_change_with_the_device() -> None:
+    check_resume(loads(TEXT), loads(TEXT, ["device=cpu", "model.attn_implementation=reference"]))

@@ -16,8 +16,8 @@ import traceback
 from pathlib import Path
 
 from trimtab import launch
+from trimtab.facts.errors import CheckpointError
 from trimtab.recipe import load
-from trimtab.run.folder import RunFolder
 
 
 class Silent:
@@ -27,24 +27,28 @@ class Silent:
 
     def plan(self, plan: object) -> None: ...
     def message(self, text: str) -> None:
-        with open(os.environ["KILL_LOG"], "a") as file:
+        with open(os.environ.get("KILL_LOG", os.devnull), "a") as file:
             file.write(text + "\n")
 
     def working(self, what: str, done: int, total: int | None, unit: str = "") -> None: ...
     def record(self, record: object) -> None: ...
 
 
-def child(recipe: Path) -> int:
-    """Start or continue, as a person would."""
-    folder = Path(load(recipe).output_dir)
-    if RunFolder.is_run(folder):
+def supervised(recipe: Path, folder: Path, *, resume_first: bool) -> int:
+    """Starts or continues a run as supervisors do; neither may ever be refused.
+
+    With `resume_first` whatever folder exists is resumed, otherwise the recipe is started unless that is refused
+    because the folder holds a run.
+    """
+    if resume_first and folder.exists():
         finished = launch.resume(folder, [], Silent())
     else:
-        if folder.exists():  # killed before it became a run: nothing of value is in there
-            import shutil
-
-            shutil.rmtree(folder)
-        finished = launch.train(load(recipe), Silent())
+        try:
+            finished = launch.train(load(recipe), Silent())
+        except CheckpointError as error:
+            if "already holds a run" not in str(error):
+                raise
+            finished = launch.resume(folder, [], Silent())
     return 0 if finished.status == "finished" else 3
 
 
@@ -53,12 +57,12 @@ def main() -> None:
     rng = random.Random(int(sys.argv[3]))
     killed = during_save = graceful = 0
     folder = Path(load(recipe).output_dir)
-    for _ in range(400):
+    for attempt in range(400):
         pid = os.fork()
         if pid == 0:
             code = 99
             try:
-                code = child(recipe)
+                code = supervised(recipe, folder, resume_first=attempt % 3 > 0)
             finally:  # a forked child must not return into this loop
                 if code == 99:
                     traceback.print_exc()

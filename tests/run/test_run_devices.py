@@ -15,6 +15,7 @@ from trimtab import launch
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.launch import detect
 from trimtab.launch.device import current_gpu
+from trimtab.launch.moving import device_of
 from trimtab.launch.preparing import Frozen, prepare
 from trimtab.recipe import load
 from trimtab.run.torch_setup import on_device_of
@@ -128,10 +129,16 @@ def test_a_resumed_run_takes_the_gpu_that_is_named_now(
     recipe = load(write_recipe(tmp_path, device="cuda"))
     began = prepare(recipe)
     assert began.choices.device == "cuda"
-    frozen = Frozen(began.choices, began.model, None)
-    elsewhere = prepare(load(write_recipe(tmp_path, device="cuda:1")), frozen)
+    named = load(write_recipe(tmp_path, device="cuda:1"))
+    device = device_of(began.choices, named, tmp_path, asked=True)
+    elsewhere = prepare(named, Frozen(began.choices, began.model, None, device))
     assert (elsewhere.device.name, elsewhere.choices) == ("GPU 1", began.choices)
-    assert prepare(load(write_recipe(tmp_path, device="auto")), frozen).device.name == "GPU 0"
+    assert device_of(began.choices, named, tmp_path, asked=False).name == "GPU 1"
+    unnamed = load(write_recipe(tmp_path, device="auto"))
+    assert device_of(began.choices, unnamed, tmp_path, asked=False).name == "GPU 0"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ResourceError, match="device=cpu"):
+        device_of(began.choices, unnamed, tmp_path, asked=False)
 
 
 def test_models_on_several_gpus_are_each_used_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from trimtab.run.folder import RunFolder, read_json, write_json, write_text
 
 def test_a_new_folder_is_made_locked_and_taken_away_again(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a" / "run")
-    with contextlib.suppress(RuntimeError), folder.create():
+    with contextlib.suppress(RuntimeError), folder.create("model: x"):
         write_text(folder.recipe, "model: x")
         folder.checkpoints.mkdir()
         with pytest.raises(CheckpointError, match="in use"):
@@ -25,17 +25,17 @@ def test_a_new_folder_is_made_locked_and_taken_away_again(tmp_path: Path) -> Non
 
 def test_a_folder_that_was_there_stays_and_is_emptied(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    with folder.create():
+    with folder.create("model: x"):
         write_json(folder.choices, {})
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-    with folder.create():  # and may be used again
+    with folder.create("model: x"):  # and may be used again
         pass
 
 
 @pytest.mark.parametrize("what", ["metrics", "checkpoint"])
 def test_what_was_learnt_stays(tmp_path: Path, what: str) -> None:
     folder = RunFolder(tmp_path / "run")
-    with contextlib.suppress(KeyboardInterrupt), folder.create():
+    with contextlib.suppress(KeyboardInterrupt), folder.create("model: x"):
         if what == "metrics":
             folder.metrics.write_text('{"kind": "memory"}\n{"kind": "train", "step": 1}\n')
         else:
@@ -53,7 +53,7 @@ def test_foreign_files_are_never_touched(tmp_path: Path) -> None:
         folder.check_new()
     (tmp_path / ".lock").write_text("")
     (tmp_path / ".git").mkdir()
-    with pytest.raises(CheckpointError, match=r"\.git"), folder.create():
+    with pytest.raises(CheckpointError, match=r"\.git"), folder.create("model: x"):
         pass
     assert (tmp_path / "recipe.yaml").read_text() == "mine"
     assert (tmp_path / ".git").is_dir()
@@ -61,7 +61,7 @@ def test_foreign_files_are_never_touched(tmp_path: Path) -> None:
 
 def test_files_that_appear_during_a_failed_start_are_left_alone(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    with contextlib.suppress(RuntimeError), folder.create():
+    with contextlib.suppress(RuntimeError), folder.create("model: x"):
         (folder.path / "notes.txt").write_text("mine")
         raise RuntimeError
     assert (folder.path / "notes.txt").read_text() == "mine"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from run_kill import drive, losses
+from run_kill import DRIVER, drive, losses
 from tiny_model import write_recipe
 
 
@@ -31,3 +35,15 @@ def test_terminated_at_random_instants(whole: Path, tmp_path: Path) -> None:
     result = drive(recipe, 6, 2, signal.SIGTERM, 1.5)
     assert result["graceful"] + result["killed"] >= 3
     assert losses(tmp_path / "run") == losses(whole / "run")
+
+
+def test_a_start_killed_at_any_file_operation_is_taken_up_by_train_and_by_resume(tmp_path: Path) -> None:
+    """Every seventh of them; `make kills` tries them all."""
+    recipe = write_recipe(tmp_path, num_train_epochs=None, max_steps=2, eval_steps=None, eval_on_start=False)
+    command = [sys.executable, str(DRIVER.with_name("kill_starts.py")), str(recipe), "7"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["failures"] == []
+    assert result["kills"] >= 5

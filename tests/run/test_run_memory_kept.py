@@ -51,7 +51,9 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def resumed(begun: Prepared, recipe: Path, *changes: str) -> Prepared:
-    return prepare(load(recipe, changes), Frozen(begun.choices, begun.model, None, memory_changed=True))
+    return prepare(
+        load(recipe, changes), Frozen(begun.choices, begun.model, None, begun.device, memory_changed=True)
+    )
 
 
 @pytest.mark.parametrize(

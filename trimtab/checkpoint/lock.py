@@ -18,6 +18,8 @@ from trimtab.facts.errors import CheckpointError
 
 # msvcrt locks byte ranges and others then cannot read them: lock one far behind the holder's name.
 _LOCKED_BYTE = 2**30
+LOOK_SECONDS = 0.2
+"""Longer than it takes to look whether a lock is held."""
 
 
 def _lock_now(descriptor: int) -> bool:
@@ -35,6 +37,23 @@ def _lock_now(descriptor: int) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     return True
+
+
+def is_held(path: Path) -> bool:
+    """Whether somebody holds the lock on a file, which is neither created nor written to.
+
+    Example:
+        >>> is_held(Path("runs/demo/.lock"))        # doctest: +SKIP
+        False
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not _lock_now(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class FileLock:
@@ -119,6 +138,9 @@ class RunLock:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             taken = self._lock.try_acquire()
+            if not taken:  # it may only be looked at (`is_held`)
+                time.sleep(LOOK_SECONDS)
+                taken = self._lock.try_acquire()
         except OSError as error:
             raise CheckpointError(
                 f"cannot write in the run folder {self.folder}: {error.strerror or error}",

@@ -57,8 +57,9 @@ class Store:
 
     `save` copies the state to host memory, returns, and lets a thread write it; one save is under way at a
     time. What goes wrong in that thread is announced at once and raised by the next `save` or `wait`.
-    `on_event` receives one-line messages, some of them from that thread. `base` names the frozen weights that are
-    not saved; it goes into every manifest.
+    `on_event` receives one-line messages, some of them from that thread, and `on_published` the step of every
+    checkpoint that is complete, from there too (on rank 0). `base` names the frozen weights that are not saved; it goes
+    into every manifest.
 
     Example:
         >>> store = Store("run/checkpoints", keep_last=2)                           # doctest: +SKIP
@@ -74,6 +75,7 @@ class Store:
         *,
         keep_last: int | None = 2,
         on_event: Callable[[str], None] = print,
+        on_published: Callable[[int], None] | None = None,
         file_bytes: int = FILE_BYTES,
         base: dict[str, Any] | None = None,
     ) -> None:
@@ -81,6 +83,7 @@ class Store:
         self.folder = Path(folder)
         self.keep_last = keep_last
         self._report = on_event
+        self._on_published = on_published
         self._file_bytes = file_bytes
         self._base = base
         self._ranks = Ranks()
@@ -307,6 +310,8 @@ class Store:
         places.sync_folder(staging)
         manifests.verify(staging, checksums=False)
         self._published = places.publish(self.folder, staging, job.step).name
+        if self._on_published is not None:
+            self._on_published(job.step)
         places.point(self.folder)
         return places.prune(self.folder, self.keep_last)
 

@@ -22,6 +22,7 @@ VERBS = {
     "demo": "Train the embedded model on mathematics here and now: two minutes, nothing to download.",
     "train": "Train what a recipe describes, or continue a run that stopped.",
     "plan": "Say what a recipe will take, without training anything.",
+    "runs": "List runs: how far each came, its state, what it takes on disk.",
     "eval": "Measure a model: loss on text, grammar and reasoning probe, exact answers.",
     "generate": "Write text with a model: one prompt, streaming, or a whole file of them.",
     "chat": "Talk with a model that has a chat template.",

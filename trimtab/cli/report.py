@@ -29,5 +29,8 @@ def report(
     from trimtab.report.plain import plain
 
     target = out or run / "report.html"
-    write_page(read_run(run), target)
+    data = read_run(run)
+    write_page(data, target)
+    for flaw in data.flaws():
+        print(plain(f"{run}: {flaw}"))
     print(plain(f"written: {target}"))

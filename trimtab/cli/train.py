@@ -26,7 +26,10 @@ def train(
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Continue this run folder from its last good checkpoint.", metavar="RUN"),
+        typer.Option(
+            help="Continue this run folder from its last good checkpoint, or start it where it was not begun.",
+            metavar="RUN",
+        ),
     ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print warnings, and at the end where the run is.")
@@ -41,6 +44,7 @@ def train(
         trimtab train own-text data.train=./my-texts
         trimtab train recipe.yaml learning_rate=1e-4 max_steps=200
         trimtab train --resume runs/smollm2-135m-math
+        trimtab train --resume runs/smollm2-135m-math max_steps=400    (train it longer)
 
     Ctrl-C or SIGTERM saves and exits after the current step; a second one exits at once. Whatever stopped a
     run, kill -9 included, `--resume` goes on from the last checkpoint with the same losses, bit by bit on a

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.facts.errors import ModelError
+from trimtab.facts.run_places import config_folder
 from trimtab.facts.shapes import FAMILIES, ModelShape, RopeScaling, check
 
 ARCHITECTURES: dict[str, str] = {
@@ -43,7 +44,7 @@ _MAX_CONFIG_BYTES = 64 * 2**20
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The object in `folder/config.json`, or an error that says what is wrong with the file."""
-    path = Path(folder) / "config.json"
+    path = config_folder(Path(folder)) / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json", "give a Hugging Face model folder or a .gguf file")
     return read_json(path)

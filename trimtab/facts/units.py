@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "KiB": 2**10,
@@ -97,3 +98,21 @@ def format_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def format_gaps(present: Iterable[int], last: int, most: int = 4) -> str:
+    """The numbers from 1 to `last` that are not present, as spans, at most so many of them; empty if all are.
+
+    Example:
+        >>> format_gaps([1, 2, 5, 7], 9)
+        '3 to 4, 6, 8 to 9'
+    """
+    spans = []
+    before = 0
+    for number in (*sorted({n for n in present if 1 <= n <= last}), last + 1):
+        if number - before == 2:
+            spans.append(str(before + 1))
+        elif number - before > 2:
+            spans.append(f"{before + 1} to {number - 1}")
+        before = number
+    return ", ".join(spans[:most]) + (" and more" if len(spans) > most else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,19 +16,26 @@ import torch
 from trimtab import text
 from trimtab.data.memory import Passed
 from trimtab.facts.errors import CheckpointError
+from trimtab.facts.run_places import is_checkpoint
 from trimtab.launch.device import current_gpu, need_trackers
+from trimtab.launch.moving import asks_for_device, describe_move, device_of, moved, with_device
 from trimtab.launch.preparing import Frozen, Prepared, prepare, unwritten_tokens
-from trimtab.plan import check_disk, check_fits, make_plan
-from trimtab.plan.disk import Disk
-from trimtab.recipe import Recipe, build, check_resume, dump, load, to_dict
+from trimtab.model import read_shape
+from trimtab.parallel import Mesh
+from trimtab.plan import Plan, check_disk, check_fits, make_plan, total_steps
+from trimtab.plan.disk import check_room
+from trimtab.recipe import Recipe, build, check_resume, dump, load, loads, to_dict
 from trimtab.run import adapters, assembling, corpora, sources
 from trimtab.run.choices import Choices
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
+from trimtab.run.lengths import Length, describe_change, read_lengths
 from trimtab.run.places import absolute, model_folder, shape_of, tokenizer_of
+from trimtab.run.restoring import LOGS_CHECKPOINTS
 from trimtab.run.sources import OpenedModel
-from trimtab.run.starting import check_start, start_from
+from trimtab.run.starting import START, check_start, start_from
 from trimtab.run.torch_setup import torch_put_back
+from trimtab.run.trained import check_bytes
 from trimtab.text import Tokenizer
 
 VERSION = 1
@@ -90,18 +98,41 @@ def train(
         recipe = recipe.model_copy(update={"deterministic": True})  # as whoever called us wants it
     folder = RunFolder(Path(recipe.output_dir))
     folder.check_new()
-    need_trackers(recipe.report_to)
     if given is not None and given.model is not None:
-        check_start(recipe, given.model)
-        with folder.create(), current_gpu(recipe.device), torch_put_back():
-            recipe = absolute(start_from(recipe, given.model, folder.path, view.message))
-            prepared = prepare(recipe)
-            check_fits(prepared.plan, prepared.device)
-            return _go(prepared, folder, view, kept=None, after_step=after_step, given=given)
+        return _train_loaded(recipe, folder, view, given, given.model, after_step=after_step)
+    prepared = _prepare_new(recipe)
+    with folder.create(dump(recipe)), current_gpu(recipe.device), torch_put_back():
+        return _go(prepared, folder, view, kept=None, after_step=after_step, given=given or Given())
+
+
+def _train_loaded(
+    recipe: Recipe,
+    folder: RunFolder,
+    view: View,
+    given: Given,
+    opened: OpenedModel,
+    *,
+    after_step: Callable[[int], None] | None,
+) -> Finished:
+    """A new run from a loaded model."""
+    need_trackers(recipe.report_to)
+    check_start(recipe, opened)
+    # Until its weights are written the folder names no other model: a resume would train that one.
+    place = recipe.model.model_copy(update={"name": str(folder.path.absolute() / START), "revision": None})
+    unwritten = recipe.model_copy(update={"model": place})
+    with folder.create(dump(unwritten)), current_gpu(recipe.device), torch_put_back():
+        recipe = absolute(start_from(recipe, opened, folder.path, view.message))
+        prepared = _prepare_new(recipe)
+        write_text(folder.recipe, dump(recipe))
+        return _go(prepared, folder, view, kept=None, after_step=after_step, given=given)
+
+
+def _prepare_new(recipe: Recipe) -> Prepared:
+    """Whatever can refuse a run before its folder is made."""
+    need_trackers(recipe.report_to)
     prepared = prepare(recipe)
     check_fits(prepared.plan, prepared.device)
-    with folder.create(), current_gpu(recipe.device), torch_put_back():
-        return _go(prepared, folder, view, kept=None, after_step=after_step, given=given or Given())
+    return prepared
 
 
 def _wants_equal_bits() -> bool:
@@ -118,27 +149,40 @@ def resume(
     after_step: Callable[[int], None] | None = None,
     given: Given | None = None,
 ) -> Finished:
-    """Continues a run folder from its last good checkpoint, with the choices it began with."""
+    """Continues a run folder from its last good checkpoint, with the choices it began with.
+
+    A folder whose start was killed before the run was begun is begun again from the recipe in it.
+    """
     folder = RunFolder(path)
     folder.open()
     with folder.lock(), ExitStack() as around:
+        folder.open()  # it may have changed before the lock was ours
+        if not folder.choices.is_file():
+            return _begin_again(folder, overrides, view, after_step=after_step, given=given or Given())
         kept = _kept(folder)
-        recipe = load(folder.recipe, overrides)
-        before = build(kept["recipe"])
-        check_resume(before, recipe, device=kept["device"])
+        recipe, before = _recipe(folder, kept, overrides), build(kept["recipe"])
+        asked = asks_for_device(before, recipe, overrides)
+        check_resume(before, recipe, run=str(path), overrides=overrides)
+        choices = Choices.from_dict(kept)
+        device = device_of(choices, recipe, path, asked=asked)
+        other = device.kind != choices.device
         around.enter_context(current_gpu(recipe.device))
         around.enter_context(torch_put_back())
         need_trackers(recipe.report_to)
         _tell_threads(kept["threads"], recipe, view)
-        if kept["deterministic"] is False and kept["device"] == "cuda":
+        if kept["deterministic"] is False and device.kind == "cuda" and not other:
             view.message(
                 "deterministic is off: on a GPU losses may differ in the last bits from an unstopped run"
             )
         changed = any(getattr(before, key) != getattr(recipe, key) for key in MEMORY_KEYS)
-        frozen = Frozen(Choices.from_dict(kept), folder.model, kept["model_commit"], changed)
+        if other:
+            choices = moved(choices, recipe, read_shape(folder.model), device)
+        frozen = Frozen(choices, folder.model, kept["model_commit"], device, changed, moved=other)
         prepared = prepare(recipe, frozen)
-        if changed:
+        if changed or other:
             check_fits(prepared.plan, prepared.device, resumed=True)
+        if asked:
+            kept = with_device(kept, recipe)
         return _go(prepared, folder, view, kept=kept, after_step=after_step, given=given or Given())
 
 
@@ -157,6 +201,30 @@ def _tell_threads(began: int, recipe: Recipe, view: View) -> None:
         )
 
 
+def _begin_again(
+    folder: RunFolder,
+    overrides: Sequence[str],
+    view: View,
+    *,
+    after_step: Callable[[int], None] | None,
+    given: Given,
+) -> Finished:
+    """Starts the run of a folder whose first start was killed before the run was begun; the lock is held."""
+    recipe = load(folder.recipe, overrides)
+    check_resume(load(folder.recipe), recipe)
+    view.message(f"{folder.path} was not begun before it was stopped: starting its recipe from the beginning")
+    prepared = _prepare_new(recipe)
+    with folder.begin_again(), current_gpu(recipe.device), torch_put_back():
+        return _go(prepared, folder, view, kept=None, after_step=after_step, given=given)
+
+
+def _recipe(folder: RunFolder, kept: dict[str, Any], overrides: Sequence[str]) -> Recipe:
+    """The recipe of a run that is continued; choices.json has it too, if recipe.yaml is gone."""
+    if folder.recipe.is_file():
+        return load(folder.recipe, overrides)
+    return loads(dump(build(kept["recipe"])), overrides)
+
+
 def _kept(folder: RunFolder) -> dict[str, Any]:
     """choices.json, complete."""
     kept = read_json(folder.choices)
@@ -166,7 +234,8 @@ def _kept(folder: RunFolder) -> dict[str, Any]:
     missing = [name for name in fields if name not in kept]
     if missing:
         raise CheckpointError(
-            f"{folder.choices} lacks {', '.join(missing)}", "restore it or start the run anew"
+            f"{folder.choices} lacks {', '.join(missing)}",
+            f"restore it from a copy, or train it again: {folder.anew()}",
         )
     return kept
 
@@ -194,17 +263,19 @@ def _go(
     if kept is None:
         check_disk(plan.disk, free, str(folder.path))
     else:
-        # What it has saved stands there already: room for the next one is enough.
-        check_disk(Disk(plan.disk.checkpoint_bytes, plan.disk.checkpoint_bytes), free, str(folder.path))
+        check_room(plan.disk, free, str(folder.path))
     view.plan(plan.to_dict())
     for note in (*plan.notes, *opened.notes()):
         view.message(note)
     weights = _weights(prepared, folder)
     base = _base(prepared, weights, kept)
+    if kept is not None and weights != prepared.model:
+        _started_from(prepared, weights, kept)
     example = opened.example(tokenizer)
     if example is not None:
         view.record(example)
         tokenizer = _stopping(example, tokenizer, folder, view)
+    planned = _lengths(kept, opened)
     run = assembling.assemble(
         recipe,
         choices,
@@ -218,28 +289,88 @@ def _go(
         resume=kept is not None,
         base=base,
         callbacks=given.callbacks,
+        lengths=planned,
     )
-    write_text(folder.recipe, dump(recipe))
-    write_json(folder.plan, plan.to_dict())
     if kept is None:
-        write_json(folder.environment, environment(torch.device(choices.device)))
-        # Last, when weights and data are known to be good: a folder with choices.json can be continued.
-        pins = {
-            "version": VERSION,
-            "model_commit": prepared.commit,
-            "tokenizer_commit": tokenizer_commit,
-            "data": opened.pins(),
-            "recipe": to_dict(recipe),
-            "base": base,
-        }
-        write_json(folder.choices, {**choices.to_dict(), **pins})
+        pins = {"tokenizer_commit": tokenizer_commit, "data": opened.pins(), "base": base}
+        _keep_new(prepared, folder, run, plan, weights, pins)
+    else:
+        _keep_changes(prepared, folder, run, plan, kept, planned, view)
     if example is not None and run.state.step == 0:
         run.job.log.append(example)
     run.job.after_step = after_step
-    view.total_steps = run.job.cadence.total_steps
+    view.total_steps = total = run.job.cadence.total_steps
     view.logging_steps = run.job.cadence.logging_steps
+    if run.state.step >= total:
+        view.message(
+            f"the run has all of its {total} steps; train it longer with `trimtab train --resume "
+            f"{shlex.quote(str(folder.path))} max_steps={2 * total}`"
+        )
     outcome = run.train()
     return Finished(folder.path, outcome.status, outcome.state.step, outcome.signal, outcome.reason)
+
+
+def _keep_new(
+    prepared: Prepared,
+    folder: RunFolder,
+    run: assembling.Run,
+    plan: Plan,
+    weights: Path,
+    pins: dict[str, Any],
+) -> None:
+    """Everything that a new run's folder keeps of its beginning."""
+    recipe, choices = prepared.recipe, prepared.choices
+    write_text(folder.recipe, dump(recipe))
+    write_json(folder.plan, plan.to_dict())
+    write_json(folder.environment, environment(torch.device(choices.device)))
+    pins = {
+        "version": VERSION,
+        "model_commit": prepared.commit,
+        **pins,
+        "recipe": to_dict(recipe),
+        "started_from": _started_from(prepared, weights),
+        "lengths": [length.to_dict() for length in run.lengths],
+        LOGS_CHECKPOINTS: True,
+    }
+    # Last, when weights and data are known to be good: a folder with choices.json can be continued.
+    write_json(folder.choices, {**choices.to_dict(), **pins})
+
+
+def _keep_changes(
+    prepared: Prepared,
+    folder: RunFolder,
+    run: assembling.Run,
+    plan: Plan,
+    kept: dict[str, Any],
+    planned: Sequence[Length],
+    view: View,
+) -> None:
+    """What a resume changes of a run, in its folder and said."""
+    recipe, choices = prepared.recipe, prepared.choices
+    said, now = [], dict(kept)
+    if kept["device"] != choices.device:
+        said.append(describe_move(kept["device"], choices))
+        now |= choices.to_dict()
+    change = describe_change(recipe, planned, run.lengths)
+    if change is not None:
+        said.append(change)
+    now["lengths"] = [length.to_dict() for length in run.lengths]
+    write_text(folder.recipe, dump(recipe))
+    write_json(folder.plan, plan.to_dict())
+    if now != read_json(folder.choices):
+        write_json(folder.choices, now)
+    for message in said:
+        view.message(message)
+        run.job.log.append({"kind": "event", "step": run.state.step, "message": message})
+
+
+def _lengths(kept: dict[str, Any] | None, opened: corpora.Corpora) -> tuple[Length, ...]:
+    """How many steps a run that is continued was planned for; none for a new one."""
+    if kept is None:
+        return ()
+    planned = total_steps(build(kept["recipe"]), opened.facts, Mesh.world().size)
+    assert planned is not None, "a streamed recipe without max_steps does not validate"
+    return read_lengths(kept, planned)
 
 
 def _stopping(example: dict[str, Any], tokenizer: Tokenizer, folder: RunFolder, view: View) -> Tokenizer:
@@ -279,6 +410,23 @@ def _base(prepared: Prepared, weights: Path, kept: dict[str, Any] | None) -> dic
         return adapters.name_base(prepared.recipe, weights, prepared.commit)
     adapters.check_base(kept["base"], weights)
     return dict(kept["base"])
+
+
+def _started_from(
+    prepared: Prepared, weights: Path, kept: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """The checkpoint of another run that the first weights are read from, by name and checksums; None for others.
+
+    A run that is taken up again before it saved reads it a second time, and must find the same one. With adapters it is
+    the base, which is named in any case.
+    """
+    if not is_checkpoint(weights):
+        return None
+    if kept is None:
+        check_bytes(weights)
+    elif kept.get("started_from"):
+        adapters.check_base(kept["started_from"], weights)
+    return None if prepared.choices.lora else adapters.name_base(prepared.recipe, weights, None)
 
 
 def _weights(prepared: Prepared, folder: RunFolder) -> Path:

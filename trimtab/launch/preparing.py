@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.adapt.targets import EMBEDDING, HEAD
-from trimtab.facts.devices import DeviceFacts, parse_device
+from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.launch.device import detect, threads
@@ -31,8 +31,12 @@ class Frozen:
     model: Path
     """The folder with the run's own config and tokenizer."""
     commit: str | None
+    device: DeviceFacts
+    """The device that the run goes on with."""
     memory_changed: bool = False
     """Whether the recipe now asks for other recomputing, or another limit."""
+    moved: bool = False
+    """Whether the device is another one than it had, so that everything about memory is chosen as for a new run."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None) -> Prepared:
             recipe = recipe.model_copy(update={"max_seq_length": shape.max_positions})
         choices = choose_all(recipe, shape, device, threads())
     else:
-        device, model, commit = detect(_place(recipe, frozen.choices)), frozen.model, frozen.commit
+        device, model, commit = frozen.device, frozen.model, frozen.commit
         shape, choices = read_shape(model), frozen.choices
         if recipe.num_threads is not None:
             choices = dataclasses.replace(choices, threads=recipe.num_threads)
@@ -76,12 +80,6 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None) -> Prepared:
     plan = dataclasses.replace(plan, choices={**plan.choices, "graphs": graphs})
     choices = dataclasses.replace(choices, memory=said["memory"], graphs=graphs)
     return Prepared(recipe, device, shape, model, commit, choices, plan)
-
-
-def _place(recipe: Recipe, choices: Choices) -> str:
-    """The device of a resumed run: of the kind that it began on, and the GPU that the recipe names now."""
-    parsed = parse_device(recipe.device)
-    return recipe.device if parsed is not None and parsed[0] == choices.device else choices.device
 
 
 def _check_rates(plan: Plan) -> None:
@@ -115,6 +113,8 @@ def _memory(
 
     The tiles and the loss's chunks stay: they decide in which order sums are rounded.
     """
+    if frozen is not None and frozen.moved:
+        frozen = None
     kept = frozen.choices.memory if frozen is not None else {}
     if kept and frozen is not None and not frozen.memory_changed:
         return kept

@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from trimtab.facts.errors import ModelError
+from trimtab.facts.run_places import PARAMETERS, is_checkpoint
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.shapes_hf import read_json
 from trimtab.model import weights_packed as packed
@@ -67,6 +68,8 @@ def load_folder(
 
 def stored_packing(folder: Path) -> packed.StoredPacking | None:
     """How the folder's weights are quantized, from the first that is; None where none is. Reads a few bytes."""
+    if is_checkpoint(folder):
+        return None
     for file in weight_files(folder):
         with _open(folder / file) as opened:
             for key in opened.keys():  # noqa: SIM118  (safe_open is no dict)
@@ -82,7 +85,9 @@ def stored_packing(folder: Path) -> packed.StoredPacking | None:
 
 def packed_names(folder: Path) -> set[str]:
     """Names of the weights that are quantized. Reads the files' headers."""
-    found = set()
+    found: set[str] = set()
+    if is_checkpoint(folder):
+        return found
     for file in weight_files(folder):
         with _open(folder / file) as opened:
             owners = map(packed.owner_of, opened.keys())
@@ -106,6 +111,8 @@ def _format(entry: _Stored) -> str:
 
 def weight_files(folder: Path) -> list[str]:
     """Names of the folder's safetensors files, in order; ModelError where there are none to trust."""
+    if is_checkpoint(folder):
+        return _checkpoint_files(folder)
     if (folder / INDEX).is_file():
         return _indexed_files(folder)
     if (folder / SINGLE).is_file():
@@ -120,6 +127,28 @@ def weight_files(folder: Path) -> list[str]:
         f"{folder} has no {SINGLE}" + (f" and no {INDEX} for its {len(others)} parts" if others else ""),
         "give a folder with safetensors weights, or set model.init: random to start from nothing",
     )
+
+
+def _checkpoint_files(folder: Path) -> list[str]:
+    """Those of a run's checkpoint, which hold weights under a prefix beside optimizer states."""
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names or any(not name.startswith("shard-00001-") for name in names):
+        raise ModelError(
+            f"{folder} was not written by one process, so that its files hold parts of weights",
+            "export it (`trimtab export hf`) and name that folder",
+        )
+    return names
+
+
+def _stored_keys(opened: Any, folder: Path) -> list[tuple[str, str]]:
+    """(key in the file, name of the weight) of all weights in a file."""
+    if not is_checkpoint(folder):
+        return [(key, key) for key in opened.keys()]  # noqa: SIM118  (safe_open is no dict)
+    return [
+        (key, key.removeprefix(PARAMETERS))
+        for key in opened.keys()  # noqa: SIM118
+        if key.startswith(PARAMETERS)
+    ]
 
 
 def _indexed_files(folder: Path) -> list[str]:
@@ -186,15 +215,15 @@ def _declared(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], list
     ignored: list[str] = []
     for file in weight_files(folder):
         with _open(folder / file) as opened:
-            for key in opened.keys():  # noqa: SIM118  (safe_open is no dict)
-                owner = packed.owner_of(key)
+            for key, plain in _stored_keys(opened, folder):
+                owner = packed.owner_of(plain)
                 if owner is not None:
                     piece = opened.get_slice(key)
                     part = _Stored(file, key, tuple(piece.get_shape()), piece.get_dtype())
                     parts.setdefault(maps.hf_name(owner[0]), {})[owner[1]] = part
                     continue
-                name = maps.hf_name(key)
-                if maps.ignores_hf(key) or (shape.tie_embeddings and name == "lm_head.weight"):
+                name = maps.hf_name(plain)
+                if maps.ignores_hf(plain) or (shape.tie_embeddings and name == "lm_head.weight"):
                     ignored.append(key)
                     continue
                 if name in stored:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from trimtab.recipe.keys import Data, Evaluation, Lora, Model, Recipe, Replay, Source
-from trimtab.recipe.resume import CHANGEABLE_AMONG_GPUS, CHANGEABLE_IF_FLAT, CHANGEABLE_ON_RESUME
+from trimtab.recipe.resume import CHANGEABLE_ON_RESUME
 
 GROUPS: tuple[tuple[str, type[BaseModel], str], ...] = (
     ("Top level", Recipe, ""),
@@ -92,15 +92,6 @@ def reference() -> str:
             parts.append(f"{section.__doc__}\n")
         parts += [_entry(prefix, key, field) for key, field in section.model_fields.items()]
     rows = [f"| `{key}` | {why} |" for key, why in CHANGEABLE_ON_RESUME.items()]
-    rows += [
-        f"| `{key}` | only with a constant schedule whose warm-up is counted in steps: with any other, the "
-        "number of steps decides the learning rate of every step |"
-        for key in CHANGEABLE_IF_FLAT
-    ]
-    rows.append(
-        f"| `{CHANGEABLE_AMONG_GPUS}` | only from one CUDA GPU to another (`cuda` to `cuda:1`), or naming what `auto` "
-        "stood for |"
-    )
     parts.append(_RESUME + "\n".join(rows) + "\n")
     return "\n".join(parts)
 

@@ -72,7 +72,8 @@ class Model(Shorthand):
     """Which model is trained. `model: NAME` alone is short for `model: {name: NAME}`."""
 
     name: Annotated[str, Field(min_length=1, examples=["Qwen/Qwen3-0.6B-Base", "./my-model", "model.gguf"])]
-    """A hub id, a Hugging Face folder (config.json and safetensors), a GGUF file, or `starter` for the small
+    """A hub id, a Hugging Face folder (config.json and safetensors), a GGUF file, a run folder that trained every
+    weight (its latest checkpoint; or `RUN/checkpoints/best`, `RUN/checkpoints/step-…`), or `starter` for the small
     model that ships with trimtab."""
     revision: Annotated[str | None, Field(examples=["main"])] = None
     """Branch, tag or commit on the hub. The commit that it names at first use is kept with the run."""
@@ -257,9 +258,9 @@ class Recipe(Section):
     """Windows that pass through the model at once on each device. Activation memory grows with it."""
     gradient_accumulation_steps: Annotated[Count, Field(examples=[4])] = 4
     """Passes whose gradients are added before the weights move. 1×16, 4×4 and 16×1 train the same."""
-    num_train_epochs: Annotated[float | None, Field(gt=0, examples=[1.0])] = None
+    num_train_epochs: Annotated[float | None, Field(gt=0, le=1e6, examples=[1.0])] = None
     """Times through the training data. By default 1, unless `max_steps` is given."""
-    max_steps: Annotated[int, Field(ge=-1, examples=[1000])] = -1
+    max_steps: Annotated[int, Field(ge=-1, le=10**12, examples=[1000])] = -1
     """Updates of the weights, instead of `num_train_epochs`; -1 counts in epochs."""
 
     learning_rate: Annotated[float, Field(gt=0, examples=[2e-5])] = 2e-5

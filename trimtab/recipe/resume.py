@@ -6,12 +6,13 @@ schedule. Keys that touch none of these may change; a change of any other is an 
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from trimtab.facts.errors import RecipeError
 from trimtab.recipe.keys import Recipe
 from trimtab.recipe.loading import to_dict
-from trimtab.recipe.rules import FLAT_SCHEDULES
 
 CHANGEABLE_ON_RESUME: dict[str, str] = {
     "logging_steps": "only how often numbers are written",
@@ -22,6 +23,11 @@ CHANGEABLE_ON_RESUME: dict[str, str] = {
     "num_threads": "another number may change the last bits of the losses, as the run then says",
     "save_steps": "only how often is saved",
     "save_total_limit": "only how many checkpoints are kept",
+    "max_steps": "trains longer: the schedule is followed over the new number of steps from the resumed one on, as "
+    "Hugging Face's Trainer does; a constant one stays as it is",
+    "num_train_epochs": "as `max_steps`",
+    "device": "the same training: on another GPU of the same kind with the same bits, from CUDA to CPU or back with "
+    "other rounding",
     "report_to": "only where metrics are copied to",
     "output_dir": "the run folder may have moved; the one given to --resume counts",
     "data.num_proc": "the tokens are the same however many processes made them",
@@ -38,19 +44,15 @@ CHANGEABLE_ON_RESUME: dict[str, str] = {
 }
 """Key to the reason why it may change."""
 
-CHANGEABLE_IF_FLAT = ("max_steps", "num_train_epochs")
-"""May change where the learning rate at a step does not depend on the number of steps: a constant schedule,
-its warm-up counted in steps."""
+
+WITH_DEVICE = ("model.attn_implementation", "optim_implementation", "torch_compile")
+"""May change together with `device`: what was named for one may not run on the other."""
 
 
-CHANGEABLE_AMONG_GPUS = "device"
-"""May change from one CUDA GPU to another (`cuda` to `cuda:1`): the bits are the same on the same kind of GPU."""
-
-
-def check_resume(old: Recipe, new: Recipe, *, device: str | None = None) -> None:
+def check_resume(old: Recipe, new: Recipe, *, run: str = "RUN", overrides: Sequence[str] = ()) -> None:
     """Raise a RecipeError that lists every changed key which may not change; return if there is none.
 
-    `device` is the kind of device that the run began on: what `device: auto` stood for.
+    `run` and `overrides`, as the user gave them, are for the command that the error names.
 
     Example:
         >>> from trimtab.recipe import loads
@@ -58,11 +60,7 @@ def check_resume(old: Recipe, new: Recipe, *, device: str | None = None) -> None
         >>> check_resume(loads(text), loads(text, ["logging_steps=1"]))
     """
     before, after = _flat(to_dict(old)), _flat(to_dict(new))
-    if _device_kind(old.device, device) == _device_kind(new.device, device):
-        before["device"] = after["device"]
-    allowed = set(CHANGEABLE_ON_RESUME)
-    if old.lr_scheduler_type in FLAT_SCHEDULES and not old.warmup_ratio:
-        allowed |= set(CHANGEABLE_IF_FLAT)
+    allowed = {*CHANGEABLE_ON_RESUME, *(WITH_DEVICE if old.device != new.device else ())}
     changed = [
         key
         for key in dict.fromkeys([*before, *after])
@@ -72,18 +70,32 @@ def check_resume(old: Recipe, new: Recipe, *, device: str | None = None) -> None
         return
     listed = ", ".join(f"{key} ({before.get(key)!r} → {after.get(key)!r})" for key in changed)
     remedy = "set it back" if len(changed) == 1 else "set them back"
-    if set(changed) <= set(CHANGEABLE_IF_FLAT):
-        remedy += ": with this schedule the number of steps decides the learning rate of every step"
     raise RecipeError(
         f"a resumed run may not change {listed}",
-        f"{remedy}, or start a new run from the checkpoint's weights",
+        f"{remedy}, or start a new run from this one's weights: {_anew(old, run, overrides)}",
     )
 
 
-def _device_kind(name: str, auto: str | None) -> str:
-    """`cuda` of `cuda:1`; of `auto` what it stood for, where that is known."""
-    kind = name.partition(":")[0]
-    return auto if kind == "auto" and auto is not None else kind
+def _anew(old: Recipe, run: str, overrides: Sequence[str]) -> str:
+    """How to train on with other keys, from the weights of a run."""
+    words = [f"{run}/recipe.yaml", f"output_dir={run}-2"]
+    first = ""
+    if old.lora is not None and not any(word.startswith("lora.") for word in overrides):
+        command = shlex.join(["trimtab", "export", "peft", run, f"{run}-adapter"])
+        words.append(f"lora={{adapter: {run}-adapter}}")
+        return f"`{command}`, then `{shlex.join(['trimtab', 'train', *words, *overrides])}`"
+    if old.lora is not None:  # a fresh adapter on what the old one has learnt
+        first = f"`{shlex.join(['trimtab', 'merge', run, f'{run}-merged'])}`, then "
+        words += [f"model.name={run}-merged", *(["lora.adapter=null"] if old.lora.adapter else [])]
+    else:
+        words.append(f"model.name={run}")
+    if old.model.init == "random":
+        words.append("model.init=pretrained")
+    if old.model.added_tokens:
+        words.append("model.added_tokens=[]")
+    if old.model.revision is not None:
+        words.append("model.revision=null")
+    return f"{first}`{shlex.join(['trimtab', 'train', *words, *overrides])}`"
 
 
 def _covered(key: str, allowed: set[str]) -> bool:

@@ -48,11 +48,8 @@ def closing(data: RunData, detail: Detail = "full") -> RenderableType:
             parts += [_heading("Memory: predicted beside measured"), picture(memory_rows(data))]
         if sentences:
             parts += [Text(""), as_text("\n".join(sentences))]
-    if data.damaged_lines:
-        parts += [
-            Text(""),
-            as_text(f"{data.damaged_lines} damaged lines in metrics.jsonl were left out", "yellow"),
-        ]
+    for flaw in data.flaws():
+        parts += [Text(""), as_text(flaw, "yellow")]
     parts.append(Text(""))
     if speed(data):
         grid = Table.grid(padding=(0, 2))

@@ -201,7 +201,7 @@ def _how(data: RunData) -> dict[str, Any]:
         "events": data.of("event"),
         "environment": environment,
         "recipe": data.recipe,
-        "damaged": data.damaged_lines,
+        "flaws": data.flaws(),
     }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.facts.errors import CheckpointError
+from trimtab.facts.units import format_gaps
 
 VERSION = 1
 """The newest format of plan.json that is understood."""
@@ -48,11 +49,35 @@ class RunData:
         rows = [r for r in self.of("memory") if r["when"] == when]
         return rows[-1] if rows else None
 
+    def flaws(self) -> list[str]:
+        """What is damaged in metrics.jsonl or missing from it, a sentence each.
+
+        Every step has a record, and a checkpoint of a step proves that it was trained.
+        """
+        said = []
+        if self.damaged_lines:
+            lines = "line" if self.damaged_lines == 1 else "lines"
+            were = "was" if self.damaged_lines == 1 else "were"
+            said.append(f"{self.damaged_lines} damaged {lines} in metrics.jsonl {were} left out")
+        steps = [record["step"] for record in self.of("train")]
+        last = max((*steps, _last_checkpoint(self.folder)), default=0)
+        missing = format_gaps(steps, last)
+        if missing:
+            said.append(f"metrics.jsonl lacks steps {missing} of {last}: they are not shown")
+        return said
+
     @property
     def device(self) -> str | None:
         """cpu or cuda, where the run folder says it."""
         found = self.choices.get("device") or section(self.plan, "choices").get("device")
         return found if isinstance(found, str) else None
+
+
+def _last_checkpoint(folder: Path) -> int:
+    """The greatest step among the names of a run's checkpoints; 0 where there are none."""
+    found = (folder / "checkpoints").glob("step-*")
+    numbers = [path.name.removeprefix("step-") for path in found]
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
 def section(mapping: dict[str, Any], name: str) -> dict[str, Any]:
@@ -266,6 +291,7 @@ _FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "count": _count,
         "seconds": _number,
     },  # and `first_step_seconds` after that one
+    "checkpoint": {"step": _count},
     "event": {"step": _count, "message": _words},
 }
 """What a record of each kind must hold; one that does not counts as damaged."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from trimtab.adapt.held import Held
 from trimtab.adapt.lora import set_masks
 from trimtab.checkpoint import Found, Store
 from trimtab.checkpoint.folder import step_name
-from trimtab.facts.errors import CheckpointError
+from trimtab.facts.errors import TrimtabError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import Decoder
 from trimtab.parallel import Mesh
@@ -25,10 +25,12 @@ from trimtab.run.corpora import Corpora
 from trimtab.run.decoders import load_decoder, unpack
 from trimtab.run.evaluation import ANSWERS_SEED, Evaluation
 from trimtab.run.folder import RunFolder
+from trimtab.run.lengths import Length, check_length, extend, learning_rate
 from trimtab.run.microbatch import MicrobatchLoss
 from trimtab.run.precision import autocast_of
+from trimtab.run.restoring import SAVED, cut_log, find_checkpoint
 from trimtab.run.torch_setup import set_up_torch
-from trimtab.run.updates import make_in_backward, make_learning_rate, make_optimizer
+from trimtab.run.updates import make_in_backward, make_optimizer
 from trimtab.starter import FIELDS, math_problems, probe_items
 from trimtab.text import Tokenizer
 from trimtab.trainer import Cadence, Job, MetricsLog, NoLog, Outcome, TrainState, train
@@ -50,6 +52,8 @@ class Run:
     state: TrainState
     scaler: LossScaler | None
     folder: RunFolder
+    lengths: tuple[Length, ...]
+    """How many steps it has, and had before a resume changed that."""
 
     def train(self) -> Outcome:
         """From where it stands to its end; then everything it held open is closed."""
@@ -72,6 +76,7 @@ def assemble(
     resume: bool = False,
     base: dict[str, Any] | None = None,
     callbacks: Sequence[Any] = (),
+    lengths: Sequence[Length] = (),
 ) -> Run:
     """Puts a run together.
 
@@ -88,17 +93,33 @@ def assemble(
         resume: continue instead of starting.
         base: where the frozen weights come from, for a run that trains adapters (`adapters.name_base`).
         callbacks: the user's own (`trainer.callbacks`).
+        lengths: how many steps the run was planned for so far; none for a new run.
     """
     device = torch.device(choices.device)
     set_up_torch(choices)
-    store = Store(folder.checkpoints, keep_last=recipe.save_total_limit, on_event=on_event, base=base)
-    found = _checkpoint(store, folder) if resume else None
+
+    def published(step: int) -> None:
+        with suppress(TrimtabError):  # a log that cannot be written is met, and said, by the loop
+            log.append({"kind": SAVED, "step": step})
+
+    store = Store(
+        folder.checkpoints,
+        keep_last=recipe.save_total_limit,
+        on_event=on_event,
+        on_published=published,
+        base=base,
+    )
+    found = find_checkpoint(store, folder, recipe) if resume else None
+    if found is not None:
+        check_length(recipe, found.step, corpora.total_steps(Mesh.world()))
     decoder = load_decoder(recipe, choices, shape, weights, fresh=found is None)
     unpack(decoder, choices)
     parameters = trained_parameters(decoder)
     mesh = Mesh.world()
+    log = MetricsLog(folder.metrics) if mesh.is_main else NoLog()
     optimizer = make_optimizer(recipe, choices, parameters)
     total_steps = corpora.total_steps(mesh)
+    now = extend(lengths, found.step if found else 0, total_steps)
     autocast = autocast_of(choices)
     loss = MicrobatchLoss(
         decoder,
@@ -115,12 +136,12 @@ def assemble(
         loss=loss,
         optimizer=optimizer,
         in_backward=make_in_backward(recipe, choices, optimizer, mesh),
-        learning_rate=make_learning_rate(recipe, total_steps),
+        learning_rate=learning_rate(recipe, now),
         global_norm=optim.global_norm,
         clip_factor=lambda norm: optim.clip_factor(norm, recipe.max_grad_norm),
         loader=corpora.loader(mesh),
         store=store,
-        log=MetricsLog(folder.metrics) if mesh.is_main else NoLog(),
+        log=log,
         mesh=mesh,
         cadence=Cadence(
             total_steps,
@@ -141,7 +162,7 @@ def assemble(
         before_microbatch=_masks(recipe, decoder, device, mesh),
         callbacks=_callbacks(callbacks, folder, total_steps),
     )
-    run = Run(job, TrainState(), None, folder)
+    run = Run(job, TrainState(), None, folder, now)
     if resume:
         _restore(run, store, found, on_event)
     return run
@@ -220,17 +241,6 @@ def recorded(
     return Graphs(loss, parameters, loss.device, held=Held(loss.decoder), on_event=on_event)
 
 
-def _checkpoint(store: Store, folder: RunFolder) -> Found | None:
-    """The last good checkpoint; None where none was ever published, so that the run begins again at its start."""
-    found = store.latest()
-    if found is None and any(folder.checkpoints.glob("step-*")):
-        raise CheckpointError(
-            f"every checkpoint in {folder.checkpoints} is damaged",
-            "restore one from a copy, or start the recipe anew",
-        )
-    return found
-
-
 def _restore(run: Run, store: Store, found: Found | None, on_event: Callable[[str], None]) -> None:
     """Fills a run from a checkpoint and cuts its log back to it."""
     job = run.job
@@ -244,9 +254,5 @@ def _restore(run: Run, store: Store, found: Found | None, on_event: Callable[[st
     run.scaler = LossScaler(**scalars["scaler"]) if scalars["scaler"] else None
     job.optimizer.restore_scalars(scalars["optimizer"])
     job.loader.restore(scalars["loader"])
-    job.log.cut_back(found.step)
-    if job.mesh.is_main and run.folder.metrics.stat().st_size == 0:
-        on_event(
-            f"{run.folder.metrics} is missing or empty: of the steps up to {found.step} nothing will be in the report"
-        )
+    cut_log(job.log, found, run.folder, on_event)
     on_event(f"continuing from step {found.step}")

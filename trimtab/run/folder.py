@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,9 +30,11 @@ OURS = (
     "wandb",
 )
 """All that a run folder has before its first step."""
+KEPT = (RunLock.NAME, "recipe.yaml")
+"""What stays to the last when a folder is emptied."""
 LATER = ("receipts", "report.html", ".demo")
 """What a run, or a demo, adds to it."""
-_ON_THE_WAY = re.compile(r"\.[a-z]+\.(yaml|json|html)\.tmp-\d+")
+_ON_THE_WAY = re.compile(r"\.[a-z]+\.(?:(?:yaml|json|html)\.tmp-\d+|jsonl\.tmp)")
 """Names of files whose writer was killed before they got their own."""
 
 
@@ -124,24 +127,78 @@ class RunFolder:
             )
 
     @contextmanager
-    def create(self) -> Iterator[None]:
-        """Makes and locks the folder of a new run; what never finished a step is taken away again.
+    def create(self, recipe: str) -> Iterator[None]:
+        """Creates and locks the folder of a new run; a start that fails before the first step removes it again.
 
-        So a start that fails, on bad weights or an empty file, leaves nothing that stands in the next one's way. From
-        the first step on there is something to keep: the loop saves before any error leaves it.
+        `recipe` is the text of recipe.yaml. It is in the folder from the first instant on and goes last, so that a
+        start that is killed at any instant leaves a folder that `resume` can begin again, or none at all. From the
+        first step on there is something to keep: the loop saves before any error leaves it.
         """
-        existed = self.path.exists()
+        own = not self.path.exists() or self.recipe.exists()
+        self._appear(recipe)
         with self.lock():
             self.check_new()
+            write_text(self.recipe, recipe)
             self._clear()
             try:
                 yield
             finally:
                 if not self.began():
                     self._clear()
-                    if not existed and [p.name for p in self.path.iterdir()] == [RunLock.NAME]:
-                        (self.path / RunLock.NAME).unlink()
-                        self.path.rmdir()
+                    self._vanish(own)
+
+    @contextmanager
+    def begin_again(self) -> Iterator[None]:
+        """Empties the folder of a run that was never begun, but for its recipe and the weights it begins from; the
+        caller holds the lock. If nothing is trained this time either, these alone are left."""
+        self._clear(keep=(*KEPT, "start"))
+        try:
+            yield
+        finally:
+            if not self.began():
+                self._clear(keep=(*KEPT, "start"))
+
+    def _appear(self, recipe: str) -> None:
+        """Publishes the folder, with lock file and recipe in it, by one rename; does nothing where files are there."""
+        try:
+            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+                return
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            for path in self.path.parent.iterdir():
+                if path.name.startswith(self._draft_prefix):
+                    shutil.rmtree(path, ignore_errors=True)
+            draft = self._draft()
+            draft.mkdir()
+            try:
+                (draft / RunLock.NAME).touch()
+                write_text(draft / "recipe.yaml", recipe)
+                os.rename(draft, self.path)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+        except OSError as error:
+            if self.path.is_dir():  # somebody else was quicker; whose it is, the lock decides
+                return
+            raise CheckpointError(
+                f"cannot write in the run folder {self.path}: {error.strerror or error}",
+                "choose an output_dir that can be written",
+            ) from error
+
+    def _vanish(self, own: bool) -> None:
+        """Removes recipe and lock, and the folder itself where a run made it (`own`)."""
+        left = {path.name for path in self.path.iterdir()}
+        if own and left <= {RunLock.NAME, "recipe.yaml"}:
+            draft = self._draft()
+            os.rename(self.path, draft)
+            shutil.rmtree(draft)
+        elif not own:
+            self.recipe.unlink(missing_ok=True)
+
+    @property
+    def _draft_prefix(self) -> str:
+        return f".{self.path.name}.starting-"
+
+    def _draft(self) -> Path:
+        return self.path.parent / f"{self._draft_prefix}{os.getpid()}"
 
     def foreign(self) -> list[str]:
         """Names in the folder that no run writes."""
@@ -149,14 +206,18 @@ class RunFolder:
         return [name for name in names if not _is_ours(name) and name not in LATER]
 
     def clear(self) -> None:
-        """Removes a whole run, finished or not, the lock excepted; whoever calls holds it."""
+        """Removes a whole run, finished or not, but for lock and recipe; the caller holds the lock."""
         assert not self.foreign(), self.foreign()
         self._clear(LATER)
 
-    def _clear(self, more: tuple[str, ...] = ()) -> None:
-        """Removes what a run writes before its first step, and `more`, the lock excepted."""
+    def _clear(self, more: tuple[str, ...] = (), keep: tuple[str, ...] = KEPT) -> None:
+        """Removes what a run writes before its first step, and `more`, but for `keep`.
+
+        choices.json goes first: without it a folder is known to be a run that was not begun.
+        """
+        self.choices.unlink(missing_ok=True)
         for path in self.path.iterdir():
-            if path.name == RunLock.NAME or not (_is_ours(path.name) or path.name in more):
+            if path.name in keep or not (_is_ours(path.name) or path.name in more):
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -168,16 +229,37 @@ class RunFolder:
         return RunLock(self.path)
 
     def open(self) -> None:
-        """Checks that this is a run that can be continued."""
+        """Checks that a run can be continued here, or begun again from its recipe; says what is missing if not."""
         if not self.path.is_dir():
+            what = "is a file, not a run folder" if self.path.exists() else "does not exist"
+            raise CheckpointError(f"{self.path} {what}", "give the run folder that training printed")
+        if self.choices.is_file() or (self.recipe.is_file() and not self.began()):
+            return
+        if self.began():
+            raise self._without_choices()
+        names = {path.name for path in self.path.iterdir()}
+        if not names or (RunLock.NAME in names and all(_is_ours(name) for name in names)):
             raise CheckpointError(
-                f"there is no folder {self.path}", "give the run folder that training printed"
+                f"no run was begun in {self.path} (there is no recipe.yaml in it)",
+                f"start it with `trimtab train RECIPE output_dir={shlex.quote(str(self.path))}`",
             )
-        if not self.is_run(self.path):
-            raise CheckpointError(
-                f"{self.path} is not a run folder (no recipe.yaml and choices.json in it)",
-                "give the run folder that training printed",
-            )
+        raise CheckpointError(
+            f"{self.path} is not a run folder (no recipe.yaml in it)",
+            "give the run folder that training printed",
+        )
+
+    def _without_choices(self) -> CheckpointError:
+        """The error for a run that was trained and whose choices.json is gone."""
+        missing = [path.name for path in (self.choices, self.recipe) if not path.is_file()]
+        cause = f"{self.path} was trained and lacks {' and '.join(missing)}"
+        if len(missing) > 1:
+            return CheckpointError(cause, "restore both files from a copy")
+        return CheckpointError(cause, f"restore it from a copy, or train it again: {self.anew()}")
+
+    def anew(self) -> str:
+        """The command that trains this folder's recipe from its beginning in another folder."""
+        again = shlex.quote(f"{self.path}-again")
+        return f"`trimtab train {shlex.quote(str(self.recipe))} output_dir={again}`"
 
 
 def _is_ours(name: str) -> bool:

@@ -12,6 +12,7 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.hub.resolved import looks_local
 from trimtab.model.source import read_shape
 from trimtab.recipe import Recipe, build, to_dict
+from trimtab.run.trained import trained_checkpoint
 from trimtab.starter import base_folder
 from trimtab.text import Tokenizer
 from trimtab.text.added import with_tokens
@@ -22,12 +23,15 @@ STARTER = "starter"
 
 
 def model_folder(name: str, *, revision: str | None = None, weights: bool = True) -> tuple[Path, str | None]:
-    """(local folder or GGUF file, commit) of a model by any name but a run folder's.
+    """(local folder or GGUF file, commit) of a model by any name; a run folder's is its latest checkpoint.
 
     Without `weights` only config and tokenizer of a hub id are fetched: enough to plan.
     """
     if name == STARTER:
         return base_folder(), None
+    checkpoint = trained_checkpoint(name)
+    if checkpoint is not None:
+        return checkpoint, None
     resolved = hub.resolve_model(name, revision=revision, weights=weights)
     return resolved.path, resolved.commit
 
@@ -62,8 +66,9 @@ def absolute(recipe: Recipe) -> Recipe:
     """
     plain = to_dict(recipe)
     model, section = plain["model"], plain["data"]
-    for key in ("name", "tokenizer"):
-        model[key] = _absolute(model.get(key))
+    checkpoint = trained_checkpoint(model["name"])  # a run may go on and have another latest one
+    model["name"] = _absolute(model["name"] if checkpoint is None else str(checkpoint))
+    model["tokenizer"] = _absolute(model.get("tokenizer"))
     if not is_template(model.get("chat_template") or ""):
         model["chat_template"] = _absolute(model.get("chat_template"))
     section["cache_dir"] = _absolute(section.get("cache_dir"), whatever=True)

@@ -1,8 +1,7 @@
-"""How a run's weights are updated: its optimizer and its learning rate, as the recipe has them."""
+"""How a run's weights are updated: its optimizer, as the recipe has it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,20 +53,3 @@ def make_in_backward(recipe: Recipe, choices: Choices, optimizer: Any, mesh: Mes
             "set optim_in_backward: false",
         )
     return optim.InBackward(optimizer)
-
-
-def make_learning_rate(recipe: Recipe, total_steps: int) -> Callable[[int], float]:
-    """The rate of each step."""
-    warmup = recipe.warmup_steps or round(recipe.warmup_ratio * total_steps)
-
-    def learning_rate(step: int) -> float:
-        return optim.learning_rate(
-            recipe.lr_scheduler_type,
-            step,
-            base=recipe.learning_rate,
-            total_steps=total_steps,
-            warmup_steps=warmup,
-            min_ratio=recipe.min_lr_ratio,
-        )
-
-    return learning_rate

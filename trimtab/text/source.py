@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.gguf_header import is_gguf
+from trimtab.facts.run_places import config_folder
 from trimtab.text.tokenizer import Tokenizer
 
 
@@ -20,7 +21,7 @@ def load(path: str | Path) -> Tokenizer:
     if path.is_dir():
         from trimtab.text.from_folder import load_folder
 
-        return load_folder(path)
+        return load_folder(config_folder(path))
     if is_gguf(path):
         from trimtab.text.from_gguf import load_gguf
 

@@ -7,11 +7,24 @@ import json
 import math
 import os
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from trimtab.facts.errors import CheckpointError, ResourceError, TrimtabError
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What `MetricsLog.cut_back` removed, and what is left."""
+
+    removed: int = 0
+    """Records of later steps."""
+    damaged: tuple[int, ...] = ()
+    """Numbers, from 1, of lines that could not be read; a last line that was cut short among them."""
+    steps: frozenset[int] = field(default_factory=frozenset)
+    """Training steps that are left in the log."""
 
 
 class MetricsLog:
@@ -29,6 +42,7 @@ class MetricsLog:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock = threading.Lock()
+        self._torn: tuple[int, ...] = ()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab", buffering=0)
@@ -58,29 +72,36 @@ class MetricsLog:
             except OSError as error:
                 raise _explain(error, self.path) from error
 
-    def cut_back(self, step: int) -> int:
-        """Forgets what happened after `step`, the checkpoint's; returns the number of lines removed.
+    def cut_back(self, step: int) -> Cut:
+        """Forgets what happened after `step`, the checkpoint's; returns what was removed and what is left.
 
         Removed are records of a greater step, records without a step that come after such a one, and lines
-        that a crash left unreadable. The file is replaced in one move: old or new, never half.
+        that cannot be read. The file is replaced in one move: old or new, never half.
         """
         with self._lock:
             kept: list[bytes] = []
+            damaged, steps = list(self._torn), set()
             removed, past = 0, False
-            for line in self.path.read_bytes().splitlines(keepends=True):
+            for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
                 record = _parse(line)
-                at = None if record is None else record.get("step")
+                if record is None:
+                    damaged.append(number)
+                    continue
+                at = record.get("step")
                 past = past or (isinstance(at, int) and at > step)
-                if record is None or (at > step if isinstance(at, int) else past):
+                if at > step if isinstance(at, int) else past:
                     removed += 1
-                else:
-                    kept.append(line)
-            if removed:
+                    continue
+                kept.append(line)
+                if record.get("kind") == "train" and isinstance(at, int):
+                    steps.add(at)
+            if removed or damaged:
                 try:
                     self._replace(b"".join(kept))
                 except OSError as error:
                     raise _explain(error, self.path) from error
-        return removed
+            self._torn = ()
+        return Cut(removed, tuple(sorted(damaged)), frozenset(steps))
 
     def close(self) -> None:
         """Closes the file."""
@@ -102,7 +123,10 @@ class MetricsLog:
         size = os.fstat(self._file.fileno()).st_size
         if size:
             content = self.path.read_bytes()
-            os.ftruncate(self._file.fileno(), content.rfind(b"\n") + 1)
+            whole = content.rfind(b"\n") + 1
+            if whole < size:
+                self._torn = (content.count(b"\n") + 1,)
+                os.ftruncate(self._file.fileno(), whole)
 
     def _replace(self, content: bytes) -> None:
         draft = self.path.with_name(f".{self.path.name}.tmp")
@@ -130,9 +154,9 @@ class NoLog:
     def sync(self) -> None:
         """Nothing."""
 
-    def cut_back(self, step: int) -> int:
+    def cut_back(self, step: int) -> Cut:
         """Nothing."""
-        return 0
+        return Cut()
 
     def close(self) -> None:
         """Nothing."""

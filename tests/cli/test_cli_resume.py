@@ -1,0 +1,346 @@
+"""Resuming: what is left of a run decides how it goes on, and nothing that was recorded is lost without a word."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_world import Call, World
+
+Job = Callable[..., Path]
+
+
+def rows(run: Path, kind: str) -> list[dict[str, float]]:
+    found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row for row in found if row["kind"] == kind]
+
+
+def losses(run: Path) -> list[tuple[float, str]]:
+    return [(row["step"], float(row["loss"]).hex()) for row in rows(run, "train")]
+
+
+@pytest.fixture
+def run(world: World, tmp_path: Path) -> Path:
+    """A copy of the finished run: six steps, checkpoints of 4 and 6, the best of 3 or 6."""
+    return shutil.copytree(world.run, tmp_path / "done")
+
+
+def commands(said: str) -> list[list[str]]:
+    """The words of each command in backquotes."""
+    return [shlex.split(part)[1:] for part in said.split("`")[1::2] if part.startswith("trimtab ")]
+
+
+@pytest.mark.parametrize("how", ["deleted", "emptied"])
+def test_a_record_is_not_cut_when_the_checkpoints_are_gone(run: Path, cli: Call, how: str) -> None:
+    record = (run / "metrics.jsonl").read_bytes()
+    shutil.rmtree(run / "checkpoints")
+    if how == "emptied":
+        (run / "checkpoints").mkdir()
+    said = cli("train", "--resume", run)
+    said.refused(5, "saved checkpoints up to step 6", "missing" if how == "deleted" else "empty")
+    assert (run / "metrics.jsonl").read_bytes() == record
+    # Both remedies work when they are followed.
+    (again,) = commands(said.err)
+    assert cli(*again).code == 0
+    assert losses(Path(f"{run}-again")) == losses(run)
+    expected = losses(run)
+    (run / "metrics.jsonl").unlink()
+    assert cli("train", "--resume", run).code == 0
+    assert losses(run) == expected
+
+
+def test_all_checkpoints_damaged(run: Path, cli: Call) -> None:
+    record = (run / "metrics.jsonl").read_bytes()
+    for file in (run / "checkpoints").glob("step-*/manifest.json"):
+        file.write_text("{")
+    said = cli("train", "--resume", run)
+    said.refused(5, "every checkpoint", "damaged")
+    assert (run / "metrics.jsonl").read_bytes() == record
+    (again,) = commands(said.err)
+    assert cli(*again).code == 0
+
+
+def test_an_older_run_without_checkpoints_is_judged_by_its_steps(run: Path, cli: Call) -> None:
+    """Runs from before checkpoints were recorded: finished, or far beyond the first save, they had one."""
+    shutil.rmtree(run / "checkpoints")
+    choices = json.loads((run / "choices.json").read_text())
+    del choices["logs_checkpoints"]
+    (run / "choices.json").write_text(json.dumps(choices))
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    lines = [line for line in lines if json.loads(line)["kind"] != "checkpoint"]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    cli("train", "--resume", run).refused(5, "nothing to continue from")
+    early = [line for line in lines if json.loads(line)["step"] <= 2]
+    (run / "metrics.jsonl").write_text("".join(early))
+    assert cli("train", "--resume", run).code == 0
+    assert len(losses(run)) == 6
+
+
+def test_a_run_that_never_saved_begins_at_step_0_with_the_same_losses(run: Path, cli: Call) -> None:
+    expected = losses(run)
+    shutil.rmtree(run / "checkpoints")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    early = [
+        line for line in lines if json.loads(line)["step"] <= 1 and json.loads(line)["kind"] != "checkpoint"
+    ]
+    (run / "metrics.jsonl").write_text("".join(early))
+    said = cli("train", "--resume", run)
+    assert said.code == 0, said.err
+    assert "no checkpoint was saved yet" in said.out
+    assert losses(run) == expected
+
+
+def test_a_newest_checkpoint_that_is_gone_is_said(run: Path, cli: Call) -> None:
+    expected = losses(run)
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    said = cli("train", "--resume", run)
+    assert said.code == 0, said.err
+    assert "the checkpoint of step 6 is gone or damaged" in " ".join(said.out.split())
+    assert losses(run) == expected
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda lines: [*lines, '{"kind": "train", "st'], "a damaged line was removed"),
+        (lambda lines: [*lines[:3], "\x00garbage\n", *lines[3:]], "removed (the first is line 4)"),
+        (lambda lines: [line for line in lines if '"step": 3,' not in line], "lacks steps 3 of the 6"),
+        (lambda lines: lines[: len(lines) // 3], "of the 6 that were trained"),
+        (lambda lines: [], "missing or empty"),
+    ],
+)
+def test_a_damaged_record_is_said_by_resume_and_report(
+    run: Path, cli: Call, damage: Callable[[list[str]], list[str]], said: str
+) -> None:
+    path = run / "metrics.jsonl"
+    path.write_text("".join(damage(path.read_text().splitlines(keepends=True))))
+    report = cli("report", run)
+    assert report.code == 0, report.err
+    assert "damaged line" in report.out or "metrics.jsonl lacks steps" in report.out
+    shown = cli("train", "--resume", run)
+    assert shown.code == 0, shown.err
+    assert said in " ".join(shown.out.split())
+
+
+def test_a_whole_record_has_no_flaws(run: Path, cli: Call) -> None:
+    assert "metrics.jsonl" not in cli("report", run).out
+    assert "metrics.jsonl" not in cli("train", "--resume", run).out
+
+
+# Starts that were killed early.
+
+
+@pytest.mark.parametrize("left", [[".lock", "recipe.yaml"], [".lock", "recipe.yaml", "model", "plan.json"]])
+def test_a_start_that_was_killed_is_begun_again_by_resume_and_by_train(
+    run: Path, world: World, cli: Call, left: list[str], tmp_path: Path
+) -> None:
+    half = tmp_path / "half"
+    for words in (["--resume", half], [world.recipe, f"output_dir={half}"]):
+        shutil.rmtree(half, ignore_errors=True)
+        half.mkdir()
+        for name in left:
+            copy = shutil.copytree if (run / name).is_dir() else shutil.copyfile
+            copy(run / name, half / name)
+        said = cli("train", *words)
+        assert said.code == 0, said.err
+        assert losses(half) == losses(run)
+
+
+def test_a_start_that_fails_again_leaves_what_the_next_one_needs(
+    run: Path, cli: Call, tmp_path: Path
+) -> None:
+    """A supervisor that resumes whatever folder exists must come through once the cause is gone."""
+    half = tmp_path / "half"
+    half.mkdir()
+    shutil.copyfile(run / "recipe.yaml", half / "recipe.yaml")
+    text = (half / "recipe.yaml").read_text()
+    source = json.loads((run / "choices.json").read_text())["recipe"]["data"]["train"][0]["source"]
+    (half / "recipe.yaml").write_text(text.replace(source, str(tmp_path / "absent.jsonl")))
+    assert cli("train", "--resume", half).code == 3
+    assert [path.name for path in sorted(half.iterdir())] == [".lock", "recipe.yaml"]
+    shutil.copyfile(source, tmp_path / "absent.jsonl")
+    assert cli("train", "--resume", half).code == 0
+
+
+def test_what_is_missing_is_named(run: Path, world: World, cli: Call, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / ".lock").touch()
+    said = cli("train", "--resume", empty)
+    said.refused(5, "no run was begun", "no recipe.yaml")
+    words = [str(world.recipe) if word == "RECIPE" else word for word in commands(said.err)[0]]
+    assert cli(*words).code == 0
+    (run / "choices.json").unlink()
+    said = cli("train", "--resume", run)
+    said.refused(5, "was trained and lacks choices.json")
+    assert cli(*commands(said.err)[0]).code == 0
+    (run / "recipe.yaml").unlink()
+    cli("train", "--resume", run).refused(5, "lacks choices.json and recipe.yaml")
+
+
+def test_recipe_yaml_is_restored_from_choices_json(run: Path, cli: Call) -> None:
+    text = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").unlink()
+    assert cli("train", "--resume", run).code == 0
+    assert (run / "recipe.yaml").read_text() == text
+
+
+# Training longer.
+
+
+@pytest.mark.parametrize("schedule", ["constant", "constant_with_warmup"])
+def test_a_constant_run_that_is_extended_equals_one_planned_so_long(
+    job: Job, cli: Call, tmp_path: Path, schedule: str
+) -> None:
+    warmup = {"warmup_steps": 1} if schedule == "constant_with_warmup" else {}
+    recipe = job(lr_scheduler_type=schedule, **warmup)
+    assert cli("train", recipe).code == 0
+    said = cli("train", "--resume", tmp_path / "run")
+    assert "max_steps=4`" in said.out
+    said = cli("train", "--resume", tmp_path / "run", "max_steps=5")
+    assert said.code == 0, said.err
+    assert "goes on to step 5 instead of 2; the learning rate is not changed" in " ".join(said.out.split())
+    assert cli("train", recipe, "max_steps=5", f"output_dir={tmp_path / 'long'}").code == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "long")
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "warmup_stable_decay"])
+def test_a_falling_schedule_is_followed_over_the_new_length(
+    job: Job, cli: Call, tmp_path: Path, schedule: str
+) -> None:
+    run = tmp_path / "run"
+    recipe = job(lr_scheduler_type=schedule, max_steps=3, save_steps=1, save_total_limit=9)
+    assert cli("train", recipe).code == 0
+    said = cli("train", "--resume", run, "max_steps=6")
+    assert said.code == 0, said.err
+    assert f"lr_scheduler_type: {schedule} is followed over 6 steps" in " ".join(said.out.split())
+    assert cli("train", recipe, "max_steps=6", f"output_dir={tmp_path / 'long'}").code == 0
+    rates = {row["step"]: row["lr"] for row in rows(run, "train")}
+    longer = {row["step"]: row["lr"] for row in rows(tmp_path / "long", "train")}
+    assert [rates[step] for step in (4, 5, 6)] == [longer[step] for step in (4, 5, 6)]
+    assert rates[3] != longer[3] or schedule == "warmup_stable_decay"
+    assert json.loads((run / "choices.json").read_text())["lengths"] == [
+        {"step": 0, "total": 3},
+        {"step": 3, "total": 6},
+    ]
+    # From a checkpoint before the extension the same steps are repeated with the rates they had.
+    expected = losses(run)
+    for step in (2, 3, 4, 5, 6):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    assert cli("train", "--resume", run).code == 0
+    assert losses(run) == expected
+    cli("train", "--resume", run, "max_steps=2").refused(2, "6 steps", "max_steps=6")
+    assert cli("train", "--resume", run, "max_steps=6").code == 0
+
+
+def test_epochs_may_be_added(job: Job, cli: Call, tmp_path: Path) -> None:
+    assert cli("train", job(max_steps=-1, num_train_epochs=1)).code == 0
+    steps = len(losses(tmp_path / "run"))
+    said = cli("train", "--resume", tmp_path / "run", "num_train_epochs=2")
+    assert said.code == 0, said.err
+    assert len(losses(tmp_path / "run")) == 2 * steps
+
+
+@pytest.mark.parametrize("override", ["num_train_epochs=1e300", f"max_steps={10**15}"])
+def test_a_number_of_steps_that_no_run_has_is_refused(job: Job, cli: Call, override: str) -> None:
+    cli("train", job(), override).refused(2, override.split("=")[0], "less than or equal")
+
+
+# Another device, and a run as the model of another.
+
+
+def test_a_run_goes_on_with_another_device(run: Path, cli: Call) -> None:
+    """Made on a CPU and said to be a GPU's: implementations that only run there are chosen anew."""
+    choices = json.loads((run / "choices.json").read_text())
+    there = {**choices, "device": "cuda", "attention": {"impl": "triton", "reason": "", "rejected": []}}
+    there["pointwise"] = {"impl": "triton", "reason": ""}
+    there["recipe"]["device"] = "auto"
+    (run / "choices.json").write_text(json.dumps(there))
+    text = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(text.replace("device: cpu", "device: auto"))
+    said = cli("train", "--resume", run, "max_steps=8")
+    said.refused(6, "was trained on cuda", "device=cpu")
+    for word in ("device=cpu", "device=auto"):
+        (run / "choices.json").write_text(json.dumps(there))
+        said = cli("train", "--resume", run, word, "max_steps=8")
+        assert said.code == 0, said.err
+    assert "device: cuda → cpu" in " ".join(said.out.split())
+    assert len(losses(run)) == 8
+    assert "cuda → cpu" in rows(run, "event")[-2]["message"]
+    now = json.loads((run / "choices.json").read_text())
+    assert (now["device"], now["attention"], now["pointwise"]) == (
+        "cpu",
+        choices["attention"],
+        choices["pointwise"],
+    )
+    assert cli("train", "--resume", run, "max_steps=9").code == 0  # and stays there
+
+
+@pytest.mark.parametrize("name", ["{run}", "{run}/checkpoints/best", "{run}/checkpoints/step-00000004"])
+def test_a_run_is_the_model_of_another(
+    world: World, job: Job, cli: Call, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = name.format(run=world.run)
+    assert cli("plan", job(), f"model.name={chosen}").code == 0
+    assert cli("train", job(), f"model.name={chosen}").code == 0
+    started = json.loads((tmp_path / "run" / "choices.json").read_text())["started_from"]
+    step = Path(started["source"])
+    assert step.parent == world.run / "checkpoints"
+    assert set(started["files"]) == {path.name for path in step.glob("*.safetensors")}
+    which = step.name.removeprefix("step-")
+    exported = tmp_path / "exported"
+    assert cli("export", "hf", world.run, exported, "--checkpoint", int(which), "--dtype", "fp32").code == 0
+    assert cli("train", job(), f"model.name={exported}", f"output_dir={tmp_path / 'other'}").code == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "other")
+
+
+def test_the_checkpoint_that_a_run_started_from_must_stay_the_same(
+    run: Path, job: Job, cli: Call, tmp_path: Path
+) -> None:
+    assert cli("train", job(), f"model.name={run}").code == 0
+    new, expected = tmp_path / "run", losses(tmp_path / "run")
+    shutil.rmtree(new / "checkpoints")
+    (new / "metrics.jsonl").unlink()
+    assert cli("train", "--resume", run, "max_steps=8").code == 0  # the old run goes on; its step 6 stays
+    assert cli("train", "--resume", new).code == 0
+    assert losses(new) == expected
+    shutil.rmtree(new / "checkpoints")
+    (new / "metrics.jsonl").unlink()
+    file = next((run / "checkpoints" / "step-00000006").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    cli("train", "--resume", new).refused(5, "another base")
+    cli("train", job(), f"model.name={file.parent}", f"output_dir={tmp_path / 'x'}").refused(5, "is damaged")
+    cli("train", job(), f"model.name={run}", f"output_dir={run}").refused(5, "already holds a run")
+
+
+def test_the_remedy_for_keys_that_may_not_change_works(run: Path, cli: Call) -> None:
+    said = cli("train", "--resume", run, "learning_rate=1e-4", "per_device_train_batch_size=1")
+    said.refused(2, "may not change", "learning_rate")
+    (words,) = commands(said.err)
+    assert cli(*words).code == 0
+    assert f"{run}/checkpoints/step-00000006" in (Path(f"{run}-2") / "recipe.yaml").read_text()
+
+
+def test_a_run_of_adapters_is_no_model_and_says_what_to_do(job: Job, cli: Call, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert cli("train", job(lora={"r": 2})).code == 0
+    said = cli("train", job(output_dir=str(tmp_path / "next")), f"model.name={run}")
+    said.refused(4, "trained adapters")
+    for words in commands(said.err):
+        assert cli(*(f"{tmp_path}/{word}" if word.isupper() else word for word in words)).code == 0
+    next_run = [job(output_dir=str(tmp_path / "next"))]
+    assert cli("train", *next_run, f"model.name={tmp_path}/MODEL").code == 0
+    shutil.rmtree(tmp_path / "next")
+    assert cli("train", *next_run, f"lora={{adapter: {tmp_path}/ADAPTER}}").code == 0
+    for change in ("learning_rate=1e-4", "lora.r=4"):
+        said = cli("train", "--resume", run, change)
+        said.refused(2, "may not change", change.split("=")[0])
+        for words in commands(said.err):
+            assert cli(*words).code == 0
+        shutil.rmtree(f"{run}-2")

@@ -1,0 +1,93 @@
+"""`trimtab runs` and `trimtab.runs`: every state a run folder can be in, in a table, as JSON and as objects."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_world import Call, World
+
+import trimtab
+from trimtab.checkpoint import RunLock
+from trimtab.checkpoint.lock import is_held
+
+
+@pytest.fixture
+def folder(world: World, tmp_path: Path) -> Path:
+    """Six runs: finished, stopped, begun only, without checkpoints, without choices.json, all checkpoints damaged."""
+    runs = tmp_path / "runs"
+    for name in ("done", "nested/stopped", "begun", "gone", "unchosen", "broken"):
+        shutil.copytree(world.run, runs / name)
+    stopped = runs / "nested" / "stopped"
+    shutil.rmtree(stopped / "checkpoints" / "step-00000006")
+    lines = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (stopped / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 5))
+    for name in ("choices.json", "metrics.jsonl", "plan.json"):
+        (runs / "begun" / name).unlink()
+    shutil.rmtree(runs / "begun" / "checkpoints")
+    shutil.rmtree(runs / "gone" / "checkpoints")
+    (runs / "unchosen" / "choices.json").unlink()
+    for manifest in (runs / "broken" / "checkpoints").glob("step-*/manifest.json"):
+        manifest.write_text("{")
+    (runs / "no-run").mkdir()
+    return runs
+
+
+def test_states(folder: Path) -> None:
+    found = {str(run.path.relative_to(folder)): run for run in trimtab.runs(folder)}
+    assert {name: run.state for name, run in found.items()} == {
+        "done": "finished",
+        "nested/stopped": "stopped",
+        "begun": "not begun",
+        "gone": "damaged",
+        "unchosen": "damaged",
+        "broken": "damaged",
+    }
+    done, stopped = found["done"], found["nested/stopped"]
+    assert (done.step, done.total_steps, done.checkpoint) == (6, 6, 6)
+    assert (stopped.step, stopped.total_steps, stopped.checkpoint) == (5, 6, 4)
+    assert done.loss is not None
+    assert done.size_bytes == sum(p.stat().st_size for p in done.path.rglob("*") if p.is_file())
+    assert (found["begun"].step, found["begun"].loss) == (0, None)
+    problems = [found[name].problem or "" for name in ("gone", "unchosen", "broken")]
+    assert ["gone" in problems[0], "choices.json" in problems[1], "damaged" in problems[2]] == [True] * 3
+
+
+def test_a_run_in_use_is_running_and_looking_does_not_disturb_it(folder: Path) -> None:
+    lock = folder / "done" / ".lock"
+    with RunLock(folder / "done"):
+        holder = lock.read_text()
+        assert is_held(lock)
+        assert trimtab.runs(folder / "done")[0].state == "running"
+        assert lock.read_text() == holder
+    assert not is_held(lock)
+    assert trimtab.runs(folder / "done")[0].state == "finished"
+    assert not is_held(folder / "absent")
+    assert not (folder / "absent").exists()
+
+
+def test_the_table_and_json(folder: Path, cli: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = cli("runs", folder)
+    assert said.code == 0, said.err
+    lines = {line.split()[0]: line for line in said.out.splitlines() if line.strip()}
+    assert "finished" in lines["done"]
+    assert "6 / 6" in lines["done"]
+    assert "5 / 6" in lines["nested/stopped"]
+    assert "0 / ?" in lines["begun"]
+    rows = [json.loads(line) for line in cli("runs", folder, "--json").out.splitlines()]
+    assert rows == [run.to_dict() for run in trimtab.runs(folder)]
+    monkeypatch.chdir(folder.parent)
+    assert [line.split()[:2] for line in cli("runs").out.splitlines()] == [
+        line.split()[:2] for line in said.out.splitlines()
+    ]
+    assert cli("runs", folder / "no-run").out == f"no runs in {folder / 'no-run'}\n"
+    cli("runs", folder / "absent").refused(5, "does not exist", "run folder")
+
+
+def test_listing_imports_no_torch(folder: Path) -> None:
+    code = "import sys, trimtab; assert trimtab.runs(sys.argv[1]); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=60)

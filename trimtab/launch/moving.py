@@ -1,0 +1,78 @@
+"""A run that goes on with another device than the one it began on."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.errors import ResourceError
+from trimtab.facts.shapes import ModelShape
+from trimtab.launch.device import detect, threads
+from trimtab.recipe import Recipe
+from trimtab.recipe.resume import WITH_DEVICE
+from trimtab.run.choices import Choices, choose_all
+
+
+def asks_for_device(before: Recipe, recipe: Recipe, overrides: Sequence[str]) -> bool:
+    """Whether a resume names a device, also where it is the word that the recipe has already."""
+    named = any(override.partition("=")[0].strip() == "device" for override in overrides)
+    return named or recipe.device != before.device
+
+
+def device_of(kept: Choices, recipe: Recipe, run: Path, *, asked: bool) -> DeviceFacts:
+    """The device that a run goes on with: the one that the resume asks for, otherwise the one it has."""
+    if asked:
+        return detect(recipe.device)
+    try:
+        return detect(kept.device if recipe.device == "auto" else recipe.device)
+    except ResourceError as error:
+        import torch
+
+        if torch.cuda.is_available():  # not the one that is named
+            raise
+        raise ResourceError(
+            f"{run} was trained on {kept.device}, and torch sees no CUDA GPU here",
+            "`trimtab doctor` says why; to go on without one: "
+            f"`trimtab train --resume {shlex.quote(str(run))} device=cpu`",
+        ) from error
+
+
+def moved(kept: Choices, recipe: Recipe, shape: ModelShape, device: DeviceFacts) -> Choices:
+    """The choices of a run for another device: number formats and adapters stay, implementations are chosen anew."""
+    if kept.dtype == "bf16" and device.kind == "cuda" and not device.bf16:
+        raise ResourceError(
+            f"the run computes in bf16, which {device.name} does not", "go on with device=cpu, or another GPU"
+        )
+    formats = {
+        "dtype": kept.dtype,
+        "weights_dtype": kept.weights_dtype,
+        "gradient_dtype": kept.gradient_dtype,
+    }
+    lora = recipe.lora
+    if lora is not None and lora.adapter is not None:  # what it brought is in the choices
+        lora = type(lora)()
+    chosen = choose_all(recipe.model_copy(update={**formats, "lora": lora}), shape, device, threads())
+    return dataclasses.replace(chosen, lora=kept.lora, deterministic=kept.deterministic)
+
+
+def with_device(kept: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """A choices.json whose recipe names the device, and what may change with it, as a resume does."""
+    plain = {**kept["recipe"], "model": dict(kept["recipe"]["model"])}
+    for key in ("device", *WITH_DEVICE):
+        section, _, last = key.rpartition(".")
+        (plain[section] if section else plain)[last] = getattr(
+            getattr(recipe, section) if section else recipe, last
+        )
+    return {**kept, "recipe": plain}
+
+
+def describe_move(old: str, new: Choices) -> str:
+    """What another device means for a run, in a sentence."""
+    return (
+        f"device: {old} → {new.device}: implementations are chosen anew (attention: {new.attention['impl']}); from "
+        f"here on losses are not bit-equal to those of an unstopped run on {old}"
+    )

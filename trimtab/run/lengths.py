@@ -1,0 +1,89 @@
+"""How long a run is, and was: a resume may change its number of steps, and each step keeps the schedule it had.
+
+choices.json keeps the lengths. A run that falls back to a checkpoint from before it was extended therefore repeats the
+steps in between with the learning rates they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trimtab import optim
+from trimtab.facts.errors import RecipeError
+from trimtab.recipe import Recipe
+from trimtab.recipe.rules import FLAT_SCHEDULES
+
+
+@dataclass(frozen=True)
+class Length:
+    """From `step` on, a run was planned for `total` steps."""
+
+    step: int
+    total: int
+
+    def to_dict(self) -> dict[str, int]:
+        """For choices.json."""
+        return asdict(self)
+
+
+def read_lengths(kept: dict[str, Any], planned: int) -> tuple[Length, ...]:
+    """The lengths that choices.json has; runs made before it had them were planned for `planned` steps."""
+    found = kept.get("lengths") or [{"step": 0, "total": planned}]
+    return tuple(Length(entry["step"], entry["total"]) for entry in found)
+
+
+def extend(lengths: Sequence[Length], step: int, total: int) -> tuple[Length, ...]:
+    """The lengths of a run that is at `step` and is to have `total` steps.
+
+    Example:
+        >>> extend([Length(0, 20)], step=10, total=40)
+        (Length(step=0, total=20), Length(step=10, total=40))
+    """
+    if lengths and lengths[-1].total == total:
+        return tuple(lengths)
+    return (*(length for length in lengths if length.step < step), Length(step if lengths else 0, total))
+
+
+def check_length(recipe: Recipe, step: int, total: int) -> None:
+    """RecipeError for a resume that asks for fewer steps than were trained."""
+    if total < step:
+        key = "max_steps" if recipe.max_steps > 0 else "num_train_epochs"
+        asked = recipe.max_steps if recipe.max_steps > 0 else f"{recipe.num_train_epochs:g} ({total} steps)"
+        raise RecipeError(
+            f"{key}: {asked} is less than the {step} steps that the run has trained already",
+            f"leave it out, or give max_steps={step} or more",
+        )
+
+
+def learning_rate(recipe: Recipe, lengths: Sequence[Length]) -> Callable[[int], float]:
+    """Step (from 0) to learning rate: the schedule over the number of steps that was planned when the step ran."""
+
+    def rate(step: int) -> float:
+        total = next((length.total for length in reversed(lengths) if length.step <= step), lengths[0].total)
+        return optim.learning_rate(
+            recipe.lr_scheduler_type,
+            step,
+            base=recipe.learning_rate,
+            total_steps=total,
+            warmup_steps=recipe.warmup_steps or round(recipe.warmup_ratio * total),
+            min_ratio=recipe.min_lr_ratio,
+        )
+
+    return rate
+
+
+def describe_change(recipe: Recipe, before: Sequence[Length], after: Sequence[Length]) -> str | None:
+    """What another number of steps means for the learning rate, in a sentence; None where it is the same number."""
+    if tuple(before) == tuple(after):
+        return None
+    old, new = before[-1].total, after[-1]
+    text = f"the run goes on to step {new.total} instead of {old}"
+    if recipe.lr_scheduler_type in FLAT_SCHEDULES and not recipe.warmup_ratio:
+        return f"{text}; the learning rate is not changed by that"
+    rate, was = learning_rate(recipe, after)(new.step), learning_rate(recipe, before)(new.step)
+    return (
+        f"{text}: from step {new.step + 1} on, lr_scheduler_type: {recipe.lr_scheduler_type} is followed over "
+        f"{new.total} steps, as Hugging Face's Trainer does; learning rate {rate:.3g} there instead of {was:.3g}"
+    )

@@ -1,0 +1,191 @@
+"""Run folders at a glance: how far each run came, in what state it is, what it takes on disk. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trimtab.checkpoint.folder import by_age, step_folders
+from trimtab.checkpoint.lock import is_held
+from trimtab.facts.errors import CheckpointError
+from trimtab.run.folder import RunFolder, read_json
+
+State = Literal["running", "finished", "stopped", "not begun", "damaged"]
+DEPTH = 3
+"""Folders of folders are looked into so deep: runs/project/run."""
+TAIL_BYTES = 1 << 18
+"""The end of metrics.jsonl that is read: its last records."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run folder.
+
+    Example:
+        >>> [(run.name, run.state, run.step) for run in trimtab.runs("runs")]  # doctest: +SKIP
+        [('demo', 'finished', 300)]
+    """
+
+    path: Path
+    state: State
+    """`running`: a process holds its lock. `finished`: all steps are trained and saved. `stopped`: it can be resumed.
+    `not begun`: its start was stopped before the first step; resuming starts it. `damaged`: see `problem`."""
+    step: int
+    """Steps trained, by the record and the newest checkpoint."""
+    total_steps: int | None
+    loss: float | None
+    """Training loss of the last recorded step."""
+    checkpoint: int | None
+    """Step of the newest good checkpoint."""
+    size_bytes: int
+    updated: float
+    """When something was last written, in seconds since the epoch."""
+    problem: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.path.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {**asdict(self), "path": str(self.path)}
+
+
+def runs(folder: str | Path = "runs") -> list[RunSummary]:
+    """The runs in a folder, the one that was written to last first; a run folder itself is a list of one.
+
+    Example:
+        >>> trimtab.runs("runs")[0].state  # doctest: +SKIP
+        'finished'
+    """
+    root = Path(folder).expanduser()
+    if not root.is_dir():
+        what = "is a file" if root.exists() else "does not exist"
+        raise CheckpointError(f"{root} {what}", "give a folder with run folders in it, or a run folder")
+    found = [summarize(path) for path in _run_folders(root, DEPTH)]
+    return sorted(found, key=lambda run: run.updated, reverse=True)
+
+
+def summarize(path: Path) -> RunSummary:
+    """One run folder, from its small files; checkpoints are judged by manifest and sizes."""
+    run = RunFolder(path)
+    size, updated = _measure(path)
+    train, ended = _tail(run.metrics)
+    checkpoint, damage = _newest(run)
+    problem = damage or _problem(run, train)
+    total = None
+    try:
+        total = _count(read_json(run.plan).get("data", {}).get("steps")) if run.plan.is_file() else None
+    except (CheckpointError, AttributeError):
+        problem = problem or "plan.json cannot be read"
+    step = max(train.get("step", 0), checkpoint or 0)
+    loss = train.get("loss")
+    return RunSummary(
+        path=path,
+        state=_state(run, problem, finished=ended and checkpoint is not None and checkpoint >= step),
+        step=step,
+        total_steps=total,
+        loss=float(loss) if isinstance(loss, int | float | str) else None,
+        checkpoint=checkpoint,
+        size_bytes=size,
+        updated=updated,
+        problem=problem,
+    )
+
+
+def _state(run: RunFolder, problem: str | None, *, finished: bool) -> State:
+    if is_held(run.path / ".lock"):
+        return "running"
+    if problem is not None:
+        return "damaged"
+    if finished:
+        return "finished"
+    return "stopped" if run.choices.is_file() and run.began() else "not begun"
+
+
+def _run_folders(root: Path, depth: int) -> Iterator[Path]:
+    if (root / "recipe.yaml").is_file() or (root / "choices.json").is_file():
+        yield root
+    elif depth > 0:
+        for path in sorted(root.iterdir()):
+            if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+                yield from _run_folders(path, depth - 1)
+
+
+def _problem(run: RunFolder, train: dict[str, Any]) -> str | None:
+    """What keeps a run from being resumed, as far as its small files tell."""
+    try:
+        if run.choices.is_file():
+            read_json(run.choices)
+        elif run.began():
+            return "choices.json is missing"
+    except CheckpointError:
+        return "choices.json cannot be read"
+    if not step_folders(run.checkpoints) and _has_saved(run.metrics):
+        return "its checkpoints are gone"
+    return None
+
+
+def _newest(run: RunFolder) -> tuple[int | None, str | None]:
+    """(step of the newest good checkpoint, what is wrong if none is good)."""
+    try:
+        good = by_age(run.checkpoints)
+    except CheckpointError as error:
+        return None, error.cause
+    if good:
+        return good[0][1].step, None
+    return None, "every checkpoint is damaged" if step_folders(run.checkpoints) else None
+
+
+def _has_saved(metrics: Path) -> bool:
+    if not metrics.is_file():
+        return False
+    with metrics.open("rb") as lines:
+        return any(b'"kind": "checkpoint"' in line for line in lines)
+
+
+def _tail(metrics: Path) -> tuple[dict[str, Any], bool]:
+    """(the last training record, whether the run came to its end after it)."""
+    if not metrics.is_file():
+        return {}, False
+    with metrics.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = file.read().splitlines()
+    train: dict[str, Any] = {}
+    ended = False
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            continue
+        if row.get("kind") == "train":
+            train, ended = row, False
+        elif row.get("kind") == "memory" and row.get("when") == "after":
+            ended = True
+    return train, ended
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _measure(path: Path) -> tuple[int, float]:
+    """(bytes of all files, time of the last change); files that vanish meanwhile are left out."""
+    size, updated = 0, 0.0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                stat = os.lstat(os.path.join(folder, name))
+            except OSError:
+                continue
+            size += stat.st_size
+            if name != ".lock":  # written whenever somebody looks after the run, not by its training
+                updated = max(updated, stat.st_mtime)
+    return size, updated or path.stat().st_mtime
