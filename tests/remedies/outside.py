@@ -13,6 +13,8 @@ RARE = "depends on an instant, or on files that nothing here can write"
 
 OUTSIDE: dict[str, tuple[str, ...]] = {
     DISK: (
+        "data/memory.py:spool_rows: free some space, set data.cache_dir to another folder, or set data.streaming: true "
+        "with max_steps",
         "api/batches.py:generate_file: give the same command with a smaller --batch-size: it goes on from there",
         "adapt/offload.py:_Pinned.__init__: set recompute: block, or raise the limit of locked memory (ulimit -l)",
         "checkpoint/store.py:_no_space: free some space or keep fewer checkpoints (save_total_limit); the earlier "
@@ -44,6 +46,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "trainer/metrics_log.py:_explain: check the run folder",
     ),
     PACKAGE: (
+        "api/results.py:RunResult.to_pandas: pip install pandas",
         "checkpoint/manifest.py:read_manifest: install the version of trimtab that wrote it, or a later one",
         "cli/main.py:main: pip install 'trimtab[train]'",
         "data/loader.py:check_settings: resume with the trimtab that wrote it",

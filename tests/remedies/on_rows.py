@@ -1,0 +1,353 @@
+"""Rows, models and callbacks passed from Python to `trimtab.train` and `trimtab.resume`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cases import World, case
+
+import trimtab
+from trimtab.adapt import quantize_layout
+from trimtab.data.memory import RowStream, iterate, lines_of, spool_rows
+
+ROWS = [{"text": f"the cat sees {i} dogs."} for i in range(20)]
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+def settings(w: World, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": str(w.model),
+        "data": {"train": "starter:math", "eval_share": 0, "cache_dir": str(w.tmp / "cache"), "num_proc": 1},
+        "max_seq_length": 64,
+        "max_steps": 2,
+        "num_train_epochs": None,
+        "eval_on_start": False,
+        "device": "cpu",
+        "dtype": "fp32",
+        "probe": False,
+        "output_dir": str(w.tmp / f"run-{len(list(w.tmp.glob('run-*')))}"),
+        **changes,
+    }
+
+
+def train(w: World, data: Any = None, **options: Any) -> Any:
+    keys = {key: options.pop(key) for key in ("data_key", "callbacks", "model") if key in options}
+    return trimtab.train({**settings(w), **options}, data=data, view=None, **keys)
+
+
+def row_case(key: str, wrong: Any, *rights: Any) -> None:
+    case(
+        f"api/rows.py:{key}",
+        lambda w: train(w, wrong),
+        lambda w, remedy: [train(w, right) for right in rights],
+    )
+
+
+row_case(
+    "DataArgument._mapping: give data={'train': rows, 'eval': rows}, or a list of rows",
+    {"eval": ROWS},
+    {"train": ROWS, "eval": ROWS[:3]},
+    ROWS,
+)
+row_case(
+    "_refuse_texts: for texts give rows: [{'text': one} for one in texts]",
+    {"train": ["the cat sees a dog", "a dog runs"]},
+    {"train": [{"text": one} for one in ("the cat sees a dog", "a dog runs")]},
+)
+
+
+def named_files(w: World) -> list[str]:
+    (w.tmp / "a.txt").write_text("the cat sees a dog. " * 300)
+    return [str(w.tmp / "a.txt")]
+
+
+case(
+    "api/rows.py:_refuse_files: name files as data={'train': [...]}; to train on these very words give rows like "
+    "{'text': …}",
+    lambda w: train(w, named_files(w)),
+    lambda w, remedy: (
+        train(w, {"train": named_files(w)}),
+        train(w, [{"text": name} for name in named_files(w)]),
+    ),
+)
+case(
+    "api/rows.py:DataArgument.of: pass the rows as data, or leave data_key out",
+    lambda w: train(w, data_key="chats"),
+    lambda w, remedy: (train(w, ROWS, data_key="chats"), train(w)),
+)
+case(
+    "api/rows.py:_checked_key: use up to 64 letters, digits, dots, dashes and underscores, such as 'chats-v3'",
+    lambda w: train(w, ROWS, data_key="a b"),
+    lambda w, remedy: (
+        train(w, ROWS, data_key=re.findall("'(.*?)'", remedy)[0]),
+        train(w, ROWS, data_key=("a.B-_9" * 11)[:64]),
+    ),
+)
+
+
+# Resuming with rows.
+def begun(w: World, **options: Any) -> Path:
+    folder = w.tmp / "begun"
+    if not folder.exists():
+        train(w, ROWS, output_dir=str(folder), lr_scheduler_type="constant", **options)
+    return folder
+
+
+def go_on(w: World, data: Any = None, **options: Any) -> Any:
+    return trimtab.resume(begun(w), data=data, max_steps=3, **options)
+
+
+def anew(w: World, remedy: str) -> None:
+    """The same rows, and, where the remedy says so, a new run."""
+    go_on(w, ROWS)
+    if "start a new run" in remedy:
+        train(w, ROWS[:9])
+
+
+case(
+    "api/rows.py:DataArgument.store_again: pass the same rows, or start a new run",
+    lambda w: go_on(w, ROWS[:9]),
+    anew,
+)
+case(
+    "api/rows.py:DataArgument.store_again: pass the same data, or start a new run",
+    lambda w: go_on(w, ROWS, data_key="other"),
+    anew,
+)
+case(
+    "api/rows.py:DataArgument._check_unchanged: pass only the rows that the run began with",
+    lambda w: go_on(w, {"train": ROWS, "num_proc": 1}),
+    lambda w, remedy: go_on(w, ROWS),
+)
+
+
+def from_files(w: World) -> Path:
+    folder = w.tmp / "files"
+    train(w, str(named_files(w)[0]), output_dir=str(folder), lr_scheduler_type="constant")
+    return folder
+
+
+case(
+    "api/rows.py:_kept_name: leave data out, or pass it as the run began with it",
+    lambda w: trimtab.resume(from_files(w), data=ROWS, max_steps=3),
+    lambda w, remedy: trimtab.resume(w.tmp / "files", max_steps=3),
+)
+
+
+# Rows themselves.
+FORMS = "give texts, conversations (lists of {'role': …, 'content': …}) or dicts by column"
+ALL_FORMS: list[list[Any]] = [["a cat", "a dog"], [CHAT, CHAT], [{"text": "a cat"}]]
+
+
+def spooled(w: World, rows: Any) -> Any:
+    return spool_rows(rows, w.tmp / "spooled")
+
+
+case(
+    f"data/memory.py:lines_of: {FORMS}",
+    lambda w: list(lines_of([5], "data")),
+    lambda w, remedy: [list(lines_of(rows, "data")) for rows in ALL_FORMS],
+)
+case(
+    f"data/memory.py:spool_rows: {FORMS}",
+    lambda w: spooled(w, []),
+    lambda w, remedy: [spooled(w, rows) for rows in ALL_FORMS],
+)
+case(
+    f"data/memory.py:RowStream._head: {FORMS}",
+    lambda w: RowStream([]),
+    lambda w, remedy: [RowStream(rows) for rows in ALL_FORMS],
+)
+case(
+    "data/memory.py:lines_of: give rows of one form; a text can be {'text': …}",
+    lambda w: list(lines_of(["a cat", {"text": "a dog"}], "data")),
+    lambda w, remedy: (
+        list(lines_of(["a cat", "a dog"], "data")),
+        list(lines_of([{"text": "a cat"}, {"text": "a dog"}], "data")),
+    ),
+)
+
+
+def nested(depth: int) -> Any:
+    value: Any = "a"
+    for _ in range(depth):
+        value = [value]
+    return {"text": "a", "deep": value}
+
+
+case(
+    "data/memory.py:lines_of: give flat rows",
+    lambda w: list(lines_of([nested(5000)], "data")),
+    lambda w, remedy: list(lines_of([nested(0)], "data")),
+)
+
+
+def as_function() -> Iterator[str]:
+    return iter(["a cat"])
+
+
+case(
+    "data/memory.py:iterate: give a list, an iterator, a function that returns one, a datasets.Dataset or a DataFrame",
+    lambda w: iterate(5),
+    lambda w, remedy: [list(iterate(rows)) for rows in (["a"], iter(["a"]), as_function)],
+)
+TEXTS = [f"text {i}" for i in range(30)]
+
+
+def read_again(rows: Any) -> list[Any]:
+    stream = RowStream(rows)
+    stream._kept.clear()  # more was read than is kept
+    stream._size = 0
+    return list(stream.values(1))
+
+
+case(
+    "data/memory.py:RowStream._line: give a list, a data set, or a function that returns a new iterator; or a smaller "
+    "max_steps",
+    lambda w: read_again(iter(TEXTS)),
+    lambda w, remedy: (read_again(TEXTS), read_again(lambda: iter(TEXTS))),
+)
+SAME = "give the rows that the run began with, from the first one on, or start a new run"
+case(
+    f"data/memory.py:RowStream.check: {SAME}",
+    lambda w: RowStream(TEXTS[1:]).check(5, RowStream(TEXTS).digest_before(5)),
+    lambda w, remedy: (
+        RowStream(TEXTS).check(5, RowStream(TEXTS).digest_before(5)),
+        train(w, ROWS),
+    ),
+)
+case(
+    f"data/memory.py:RowStream.digest_before: {SAME}",
+    lambda w: RowStream(TEXTS).digest_before(99),
+    lambda w, remedy: (RowStream(TEXTS).digest_before(9), train(w, ROWS)),
+)
+
+
+# Models and callbacks.
+def loaded(w: World, **options: Any) -> Any:
+    return trimtab.load(str(w.model), **options)
+
+
+def passed(w: World, model: Any, **recipe: Any) -> Any:
+    return trimtab.train({**settings(w), **recipe}, model=model, data=ROWS)
+
+
+case(
+    "run/starting.py:check_start: leave model.init out, or name the model instead of passing it",
+    lambda w: trimtab.train(
+        {**settings(w), "model": {"name": str(w.model), "init": "random"}}, model=loaded(w), data=ROWS
+    ),
+    lambda w, remedy: (
+        passed(w, loaded(w)),
+        trimtab.train({**settings(w), "model": {"name": str(w.model), "init": "random"}}, data=ROWS),
+    ),
+)
+
+
+def follow_merge_or_adapter(w: World, remedy: str) -> None:
+    model = loaded(w, adapter=str(w.shared("adapter")), dtype="fp32")
+    model.save_adapter(w.tmp / "saved")
+    train(w, ROWS, lora={"adapter": str(w.tmp / "saved")})
+    model.merge(w.tmp / "merged")
+    passed(w, str(w.tmp / "merged"))
+
+
+case(
+    "run/starting.py:check_start: merge them: model.merge(folder), then model=folder; or go on training the adapter: "
+    "model.save_adapter(folder), then the base as model with lora={'adapter': folder}",
+    lambda w: passed(w, loaded(w, adapter=str(w.shared("adapter")))),
+    follow_merge_or_adapter,
+)
+
+
+class Listener:
+    """A callback."""
+
+    def on_log(self, record: Any, control: Any) -> None:
+        """Does nothing."""
+
+
+def hooked(w: World, callbacks: Any) -> Any:
+    return train(w, ROWS, callbacks=callbacks)
+
+
+HOOKS = (
+    "trainer/callbacks.py:check_callbacks: give a list of objects with methods such as on_log (see trimtab.Callback): "
+    "{}"
+)
+
+
+def follow_hooks(w: World, remedy: str) -> None:
+    for name in remedy.partition("Callback): ")[2].split(", "):
+        one = type("One", (), {name: lambda self, *words: None})()
+        hooked(w, [one])
+
+
+case(HOOKS, lambda w: hooked(w, Listener()), follow_hooks)
+case(HOOKS, lambda w: hooked(w, [5]), lambda w, remedy: hooked(w, [Listener()]))
+case(
+    "trainer/callbacks.py:check_callbacks: give {}()",
+    lambda w: hooked(w, [Listener]),
+    lambda w, remedy: hooked(w, [eval(remedy.removeprefix("give "), {"Listener": Listener})]),
+)
+case(
+    "api/training.py:_refuse_result: give run.model()",
+    lambda w: passed(w, train(w, ROWS)),
+    lambda w, remedy: passed(w, eval(remedy.removeprefix("give "), {"run": train(w, ROWS)})),
+)
+
+
+# Rows that are not there any more, and rows beside files.
+def forgotten(w: World) -> object:
+    folder = begun(w)
+    shutil.rmtree(w.tmp / "cache")
+    return trimtab.resume(folder, max_steps=3)
+
+
+case(
+    "run/corpora.py:_Opening._spooled: pass them again: trimtab.resume(folder, data=rows) for a run that began, "
+    "trimtab.train(recipe, data=rows) for a new one",
+    forgotten,
+    lambda w, remedy: (go_on(w, ROWS), train(w, ROWS)),
+)
+
+
+def mixed(w: World, *, rows: bool = True, files: bool = True, streaming: bool = True) -> Any:
+    sources = [*([{"source": ROWS}] if rows else []), *(named_files(w) if files else [])]
+    data = {
+        "train": sources,
+        "streaming": streaming,
+        "cache_dir": str(w.tmp / "cache"),
+        "num_proc": 1,
+        "eval_share": 0,
+    }
+    return train(w, data)
+
+
+case(
+    "run/corpora.py:_Opening.check_streams: set data.streaming: false, or stream only rows or only files",
+    mixed,
+    lambda w, remedy: (mixed(w, streaming=False), mixed(w, files=False), mixed(w, rows=False)),
+)
+
+
+def quantized(w: World) -> Any:
+    model = trimtab.load(str(w.shared("wide")), dtype="fp32")
+    quantize_layout(model.opened.decoder, "nf4")
+    return model
+
+
+def follow_quantized(w: World, remedy: str) -> None:
+    for key in re.findall(r"load_in_\dbit", remedy):
+        train(w, ROWS, model=str(w.shared("wide")), lora={"r": 2}, **{key: True})
+
+
+case(
+    "run/starting.py:check_start: name its source as the model, with load_in_4bit or load_in_8bit and lora",
+    lambda w: passed(w, quantized(w)),
+    follow_quantized,
+)
