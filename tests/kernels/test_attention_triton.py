@@ -307,4 +307,5 @@ def test_descriptors_fit_too(chip):
             made = compiled(name, chip, "bf16", D, tma=True)
             assert made.shared <= SHARED_LIMIT[chip], (name, D, made.shared)
             assert "cp.async.bulk.tensor" in made.ptx
-            assert chip != 90 or not made.spills or made.spills <= 64, (name, D, made.spills)
+            # dk and dv of heads of 256 keep arguments of the second pass (for NaN) in memory through the loops
+            assert chip != 90 or not made.spills or made.spills <= 96, (name, D, made.spills)

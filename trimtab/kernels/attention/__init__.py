@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from trimtab.kernels.attention.choice import Choice, choose
     from trimtab.kernels.attention.layout import Layout
 
+SMALLEST_NORMAL = 2.0**-126
+"""Of fp32, in which kernels scale; below it a GPU may scale by 0."""
+
 __all__ = ["IMPLS", "Choice", "Layout", "attention", "choose"]
 
 
@@ -76,11 +79,16 @@ def attention(
     if window is not None and window >= S:
         window = None
     if q_BTHD.numel() == 0:
-        o_BTHD = q_BTHD.clone()
+        # Sums of nothing, so that keys and values get gradients of zeros.
+        o_BTHD = q_BTHD.clone() + (k_BSKD[:0].sum() + v_BSKD[:0].sum())
     else:
         scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
-        if scale < 0:  # tiled kernels take a row's maximum before they scale: torch's gives NaN on a CPU
+        # Tiled kernels take a row's maximum before they scale: a negative scale would turn it into the minimum (torch's
+        # gives NaN on a CPU), and 0 times the −∞ of a masked score is NaN. So the queries are scaled beforehand.
+        if scale < 0:
             q_BTHD, scale = -q_BTHD, -scale
+        if scale < SMALLEST_NORMAL:
+            q_BTHD, scale = q_BTHD * scale, 1.0
         o_BTHD = _dispatch(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, impl)
     return F.pad(o_BTHD, (0, 0, 0, 0, num_blind, 0)) if num_blind else o_BTHD
 

@@ -211,6 +211,8 @@ def _merit(impl: str, job: _Job) -> str:
     }.get(impl, "nothing else serves this job")
     if job.needs_mask and impl in MASKED and impl in TILED:
         why = why.replace(", memory linear in length", "") + "; the mask, one for all layers, is quadratic"
+    if job.packed and impl in MASKED:
+        why += "; a NaN in one document reaches the others of its row"
     return f"{job.dtype}, {what}, on {where}: {why}"
 
 

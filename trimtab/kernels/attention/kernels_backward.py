@@ -3,6 +3,9 @@
 Each sums what it writes in its own registers, in a fixed order, so that the same inputs give the same bits.
 The price is that scores and dp are computed in both: seven products where one kernel with atomic additions
 needs five. The first also writes D = rowsum(o ∘ do), which the second reads.
+
+As in the forward kernel, a tile of packed rows whose gradients are not finite is computed once more, a key or a row at
+a time, so that NaN and infinities stay in their document.
 """
 
 # T queries, S keys, K key/value heads, G query heads to each, D head size, R = T·G rows; BR rows and BN keys a tile
@@ -12,7 +15,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trimtab.kernels.attention.kernels_forward import interval, key_tile, row_tile, store_rows, tanh
+from trimtab.kernels.attention.kernels_forward import (
+    FEW,
+    holds_bad,
+    interval,
+    key_tile,
+    one_row,
+    row_tile,
+    store_rows,
+    tanh,
+)
 
 
 @triton.jit
@@ -51,9 +63,37 @@ def query_gradient(  # type: ignore[no-untyped-def]
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
+@triton.jit
+def query_gradient_by_key(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dq_ptr, first_ptr, r0, low, high,
+    stride_qt, stride_qh, stride_k, stride_v, stride_dt, stride_dh, T, S, H, window, inner, outer, scale,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Writes dq of FEW rows again, keys low … high one at a time: dq = Σ ds · k over those that a row sees."""
+    R = T * G
+    r = r0 + tl.arange(0, FEW)
+    inside = tl.minimum(r, R - 1)
+    q = row_tile(q_ptr, inside, stride_qt, stride_qh, G, D, DP).to(tl.float32)
+    do = row_tile(do_ptr, inside, stride_dt, stride_dh, G, D, DP).to(tl.float32)
+    delta = tl.sum(row_tile(o_ptr, inside, H * D, D, G, D, DP).to(tl.float32) * do, 1)
+    lse = load_lse(lse_ptr + (inside // G).to(tl.int64) * H + inside % G)
+    first, end = interval(inside // G, first_ptr, T, S, window, CAUSAL, PACKED)
+    dq = tl.zeros((FEW, DP), tl.float32)
+    for j in tl.range(low, high, num_stages=1):
+        row = tl.cast(j, tl.int64)
+        k = one_row(k_ptr + row * stride_k, D, DP)[None, :]
+        dp = tl.sum(do * one_row(v_ptr + row * stride_v, D, DP)[None, :], 1)
+        p, bend = weights(tl.sum(q * k, 1), lse, inner, outer, SOFTCAP)
+        ds = p * (dp - delta) * bend
+        dq += tl.where(((j >= first) & (j < end))[:, None], ds[:, None] * k, 0.0)
+    tl.debug_barrier()
+    store_rows(dq_ptr, dq * scale, r, R, H * D, G, D, DP)
+
+
 @triton.jit(do_not_specialize=["T", "S", "window"])
 def query_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, first_ptr,
+    q_ptr, k_ptr, v_ptr, k_rows_ptr, v_rows_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, first_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_db, stride_dt, stride_dh,
     T, S, K, window, inner, outer, scale,
@@ -108,6 +148,17 @@ def query_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     store_rows(dq_ptr + base * D, dq * scale, r, R, H * D, G, D, DP)
 
+    if PACKED:  # noqa: SIM102  (decided at compile time, the next one not)
+        if holds_bad(dq) != 0:
+            for r0 in tl.range(tile * BR, tl.minimum(tile * BR + BR, R), FEW, num_stages=1):
+                query_gradient_by_key(
+                    q_ptr, k_rows_ptr + b64 * stride_kb + g64 * stride_kh,
+                    v_rows_ptr + b64 * stride_vb + g64 * stride_vh,
+                    o_ptr + base * D, do_ptr, lse_ptr + base, dq_ptr + base * D, first_ptr, r0, low, high,
+                    stride_qt, stride_qh, stride_kt, stride_vt, stride_dt, stride_dh, T, S, H, window,
+                    inner, outer, scale, G, D, DP, CAUSAL, PACKED, SOFTCAP,
+                )  # fmt: skip
+
 
 @triton.jit
 def key_gradients(  # type: ignore[no-untyped-def]
@@ -151,9 +202,51 @@ def key_gradients(  # type: ignore[no-untyped-def]
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
 
 
+@triton.jit
+def key_gradients_by_row(  # type: ignore[no-untyped-def]
+    program, q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, last_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    stride_db, stride_dt, stride_dh,
+    S, K, window, inner, outer, scale,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Writes dk and dv of a program's tile of packed rows again: FEW keys at a time against one row after the other."""
+    H = K * G
+    num_tiles = tl.cdiv(S, BN)
+    low = program % num_tiles * BN
+    b, g = (program // num_tiles // K).to(tl.int64), (program // num_tiles % K).to(tl.int64)
+    q_ptr += b * stride_qb + g * G * stride_qh
+    do_ptr += b * stride_db + g * G * stride_dh
+    last_ptr += b * S
+    stop = tl.minimum(low + BN, S)
+    i_stop = tl.minimum(tl.minimum(stop - 1 + window, S), tl.load(last_ptr + stop - 1) + 1)
+    for n0 in tl.range(low, stop, FEW, num_stages=1):
+        n = n0 + tl.arange(0, FEW)
+        j = tl.minimum(n, S - 1)
+        k = row_tile(k_ptr + b * stride_kb + g * stride_kh, j, stride_kt, 0, 1, D, DP).to(tl.float32)
+        v = row_tile(v_ptr + b * stride_vb + g * stride_vh, j, stride_vt, 0, 1, D, DP).to(tl.float32)
+        i_last = tl.minimum(tl.minimum(j + window - 1, S - 1), tl.load(last_ptr + j))
+        dk = tl.zeros((FEW, DP), tl.float32)
+        dv = tl.zeros((FEW, DP), tl.float32)
+        for r in tl.range(low * G, i_stop * G, num_stages=1):
+            i, h = r // G, r % G
+            t = tl.cast(i, tl.int64)
+            vector = (b * S + t) * H + g * G + h
+            q = one_row(q_ptr + t * stride_qt + h * stride_qh, D, DP)[None, :]
+            do = one_row(do_ptr + t * stride_dt + h * stride_dh, D, DP)[None, :]
+            p, bend = weights(tl.sum(k * q, 1), load_lse(lse_ptr + vector), inner, outer, SOFTCAP)
+            ds = p * (tl.sum(v * do, 1) - tl.load(delta_ptr + vector)) * bend
+            seen = ((i >= j) & (i <= i_last))[:, None]
+            dv += tl.where(seen, p[:, None] * do, 0.0)
+            dk += tl.where(seen, ds[:, None] * q, 0.0)
+        tl.debug_barrier()  # what the tile has written comes before, whichever threads wrote it
+        store_rows(dk_ptr + (b * S * K + g) * D, dk * scale, n, stop, K * D, 1, D, DP)
+        store_rows(dv_ptr + (b * S * K + g) * D, dv, n, stop, K * D, 1, D, DP)
+
+
 @triton.jit(do_not_specialize=["T", "S", "window"])
 def key_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, last_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, q_rows_ptr, do_rows_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, last_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_db, stride_dt, stride_dh,
     T, S, K, window, inner, outer, scale,
@@ -171,6 +264,7 @@ def key_kernel(  # type: ignore[no-untyped-def]
     if not TMA:
         q_ptr += b64 * stride_qb + g64 * G * stride_qh
         do_ptr += b64 * stride_db + g64 * G * stride_dh
+    whole_lse_ptr, whole_delta_ptr, whole_last_ptr = lse_ptr, delta_ptr, last_ptr
     lse_ptr += b64 * T * H + g * G
     delta_ptr += b64 * T * H + g * G
     k = key_tile(k_ptr + b64 * stride_kb + g64 * stride_kh, b, g, n, stride_kt, S, D, DP, BN, True, False)
@@ -217,3 +311,16 @@ def key_kernel(  # type: ignore[no-untyped-def]
     rows = n + tl.arange(0, BN)
     store_rows(dk_ptr + (b64 * S * K + g) * D, dk * scale, rows, S, K * D, 1, D, DP)
     store_rows(dv_ptr + (b64 * S * K + g) * D, dv, rows, S, K * D, 1, D, DP)
+
+    if PACKED:
+        bad = holds_bad(tl.abs(dk) + tl.abs(dv))
+        if bad != 0:
+            # It begins from the program's number, made so that the compiler cannot know it: else it would keep what it
+            # has found by then in registers all through the loops.
+            key_gradients_by_row(
+                tl.program_id(0) + bad - 1, q_rows_ptr, k_ptr, v_ptr, do_rows_ptr, whole_lse_ptr, whole_delta_ptr,
+                dk_ptr, dv_ptr, whole_last_ptr,
+                stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+                stride_db, stride_dt, stride_dh,
+                S, K, window, inner, outer, scale, G, D, DP, BN, SOFTCAP,
+            )  # fmt: skip

@@ -5,6 +5,11 @@ r // G of head r % G, so that a tile of 128 rows and G = 4 spans 32 tokens. Its 
 the whole group, and where documents are short little is computed outside of them. What a query sees is an
 interval of keys, [first, end), whatever made it: causality, a window, a document. A tile therefore walks from
 its first row's `first` to its last row's `end`; only blocks that not all of its rows see are masked.
+
+A NaN or an infinity reaches only the documents that hold it. In a product a masked weight is 0, and 0 · NaN is NaN, so
+a bad value would reach every row of a tile. The loops do not look for that: a tile of packed rows whose result is not
+finite is computed once more, a key at a time and without products of tiles, and selects what each row sees. That is
+slow, takes few registers, and costs a tile with finite results one comparison.
 """
 
 # T queries, S keys, K key/value heads, G query heads to each, D head size, R = T·G rows; BR rows and BN keys a tile
@@ -13,6 +18,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+FEW = tl.constexpr(16)
+"""Rows or keys that a tile which is not finite is computed again with, at a time."""
 
 
 @triton.jit
@@ -78,6 +86,22 @@ def store_rows(ptr, x, r, R, stride_t, G: tl.constexpr, D: tl.constexpr, DP: tl.
 
 
 @triton.jit
+def holds_bad(x):  # type: ignore[no-untyped-def]
+    """1 where a tile holds NaN or infinity, else 0: a scalar."""
+    return tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1))
+
+
+@triton.jit
+def one_row(ptr, D: tl.constexpr, DP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The DP numbers of one head at `ptr`, in fp32."""
+    d = tl.arange(0, DP)
+    if D == DP:
+        return tl.load(ptr + d).to(tl.float32)
+    else:
+        return tl.load(ptr + d, mask=d < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
     """Near zero by its series: 1 − 2/(1 + e²ˣ) there loses the digits that a cap of 50 would show again."""
     x2 = x * x
@@ -117,16 +141,55 @@ def attend(  # type: ignore[no-untyped-def]
     return acc, new, total
 
 
+@triton.jit
+def attend_by_key(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, o_ptr, first_ptr, r0, low, high,
+    stride_qt, stride_qh, stride_k, stride_v, T, S, H, window, inner, outer,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Writes o of FEW rows again, keys low … high one at a time: o = Σ p · v over those that a row sees."""
+    R = T * G
+    r = r0 + tl.arange(0, FEW)
+    inside = tl.minimum(r, R - 1)
+    q = row_tile(q_ptr, inside, stride_qt, stride_qh, G, D, DP).to(tl.float32)
+    first, end = interval(inside // G, first_ptr, T, S, window, CAUSAL, PACKED)
+    m = tl.full((FEW,), float("-inf"), tl.float32)
+    total = tl.zeros((FEW,), tl.float32)
+    acc = tl.zeros((FEW, DP), tl.float32)
+    for j in tl.range(low, high, num_stages=1):
+        row = tl.cast(j, tl.int64)
+        s = tl.sum(q * one_row(k_ptr + row * stride_k, D, DP)[None, :], 1) * inner
+        if SOFTCAP:
+            s = tanh(s) * outer
+        seen = (j >= first) & (j < end)
+        s = tl.where(seen, s, float("-inf"))
+        new = tl.maximum(m, s)
+        base = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s - base)
+        shrink = tl.exp2(m - base)
+        total = total * shrink + p
+        v = one_row(v_ptr + row * stride_v, D, DP)[None, :]
+        acc = acc * shrink[:, None] + tl.where(seen[:, None], p[:, None] * v, 0.0)
+        m = new
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.debug_barrier()  # what the tile has written comes before, whichever threads wrote it
+    store_rows(o_ptr, acc, r, R, H * D, G, D, DP)
+
+
 @triton.jit(do_not_specialize=["T", "S", "window"])
 def forward_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, first_ptr,
+    q_ptr, k_ptr, v_ptr, k_rows_ptr, v_rows_ptr, o_ptr, lse_ptr, first_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     T, S, K, window, inner, outer,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """o and its log-sum-exp for a tile of rows of one (batch, key/value head)."""
+    """o and its log-sum-exp for a tile of rows of one (batch, key/value head).
+
+    k_ptr and v_ptr may be descriptors; k_rows_ptr and v_rows_ptr point to the same tensors.
+    """
     R = T * G
     num_tiles = tl.cdiv(R, BR)
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles  # the last rows see most and start first
@@ -171,3 +234,14 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     H = K * G
     store_rows(o_ptr + (b64 * T * H + g * G) * D, acc, r, R, H * D, G, D, DP)
     tl.store(lse_ptr + b64 * T * H + g * G + (r // G).to(tl.int64) * H + r % G, lse, mask=r < R)
+
+    if PACKED:  # noqa: SIM102  (decided at compile time, the next one not)
+        if holds_bad(acc) != 0:
+            for r0 in tl.range(tile * BR, tl.minimum(tile * BR + BR, R), FEW, num_stages=1):
+                attend_by_key(
+                    q_ptr, k_rows_ptr + b64 * stride_kb + g64 * stride_kh,
+                    v_rows_ptr + b64 * stride_vb + g64 * stride_vh,
+                    o_ptr + (b64 * T * H + g * G) * D, first_ptr, r0, low, high,
+                    stride_qt, stride_qh, stride_kt, stride_vt, T, S, H, window, inner, outer,
+                    G, D, DP, CAUSAL, PACKED, SOFTCAP,
+                )  # fmt: skip

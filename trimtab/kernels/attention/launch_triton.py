@@ -47,7 +47,7 @@ def forward(
     q, k, v = (_strided(x) for x in (q_BTHD, k_BSKD, v_BSKD))
     (B, T, H, D), (S, K) = q.shape, k.shape[1:3]
     check(q, k, v)
-    assert job.scale >= 0, "a row's maximum is taken before it is scaled"
+    assert job.scale > 0, "a row's maximum is taken before it is scaled"
     o_BTHD = torch.empty((B, T, H, D), dtype=q.dtype, device=q.device)
     lse_BTH = torch.empty((B, T, H), dtype=torch.float32, device=q.device)
     if q.numel() == 0 or S == 0:
@@ -57,7 +57,7 @@ def forward(
     grid = (triton.cdiv(T * (H // K), chosen.rows) * B * K,)
     k_tiles, v_tiles, tma = _read_by(k, v, 1, chosen.keys, capability)
     forward_kernel[grid](
-        q, k_tiles, v_tiles, o_BTHD, lse_BTH, q if first_BT is None else first_BT,
+        q, k_tiles, v_tiles, k, v, o_BTHD, lse_BTH, q if first_BT is None else first_BT,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         T, S, K, job.window, *_factors(job),
         **_constants(q, H // K, first_BT, job, chosen), TMA=tma,
@@ -94,12 +94,12 @@ def backward(
     )
     k_tiles, v_tiles, tma = _read_by(k, v, 1, by_query.keys, capability)
     query_kernel[(triton.cdiv(T * (H // K), by_query.rows) * B * K,)](
-        q, k_tiles, v_tiles, o_BTHD, do, lse_BTH, delta_BTH, dq, q if first_BT is None else first_BT,
+        q, k_tiles, v_tiles, k, v, o_BTHD, do, lse_BTH, delta_BTH, dq, q if first_BT is None else first_BT,
         *strides, *numbers, **_constants(q, H // K, first_BT, job, by_query), TMA=tma,
     )  # fmt: skip
     q_tiles, do_tiles, tma = _read_by(q, do, H // K, by_key.rows, capability)
     key_kernel[(triton.cdiv(S, by_key.keys) * B * K,)](
-        q_tiles, k, v, do_tiles, lse_BTH, delta_BTH, dk, dv, q if last_BT is None else last_BT,
+        q_tiles, k, v, do_tiles, q, do, lse_BTH, delta_BTH, dk, dv, q if last_BT is None else last_BT,
         *strides, *numbers, **_constants(q, H // K, last_BT, job, by_key), TMA=tma,
     )  # fmt: skip
     return dq, dk, dv
