@@ -48,14 +48,14 @@ def _explain_here(job: Job, microbatches: Sequence[Any], num_targets: int, step:
     for index, batch in enumerate(microbatches):
         paused = nullcontext() if job.in_backward is None else job.in_backward.paused()
         plain = nullcontext() if job.compiled is None else job.compiled.paused()
-        with _Watch(job.model) as watch, paused, plain:
+        with Watch(job.model, getattr(batch, "documents_BT", None)) as watch, paused, plain:
             loss = accumulate(job, [batch], num_targets, 1.0, step=step, first=index)
         bad_gradients = [n for n, p in job.parameters.items() if _has_bad(p.grad)]
         for parameter in job.parameters.values():
             parameter.grad = None
         if watch.first is None and torch.isfinite(loss) and not bad_gradients:
             continue
-        documents = list(dict.fromkeys(origin for window in batch.origins for origin in window))
+        documents = bad_documents(batch.origins, watch.documents)
         shown = ", ".join(documents[:4]) + (f" and {len(documents) - 4} more" if len(documents) > 4 else "")
         if watch.first is not None:
             where = f"first in the output of {watch.first}"
@@ -71,15 +71,37 @@ def _has_bad(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and not bool(torch.isfinite(tensor).all())
 
 
-class _Watch:
-    """Forward hooks that note the first module whose output is not finite."""
+def bad_documents(origins: Sequence[Sequence[str]], found: Sequence[Sequence[int]] | None) -> list[str]:
+    """Origins of the documents by number in each window; of all documents where `found` is None or names none.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    Example:
+        >>> bad_documents([["a", "b"], ["c"]], [[1], []])
+        ['b']
+        >>> bad_documents([["a", "b"], ["c"]], None)
+        ['a', 'b', 'c']
+    """
+    named: list[str] = []
+    if found is not None:
+        named = [window[number] for window, numbers in zip(origins, found, strict=True) for number in numbers]
+    return list(dict.fromkeys(named or (origin for window in origins for origin in window)))
+
+
+class Watch:
+    """Forward hooks that note the first module whose output is not finite, and the documents of its bad tokens.
+
+    Args:
+        model: Its modules are watched.
+        documents_BT: The number of each token's document in its window, -1 for padding; None where there is none.
+    """
+
+    def __init__(self, model: torch.nn.Module, documents_BT: torch.Tensor | None = None) -> None:
         self.first: str | None = None
-        self._model = model
+        self.documents: list[list[int]] | None = None
+        """Of each window; None where the output has no tokens to tell them by."""
+        self._model, self._documents_BT = model, documents_BT
         self._handles: list[Any] = []
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> Watch:
         for name, module in self._model.named_modules():
             # Innermost first: a module's hook runs before that of the module around it.
             self._handles.append(module.register_forward_hook(self._hook(name)))
@@ -89,8 +111,17 @@ class _Watch:
         def check(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             if self.first is None and isinstance(output, torch.Tensor) and _has_bad(output):
                 self.first = name or "the model"
+                self.documents = self._documents_of(output)
 
         return check
+
+    def _documents_of(self, output: torch.Tensor) -> list[list[int]] | None:
+        documents_BT = self._documents_BT
+        if documents_BT is None or output.shape[:2] != documents_BT.shape:
+            return None
+        bad_BT = ~torch.isfinite(output.detach()).reshape(*documents_BT.shape, -1).all(-1).cpu()
+        rows = zip(documents_BT.cpu(), bad_BT, strict=True)
+        return [[int(n) for n in documents_T[bad_T].unique() if n >= 0] for documents_T, bad_T in rows]
 
     def __exit__(self, *exc: object) -> None:
         for handle in self._handles:
