@@ -119,7 +119,8 @@ def test_json_lines_of_prompts_and_conversations(chat_model: Path, tmp_path: Pat
     assert first["completion"] != second["completion"]
     assert cli(*command, "--chat", "--overwrite").code == 0
     assert [row["completion"] for row in rows(out)] == [second["completion"]] * 2
-    assert cli(*command, "--system", "small", "--overwrite").code == 0
+    cli(*command, "--system", "small", "--overwrite").refused(2, "--system", "p.jsonl:1", "--chat")
+    assert cli(*command, "--chat", "--system", "small", "--overwrite").code == 0
     assert rows(out)[1]["completion"] != second["completion"]
     table = tmp_path / "p.csv"
     table.write_text('id,prompt\n1,"the\ncat"\n2,a dog\n')

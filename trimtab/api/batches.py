@@ -42,6 +42,13 @@ def generate_file(
     sampling = Sampling.resolve(**sampled)
     source = Path(prompts)
     rows = read_prompts(source)
+    if system is not None and not chat:
+        for row in rows:
+            if "prompt" in row.fields:
+                raise RecipeError(
+                    f"--system is given, and {row.place} is no conversation",
+                    "add --chat, or put it into the prompt",
+                )
     if Path(output).exists() and Path(output).samefile(source):
         raise RecipeError(f"--output {output} is the file of prompts itself", "name another --output")
     encoded = _encoded(opened, [row.prompt(chat=chat, system=system) for row in rows], rows, options)
