@@ -344,3 +344,11 @@ case(
     lambda w: exported(w, w.shared("run") / "run"),
     follow_made,
 )
+case(
+    "api/batches.py:generate_file: add --chat, or put it into the prompt",
+    lambda w: answer(w, "--system", "be kind"),
+    lambda w, remedy: (
+        answer(w, "--system", "be kind", "--chat", output="chat.jsonl"),
+        answer(w, prompts="be kind. the cat\n", output="plain.jsonl"),
+    ),
+)

@@ -38,7 +38,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "model/save.py:write_tensors: check the disk's space",
         "model/weights_safetensors.py:_open: check its rights and those of its folder",
         "model/weights_safetensors.py:_open: check the disk",
-        "plan/disk.py:check_disk: free some space, set output_dir to another disk, or lower save_total_limit",
+        "plan/disk.py:check_disk: free some space, set output_dir to another disk{}",
         "recipe/loading.py:load: check its rights",
         "report/rundata.py:_unreadable: check its permissions",
         "run/folder.py:write_text: free some space or check rights",
@@ -102,6 +102,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "data/tokenizing.py:TokenizerSpec.of: this is a mistake in trimtab; please report it with the model's name",
     ),
     RARE: (
+        "model/weights_safetensors.py:_checkpoint_files: export it (`trimtab export hf`) and name that folder",
         "evaluate/likelihood.py:mean_losses: weights are not finite, or overflow in this dtype: try an earlier "
         "checkpoint or fp32",
         "adapt/quantized.py:QuantizedLinear._check_packing: quantize the original weights again, or leave load_in_4bit "

@@ -1,0 +1,306 @@
+"""Runs that go on: changed keys, devices, lengths, damaged folders; and run folders as models of other runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+from cases import World, case
+
+import trimtab
+from trimtab.facts.devices import DeviceFacts
+from trimtab.launch.moving import device_of, moved
+from trimtab.model import read_shape
+from trimtab.recipe import load, loads
+from trimtab.run import Choices
+from trimtab.run.choices import choose_all
+from trimtab.run.folder import read_json
+
+
+def commands(w: World, remedy: str, *more: str) -> None:
+    """Every command that a remedy shows, word by word."""
+    shown = re.findall("`trimtab (.*?)`", remedy)
+    assert shown, remedy
+    for words in shown:
+        w.cli(*shlex.split(words), *more)
+
+
+def run_of(w: World) -> Path:
+    """The run that nobody changes."""
+    return w.shared("run") / "run"
+
+
+def lora_run_of(w: World) -> Path:
+    return w.shared("lora run") / "run"
+
+
+def run(w: World) -> Path:
+    return w.own("run") / "run"
+
+
+def lora_run(w: World) -> Path:
+    return w.own("lora run") / "run"
+
+
+def resume(w: World, *overrides: str, folder: Path | None = None) -> str:
+    return w.cli("train", "--resume", folder or run(w), *overrides)
+
+
+# Keys that may not change.
+CHANGED = "recipe/resume.py:check_resume: {}, or start a new run from this one's weights: {}"
+
+
+def follow_changed(w: World, remedy: str, folder: Path) -> None:
+    assert remedy.startswith("set it back")
+    resume(w, "max_steps=5", folder=folder)
+    commands(w, remedy)
+
+
+case(CHANGED, lambda w: resume(w, "learning_rate=1e-4"), lambda w, remedy: follow_changed(w, remedy, run(w)))
+case(
+    CHANGED,
+    lambda w: resume(w, "learning_rate=1e-4", folder=lora_run(w)),
+    lambda w, remedy: follow_changed(w, remedy, lora_run(w)),
+)
+case(
+    CHANGED,
+    lambda w: resume(w, "lora.r=2", folder=lora_run(w)),
+    lambda w, remedy: follow_changed(w, remedy, lora_run(w)),
+)
+case(
+    "run/lengths.py:check_length: leave it out, or give max_steps={} or more",
+    lambda w: resume(w, "max_steps=1"),
+    lambda w, remedy: (resume(w), resume(w, re.findall(r"max_steps=\d+", remedy)[0])),
+)
+
+
+# Devices.
+def kept(w: World, **changes: Any) -> Choices:
+    return Choices.from_dict({**read_json(run(w) / "choices.json"), **changes})
+
+
+def on_gpu(w: World) -> object:
+    """A run that was trained on a GPU, on this machine without one."""
+    w.edit_json(run(w) / "choices.json", device="cuda")
+    recipe = load(run(w) / "recipe.yaml", ["device=auto"])
+    return device_of(kept(w), recipe, run(w), asked=False)
+
+
+case(
+    "launch/moving.py:device_of: `trimtab doctor` says why; to go on without one: `trimtab train --resume {} "
+    "device=cpu`",
+    on_gpu,
+    lambda w, remedy: commands(w, remedy),
+)
+OLD_GPU = DeviceFacts("an old GPU", "cuda", 16 * 10**9, capability=(7, 0))
+CPU = DeviceFacts("a CPU", "cpu", 16 * 10**9)
+NEW_GPU = DeviceFacts("a GPU", "cuda", 16 * 10**9, capability=(9, 0), bf16=True)
+
+
+def on_device(w: World, device: DeviceFacts) -> object:
+    recipe = loads("model: m\ndata: {train: x}\nmax_seq_length: 64\ndtype: bf16\n")
+    shape = read_shape(w.model)
+    return moved(choose_all(recipe, shape, NEW_GPU, threads=1), recipe, shape, device)
+
+
+case(
+    "launch/moving.py:moved: go on with device=cpu, or another GPU",
+    lambda w: on_device(w, OLD_GPU),
+    lambda w, remedy: (on_device(w, CPU), on_device(w, NEW_GPU)),
+)
+
+
+# Folders that lack something.
+def without(w: World, *names: str) -> str:
+    for name in names:
+        (run(w) / name).unlink()
+    return resume(w, "max_steps=5")
+
+
+def back(w: World, *names: str) -> None:
+    for name in names:
+        shutil.copy(run_of(w) / name, run(w) / name)
+    resume(w, "max_steps=5")
+
+
+def follow_back_or_again(w: World, remedy: str, *names: str) -> None:
+    commands(w, remedy)
+    back(w, *names)
+
+
+AGAIN = "restore it from a copy, or train it again: {}"
+case(
+    f"run/folder.py:RunFolder._without_choices: {AGAIN}",
+    lambda w: without(w, "choices.json"),
+    lambda w, remedy: follow_back_or_again(w, remedy, "choices.json"),
+)
+case(
+    "run/folder.py:RunFolder._without_choices: restore both files from a copy",
+    lambda w: without(w, "choices.json", "recipe.yaml"),
+    lambda w, remedy: back(w, "choices.json", "recipe.yaml"),
+)
+
+
+def incomplete(w: World) -> object:
+    w.edit_json(run(w) / "choices.json", dtype=...)
+    return resume(w, "max_steps=5")
+
+
+case(
+    f"launch/here.py:_kept: {AGAIN}",
+    incomplete,
+    lambda w, remedy: follow_back_or_again(w, remedy, "choices.json"),
+)
+
+
+def empty(w: World) -> object:
+    (w.tmp / "empty").mkdir(exist_ok=True)
+    return resume(w, folder=w.tmp / "empty")
+
+
+def follow_start(w: World, remedy: str) -> None:
+    shown = re.findall("`trimtab (.*?)`", remedy)[0]
+    w.cli(*shlex.split(shown.replace("RECIPE", str(w.recipe()))))
+
+
+case(
+    "run/folder.py:RunFolder.open: start it with `trimtab train RECIPE output_dir={}`",
+    empty,
+    follow_start,
+)
+
+
+def damaged(w: World) -> Path:
+    for file in (run(w) / "checkpoints").glob("step-*/*.safetensors"):
+        file.write_bytes(b"")
+    return run(w)
+
+
+def checkpoints_back(w: World) -> None:
+    shutil.rmtree(run(w) / "checkpoints", ignore_errors=True)
+    shutil.copytree(run_of(w) / "checkpoints", run(w) / "checkpoints", symlinks=True)
+
+
+def follow_checkpoints(w: World, remedy: str) -> None:
+    commands(w, remedy)
+    checkpoints_back(w)
+    resume(w, "max_steps=5")
+
+
+RESTORE = "restore a checkpoint from a copy, or train the recipe again: {}"
+case(
+    f"run/restoring.py:find_checkpoint: {RESTORE}",
+    lambda w: resume(w, "max_steps=5", folder=damaged(w)),
+    follow_checkpoints,
+)
+
+
+def gone(w: World) -> str:
+    shutil.rmtree(run(w) / "checkpoints")
+    return resume(w, "max_steps=5")
+
+
+def follow_gone(w: World, remedy: str) -> None:
+    follow_checkpoints(w, remedy)
+    shutil.rmtree(run(w) / "checkpoints")
+    Path(re.findall(r"or remove (\S+) to begin", remedy)[0]).unlink()
+    resume(w)
+
+
+case(
+    "run/restoring.py:find_checkpoint: {}; or remove {} to begin at step 0 in this folder",
+    gone,
+    follow_gone,
+)
+case(
+    "run/listing.py:runs: give a folder with run folders in it, or a run folder",
+    lambda w: trimtab.runs(w.tmp / "absent"),
+    lambda w, remedy: (trimtab.runs(w.own("run")), trimtab.runs(run(w))),
+)
+
+
+# Run folders as models.
+def begun_from(w: World, model: object, **more: Any) -> str:
+    return w.train(model=str(model), max_steps=1, **more)
+
+
+def follow_adapters(w: World, remedy: str) -> None:
+    merge, export = re.findall("`trimtab (.*?)`", remedy)
+    w.cli(*shlex.split(merge.replace("MODEL", str(w.tmp / "merged"))))
+    begun_from(w, w.tmp / "merged")
+    w.cli(*shlex.split(export.replace("ADAPTER", str(w.tmp / "adapter"))))
+    begun_from(w, w.model, lora={"adapter": str(w.tmp / "adapter")})
+
+
+case(
+    "run/trained.py:_adapters: merge them with `trimtab merge {} MODEL` and set model.name=MODEL; or go on with the "
+    "adapter: `trimtab export peft {} ADAPTER`, then set lora.adapter=ADAPTER and the model that it was trained on",
+    lambda w: begun_from(w, lora_run_of(w)),
+    follow_adapters,
+)
+
+
+def latest(w: World) -> Path:
+    return max((run(w) / "checkpoints").glob("step-*"))
+
+
+def damage_latest(w: World) -> Path:
+    next(latest(w).glob("*.safetensors")).write_bytes(b"")
+    return latest(w)
+
+
+case(
+    "run/trained.py:_checked: name another checkpoint of that run, or another model",
+    lambda w: begun_from(w, damage_latest(w)),
+    lambda w, remedy: (begun_from(w, min((run(w) / "checkpoints").glob("step-*"))), begun_from(w, w.model)),
+)
+
+
+def pointer(w: World) -> Path:
+    path = run(w) / "checkpoints" / "best"
+    path.unlink(missing_ok=True)
+    path.write_text("step-99999999\n")
+    return path
+
+
+case(
+    "run/trained.py:_pointed: name the checkpoint's folder, or the run folder",
+    lambda w: begun_from(w, pointer(w)),
+    lambda w, remedy: (begun_from(w, latest(w)), begun_from(w, run(w))),
+)
+
+
+def unsaved(w: World) -> str:
+    """A run that never saved a checkpoint."""
+    shutil.rmtree(run(w) / "checkpoints")
+    (run(w) / "metrics.jsonl").unlink()
+    return begun_from(w, run(w))
+
+
+def follow_unsaved(w: World, remedy: str) -> None:
+    begun_from(w, w.model)
+    commands(w, remedy)
+    begun_from(w, run(w))
+
+
+case(
+    "run/trained.py:_latest: train it until it has saved one (`trimtab train --resume {}`), or name another model",
+    unsaved,
+    follow_unsaved,
+)
+
+
+def blocked(w: World, name: str) -> str:
+    """A place that cannot be written, and one that can."""
+    (w.tmp / "file").write_text("x")
+    return w.cli("train", w.recipe(output_dir=str(w.tmp / name)))
+
+
+case(
+    "run/folder.py:RunFolder._appear: choose an output_dir that can be written",
+    lambda w: blocked(w, "file/run"),
+    lambda w, remedy: blocked(w, "run-here"),
+)
