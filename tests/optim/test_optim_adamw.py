@@ -357,3 +357,12 @@ def test_gpu_agrees_and_never_synchronizes(name: str, dtype: torch.dtype) -> Non
         assert torch.allclose(
             a.float(), b.cpu().float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3
         )
+
+
+def test_it_takes_named_parameters_as_torch_has_them() -> None:
+    layer = torch.nn.Linear(64, 64)
+    plain = AdamW8bit(layer.named_parameters(), lr=1e-3)
+    groups = AdamW8bit([{"params": list(layer.named_parameters())}], lr=1e-3)
+    assert sorted(plain.tensors()) == sorted(groups.tensors())
+    with pytest.raises(RecipeError, match=r"given a Parameter; give model.named_parameters\(\)"):
+        AdamW8bit(layer.parameters(), lr=1e-3)  # type: ignore[arg-type]

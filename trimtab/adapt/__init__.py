@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
+    from trimtab.adapt.any_model import add_lora, quantize_linears
     from trimtab.adapt.compiling import Regions, compilations, compile_regions
     from trimtab.adapt.lora import (
         LoRALinear,
@@ -41,6 +42,7 @@ _PLACES = {
     "active_adapters": "lora",
     "adapter_names": "lora",
     "add_adapters": "lora",
+    "add_lora": "any_model",
     "compilations": "compiling",
     "compile_regions": "compiling",
     "init_adapters": "lora",
@@ -48,6 +50,7 @@ _PLACES = {
     "load_adapter": "peft_files",
     "merge_adapters": "merging",
     "quantize_layout": "quantized",
+    "quantize_linears": "any_model",
     "remove_adapter": "lora",
     "save_adapter": "peft_files",
     "set_masks": "lora",
@@ -63,6 +66,7 @@ __all__ = [
     "active_adapters",
     "adapter_names",
     "add_adapters",
+    "add_lora",
     "compilations",
     "compile_regions",
     "init_adapters",
@@ -70,6 +74,7 @@ __all__ = [
     "load_adapter",
     "merge_adapters",
     "quantize_layout",
+    "quantize_linears",
     "remove_adapter",
     "save_adapter",
     "set_masks",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
-from trimtab.data.corpus import Corpus, open_cached
+from trimtab.data.corpus import Corpus, default_cache_dir, open_cached
 from trimtab.data.dealing import StepShape
 from trimtab.data.loader import Loader
+from trimtab.data.memory import RowStream, spool_rows
 from trimtab.data.progress import ProgressCallback, silent
 from trimtab.data.sources import SourceSpec
 from trimtab.data.stream_corpus import StreamCorpus, open_stream
@@ -22,7 +23,7 @@ Weighted = AnyCorpus | tuple[AnyCorpus, float]
 
 @overload
 def open_corpus(
-    source: SourceSpec | str,
+    source: SourceSpec | str | Any,
     tokenizer: TokenizerLike | TokenizerSpec,
     *,
     cache_dir: Path | None = ...,
@@ -32,7 +33,7 @@ def open_corpus(
 ) -> Corpus: ...
 @overload
 def open_corpus(
-    source: SourceSpec | str,
+    source: SourceSpec | str | Any,
     tokenizer: TokenizerLike | TokenizerSpec,
     *,
     cache_dir: Path | None = ...,
@@ -41,7 +42,7 @@ def open_corpus(
     streaming: bool,
 ) -> AnyCorpus: ...
 def open_corpus(
-    source: SourceSpec | str,
+    source: SourceSpec | str | Any,
     tokenizer: TokenizerLike | TokenizerSpec,
     *,
     cache_dir: Path | None = None,
@@ -50,7 +51,8 @@ def open_corpus(
     streaming: bool = False,
 ) -> AnyCorpus:
     """The documents of one source as tokens, from the cache where they are there, tokenized on all cores if
-    not.
+    not. A source is a file, folder or glob by its name, a `SourceSpec`, or rows: a list or an iterator of texts, of
+    conversations or of dicts (`data.memory`).
 
     Every process of a run may call it at once: one tokenizes, the others wait. `num_proc` is the number of
     tokenizing processes (default: the cores this process may use), `progress` is called with `Progress`
@@ -61,12 +63,24 @@ def open_corpus(
         >>> corpus.summary.documents, corpus.summary.tokens                         # doctest: +SKIP
         (6, 1012345)
     """
-    spec = SourceSpec(source) if isinstance(source, str) else source
+    spec = _spec(source, cache_dir, streaming)
     if num_proc is not None and num_proc < 1:
         raise DataError(f"num_proc is {num_proc}", "give 1 or more, or leave it out to use all cores")
     if streaming:
         return open_stream(spec, tokenizer, num_proc=num_proc, progress=progress)
     return open_cached(spec, tokenizer, cache_dir=cache_dir, num_proc=num_proc, progress=progress)
+
+
+def _spec(source: Any, cache_dir: Path | None, streaming: bool) -> SourceSpec:
+    if isinstance(source, SourceSpec):
+        return source
+    if isinstance(source, str | Path):
+        return SourceSpec(str(source))
+    if streaming:
+        stream = RowStream(source, label="rows")
+        return SourceSpec(f"memory:{stream.name}", rows=stream, label="rows")
+    spooled = spool_rows(source, (cache_dir or default_cache_dir()).expanduser() / "memory", label="rows")
+    return SourceSpec(f"memory:{spooled.name}", files=(spooled.path,), label="rows")
 
 
 def make_loader(

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +16,27 @@ from trimtab.kernels.adamw8bit.update import Kept, apply_, moments_
 from trimtab.kernels.stochastic_rounding import stochastic_round_
 from trimtab.optim.base import NamedOptimizer
 
+NamedParameters = Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
+"""`model.named_parameters()`, or groups whose `params` are such pairs."""
 STREAMS = {"weight": 0, "exp_avg": 1, "exp_avg_sq": 2}
+
+
+def as_groups(named: NamedParameters) -> list[dict[str, Any]]:
+    """Groups of named parameters; states are kept by name, so parameters alone are refused.
+
+    Example:
+        >>> as_groups(torch.nn.Linear(2, 2, bias=False).named_parameters())[0]["params"][0][0]
+        'weight'
+    """
+    members: list[Any] = list(named)
+    if not members or isinstance(members[0], dict):
+        return members
+    if not isinstance(members[0], tuple):
+        raise RecipeError(
+            f"the optimizer keeps its states by name, and was given a {type(members[0]).__name__}",
+            "give model.named_parameters()",
+        )
+    return [{"params": members}]
 
 
 class AdamWBase(NamedOptimizer):
@@ -23,7 +44,7 @@ class AdamWBase(NamedOptimizer):
 
     def __init__(
         self,
-        named_groups: list[dict[str, Any]],
+        named_groups: NamedParameters,
         *,
         lr: float,
         betas: tuple[float, float],
@@ -38,8 +59,8 @@ class AdamWBase(NamedOptimizer):
         if lr < 0 or eps < 0 or weight_decay < 0:
             raise RecipeError("learning rate, epsilon and weight decay cannot be negative", "give 0 or more")
         self.betas, self.eps, self.stochastic_rounding = betas, eps, stochastic_rounding
-        named_groups = [{"weight_decay": weight_decay, **group} for group in named_groups]
-        super().__init__(named_groups, lr=lr, seed=seed)
+        groups = [{"weight_decay": weight_decay, **group} for group in as_groups(named_groups)]
+        super().__init__(groups, lr=lr, seed=seed)
         devices = {p.device for _, p, _ in self._named()}
         self._steps = {device: torch.zeros((), device=device) for device in devices}
 
@@ -147,7 +168,7 @@ class AdamW(AdamWBase):
 
     def __init__(
         self,
-        named_groups: list[dict[str, Any]],
+        named_groups: NamedParameters,
         *,
         lr: float,
         betas: tuple[float, float] = (0.9, 0.999),

@@ -8,7 +8,7 @@ import torch
 
 from trimtab.kernels.adamw8bit import State8bit, adamw8bit_step, new_state
 from trimtab.kernels.adamw8bit.spec import IMPLS, SMALL
-from trimtab.optim.adamw import AdamWBase, gradient_of
+from trimtab.optim.adamw import AdamWBase, NamedParameters, gradient_of
 from trimtab.optim.base import rate_of
 
 KEYS = ("exp_avg_codes", "exp_avg_scale", "root_codes", "root_scale")
@@ -25,14 +25,14 @@ class AdamW8bit(AdamWBase):
 
     Example:
         >>> layer = torch.nn.Linear(64, 64)
-        >>> optimizer = AdamW8bit([{"params": list(layer.named_parameters())}], lr=1e-3)
+        >>> optimizer = AdamW8bit(layer.named_parameters(), lr=1e-3)
         >>> {name: tuple(t.shape) for name, t in optimizer.tensors().items() if name.startswith("root")}
         {'root_codes.weight': (64, 64), 'root_scale.weight': (64, 1)}
     """
 
     def __init__(
         self,
-        named_groups: list[dict[str, Any]],
+        named_groups: NamedParameters,
         *,
         lr: float,
         betas: tuple[float, float] = (0.9, 0.999),
