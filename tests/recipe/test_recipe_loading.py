@@ -224,29 +224,39 @@ def test_keys_that_contradict_each_other(line: str, part: str) -> None:
 
 
 NO_VALUE = {
-    "learning_rate": "give one, for example `learning_rate: 2e-05`, or leave it out",
-    "packing": "give one, for example `packing: true`, or leave it out",
-    "optim": "give one, for example `optim: adamw_8bit`, or leave it out",
-    "output_dir": "give one, for example `output_dir: runs/my-run`, or leave it out",
-    "mlp_tiles": "give one, for example `mlp_tiles: auto`, or leave it out",
-    "recompute": "give one, for example `recompute: auto`, or leave it out",
-    "prompts": "give one, for example `prompts: [The derivative of x^2 is]`, or leave it out",
-    "lora.target_modules": "give one, for example `target_modules: all-linear`, or leave it out",
-    "lora.rank_pattern.q_proj": "give one, or leave it out",
-    "data.chat_template_kwargs.a": "give one, or leave it out",
-    "data.eval": "give one, or leave it out",
+    "learning_rate": "give one, for example `learning_rate: 2e-05`, or leave it out (learning_rate=null)",
+    "packing": "give one, for example `packing: true`, or leave it out (packing=null)",
+    "optim": "give one, for example `optim: adamw_8bit`, or leave it out (optim=null)",
+    "output_dir": "give one, for example `output_dir: runs/my-run`, or leave it out (output_dir=null)",
+    "mlp_tiles": "give one, for example `mlp_tiles: auto`, or leave it out (mlp_tiles=null)",
+    "recompute": "give one, for example `recompute: auto`, or leave it out (recompute=null)",
+    "prompts": "give one, for example `prompts: [The derivative of x^2 is]`, or leave it out (prompts=null)",
+    "lora.target_modules": "give one, for example `target_modules: all-linear`, or leave it out "
+    "(lora.target_modules=null)",
+    "lora.rank_pattern.q_proj": "give one, or leave it out (lora.rank_pattern.q_proj=null)",
+    "data.chat_template_kwargs.a": "give one, or leave it out (data.chat_template_kwargs.a=null)",
+    "data.eval": "give one, or leave it out (data.eval=null)",
+}
+"""Numbers, words, lists, mappings, sections that may be left out."""
+NEEDED = {
     "data.train": "give one, for example `train: [./notes, data/*.jsonl]`",
     "model.name": "give one, for example `name: Qwen/Qwen3-0.6B-Base`",
     "model": "give one, for example `model: Qwen/Qwen3-0.6B-Base`",
 }
-"""Numbers, words, lists, mappings, sections; those that a recipe needs cannot be left out."""
+"""Those that a recipe cannot do without."""
 
 
 @pytest.mark.parametrize("key", NO_VALUE)
+def test_a_key_with_nothing_after_it_has_no_value(key: str) -> None:
+    assert message(MINIMAL, (f"{key}=",)) == f"{key} has no value (from '{key}='); {NO_VALUE[key]}"
+    assert loads(MINIMAL, [f"{key}=null"]) == loads(MINIMAL, [f"{key}=~"]) == loads(MINIMAL)
+
+
+@pytest.mark.parametrize("key", NEEDED)
 @pytest.mark.parametrize("written", ["", "null", "~"])
-def test_a_key_with_nothing_after_it_has_no_value(key: str, written: str) -> None:
+def test_a_key_that_a_recipe_needs_has_no_default(key: str, written: str) -> None:
     override = f"{key}={written}"
-    assert message(MINIMAL, (override,)) == f"{key} has no value (from '{override}'); {NO_VALUE[key]}"
+    assert message(MINIMAL, (override,)) == f"{key} has no value (from '{override}'); {NEEDED[key]}"
 
 
 def test_keys_with_nothing_after_them_are_named_with_their_lines() -> None:
@@ -434,7 +444,8 @@ def test_a_character_may_be_written_as_json_writes_it() -> None:
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
 def test_what_a_chat_template_is_given_anyway_is_no_variable(name: str) -> None:
     assert message(MINIMAL, (f"data.chat_template_kwargs={{{name}: x}}",)) == (
-        f"data.chat_template_kwargs names {name}, which every chat template is given anyway; leave it out"
+        f"data.chat_template_kwargs names {name}, which every chat template is given anyway; leave it out "
+        f"(data.chat_template_kwargs.{name}=null)"
     )
 
 
@@ -465,11 +476,11 @@ def test_a_shipped_recipe_by_its_name(tmp_path: Path, monkeypatch: pytest.Monkey
     assert load("own-text").output_dir == "mine", "a person's own file comes first"
 
 
-def test_two_overrides_that_say_the_same_thing() -> None:
+def test_two_overrides_that_set_the_same_thing() -> None:
     for order in (1, -1):  # an override with null takes its own key away and no other
         overrides = ["num_train_epochs=null", "max_steps=5"][::order]
         assert loads(MINIMAL + "num_train_epochs: 1\n", overrides).max_steps == 5
-    with pytest.raises(RecipeError, match="'max_steps=5' and 'num_train_epochs=2' say the same"):
+    with pytest.raises(RecipeError, match="'max_steps=5' and 'num_train_epochs=2' both set"):
         loads(MINIMAL, ["max_steps=5", "num_train_epochs=2"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from trimtab.api.prompts import Messages, Prompt, as_batch, encode_prompts, encode_scored, texts_of
+from trimtab.facts.dtypes import dtype_alias
 from trimtab.facts.errors import RecipeError
+from trimtab.facts.names import path_of
 
 if TYPE_CHECKING:
     from trimtab.api.chat import Chat
@@ -245,7 +248,7 @@ class Model:
         """Writes a folder that transformers loads, checks it, and returns the receipt's path."""
         from trimtab.export import export_hf
 
-        folder = Path(folder)
+        folder, dtype = path_of(folder, "the folder"), dtype_alias(dtype)
         self._check_target(folder, dtype)
         if self.adapters:
             raise RecipeError(
@@ -274,9 +277,10 @@ class Model:
         from trimtab.run.adapter_tokens import check_known
         from trimtab.run.sources import put_adapter
 
-        check_known(Path(folder), self.opened.tokenizer)
+        place = path_of(folder, "the adapter")
+        check_known(place, self.opened.tokenizer)
         with self._on_device():
-            put_adapter(self.opened, Path(folder), _tell, name=name)
+            put_adapter(self.opened, place, _tell, name=name)
 
     def use_adapters(self, *names: str) -> None:
         """Which adapters take part from now on; none at all gives the base model.
@@ -309,7 +313,7 @@ class Model:
         from trimtab.export import export_peft
         from trimtab.run.adapters import check_base_name, unloadable_by_peft
 
-        opened, folder = self.opened, Path(folder)
+        opened, folder = self.opened, path_of(folder, "the folder")
         self._check_target(folder, "fp32")
         adapter = adapter or self._used_adapter()
         base = opened.base or {"source": opened.name}
@@ -355,7 +359,7 @@ class Model:
         """
         from trimtab.export import export_merged
 
-        folder = Path(folder)
+        folder, dtype = path_of(folder, "the folder"), dtype_alias(dtype)
         self._check_target(folder, dtype)
         receipt = self._receipt(folder, "merge")
         with self._on_device():
@@ -438,17 +442,22 @@ def load(
 
     from trimtab.run import open_model
 
+    place = path_of(name, "the model")
+    if revision is not None and not isinstance(revision, str):
+        raise RecipeError(f"revision is {revision!r}", "give a branch, a tag or a commit as text")
     facts = detect(device)
+    dtype = dtype_alias(dtype)
     if dtype == "auto":
         dtype = "bf16" if facts.bf16 and facts.kind == "cuda" else "fp32"
     if dtype not in DTYPES:
         raise RecipeError(f"dtype {dtype!r} is not known", f"use auto, {', '.join(DTYPES)}")
+    written = os.fsdecode(name)
     with current_gpu(device):
         opened = open_model(
-            str(name),
+            str(place) if written.startswith("~") else written,
             revision=revision,
             checkpoint=checkpoint,
-            adapter=adapter,
+            adapter=None if adapter is None else path_of(adapter, "the adapter"),
             device=torch.device(facts.kind),
             capability=facts.capability,
             dtype=dtype,
@@ -461,8 +470,8 @@ def check_saving(folder: str | Path, *, dtype: str, overwrite: bool) -> None:
     """What can be refused before a model is read, which may take long: another format, a folder that stays."""
     from trimtab.model.save import check_replaceable
 
-    _check_dtype(dtype)
-    check_replaceable(Path(folder), overwrite)
+    _check_dtype(dtype_alias(dtype))
+    check_replaceable(path_of(folder, "the folder"), overwrite)
 
 
 def _check_dtype(dtype: str) -> None:

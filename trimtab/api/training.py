@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from trimtab.api.model import Model
 from trimtab.api.results import RunResult
 from trimtab.api.rows import DataArgument
 from trimtab.facts.errors import RecipeError
+from trimtab.facts.names import path_of, shortened
 from trimtab.trainer.callbacks import check_callbacks
 
 if TYPE_CHECKING:
@@ -99,7 +101,7 @@ def resume(
     words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()]
     given = DataArgument.of(data, data_key)
     with view or LiveView() as shown:
-        run = RunFolder(Path(folder))
+        run = RunFolder(path_of(folder, "the run folder"))
         run.open()
         passed = given.store_again(load(run.recipe, words), shown, run.path)
         return _result(launch.resume(run.path, words, shown, given=launch.Given(passed, callbacks)))
@@ -138,14 +140,20 @@ def _recipe(
     """The recipe with the keys, the data and the model that were passed; rows stand in it under preliminary names."""
     from trimtab.recipe import build, load
     from trimtab.recipe.loading import PAIRS
+    from trimtab.recipe.problems import is_default_null
 
-    if isinstance(recipe, str | Path):
+    if isinstance(recipe, str | os.PathLike):
         given = DataArgument.of(data, data_key)
         where = "data" if given.whole else "data.train"
         section = given.section if given.whole else given.section.get("train")
         words = [f"{where}={json.dumps(section)}"] if given.section else []
         words += _model_words(model)
         plain = load(recipe, words).model_dump(mode="json", exclude_unset=True)
+    elif recipe is not None and not isinstance(recipe, Mapping):
+        raise RecipeError(
+            f"the recipe is {shortened(repr(recipe))}, a {type(recipe).__name__}",
+            "give the path of a YAML file, the name of a recipe that ships with trimtab, or a dict",
+        )
     else:
         plain = dict(recipe or {})
         own = plain.get("data")
@@ -156,11 +164,16 @@ def _recipe(
             plain["data"] = given.merged(own)
         if model is not None:
             plain["model"] = _model_section(model, plain.get("model"))
-    for first, second in PAIRS:
-        for one, other in ((first, second), (second, first)):
-            if one in keys and other not in keys:
-                plain.pop(other, None)
-    return build({**plain, **keys}), given
+    for pair in PAIRS:
+        passed = [key for key in pair if keys.get(key) is not None]
+        if len(passed) == 1:
+            plain.pop(next(key for key in pair if key not in passed), None)
+    for key, value in keys.items():
+        if value is None and is_default_null((key,)):
+            plain.pop(key, None)
+        else:
+            plain[key] = value
+    return build(plain), given
 
 
 def _model_name(model: Model) -> str:

@@ -5,6 +5,7 @@ Each verb's file is imported when that verb runs, so that `trimtab --help` stays
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import sys
@@ -16,7 +17,8 @@ import typer.core
 import typer.main
 
 from trimtab import __version__
-from trimtab.facts.errors import MissingDependency, ResourceError, TrimtabError
+from trimtab.facts.errors import MissingDependency, RecipeError, ResourceError, TrimtabError
+from trimtab.facts.names import shortened
 
 VERBS = {
     "demo": "Train the embedded model on mathematics here and now: two minutes, nothing to download.",
@@ -54,12 +56,24 @@ class LazyVerbs(typer.core.TyperGroup):
         return typer.core.TyperCommand(cmd_name, help=VERBS[cmd_name], callback=lambda: None)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The verb that was asked for, loaded."""
+        """The verb that was asked for, loaded; a RecipeError with the nearest one for a word that is none."""
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            raise _unknown_verb(args[0])
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None and name is not None:
             command = typer.main.get_command(import_module(f"trimtab.cli.{name}").app)
             command.name = name
         return name, command, rest
+
+
+def _unknown_verb(word: str) -> RecipeError:
+    near = difflib.get_close_matches(word, VERBS, n=1, cutoff=0.5)
+    cause = f"there is no verb '{shortened(word)}'"
+    if word.endswith((".yaml", ".yml")):
+        return RecipeError(cause, f"did you mean `trimtab train {shortened(word)}`?")
+    return RecipeError(
+        cause, f"did you mean `trimtab {near[0]}`?" if near else f"the verbs are {', '.join(VERBS)}"
+    )
 
 
 app = typer.Typer(
@@ -122,8 +136,12 @@ def _run(arguments: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _lacking(error: Exception) -> ResourceError | None:
-    """The machine's fault, said plainly; None for what is a mistake of ours and deserves its traceback."""
+def _lacking(error: Exception) -> TrimtabError | None:
+    """What the machine lacks or its file system refuses; None for a bug of ours, which keeps its traceback."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return RecipeError(
+            f"'{shortened(str(error.filename))}' is too long for a file name", "give a shorter name"
+        )
     if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         where = f" ({error.filename})" if error.filename else ""
         return ResourceError(f"{error.strerror}{where}", "free some space or check the folder's rights")

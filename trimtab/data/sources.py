@@ -22,6 +22,7 @@ from trimtab.data.spec import (
     TrainOn,
 )
 from trimtab.facts.errors import DataError
+from trimtab.facts.names import path_of
 
 if TYPE_CHECKING:
     from trimtab.data.formats import Format
@@ -191,7 +192,7 @@ def resolve(spec: SourceSpec) -> ResolvedSource:
     if spec.files:
         root = Path(os.path.commonpath([str(path.parent) for path in spec.files]))
         return _from_list(spec, [(path, path.relative_to(root).as_posix()) for path in spec.files])
-    path = Path(spec.source).expanduser()
+    path = path_of(spec.source, "the source", DataError)
     if path.is_file():
         if path.stat().st_size == 0:
             raise DataError(f"{spec.source} is empty", "give a file with text in it")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 BYTES: dict[str, int] = {
     "fp64": 8,
     "fp32": 4,
@@ -32,3 +34,15 @@ def nbytes(name: str, count: int) -> int:
         20
     """
     return BYTES[name] * count
+
+
+def dtype_alias(name: Any) -> Any:
+    """Our name of a format that is written as torch writes it; anything else as it is.
+
+    Example:
+        >>> dtype_alias("bfloat16"), dtype_alias("torch.float16"), dtype_alias("fp32")
+        ('bf16', 'fp16', 'fp32')
+    """
+    text = name if isinstance(name, str) else str(name) if type(name).__name__ == "dtype" else ""
+    ours = {theirs: own for own, theirs in TORCH_NAMES.items()}
+    return ours.get(text.removeprefix("torch."), name)

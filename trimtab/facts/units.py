@@ -15,16 +15,17 @@ BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 
 
 def parse_bytes(text: str) -> int | None:
-    """A number with a unit, decimal ("24GB") or binary ("24 GiB"); None for anything else.
+    """A number with a unit in any case, decimal ("24GB", "24 gb", "24G") or binary ("24GiB", "24gi"); None otherwise.
 
     Example:
-        >>> parse_bytes("24GiB"), parse_bytes("1.5 GB"), parse_bytes("24")
-        (25769803776, 1500000000, None)
+        >>> parse_bytes("24GiB"), parse_bytes("1.5 gb"), parse_bytes("24g"), parse_bytes("24")
+        (25769803776, 1500000000, 24000000000, None)
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B)", text)
-    if match is None or match[2] not in BYTE_UNITS:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if match is None or match[2] == "i" or not text.strip()[-1].isalpha():
         return None
-    return round(float(match[1]) * BYTE_UNITS[match[2]])
+    units = {unit.lower(): size for unit, size in BYTE_UNITS.items()}
+    return round(float(match[1]) * units[f"{match[2]}b"])
 
 
 def parse_share(text: str) -> float | None:
@@ -34,7 +35,7 @@ def parse_share(text: str) -> float | None:
         >>> parse_share("80%"), parse_share("120%")
         (0.8, None)
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", text)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     share = float(match[1]) / 100 if match else 0.0
     return share if 0 < share <= 1 else None
 

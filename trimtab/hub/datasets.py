@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from trimtab.facts.errors import DataError
+from trimtab.facts.names import path_of
 from trimtab.hub.card import Config, configs, front_matter
 from trimtab.hub.repository import Access, Repository, open_repository
 from trimtab.hub.resolved import Resolved, looks_local
@@ -56,7 +57,7 @@ def resolve_dataset(
         >>> resolve_dataset("owner/math", split="train").files       # doctest: +SKIP
         [PosixPath('…/data/train-00000-of-00001.parquet')]
     """
-    path = Path(name).expanduser()
+    path = path_of(name, "the data set", DataError)
     if path.exists():
         return Resolved("local", path, None, [path], str(path))
     text = str(name)

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from trimtab.facts.errors import HubError, ModelError
+from trimtab.facts.names import path_of
 from trimtab.hub.repository import Access, Repository, open_repository
 from trimtab.hub.resolved import Resolved, check_name, looks_local
 
@@ -58,7 +59,7 @@ def resolve_model(
         >>> resolve_model("Qwen/Qwen3-0.6B-Base", weights=False).commit        # doctest: +SKIP
         'da87bfb608c14b7cf20ba1ce41287e8de496c0cd'
     """
-    path = Path(name).expanduser()
+    path = path_of(name, "the model", ModelError)
     if path.exists():
         return _local(path)
     text = str(name)

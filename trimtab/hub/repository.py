@@ -23,6 +23,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 
 from trimtab.facts.errors import HubError, ResourceError
+from trimtab.facts.names import shortened, unusable_name
 from trimtab.facts.units import format_bytes
 from trimtab.hub.faults import explained
 from trimtab.hub.resolved import COMMIT, check_name
@@ -132,6 +133,10 @@ def open_repository(
     A full commit never changes: once its list is here, the hub is not asked again.
     """
     wanted = revision or "main"
+    if unusable_name(_record_name(wanted)) is not None:
+        raise HubError(
+            f"{repo_id} has no revision '{shortened(wanted)}'", "name a branch, a tag or a commit of it"
+        )
     known = _read_record(kind, repo_id, wanted, access)
     if known is not None and COMMIT.fullmatch(wanted):
         return known
@@ -170,7 +175,11 @@ def _storage(kind: str, repo_id: str, access: Access) -> Path:
 
 
 def _record_path(kind: str, repo_id: str, revision: str, access: Access) -> Path:
-    return _storage(kind, repo_id, access) / "trimtab" / f"{quote(revision, safe='')}.json"
+    return _storage(kind, repo_id, access) / "trimtab" / _record_name(revision)
+
+
+def _record_name(revision: str) -> str:
+    return f"{quote(revision, safe='')}.json"
 
 
 def _write_record(repository: Repository, key: str) -> None:

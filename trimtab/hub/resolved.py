@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from trimtab.facts.errors import HubError
+from trimtab.facts.names import unusable_name
 
 Kind = Literal["folder", "gguf", "dataset", "local"]
 _ID_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -40,7 +41,7 @@ def looks_local(name: str) -> bool:
         [True, True, False, True]
     """
     parts = name.split("/")
-    if name.startswith((".", "/", "~")) or "\\" in name or name.endswith("/"):
+    if unusable_name(name) or name.startswith((".", "/", "~")) or "\\" in name or name.endswith("/"):
         return True
     if len(parts) > 1 and Path(parts[0]).is_dir():
         return True

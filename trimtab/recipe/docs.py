@@ -48,6 +48,9 @@ Any key can be set on the command line, nested ones with dots, list items by num
 trimtab train recipe.yaml learning_rate=1e-4 data.train.0.weight=2 model.revision=main
 ```
 
+`KEY=null` takes out what the file says, so that the default holds (`eval_steps=null`); only for `save_steps` null is a
+value of its own, and saves at the end alone. A key may be given once.
+
 `max_steps` given there replaces the file's `num_train_epochs` and the other way round; so do `warmup_steps`
 and `warmup_ratio`. Editors complete and check recipes that begin with this line (the path is the one to
 `docs/recipe.schema.json`):

@@ -9,10 +9,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from trimtab.facts.dtypes import dtype_alias
+from trimtab.facts.names import unusable_name
 from trimtab.recipe.rules import problems
 
 Attention = Literal[
@@ -29,6 +39,17 @@ MathField = Literal["math", "arithmetic", "algebra", "calculus"]
 Tracker = Literal["tensorboard", "wandb"]
 Policy = Literal["none", "pointwise", "selective", "block", "offload_half", "offload_attention", "offload"]
 
+
+def _usable_name(text: str | None) -> str | None:
+    """A text that can name a file, a folder or a repository."""
+    wrong = None if text is None else unusable_name(text)
+    if wrong is not None:
+        raise PydanticCustomError("unusable_name", "{cause}", {"cause": wrong[0], "remedy": wrong[1]})
+    return text
+
+
+Usable = AfterValidator(_usable_name)
+TorchNames = BeforeValidator(dtype_alias)
 Count = Annotated[int, Field(ge=1)]
 Device = Literal["auto", "cpu", "cuda"] | Annotated[str, Field(pattern=r"^cuda:(0|[1-9][0-9]{0,3})$")]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -71,13 +92,15 @@ class Shorthand(Section):
 class Model(Shorthand):
     """Which model is trained. `model: NAME` alone is short for `model: {name: NAME}`."""
 
-    name: Annotated[str, Field(min_length=1, examples=["Qwen/Qwen3-0.6B-Base", "./my-model", "model.gguf"])]
+    name: Annotated[
+        str, Field(min_length=1, examples=["Qwen/Qwen3-0.6B-Base", "./my-model", "model.gguf"]), Usable
+    ]
     """A hub id, a Hugging Face folder (config.json and safetensors), a GGUF file, a run folder that trained every
     weight (its latest checkpoint; or `RUN/checkpoints/best`, `RUN/checkpoints/step-…`), or `starter` for the small
     model that ships with trimtab."""
     revision: Annotated[str | None, Field(examples=["main"])] = None
     """Branch, tag or commit on the hub. The commit that it names at first use is kept with the run."""
-    tokenizer: Annotated[str | None, Field(examples=["./my-tokenizer"])] = None
+    tokenizer: Annotated[str | None, Field(min_length=1, examples=["./my-tokenizer"]), Usable] = None
     """Folder, hub id or GGUF file of another tokenizer. By default the model's own."""
     chat_template: Annotated[str | None, Field(min_length=1, examples=["./chat.jinja"])] = None
     """Jinja file with a chat template, or the template itself, instead of the tokenizer's own. It is kept with the run
@@ -96,7 +119,7 @@ class Model(Shorthand):
 class Source(Shorthand):
     """A place with text. `PATH` alone is short for `{source: PATH}`."""
 
-    source: Annotated[str, Field(min_length=1, examples=["./notes", "data/*.jsonl", "org/dataset"])]
+    source: Annotated[str, Field(min_length=1, examples=["./notes", "data/*.jsonl", "org/dataset"]), Usable]
     """A file (text, Markdown, JSON lines, Parquet, CSV), a folder, a glob, a hub dataset id, or what ships
     with trimtab: `starter:math`, `starter:math-heldout`, `starter:chat` (conversations), `starter:general`,
     `starter:replay`. A relative path counts from the folder in which trimtab is called, not from the recipe's."""
@@ -189,7 +212,7 @@ class Data(Section):
         dict[str, str | int | float | bool], Field(examples=[{"enable_thinking": False}])
     ] = {}
     """What the chat template is told besides the messages; which names it knows, its model's card says."""
-    cache_dir: Annotated[str | None, Field(min_length=1, examples=["~/.cache/trimtab/tokens"])] = None
+    cache_dir: Annotated[str | None, Field(min_length=1, examples=["~/.cache/trimtab/tokens"]), Usable] = None
     """Folder of the token cache. By default the user's cache folder."""
     num_proc: Annotated[Count | None, Field(examples=[8])] = None
     """Processes that tokenize. By default one for each core."""
@@ -220,9 +243,9 @@ class Lora(Section):
     """Other strengths for some modules, by name or regular expression."""
     modules_to_save: Annotated[list[str], Field(examples=[["embed_tokens", "lm_head"]])] = []
     """Modules trained as a whole, in the model's own number format: embeddings and head for new tokens, norms."""
-    dtype: Annotated[Literal["fp32", "bf16"], Field(examples=["fp32"])] = "fp32"
+    dtype: Annotated[Literal["fp32", "bf16"], TorchNames, Field(examples=["fp32"])] = "fp32"
     """Number format in which adapters are kept. Products run in the recipe's `dtype` either way."""
-    adapter: Annotated[str | None, Field(min_length=1, examples=["./my-adapter"])] = None
+    adapter: Annotated[str | None, Field(min_length=1, examples=["./my-adapter"]), Usable] = None
     """Start from this adapter, a folder that peft or `trimtab export peft` wrote, instead of a fresh one. Its rank,
     modules and all else then come from it, and no other key may be given here."""
 
@@ -238,7 +261,7 @@ class Recipe(Section):
     lora: Annotated[Lora | None, Field(examples=[{"r": 16, "lora_alpha": 32}])] = None
     """Train low-rank adapters instead of every weight. `lora: {}` takes the defaults."""
 
-    output_dir: Annotated[str, Field(min_length=1, examples=["runs/my-run"])] = "runs/train"
+    output_dir: Annotated[str, Field(min_length=1, examples=["runs/my-run"]), Usable] = "runs/train"
     """The run folder: recipe, plan, metrics, checkpoints and report go there. By default `runs/` and the name
     of the recipe file."""
     seed: Annotated[int, Field(ge=0, lt=2**63, examples=[42])] = 42
@@ -315,18 +338,20 @@ class Recipe(Section):
     """CPU threads of torch's operations (`torch.set_num_threads`); takes precedence over `OMP_NUM_THREADS`. By default
     torch decides: `OMP_NUM_THREADS`, or one thread per core. The number is kept with the run: another one may add up
     sums in another order and so change the last bits of the losses."""
-    dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], Field(examples=["bf16"])] = "auto"
+    dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], TorchNames, Field(examples=["bf16"])] = "auto"
     """Number format of the arithmetic. `auto` takes bf16 where the device computes it in hardware, fp32
-    elsewhere."""
-    weights_dtype: Annotated[Literal["auto", "fp32", "bf16"], Field(examples=["bf16"])] = "auto"
+    elsewhere. Here and in the other keys for number formats, torch's names (`bfloat16`, `float16`, `float32`) are
+    accepted too."""
+    weights_dtype: Annotated[Literal["auto", "fp32", "bf16"], TorchNames, Field(examples=["bf16"])] = "auto"
     """Number format in which weights are kept. `auto` follows `dtype`: bf16 for bf16 (updates are rounded
     stochastically, so that small ones are not lost), fp32 for fp32 and fp16."""
-    gradient_dtype: Annotated[Literal["fp32", "bf16"], Field(examples=["fp32"])] = "fp32"
+    gradient_dtype: Annotated[Literal["fp32", "bf16"], TorchNames, Field(examples=["fp32"])] = "fp32"
     """Number format in which gradients are added up. bf16 takes half the memory and loses some precision; it
     needs weights in bf16."""
     memory_limit: Annotated[str | None, Field(examples=["24GiB", "80%"])] = None
-    """The most memory the run may take on its device, its CUDA context included: a size (`24GiB`, `24GB`) or a share
-    of the device (`80%`). By default what is free when it starts. On a GPU the allocator is held to it."""
+    """The most memory the run may take on its device, its CUDA context included: a size (`24GiB` is 24 × 2³⁰ bytes,
+    `24GB` is 24 × 10⁹; in any case, also `24gb`, `24 GB`, `24G`) or a share of the device (`80%`). By default what is
+    free when it starts. On a GPU the allocator is held to it."""
     recompute: Annotated[
         Literal["auto"] | Policy | list[Policy] | dict[Policy, Annotated[int, Field(ge=0)]],
         Field(examples=["auto", "selective", {"block": 20, "none": 8}]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path as FilePath
 from typing import Any
@@ -9,20 +10,23 @@ from typing import Any
 from pydantic import ValidationError
 
 from trimtab.facts.errors import RecipeError
+from trimtab.facts.names import path_of, shortened
 from trimtab.recipe import problems
 from trimtab.recipe.keys import Recipe, Shorthand
 from trimtab.recipe.shipped import shipped
 from trimtab.recipe.yaml_text import Path, read, write
 
-PAIRS = (
-    ("max_steps", "num_train_epochs"),
-    ("warmup_steps", "warmup_ratio"),
-    ("recompute", "gradient_checkpointing"),
-)
-"""Two ways of saying one thing: an override of one replaces what the file says with the other."""
+PAIRS = {
+    ("max_steps", "num_train_epochs"): "both set the length of the run",
+    ("warmup_steps", "warmup_ratio"): "both set the warm-up",
+    ("recompute", "gradient_checkpointing"): "both set what is recomputed",
+}
+"""Pairs of keys for one thing, and what they both do. An override of one replaces what the file says with the other."""
+NULLS = ("null", "~")
+"""How an override takes a key out again."""
 
 
-def load(path: str | FilePath, overrides: Sequence[str] = ()) -> Recipe:
+def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
     """Read and check a recipe file, or one that ships with trimtab, by its bare name (`own-text`).
 
     Every mistake is named at once, with its line and the nearest key.
@@ -30,7 +34,7 @@ def load(path: str | FilePath, overrides: Sequence[str] = ()) -> Recipe:
     Example:
         >>> recipe = load("recipes/smollm2-135m-math.yaml", ["learning_rate=1e-4"])  # doctest: +SKIP
     """
-    file, ours = FilePath(path), shipped()
+    file, ours = path_of(path, "the recipe"), shipped()
     if not file.exists() and str(path) in ours:
         file = ours[str(path)]
     try:
@@ -64,9 +68,9 @@ def loads(text: str, overrides: Sequence[str] = (), *, name: str = "recipe.yaml"
             f"{name} must be a mapping of keys to values", "start with a line such as `model: ...`"
         )
     where = {path: f"line {line}" for path, line in lines.items()}
+    _refuse_contradictions(overrides)
     for override in overrides:
         _apply(override, data, where)
-    _refuse_both_of_a_pair(overrides)
     if "output_dir" not in data:
         data["output_dir"] = f"runs/{FilePath(name).stem}"
     return build(data, where=where, name=name)
@@ -79,6 +83,7 @@ def build(data: dict[str, Any], *, where: dict[Path, str] | None = None, name: s
         >>> build({"model": "starter", "data": {"train": ["notes.txt"]}}).model.name
         'starter'
     """
+    data = _plain(data)
     unwritable = list(problems.unwritable(data, where or {}))
     if unwritable:
         raise problems.combine(unwritable, name)
@@ -86,6 +91,15 @@ def build(data: dict[str, Any], *, where: dict[Path, str] | None = None, name: s
         return Recipe.model_validate(data)
     except ValidationError as error:
         raise problems.as_recipe_error(error, where or {}, name) from None
+
+
+def _plain(value: Any) -> Any:
+    """What Python code writes into a recipe as YAML has it: paths are text, tuples are lists."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return os.fsdecode(value) if isinstance(value, os.PathLike) else value
 
 
 def dump(recipe: Recipe) -> str:
@@ -105,17 +119,17 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 
 
 def _apply(override: str, data: dict[str, Any], where: dict[Path, str]) -> None:
-    """Set one `a.b.0.c=value` in the data, in place. The value is YAML: `2e-5`, `true`, `[a, b]`, words."""
-    keys, equals, text = override.partition("=")
-    parts = keys.strip().split(".")
-    if not equals or not all(parts):
-        raise RecipeError(
-            f"'{override}' is not an override", "write key=value, for example learning_rate=1e-4"
-        )
-    path = _path(parts)
-    label = f"from '{override}'"
+    """Set one `a.b.0.c=value` in the data, in place. The value is YAML: `2e-5`, `true`, `[a, b]`, words.
+
+    `null` removes the key, so that its default holds; for `save_steps` it is a value of its own.
+    """
+    path, text = _parsed(override)
+    label = f"from '{_quoted(override)}'"
+    if text.strip() in NULLS and problems.is_default_null(path):
+        _remove(path, data)
+        return
     value: Any = text
-    if not problems.expects_text(path) or text in ("null", "~", ""):
+    if not problems.expects_text(path) or text in (*NULLS, ""):
         value = read(text, label)[0]
     parent = _descend(path, data, label)
     last = path[-1]
@@ -123,35 +137,89 @@ def _apply(override: str, data: dict[str, Any], where: dict[Path, str]) -> None:
         parent[_index(last, parent, path, label)] = value
     else:
         parent[str(last)] = value
-        for pair in PAIRS:
-            if len(path) == 1 and last in pair and value is not None:
+        for pair in PAIRS if value is not None else ():
+            if len(path) == 1 and last in pair:
                 data.pop(pair[1 - pair.index(str(last))], None)
     for old in [key for key in where if key[: len(path)] == path]:
         del where[old]
     where[path] = label
 
 
+def _quoted(override: str) -> str:
+    """An override as messages repeat it: as it was written, unless it is long."""
+    return override if len(override) <= 100 else shortened(override, 100)
+
+
+def _remove(path: Path, data: dict[str, Any]) -> None:
+    """Take a key out of the data; nothing happens where it is not in it."""
+    current: Any = data
+    for part in path[:-1]:
+        if isinstance(current, list):
+            current = current[part] if isinstance(part, int) and part < len(current) else None
+        elif isinstance(current, dict):
+            current = current.get(str(part))
+    if isinstance(current, dict):
+        current.pop(str(path[-1]), None)
+
+
+def _parsed(override: str) -> tuple[Path, str]:
+    """(path of the key, text of the value) of one override."""
+    keys, equals, text = override.partition("=")
+    parts = keys.strip().split(".")
+    if not equals or not all(parts):
+        raise RecipeError(
+            f"'{_quoted(override)}' is not an override", "write key=value, for example learning_rate=1e-4"
+        )
+    return _path(parts), text
+
+
 def _path(parts: Sequence[str]) -> Path:
     """The parts of a dotted key; what follows a key of free names (`lora.rank_pattern`) is one name, dots and all."""
-    path: Path = tuple(int(part) if part.isdecimal() else part for part in parts)
+    path = problems.as_path(".".join(parts))
     for length in range(1, len(path)):
         if problems.values_at(path[:length]) is not None:
             return (*path[:length], ".".join(parts[length:]))
     return path
 
 
-def _refuse_both_of_a_pair(overrides: Sequence[str]) -> None:
-    """An override replaces what the file says the other way; two overrides must not replace each other."""
-    given = {}
+def _refuse_contradictions(overrides: Sequence[str]) -> None:
+    """Overrides of which one would undo another: the same key twice, a part before the whole, both of a pair."""
+    given: dict[Path, str] = {}
     for override in overrides:
-        key, _, value = override.partition("=")
-        if value.strip() not in ("null", "~", ""):
-            given[key.strip()] = override
-    for first, second in PAIRS:
-        if first in given and second in given:
+        path, text = _parsed(override)
+        section = problems.section_at(path)
+        if section is not None and issubclass(section, Shorthand) and not problems.is_list(path):
+            path = (*path, section.main_key()) if text[:1] not in "{" else path
+        if path in given:
             raise RecipeError(
-                f"'{given[first]}' and '{given[second]}' say the same thing in two ways", "give one of them"
+                f"'{_quoted(given[path])}' and '{_quoted(override)}' set the same key twice",
+                "give one of them",
             )
+        lost = next((given[old] for old in given if old[: len(path)] == path), None)
+        if lost is not None:
+            raise RecipeError(
+                f"'{_quoted(override)}' would discard '{_quoted(lost)}', which is given before it",
+                f"give '{_quoted(lost)}' after it, or leave it out",
+            )
+        given[path] = override
+    for pair in PAIRS:
+        first, second = (_value_of(given.get((key,))) for key in pair)
+        if first is not None and second is not None:
+            raise _both_given(pair, first, second)
+
+
+def _value_of(override: str | None) -> str | None:
+    """The value of an override; None where there is none or it takes the key out."""
+    text = (override or "").partition("=")[2].strip()
+    return None if text in (*NULLS, "") else text
+
+
+def _both_given(pair: tuple[str, str], first: str, second: str) -> RecipeError:
+    how = PAIRS[pair]
+    if pair[0] == "recompute":
+        same = first == {"true": "block", "false": "none"}.get(second)
+        how = "say the same thing in two ways" if same else "contradict each other"
+    return RecipeError(f"'{pair[0]}={first}' and '{pair[1]}={second}' {how}", "give one of them")
 
 
 def _descend(path: Path, data: dict[str, Any], label: str) -> Any:

@@ -12,51 +12,8 @@ from pydantic.fields import FieldInfo
 
 from trimtab.facts.errors import RecipeError
 from trimtab.recipe.keys import Recipe
+from trimtab.recipe.other_names import ELSEWHERE, REFUSED
 from trimtab.recipe.yaml_text import Path
-
-REFUSED = {
-    "trust_remote_code": "code from a model repository is never run; delete the line",
-    "token": "a token does not belong in a recipe, which is kept with the run; log in with `hf auth login`",
-    "bf16": "write dtype: bf16",
-    "fp16": "write dtype: fp16",
-}
-"""Keys people bring from elsewhere that have no counterpart, and what to do instead."""
-
-ELSEWHERE = {
-    "lr": "learning_rate",
-    "batch_size": "per_device_train_batch_size",
-    "micro_batch_size": "per_device_train_batch_size",
-    "per_device_batch_size": "per_device_train_batch_size",
-    "epochs": "num_train_epochs",
-    "num_epochs": "num_train_epochs",
-    "steps": "max_steps",
-    "max_length": "max_seq_length",
-    "seq_length": "max_seq_length",
-    "context_length": "max_seq_length",
-    "block_size": "max_seq_length",
-    "optimizer": "optim",
-    "scheduler": "lr_scheduler_type",
-    "lr_scheduler": "lr_scheduler_type",
-    "torch_dtype": "dtype",
-    "precision": "dtype",
-    "grad_clip": "max_grad_norm",
-    "compile": "torch_compile",
-    "max_norm": "max_grad_norm",
-    "sample_packing": "packing",
-    "dataset": "data.train",
-    "datasets": "data.train",
-    "model_name_or_path": "model.name",
-    "base_model": "model.name",
-    "attn_impl": "model.attn_implementation",
-    "path": "source",
-    "text_field": "text_column",
-    "dataset_text_field": "data.train.0.text_column",
-    "wandb": "report_to",
-    "label_smoothing": "label_smoothing_factor",
-    "patience": "early_stopping_patience",
-    "threads": "num_threads",
-}
-"""Other tools' names for keys we have."""
 
 _SIMPLE = {
     "bool_type": "must be true or false",
@@ -77,12 +34,13 @@ def as_recipe_error(error: ValidationError, where: dict[Path, str], name: str) -
     """One RecipeError for everything pydantic found. `where` says for a path where it was written."""
     details = error.errors()
     # A misspelt required key is one mistake, not an unknown key and a missing one.
-    meant = {(*d["loc"][:-1], nearest_key(d["loc"])) for d in details if d["type"] == "extra_forbidden"}
+    found = [nearest_key(d["loc"]) for d in details if d["type"] == "extra_forbidden"]
+    meant = {path[:length] for path in found if path for length in range(1, len(path) + 1)}
     details = [d for d in details if d["type"] != "missing" or d["loc"] not in meant]
     alternatives = {_key_of(d["loc"]): d["input"] for d in reversed(details) if _key_of(d["loc"]) != d["loc"]}
-    found = [problem for d in details if _key_of(d["loc"]) == d["loc"] for problem in _problem(d, where)]
-    found += [_none_of(path, value, where) for path, value in alternatives.items()]
-    return combine(found, name)
+    problems = [problem for d in details if _key_of(d["loc"]) == d["loc"] for problem in _problem(d, where)]
+    problems += [_none_of(path, value, where) for path, value in alternatives.items()]
+    return combine(problems, name)
 
 
 def _key_of(path: Path) -> Path:
@@ -123,11 +81,11 @@ def _no_value(path: Path, where: dict[Path, str]) -> tuple[str, str]:
     """(cause, remedy) for a key that needs a value and has none: nothing is written after it, or `null`."""
     field = _field(path)
     example = f", for example `{path[-1]}: {_written(field.examples[0])}`" if field and field.examples else ""
-    needed = field is not None and field.is_required()
-    return (
-        f"{dotted(path)} has no value{_place(path, where)}",
-        f"give one{example}{'' if needed else ', or leave it out'}",
-    )
+    if field is not None and field.is_required():
+        leave = ""
+    else:
+        leave = ", or leave it out" + (f" ({dotted(path)}=null)" if is_default_null(path) else "")
+    return f"{dotted(path)} has no value{_place(path, where)}", f"give one{example}{leave}"
 
 
 def combine(found: list[tuple[str, str | None]], name: str) -> RecipeError:
@@ -145,6 +103,8 @@ def _problem(detail: Any, where: dict[Path, str]) -> Iterator[tuple[str, str | N
         for text in detail["ctx"]["problems"]:
             cause, _, remedy = text.partition("; ")
             yield cause, remedy
+    elif kind == "unusable_name":
+        yield f"{dotted(path)} {detail['ctx']['cause']}{place}", detail["ctx"]["remedy"]
     elif kind == "extra_forbidden":
         yield unknown_key(path, place)
     elif value is None and path:
@@ -169,26 +129,43 @@ def unknown_key(path: Path, place: str) -> tuple[str, str | None]:
     """(cause, remedy) for a key that does not exist at its level, with the nearest one that does."""
     key, parent = str(path[-1]), path[:-1]
     cause = f"unknown key '{key}'{' in ' + dotted(parent) if parent else ''}{place}"
-    if key in REFUSED:
+    if key in REFUSED and parent != ("lora",):
         return cause, REFUSED[key]
     near = nearest_key(path)
-    if near:
-        return cause, f"did you mean '{near}'?"
+    if near is not None:
+        if near[:-1] == parent:
+            return cause, f"did you mean '{near[-1]}'?"
+        top = " at the top level of the recipe" if len(near) == 1 else ""
+        return cause, f"did you mean '{dotted(near)}'{top}?"
     model = section_at(parent)
     here = list(model.model_fields) if model else []
     return cause, f"known keys here are {', '.join(here)}" if 0 < len(here) < 12 else None
 
 
-def nearest_key(path: Path) -> str | None:
-    """The key that was probably meant: another tool's name, a misspelling, or one from another level."""
+def nearest_key(path: Path) -> Path | None:
+    """The key that was probably meant: another tool's name, the same name at another level, or a misspelling."""
     key, parent = str(path[-1]), path[:-1]
     model = section_at(parent)
     here = list(model.model_fields) if model else []
-    everywhere = {dotted(full): full for full in all_keys()}
-    if ELSEWHERE.get(key) in (here if parent else everywhere):
-        return ELSEWHERE[key]
+    if key in ELSEWHERE:
+        target = as_path(ELSEWHERE[key])
+        # Items of `data.replay.sources` and `data.eval.domain` have the keys of `data.train.0` too.
+        return (*parent, target[-1]) if target[-1] in here else target
+    elsewhere = [full for full in all_keys() if full[-1] == key]
+    if elsewhere:
+        return min(elsewhere, key=len)
     near = difflib.get_close_matches(key, here, n=1, cutoff=0.6)
-    return near[0] if near else next((text for text, full in everywhere.items() if full[-1] == key), None)
+    return (*parent, near[0]) if near else None
+
+
+def as_path(text: str) -> Path:
+    """The inverse of `dotted`.
+
+    Example:
+        >>> as_path("data.train.0.source")
+        ('data', 'train', 0, 'source')
+    """
+    return tuple(int(part) if part.isdecimal() else part for part in text.split("."))
 
 
 def section_at(path: Path) -> type[BaseModel] | None:
@@ -211,6 +188,28 @@ def values_at(path: Path) -> Any:
         if typing.get_origin(inner) is dict:
             return typing.get_args(inner)[1]
     return None
+
+
+def is_default_null(path: Path) -> bool:
+    """Whether `key=null` stands for the default of the key at this path, as it does wherever there is one.
+
+    `save_steps` is the exception: its default is a number, and null a value of its own.
+
+    Example:
+        >>> [is_default_null((key,)) for key in ("learning_rate", "eval_steps", "save_steps", "model")]
+        [True, True, False, False]
+    """
+    if values_at(path[:-1]) is not None:  # a free name, such as `lora.rank_pattern.down_proj`
+        return True
+    field = _field(path)
+    if field is None or field.is_required():
+        return False
+    return field.default is None or type(None) not in typing.get_args(field.annotation)
+
+
+def is_list(path: Path) -> bool:
+    """Whether the key at this path holds a list."""
+    return typing.get_origin(_annotation(path)) is list
 
 
 def expects_text(path: Path) -> bool:

@@ -49,7 +49,7 @@ def _length(recipe: Recipe) -> Iterator[str]:
     if recipe.max_steps > 0 and recipe.num_train_epochs is not None:
         yield (
             f"max_steps: {recipe.max_steps} and num_train_epochs: {recipe.num_train_epochs:g} are both "
-            "given; keep one of them"
+            "given; keep one of them: set max_steps=null or num_train_epochs=null"
         )
     if recipe.data.streaming and recipe.max_steps <= 0:
         yield "data.streaming is on and the number of steps is unknown; give max_steps"
@@ -74,11 +74,12 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
     if recipe.warmup_steps and recipe.warmup_ratio:
         yield (
             f"warmup_steps: {recipe.warmup_steps} and warmup_ratio: {recipe.warmup_ratio:g} are both given; "
-            "keep one of them"
+            "keep one of them: set warmup_steps=null or warmup_ratio=null"
         )
     if recipe.lr_scheduler_type == "constant" and (recipe.warmup_steps or recipe.warmup_ratio):
         yield (
-            "lr_scheduler_type: constant has no warm-up; write constant_with_warmup, or leave the warm-up out"
+            "lr_scheduler_type: constant has no warm-up; set lr_scheduler_type=constant_with_warmup, or "
+            + _without_warmup(recipe)
         )
     if 0 < recipe.max_steps <= recipe.warmup_steps:
         yield (
@@ -88,8 +89,15 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
     if recipe.min_lr_ratio and recipe.lr_scheduler_type in FLAT_SCHEDULES:
         yield (
             f"min_lr_ratio: {recipe.min_lr_ratio:g} has no meaning for lr_scheduler_type: "
-            f"{recipe.lr_scheduler_type}, which does not fall; leave it out or choose cosine"
+            f"{recipe.lr_scheduler_type}, which does not fall; leave it out (min_lr_ratio=null), or set "
+            "lr_scheduler_type=cosine"
         )
+
+
+def _without_warmup(recipe: Recipe) -> str:
+    """How the warm-up that a recipe has is left out."""
+    given = [key for key in ("warmup_steps", "warmup_ratio") if getattr(recipe, key)]
+    return f"leave the warm-up out ({' '.join(f'{key}=null' for key in given)})"
 
 
 def _precision(recipe: Recipe) -> Iterator[str]:
@@ -112,7 +120,7 @@ def _optimizer(recipe: Recipe) -> Iterator[str]:
     if recipe.optim_implementation != "auto" and recipe.optim != "adamw_8bit":
         yield (
             f"optim_implementation: {recipe.optim_implementation} is of adamw_8bit, and optim is {recipe.optim}; "
-            "leave it out, or set optim: adamw_8bit"
+            "leave it out (optim_implementation=null), or set optim: adamw_8bit"
         )
     if not recipe.optim_in_backward:
         return
@@ -144,13 +152,25 @@ def _memory(recipe: Recipe) -> Iterator[str]:
         )
     limit = recipe.memory_limit
     if limit is not None and not parse_bytes(limit) and parse_share(limit) is None:
-        yield f"memory_limit: {limit} is neither a size nor a share above 0; write it like 24GiB, 24GB or 80%"
+        yield _not_a_limit(limit)
     if recipe.gradient_checkpointing is not None and recipe.recompute != "auto":
+        wish = "block" if recipe.gradient_checkpointing else "none"
+        how = "are both given" if named == [wish] else "contradict each other"
         yield (
-            f"gradient_checkpointing: {str(recipe.gradient_checkpointing).lower()} and recompute are both given; "
-            "keep recompute"
+            f"gradient_checkpointing: {str(recipe.gradient_checkpointing).lower()} (recompute: {wish}) and recompute: "
+            f"{recipe.recompute} {how}; keep one of them: set gradient_checkpointing=null or recompute=null"
         )
     yield from _tiles(recipe)
+
+
+def _not_a_limit(limit: str) -> str:
+    cause = f"memory_limit: {limit} is neither a size nor a share above 0"
+    number = limit.replace("%", "").strip()
+    if limit.strip().endswith("%") and number.replace(".", "", 1).isdecimal() and float(number) > 100:
+        cause = f"memory_limit: {limit} is more than the device has"
+    elif limit.replace(".", "", 1).isdecimal() and float(limit) > 0:
+        cause = f"memory_limit: {limit} has no unit"
+    return f"{cause}; write it like 24GiB, 24GB or 80%"
 
 
 def _tiles(recipe: Recipe) -> Iterator[str]:
@@ -166,9 +186,10 @@ def _template(recipe: Recipe) -> Iterator[str]:
     taken = [name for name in TEMPLATE_NAMES if name in recipe.data.chat_template_kwargs]
     if taken:
         them = "it" if len(taken) == 1 else "them"
+        keys = " ".join(f"data.chat_template_kwargs.{name}=null" for name in taken)
         yield (
             f"data.chat_template_kwargs names {', '.join(taken)}, which every chat template is given anyway; "
-            f"leave {them} out"
+            f"leave {them} out ({keys})"
         )
 
 
@@ -178,7 +199,7 @@ def _measuring(recipe: Recipe) -> Iterator[str]:
     if recipe.eval_steps and not (sets or recipe.probe or recipe.answers or recipe.prompts):
         yield (
             f"eval_steps: {recipe.eval_steps} is given and there is nothing to measure; "
-            "name a set under data.eval, set data.eval_share, or leave eval_steps out"
+            "name a set under data.eval, set data.eval_share, or leave eval_steps out (eval_steps=null)"
         )
 
 
@@ -219,9 +240,10 @@ def _lora(recipe: Recipe) -> Iterator[str]:
     given = [key for key in type(lora).model_fields if key != "adapter" and _changed(lora, key)]
     if lora.adapter is not None and given:
         keys = ", ".join(f"lora.{key}" for key in given)
+        nulls = " ".join(f"lora.{key}=null" for key in given)
         yield (
-            f"lora.adapter: {lora.adapter} brings its own {given[0]}; leave {keys} out, or train a fresh adapter "
-            "without lora.adapter"
+            f"lora.adapter: {lora.adapter} brings its own {given[0]}; leave {keys} out ({nulls}), or train a fresh "
+            "adapter (lora.adapter=null)"
         )
     if (
         recipe.model.added_tokens
@@ -236,7 +258,10 @@ def _lora(recipe: Recipe) -> Iterator[str]:
 
 def _quantized(recipe: Recipe) -> Iterator[str]:
     if recipe.load_in_4bit and recipe.load_in_8bit:
-        yield "load_in_4bit: true and load_in_8bit: true are both given; keep one of them"
+        yield (
+            "load_in_4bit: true and load_in_8bit: true are both given; keep one of them: set load_in_4bit=null or "
+            "load_in_8bit=null"
+        )
     elif recipe.load_in_4bit or recipe.load_in_8bit:
         key, bits = ("load_in_4bit", 4) if recipe.load_in_4bit else ("load_in_8bit", 8)
         if recipe.lora is None:
@@ -246,11 +271,14 @@ def _quantized(recipe: Recipe) -> Iterator[str]:
             )
     elif recipe.unpacked_layers not in ("auto", 0):
         yield (
-            f"unpacked_layers: {recipe.unpacked_layers} is of weights in few bits, and here none are; leave it out, "
-            "or set load_in_4bit: true or load_in_8bit: true"
+            f"unpacked_layers: {recipe.unpacked_layers} is of weights in few bits, and here none are; leave it out "
+            "(unpacked_layers=null), or set load_in_4bit: true or load_in_8bit: true"
         )
     if not recipe.bnb_4bit_use_double_quant and not recipe.load_in_4bit:
-        yield "bnb_4bit_use_double_quant is of load_in_4bit, which is not set; leave it out, or set load_in_4bit: true"
+        yield (
+            "bnb_4bit_use_double_quant is of load_in_4bit, which is not set; leave it out "
+            "(bnb_4bit_use_double_quant=null), or set load_in_4bit: true"
+        )
 
 
 def _changed(lora: Lora, key: str) -> bool:

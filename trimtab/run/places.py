@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab import hub, text
+from trimtab.facts.names import unusable_name
 from trimtab.facts.shapes import ModelShape
 from trimtab.hub.resolved import looks_local
 from trimtab.model.source import read_shape
@@ -97,8 +98,8 @@ def _sources(section: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _absolute(name: Any, *, whatever: bool = False) -> Any:
-    if name is None:
-        return None
+    if name is None or unusable_name(name) is not None:
+        return name
     path = Path(name).expanduser()
     local = whatever or path.exists() or (glob.has_magic(name) and bool(glob.glob(str(path), recursive=True)))
     return str(Path.cwd() / path) if local else name

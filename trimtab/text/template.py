@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from trimtab.facts.errors import RecipeError
+from trimtab.facts.names import path_of
 
 MAX_BYTES = 1 << 20
 
@@ -23,7 +22,7 @@ def read_template(named: str) -> str:
     """
     if is_template(named):
         return named
-    path = Path(named).expanduser()
+    path = path_of(named, "model.chat_template")
     try:
         if path.stat().st_size > MAX_BYTES:
             raise RecipeError(

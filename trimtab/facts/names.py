@@ -1,0 +1,77 @@
+"""Names that users give for files, folders and models: which can be a path at all, and how messages quote them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from trimtab.facts.errors import RecipeError, TrimtabError
+
+MAX_NAME_BYTES = 255
+"""The longest name of one file or folder, on every common file system."""
+MAX_PATH_BYTES = 4095
+"""The longest path that Linux opens."""
+
+
+def shortened(text: str, limit: int = 60) -> str:
+    """A text as one printable line of at most `limit` characters, for messages.
+
+    Example:
+        >>> shortened("Once upon\\na time\\x00, there was a cat", 20)
+        'Once upon a time , …'
+    """
+    head = "".join(character if character.isprintable() else " " for character in text[: 4 * limit])
+    line = " ".join(head.split())
+    cut = len(line) > limit or len(text) > 4 * limit
+    return f"{line[: limit - 1].rstrip()} …" if cut else line
+
+
+def unusable_name(name: str) -> tuple[str, str] | None:
+    """(what is wrong, what to do) with a text that cannot name a file or folder; None for one that can.
+
+    Example:
+        >>> unusable_name("notes/a.txt") is None, unusable_name("word " * 80)[0][:60]
+        (True, 'is a text of 400 characters, too long for a file name (\'word')
+    """
+    if "\0" in name:
+        return f"has a NUL character in it ('{shortened(name)}')", "remove it"
+    parts = [part.encode("utf-8", "surrogatepass") for part in name.split("/")]
+    if max(map(len, parts)) > MAX_NAME_BYTES or sum(map(len, parts)) + len(parts) - 1 > MAX_PATH_BYTES:
+        return (
+            f"is a text of {len(name):,} characters, too long for a file name ('{shortened(name)}')",
+            "give the name of a file or folder; a text itself goes into a file first",
+        )
+    if name.startswith("~"):
+        try:
+            Path(name).expanduser()
+        except RuntimeError:
+            home = name.split("/")[0]
+            return f"begins with {home}, the home of a user who is not known here", "write the path out"
+    return None
+
+
+def path_of(name: object, what: str, error: type[TrimtabError] = RecipeError) -> Path:
+    """The path that a user gave, `~` expanded; raises `error` for what cannot be one.
+
+    Args:
+        name: what the user gave.
+        what: the argument, for the message.
+        error: the kind of error.
+
+    Example:
+        >>> path_of("notes/a.txt", "folder").name
+        'a.txt'
+    """
+    if not isinstance(name, str | os.PathLike):
+        raise error(f"{what} is {_described(name)}", "give a name or a path, as text or a pathlib.Path")
+    text = os.fsdecode(name)
+    if not text.strip():
+        raise error(f"{what} is empty", "give a name or a path")
+    wrong = unusable_name(text)
+    if wrong is not None:
+        raise error(f"{what} {wrong[0]}", wrong[1])
+    return Path(text).expanduser()
+
+
+def _described(value: object) -> str:
+    return "None" if value is None else f"{shortened(repr(value))}, a {type(value).__name__}"
