@@ -59,7 +59,7 @@ def read_json(path: Path) -> dict[str, Any]:
         )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as err:
+    except (ValueError, RecursionError) as err:  # not JSON, not UTF-8, or numbers of thousands of digits
         raise ModelError(f"{path} is not valid JSON ({err})", "download or export the model again") from err
     if not isinstance(data, dict):
         raise ModelError(f"{path} holds a {type(data).__name__}", "download or export the model again")
@@ -79,7 +79,7 @@ def shape_from_config(config: Mapping[str, Any], where: str = "config.json") -> 
         4
     """
     family = config.get("model_type")
-    if family not in ARCHITECTURES:
+    if not isinstance(family, str) or family not in ARCHITECTURES:
         raise ModelError(
             f"{where} describes a model of type {family!r}, which trimtab does not know",
             f"supported are {', '.join(FAMILIES)} (SmolLM2 is a llama)",
@@ -197,7 +197,7 @@ class _Values:
     def number(self, key: str, default: float) -> float:
         value = self.data.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
             raise ModelError(f"{self.where}: {key} is {value!r}", "download it again: a number is expected")
         return float(value)
 
@@ -209,6 +209,13 @@ class _Values:
                 f"{self.where}: {key} is {value!r}", "download it again: true or false is expected"
             )
         return value
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _refuse_unsupported(values: _Values) -> None:
@@ -236,7 +243,9 @@ def _refuse_unknown_quantization(values: _Values) -> None:
     stored = values.get("quantization_config")
     if not stored:
         return
-    method = stored.get("quant_method") if isinstance(stored, dict) else stored
+    if not isinstance(stored, dict):
+        raise ModelError(f"{values.where}: quantization_config is {stored!r}", "download it again: an object is expected")
+    method = stored.get("quant_method")
     if method != "bitsandbytes":
         raise ModelError(
             f"{values.where} says that the weights are already quantized (by {method})",
@@ -337,9 +346,10 @@ def scaling_from_values(
     if rope.get("attention_factor") is not None:
         attention = inner.number("attention_factor", 1.0)
     elif rope.get("mscale") and rope.get("mscale_all_dim"):
-        attention = _mscale(factor, inner.number("mscale", 1.0)) / _mscale(
-            factor, inner.number("mscale_all_dim", 1.0)
-        )
+        below = _mscale(factor, inner.number("mscale_all_dim", 1.0))
+        if below == 0:
+            raise ModelError(f"{where}: mscale_all_dim is {rope['mscale_all_dim']}", "leave both mscales out")
+        attention = _mscale(factor, inner.number("mscale", 1.0)) / below
     return RopeScaling(
         "yarn",
         factor,

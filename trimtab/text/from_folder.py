@@ -9,9 +9,11 @@ from typing import Any
 import tokenizers
 
 from trimtab.facts.errors import ModelError
+from trimtab.facts.names import shortened
 from trimtab.text.from_gguf import set_affixes
 from trimtab.text.tokenizer import Tokenizer
 
+MAX_TOKEN_ID = 2**31 - 1
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -110,10 +112,13 @@ def _ids(
                 f"{folder}: the token {token!r} is not in tokenizer.json", "download both files again"
             )
     stated: list[int] = []
-    for source in (model, model.get("text_config") or {}, generation):
-        value = source.get(key)
+    for source in (model, model.get("text_config"), generation):
+        value = source.get(key) if isinstance(source, dict) else None
         values = value if isinstance(value, list) else [value]
-        stated += [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
+        # -1 stands for none in some configs.
+        stated += [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]
+    if stated and max(stated) > MAX_TOKEN_ID:
+        raise ModelError(f"{folder}: {key} is {shortened(str(max(stated)))}", "download config.json again")
     if first is None and stated:
         first = stated[0]
     return first, {*stated} if first is None else {first, *stated}
