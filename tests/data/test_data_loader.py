@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.data import Batch, Corpus, SourceSpec, eval_batches, make_loader, open_corpus
+from trimtab.data import Batch, Corpus, SourceSpec, collate, eval_batches, make_loader, open_corpus
 from trimtab.data.dealing import StepShape, deal
-from trimtab.data.mixture import epoch_plan, mix
+from trimtab.data.mixture import epoch_plan, mix, own_text_first
 from trimtab.facts.errors import CheckpointError, DataError
 from trimtab.recipe.resume import CHANGEABLE_ON_RESUME
 
@@ -307,3 +307,24 @@ def test_the_page_says_what_may_change_on_resume() -> None:
     kept = set(re.findall(r"`(\w+)`", stays))
     assert {"per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_length"} <= kept
     assert not kept & keys
+
+
+def test_a_position_of_before_keeps_the_order_that_its_run_had(corpora) -> None:
+    """A run whose first step was replay alone, from when that could be, goes on as it began."""
+    for seed in range(300):
+        loader = loader_of(corpora, batch_size=1, accumulation=1, seed=seed)
+        if epoch_plan(loader.mixture, seed, 0)[0][0] == 1:
+            break
+    order = [window.tolist() for window in epoch_plan(loader.mixture, seed, 0)]
+    new = [window.tolist() for window in own_text_first(*epoch_plan(loader.mixture, seed, 0), 1, 1)]
+    assert order != new
+    expected = [rows([collate([loader.packed[s].window(w)], T)])[0] for s, w in zip(*order, strict=True)]
+    position = {**loader.position(), "window": 1}
+    del position["opening"]
+    fresh = loader_of(corpora, batch_size=1, accumulation=1, seed=seed)
+    fresh.restore(position)
+    assert flat(steps(fresh, 9)) == expected[1:10]
+    assert "opening" in loader.position()
+    assert fresh.position()["opening"] == 0, "and it stays so"
+    began = [rows([collate([loader.packed[s].window(w)], T)])[0] for s, w in zip(*new, strict=True)]
+    assert flat(steps(loader, 9)) == began[:9]

@@ -18,7 +18,7 @@ from trimtab.data.batch import Batch, Piece, collate
 from trimtab.data.corpus import Corpus
 from trimtab.data.dealing import StepShape, deal
 from trimtab.data.grouping import grouped_fill, grouped_order, padded_length
-from trimtab.data.mixture import Mixture, epoch_plan, mix
+from trimtab.data.mixture import Mixture, epoch_plan, mix, own_text_first
 from trimtab.data.packing import Packing, pack_documents
 from trimtab.facts.errors import CheckpointError, DataError
 
@@ -126,6 +126,7 @@ class Loader:
         if group_by_length:  # which windows meet in a step follows from the microbatches
             self._settings["group_by_length"] = [shape.batch_size, shape.num_windows]
         self._epoch = self._window = 0
+        self._opening = shape.num_windows
         self._plan: tuple[int, tuple[np.ndarray, np.ndarray]] | None = None
 
     @property
@@ -218,12 +219,20 @@ class Loader:
 
     def position(self) -> dict[str, Any]:
         """Where the next step begins, as JSON; `restore` continues there exactly."""
-        return {"version": 1, "epoch": self._epoch, "window": self._window, "settings": self._settings}
+        return {
+            "version": 1,
+            "epoch": self._epoch,
+            "window": self._window,
+            "opening": self._opening,
+            "settings": self._settings,
+        }
 
     def restore(self, position: dict[str, Any]) -> None:
         """Continues at a position; a CheckpointError or DataError says what is not as it was."""
         check_settings(position, self._settings)
         self._epoch, self._window = int(position["epoch"]), int(position["window"])
+        # Of runs that began before replay alone could not fill their first step: theirs stays as it was.
+        self._opening, self._plan = int(position.get("opening", 0)), None
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -241,7 +250,9 @@ class Loader:
 
     def _ordered(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         order = epoch_plan(self.mixture, self.seed, epoch)
-        return self._grouped(order, epoch) if self.group_by_length else order
+        if self.group_by_length:
+            order = self._grouped(order, epoch)
+        return own_text_first(*order, self.mixture.num_train, self._opening) if epoch == 0 else order
 
     def _grouped(self, order: tuple[np.ndarray, np.ndarray], epoch: int) -> tuple[np.ndarray, np.ndarray]:
         place_E = grouped_order(self._lengths(*order), self.shape, self.seed, epoch)

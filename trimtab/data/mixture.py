@@ -107,3 +107,19 @@ def epoch_plan(mixture: Mixture, seed: int, epoch: int) -> tuple[np.ndarray, np.
         times.append((np.arange(count) + phase) / count)
     order_E = np.argsort(np.concatenate(times), kind="stable")
     return np.concatenate(sources)[order_E], np.concatenate(windows)[order_E]
+
+
+def own_text_first(
+    source_E: np.ndarray, window_E: np.ndarray, num_train: int, opening: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The order of a run's first epoch with a train source in its first step, `opening` windows long.
+
+    Where replay alone would fill that step, the first train window changes places with the last of it. Every other
+    order, and with 0 any order, stays as it is.
+    """
+    last, first = min(opening, len(source_E)) - 1, int(np.argmax(source_E < num_train))
+    if not opening or first <= last:
+        return source_E, window_E
+    place_E = np.arange(len(source_E))
+    place_E[[last, first]] = first, last
+    return source_E[place_E], window_E[place_E]
