@@ -134,21 +134,21 @@ def test_bad_rows_are_named_with_their_place(tmp_path: Path, chatml: Tokenizer, 
 
 
 def test_other_columns_are_refused_with_what_is_known(tmp_path: Path, chatml: Tokenizer) -> None:
-    path = write(tmp_path / "a.jsonl", [{"chosen": "x", "rejected": "y"}])
+    path = write(tmp_path / "a.jsonl", [{"better": "x", "worse": "y"}])
     with pytest.raises(
-        DataError, match=r"its columns: chosen, rejected; set text_column, or format .*sharegpt: conv"
+        DataError, match=r"its columns: better, worse; set text_column, or format .*sharegpt: conv"
     ):
         opened(path, chatml)
     with pytest.raises(
-        DataError, match=r"has the columns chosen, rejected and not messages; name them with columns"
+        DataError, match=r"has the columns better, worse and not messages; name them with columns"
     ):
         opened(path, chatml, format="messages")
-    with pytest.raises(DataError, match=r"has the columns chosen, rejected and not prompt, best"):
+    with pytest.raises(DataError, match=r"has the columns better, worse and not prompt, best"):
         opened(path, chatml, columns={"completion": "best"})
     with pytest.raises(
         DataError, match=r"columns of .* names answers; name parts of one format: messages: messages, system"
     ):
-        opened(path, chatml, columns={"answers": "chosen"})
+        opened(path, chatml, columns={"answers": "better"})
     with pytest.raises(DataError, match=r"format: 'chatml' is not known .*; use one of auto, text, messages"):
         SourceSpec(str(path), format="chatml")  # type: ignore[arg-type]
     (tmp_path / "a.txt").write_text("hello")

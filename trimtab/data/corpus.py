@@ -91,6 +91,8 @@ class Corpus:
     tokenizer: TokenizerSpec
     form: Format | None = None
     """How rows became examples; None where they are texts."""
+    source: ResolvedSource | None = None
+    """The files it was read from."""
     streaming: bool = False
     label: str = ""
     """What messages call it, unless that is its name."""
@@ -276,6 +278,7 @@ def open_cached(
         tokenizer=frame,
         form=source.form,
         label=spec.label or "",
+        source=source,
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from string import hexdigits
 from typing import Any
 
+from trimtab.data.csv_rows import delimiter_of, usual_delimiter
 from trimtab.data.progress import Progress, ProgressCallback, silent
 from trimtab.data.sources import ResolvedSource
 from trimtab.data.spec import UNKNOWN_SIZE
@@ -168,7 +169,10 @@ def content_fingerprint(source: ResolvedSource, stamps: Iterable[FileStamp]) -> 
     if source.form is not None:
         settings += [source.form.name, dict(source.form.columns), spec.train_on, dict(spec.variables)]
         settings += [spec.bad_rows]
-    return digest_of(1, digests, kinds, *settings)
+    # A file whose name says what separates its fields keeps the digest that it had before delimiters were detected.
+    found = [(i, delimiter_of(file), file) for i, file in enumerate(source.files) if file.kind == "csv"]
+    others = [[i, delimiter] for i, delimiter, file in found if delimiter != usual_delimiter(file)]
+    return digest_of(1, digests, kinds, *settings, *others)
 
 
 def manifest(name: str, fingerprint: str, stamps: Iterable[FileStamp]) -> dict[str, Any]:

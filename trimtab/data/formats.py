@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,11 +118,35 @@ def _by_first_row(spec: SourceSpec, tables: list[SourceFile]) -> Format | None:
         if all(_fits(part, made.get(row, part), made, row) for part in PARTS[name][0]):
             return made
     if spec.format == "auto" and not spec.columns:
+        if {"chosen", "rejected"} <= set(row):
+            raise _preferences(file, row)
         return None
     needs = " or ".join(", ".join(spec.columns.get(p, p) for p in PARTS[name][0]) for name in wanted)
     raise DataError(
         f"{file.label} has the columns {', '.join(row)} and not {needs}",
         "name them with columns, as in columns: {messages: dialog}, or set another format",
+    )
+
+
+def _preferences(file: SourceFile, row: Mapping[str, Any]) -> DataError:
+    """The answer to pairs of a better and a worse answer: the key that trains on the better ones."""
+    chosen = row["chosen"]
+    if isinstance(chosen, str) and chosen.lstrip().startswith("["):  # messages as JSON, as CSV needs them
+        with suppress(ValueError, RecursionError):
+            chosen = json.loads(chosen)
+    first = chosen[0] if isinstance(chosen, list) and chosen and isinstance(chosen[0], dict) else {}
+    whole = first.get("role", first.get("from")) not in (None, "assistant", "gpt")
+    if "prompt" in row and not whole:
+        key, value = "columns", "{completion: chosen}"
+    elif isinstance(chosen, list):
+        key, value = "columns", "{messages: chosen}"
+    else:
+        key, value = "text_column", "chosen"
+    return DataError(
+        f"{file.label} holds preferences (columns chosen and rejected), and preference training such as DPO is not "
+        "available",
+        f"train on the chosen answers: {key}: {value} beside the source, or 'data.train.0.{key}={value}' on the "
+        "command line",
     )
 
 

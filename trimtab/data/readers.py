@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.data.columns import choose_name
+from trimtab.data.columns import choose_column, choose_name
+from trimtab.data.csv_rows import csv_values, read_csv, text_column
 from trimtab.data.examples import Example, example_of
 from trimtab.data.readers_text import (
     Meter,
     Row,
-    read_csv,
     read_json,
     read_jsonl,
     read_rows,
@@ -67,6 +67,19 @@ def read(file: SourceFile, spec: SourceSpec, *, start: int = 1, meter: Meter | N
         return read_rows(file, file.rows.values(start), spec.text_column)
     assert file.kind == "parquet", file.kind
     return read_parquet(file, spec.text_column, start, meter)
+
+
+def text_column_of(file: SourceFile, spec: SourceSpec) -> str | None:
+    """The column of a table that its texts are read from; None for text files and for rows that are strings."""
+    if file.kind == "csv":
+        _, header = next(csv_values(file, 1, None), (0, []))
+        return text_column(file, header, spec.text_column)
+    if file.kind == "parquet":
+        return _parquet_column(file, parquet_schema(file), spec.text_column)
+    if file.kind not in TABLES:
+        return None
+    _, value = next(read_values(file), (0, ""))
+    return None if isinstance(value, str) else spec.text_column or choose_column(file, value)
 
 
 def read_parquet(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Reading text, JSON lines, JSON and CSV: bytes → (row, text, last) with bounded memory and exact complaints.
+"""Reading text, JSON lines and JSON: bytes → (row, text, last) with bounded memory and exact complaints.
 
 Every reader yields `(row, text, last)`: rows count from 1, and a document may come in several stretches, the
 last of which has `last=True`, so that a text file of any size is never in memory as a whole.
@@ -7,18 +7,16 @@ last of which has `last=True`, so that a text file of any size is never in memor
 from __future__ import annotations
 
 import codecs
-import csv
 import gzip
 import io
-import itertools
 import json
 import os
-import sys
 import zlib
 from collections.abc import Iterator
 from typing import IO, Any, cast
 
 from trimtab.data.columns import choose_column, text_of
+from trimtab.data.signatures import recognize
 from trimtab.data.sources import SourceFile
 from trimtab.data.spec import DocumentMode
 from trimtab.facts.errors import DataError, MissingDependency
@@ -121,7 +119,18 @@ def decoded(file: SourceFile, meter: Meter | None = None) -> Iterator[str]:
     yield newlines.decode(tail, final=True)
 
 
+def _head(file: SourceFile) -> bytes:
+    with open_bytes(file) as stream:
+        try:
+            return stream.read(8192)
+        except (EOFError, zlib.error, OSError) as error:
+            raise _broken(file, error) from error
+
+
 def _refuse_binary(file: SourceFile, head: bytes) -> None:
+    known = recognize(head[:8192], file.path.name)
+    if known is not None:
+        raise DataError(f"{file.label} is {known[0]}, not text", known[1])
     if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         raise DataError(f"{file.label} is UTF-16", f"convert it: iconv -f UTF-16 -t UTF-8 {file.path.name}")
     if b"\0" in head[:8192]:
@@ -147,12 +156,12 @@ def read_text(file: SourceFile, mode: DocumentMode, start: int, meter: Meter | N
             yield 1, text, False
         yield 1, "", True
         return
-    for row, text in enumerate(_lines(file, meter) if mode == "lines" else _paragraphs(file, meter), 1):
+    for row, text in enumerate(lines_of(file, meter) if mode == "lines" else _paragraphs(file, meter), 1):
         if row >= start:
             yield row, text, True
 
 
-def _lines(file: SourceFile, meter: Meter | None) -> Iterator[str]:
+def lines_of(file: SourceFile, meter: Meter | None) -> Iterator[str]:
     """Lines without their ends; the parts of a line that spans stretches are joined once, at its end."""
     parts: list[str] = []
     for stretch in decoded(file, meter):
@@ -167,7 +176,7 @@ def _lines(file: SourceFile, meter: Meter | None) -> Iterator[str]:
 
 def _paragraphs(file: SourceFile, meter: Meter | None) -> Iterator[str]:
     paragraph: list[str] = []
-    for line in _lines(file, meter):
+    for line in lines_of(file, meter):
         if line.strip():
             paragraph.append(line)
         elif paragraph:
@@ -184,6 +193,7 @@ def read_jsonl(file: SourceFile, column: str | None, start: int, meter: Meter | 
 
 def jsonl_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, Any]]:
     """(row, JSON value), one a line. Blank lines are passed over."""
+    _refuse_binary(file, _head(file))
     offset = 0
     with open_bytes(file, meter) as stream:
         row = 0
@@ -195,10 +205,8 @@ def jsonl_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[
             if not line:
                 return
             row += 1
-            if row == 1:
-                _refuse_binary(file, line[:8192])
-                if line.startswith(codecs.BOM_UTF8):
-                    line, offset = line[3:], 3
+            if row == 1 and line.startswith(codecs.BOM_UTF8):
+                line, offset = line[3:], 3
             if row >= start and line.strip():
                 try:
                     value = json.loads(line.decode("utf-8"))
@@ -276,66 +284,3 @@ def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
             parts.append(stretch)
             held += len(stretch)
         buffer, at, want = "".join(parts), 0, want * 2
-
-
-def read_csv(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
-    """Rows under a header line; tabs separate where the name ends in .tsv."""
-    values = csv_values(file, start, meter)
-    _, header = next(values, (0, []))
-    first = next(values, None)
-    if first is None:
-        return  # a header alone
-    column = column or choose_column(file, dict.fromkeys(header, ""))
-    if column not in header:
-        raise DataError(
-            f"{file.label} has no column {column!r}", f"set text_column to one of {', '.join(header)}"
-        )
-    place = header.index(column)
-    for row, fields in itertools.chain([first], values):
-        yield row, checked_field(file, row, fields, place, len(header)), True
-
-
-def csv_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, list[str]]]:
-    """(0, names of the columns), then (row, fields); empty lines are passed over, too long rows refused."""
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    tabs = ".tsv" in [suffix.lower() for suffix in file.path.suffixes]
-    lines = (line + "\n" for line in _lines(file, meter))
-    reader = csv.reader(lines, delimiter="\t" if tabs else ",", strict=True)
-    row, wanted, line = 0, 0, 1
-    try:
-        for row, fields in enumerate(reader):
-            if row == 0:
-                wanted = len(fields)
-                _refuse_twins(file, fields)
-                yield row, fields
-            elif row >= start and fields:
-                if 0 < wanted < len(fields) and any(field.strip() for field in fields[wanted:]):
-                    raise _too_long(file, row, line, len(fields), wanted, "tabs" if tabs else "commas")
-                yield row, fields
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise DataError(
-            f"{file.label} is not CSV at line {line} ({error})",
-            "put texts that hold quotes in double quotes and double those inside",
-        ) from error
-
-
-def _refuse_twins(file: SourceFile, header: list[str]) -> None:
-    twins = sorted({name for name in header if name and header.count(name) > 1})
-    if twins:
-        raise DataError(f"{file.label} has several columns {twins[0]!r}", "give each a name of its own")
-
-
-def _too_long(file: SourceFile, row: int, line: int, found: int, wanted: int, between: str) -> DataError:
-    """The answer to a text that was cut in several; empty fields at the end, as spreadsheets write, are none."""
-    return DataError(
-        f"row {row} of {file.label} (line {line}) has {found} fields, not {wanted}",
-        f"put texts that hold {between} in double quotes",
-    )
-
-
-def checked_field(file: SourceFile, row: int, fields: list[str], place: int, wanted: int) -> str:
-    """One field of a row that may be too short."""
-    if len(fields) <= place:
-        raise DataError(f"row {row} of {file.label} has {len(fields)} fields, not {wanted}", "repair the row")
-    return fields[place]

@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from trimtab.data.readers_text import Meter, checked_field, csv_values, json_values, jsonl_values
+from trimtab.data.csv_rows import checked_field, csv_values
+from trimtab.data.readers_text import Meter, json_values, jsonl_values
+from trimtab.data.signatures import recognize
 from trimtab.data.sources import ROWS, SourceFile
 from trimtab.facts.errors import DataError, MissingDependency
 
@@ -106,10 +108,7 @@ def parquet_values(
                 if meter is not None:
                     meter.done = row / total
     except broken as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(
-            f"{file.label} is not a whole Parquet file ({reason})", "fetch the file again"
-        ) from error
+        raise _not_parquet(file, error) from error
 
 
 def parquet_schema(file: SourceFile) -> Any:
@@ -122,7 +121,17 @@ def parquet_schema(file: SourceFile) -> Any:
     try:
         return parquet.read_schema(file.path)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(
-            f"{file.label} is not a whole Parquet file ({reason})", "fetch the file again"
-        ) from error
+        raise _not_parquet(file, error) from error
+
+
+def _not_parquet(file: SourceFile, error: Exception) -> DataError:
+    reason = str(error).splitlines()[0]
+    try:
+        with open(file.path, "rb") as raw:
+            head = raw.read(8192)
+    except OSError:
+        head = b""
+    known = recognize(head, file.path.name)
+    if known is not None and not head.startswith(b"PAR1"):
+        return DataError(f"{file.label} is {known[0]}, not Parquet", known[1])
+    return DataError(f"{file.label} is not a whole Parquet file ({reason})", "fetch the file again")

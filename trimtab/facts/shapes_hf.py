@@ -244,7 +244,9 @@ def _refuse_unknown_quantization(values: _Values) -> None:
     if not stored:
         return
     if not isinstance(stored, dict):
-        raise ModelError(f"{values.where}: quantization_config is {stored!r}", "download it again: an object is expected")
+        raise ModelError(
+            f"{values.where}: quantization_config is {stored!r}", "download it again: an object is expected"
+        )
     method = stored.get("quant_method")
     if method != "bitsandbytes":
         raise ModelError(

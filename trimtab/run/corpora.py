@@ -10,10 +10,12 @@ from typing import Any, Protocol
 
 from trimtab import data, hub, starter
 from trimtab.data import Batch, Progress, SourceSpec
+from trimtab.data.beginning import beginning
 from trimtab.data.corpus import LEFT_OUT, default_cache_dir, left_out
 from trimtab.data.memory import Passed, spool_path
 from trimtab.data.sources import classify
 from trimtab.facts.errors import DataError
+from trimtab.facts.names import path_of
 from trimtab.hub.resolved import looks_local
 from trimtab.parallel import Mesh
 from trimtab.plan import DataFacts, total_steps
@@ -179,6 +181,7 @@ def open_for_eval(
     cache_dir: Path | None = None,
 ) -> list[Batch]:
     """Batches of one named source, outside of any recipe."""
+    path_of(name, "the text to measure on", DataError)
     corpus = _Opening(None, tokenizer, watcher, cache_dir=cache_dir).cached(Source(source=name))
     return list(
         data.eval_batches(
@@ -250,8 +253,11 @@ class _Opening:
         return self._open(source, streaming=False)
 
     def trained(self, source: Source) -> Any:
-        """A corpus for training: cached, or streamed where the recipe says so."""
-        return self._open(source, streaming=self.streaming)
+        """A corpus for training: cached, or streamed where the recipe says so. How it begins is shown."""
+        corpus = self._open(source, streaming=self.streaming)
+        said = beginning(corpus.source, template=self.tokenizer.chat_template is not None)
+        self.watcher.message(f"{self._shown(source.source)}: {said}")
+        return corpus
 
     def _open(self, source: Source, streaming: bool) -> Any:
         corpus = data.open_corpus(

@@ -1,0 +1,176 @@
+"""CSV files: which character separates their fields, whether they begin with a header, and their rows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+
+from trimtab.data.columns import choose_column
+from trimtab.data.readers_text import Meter, Row, decoded, lines_of
+from trimtab.data.sources import SourceFile
+from trimtab.data.spec import TEXT_COLUMNS
+from trimtab.facts.errors import DataError
+from trimtab.facts.names import shortened
+
+DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+"""What may separate fields, the usual first, and what messages call it."""
+_SAMPLE = 20
+"""Rows that are looked at to find it."""
+_NUMBER = re.compile(r"[-+]?\d+([.,:/-]\d+)*%?")
+_LONG_NAME = 80
+
+
+def usual_delimiter(file: SourceFile) -> str:
+    """What a file's name says: tabs for .tsv, commas for everything else."""
+    return "\t" if ".tsv" in [suffix.lower() for suffix in file.path.suffixes] else ","
+
+
+def delimiter_of(file: SourceFile) -> str:
+    """The character that separates a file's fields: commas, unless only another gives it several columns.
+
+    The header decides: it must have several names, and the rows below it as many fields. A name that ends in .tsv is
+    tabs whatever is inside.
+    """
+    if usual_delimiter(file) == "\t":
+        return "\t"
+    head = next(decoded(file), "")
+    samples = {delimiter: _sample(head, delimiter) for delimiter in DELIMITERS}
+    usual = samples[","]
+    if len(usual) > 1 and len(usual[0]) > 1 and _is_even(usual):
+        return ","
+    others = {d: rows for d, rows in samples.items() if d != "," and len(rows) > 1 and len(rows[0]) > 1}
+    even = next((delimiter for delimiter, rows in others.items() if _is_even(rows)), None)
+    if even is not None:
+        return even
+    for delimiter, rows in others.items():
+        wide = sum(len(fields) >= len(rows[0]) for fields in rows[1:])
+        if usual and len(usual[0]) == 1 and 2 * wide >= len(rows) - 1 and not _is_data(rows[0]):
+            what = DELIMITERS[delimiter]
+            raise DataError(
+                f"{file.label} has {what} between the names of its columns, and not the same number in every row",
+                f"put texts that hold {what} in double quotes",
+            )
+    return ","
+
+
+def _sample(head: str, delimiter: str) -> list[list[str]]:
+    """The first rows of a text; one that may be cut at its end is left out."""
+    rows: list[list[str]] = []
+    try:
+        for fields in csv.reader(io.StringIO(head), delimiter=delimiter):
+            if fields:
+                rows.append(fields)
+            if len(rows) > _SAMPLE:
+                break
+    except csv.Error:
+        return []
+    return rows if len(rows) > _SAMPLE or head.endswith("\n") or len(rows) < 3 else rows[:-1]
+
+
+def _is_even(rows: list[list[str]]) -> bool:
+    """Whether all rows have as many fields as the first; empty ones at the end, as spreadsheets write, do not count."""
+    wanted = len(rows[0])
+    return all(
+        len(fields) >= wanted and not any(field.strip() for field in fields[wanted:]) for fields in rows
+    )
+
+
+def read_csv(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
+    """The texts of a CSV file's text column."""
+    values = csv_values(file, start, meter)
+    _, header = next(values, (0, []))
+    first = next(values, None)
+    if first is None:
+        if start == 1 and header and column is None:
+            refuse_data_as_header(file, header)
+        return  # a header alone
+    column = text_column(file, header, column)
+    place = header.index(column)
+    for row, fields in itertools.chain([first], values):
+        yield row, checked_field(file, row, fields, place, len(header)), True
+
+
+def text_column(file: SourceFile, header: list[str], column: str | None) -> str:
+    """The column that holds the text: the one named, or the one that the header shows."""
+    if column is None:
+        refuse_data_as_header(file, header)
+        column = choose_column(file, dict.fromkeys(header, ""))
+    if column not in header:
+        raise DataError(
+            f"{file.label} has no column {column!r}", f"set text_column to one of {', '.join(header)}"
+        )
+    return column
+
+
+def refuse_data_as_header(file: SourceFile, header: list[str]) -> None:
+    """A DataError for a file that begins with a row of data: as a header it would be lost without a word."""
+    if any(name.strip().lower() in TEXT_COLUMNS for name in header) or not _is_data(header):
+        return
+    names = ["text"] if len(header) == 1 else [f"column{i}" for i in range(1, len(header))] + ["text"]
+    raise DataError(
+        f"the first line of {file.label} looks like data and not like names of columns "
+        f"('{shortened(', '.join(header))}')",
+        f"put a line with the names before it, such as `{','.join(names)}`; if these are the names, set text_column",
+    )
+
+
+def _is_data(fields: list[str]) -> bool:
+    """Whether a row cannot be names of columns: a number, a sentence, or something long is among them."""
+    return any(
+        "\n" in field
+        or len(field) > _LONG_NAME
+        or _NUMBER.fullmatch(field.strip()) is not None
+        or (field.rstrip().endswith((".", "!", "?", "…")) and len(field.split()) > 2)
+        for field in fields
+    )
+
+
+def csv_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, list[str]]]:
+    """(0, names of the columns), then (row, fields); empty lines are passed over, too long rows refused."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    delimiter = delimiter_of(file)
+    reader = csv.reader((line + "\n" for line in lines_of(file, meter)), delimiter=delimiter, strict=True)
+    row, wanted, line = 0, 0, 1
+    try:
+        for row, fields in enumerate(reader):
+            if row == 0:
+                wanted = len(fields)
+                _refuse_twins(file, fields)
+                yield row, fields
+            elif row >= start and fields:
+                if 0 < wanted < len(fields) and any(field.strip() for field in fields[wanted:]):
+                    raise _too_long(file, row, line, len(fields), wanted, DELIMITERS[delimiter])
+                yield row, fields
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(
+            f"{file.label} is not CSV at line {line} ({error})",
+            "put texts that hold quotes in double quotes and double those inside",
+        ) from error
+
+
+def _refuse_twins(file: SourceFile, header: list[str]) -> None:
+    twins = sorted({name for name in header if name and header.count(name) > 1})
+    if twins and _is_data(header):
+        refuse_data_as_header(file, header)
+    if twins:
+        raise DataError(f"{file.label} has several columns {twins[0]!r}", "give each a name of its own")
+
+
+def _too_long(file: SourceFile, row: int, line: int, found: int, wanted: int, between: str) -> DataError:
+    """The answer to a text that was cut in several; empty fields at the end, as spreadsheets write, are none."""
+    return DataError(
+        f"row {row} of {file.label} (line {line}) has {found} fields, not {wanted}",
+        f"put texts that hold {between} in double quotes",
+    )
+
+
+def checked_field(file: SourceFile, row: int, fields: list[str], place: int, wanted: int) -> str:
+    """One field of a row that may be too short."""
+    if len(fields) <= place:
+        raise DataError(f"row {row} of {file.label} has {len(fields)} fields, not {wanted}", "repair the row")
+    return fields[place]
