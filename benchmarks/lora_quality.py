@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.curves import chart
+from trimtab.starter import data_file
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "lora-quality.jsonl"
@@ -83,7 +84,8 @@ def recipe_of(options: argparse.Namespace, folder: Path, **more: Any) -> dict[st
         "model": options.model or smollm2(),
         "data": {
             "train": "starter:math",
-            "replay": {"share": 0.1, "sources": "starter:replay"},
+            # By its path: the name `starter:replay` is for the starter alone.
+            "replay": {"share": 0.1, "sources": str(data_file("replay"))},
             "eval": {"domain": "starter:math-heldout", "general": "starter:general"},
             "eval_windows": options.eval_windows,
             "cache_dir": str(options.work / "cache"),

@@ -21,6 +21,7 @@ from trimtab.run.adapter_tokens import check_same_tokens
 from trimtab.run.choices import Choices, choose_all
 from trimtab.run.places import model_folder, shape_of
 from trimtab.run.recording import choose_graphs
+from trimtab.run.replay import check_replay
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None) -> Prepared:
         device = detect(recipe.device)
         model, commit = model_folder(recipe.model.name, revision=recipe.model.revision, weights=False)
         check_same_tokens(recipe, model)
+        check_replay(recipe, model)
         shape = shape_of(recipe, model)
         if "max_seq_length" not in recipe.model_fields_set and recipe.max_seq_length > shape.max_positions:
             recipe = recipe.model_copy(update={"max_seq_length": shape.max_positions})
