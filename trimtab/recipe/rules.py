@@ -61,12 +61,12 @@ def _grouping(recipe: Recipe) -> Iterator[str]:
     if recipe.packing:
         yield (
             "group_by_length: true is for windows of one document each, and packing: true fills windows with several; "
-            "set packing: false, or leave group_by_length out"
+            "set packing: false, or leave group_by_length out (group_by_length=null)"
         )
     if recipe.data.streaming:
         yield (
             "group_by_length: true needs the lengths of all documents, which data.streaming: true does not know; "
-            "set data.streaming: false, or leave group_by_length out"
+            "set data.streaming: false, or leave group_by_length out (group_by_length=null)"
         )
 
 
@@ -209,7 +209,8 @@ def _early_stopping(recipe: Recipe) -> Iterator[str]:
         if recipe.early_stopping_threshold:
             yield (
                 f"early_stopping_threshold: {recipe.early_stopping_threshold:g} has no effect without "
-                "early_stopping_patience; set early_stopping_patience, or leave early_stopping_threshold out"
+                "early_stopping_patience; set early_stopping_patience, or leave it out "
+                "(early_stopping_threshold=null)"
             )
         return
     if recipe.eval_steps is None:
