@@ -55,7 +55,7 @@ def detect(requested: str = "auto") -> DeviceFacts:
 
 def check_device(requested: str) -> tuple[str, int | None]:
     """(kind, index) of a device's name; raises where it is unknown or names a GPU that torch does not see."""
-    parsed = parse_device(requested)
+    parsed = parse_device(requested) if isinstance(requested, str) else None
     if parsed is None:
         raise RecipeError(
             f"device {requested!r} is not known", "use auto, cpu, cuda or cuda:N (cuda:0, cuda:1, …)"
