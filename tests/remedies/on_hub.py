@@ -130,6 +130,11 @@ case(
     lambda w: held(w, GOOD, revision="v9"),
     follow_revision,
 )
+case(
+    "hub/repository.py:open_repository: name a branch, a tag or a commit of it",
+    lambda w: held(w, GOOD, revision="v" * 300),
+    follow_revision,
+)
 
 
 def with_token(w: World, remedy: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -179,6 +180,16 @@ accepted_config(
     "facts/shapes_hf.py:scaling_from_values: use a model with 0 < low_freq_factor < high_freq_factor",
     {"rope_scaling": {**SCALING, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
     lambda remedy: {"rope_scaling": {**SCALING, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+)
+OPPOSED = {"rope_type": "yarn", "factor": math.e, "mscale": 1.0, "mscale_all_dim": -10.0}
+accepted_config(
+    "facts/shapes_hf.py:scaling_from_values: leave both mscales out",
+    {"rope_scaling": OPPOSED},
+    lambda remedy: {"rope_scaling": {key: OPPOSED[key] for key in OPPOSED if "mscale" not in key}},
+)
+refused_config(
+    "_refuse_unknown_quantization: download it again: an object is expected",
+    quantization_config="bitsandbytes",
 )
 UNQUANTIZED = "give the model's unquantized weights"
 

@@ -88,6 +88,14 @@ case(
 )
 
 
+def huge_ids(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 2**40}))
+
+
+case("text/from_folder.py:_ids: download config.json again", changed(huge_ids), again)
+
+
 def sentencepiece_only(w: World) -> object:
     import sentencepiece
 
