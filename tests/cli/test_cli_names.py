@@ -77,7 +77,7 @@ def test_wrong_types_from_python(wrong: Any, tmp_path: Path) -> None:
         with pytest.raises((RecipeError, ModelError, CheckpointError, DataError)) as caught:
             call()
         assert not isinstance(caught.value, HubError)
-        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 300
 
 
 def test_other_arguments_of_wrong_types(world: World) -> None:
@@ -93,15 +93,16 @@ def test_other_arguments_of_wrong_types(world: World) -> None:
 
 
 def test_texts_as_sources_from_python(world: World, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"^data\.train\.0\.source is a text of .* characters, too long"):
+    with pytest.raises(DataError, match="a list of strings, which name files and data sets there") as caught:
         trimtab.plan_run({"model": str(world.model), "data": {"train": [LONG]}})
+    assert len(str(caught.value)) < 300
 
 
 def test_paths_and_none_from_python(world: World) -> None:
     from trimtab.api.training import _recipe
 
-    given = {"model": world.model, "eval_steps": None, "learning_rate": None, "num_train_epochs": None}
-    recipe = _recipe(world.recipe, given)
+    given = {"eval_steps": None, "learning_rate": None, "num_train_epochs": None}
+    recipe, _ = _recipe(world.recipe, given, None, world.model)
     assert recipe.learning_rate == 2e-5
     assert recipe.eval_steps is None
     assert recipe.max_steps == 6
