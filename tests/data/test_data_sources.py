@@ -136,7 +136,7 @@ BAD_FILES = {
     "bad line": (
         "a.jsonl",
         b'{"text": "a"}\n{"text": \n',
-        r"a\.jsonl:2 is not JSON .*each line must be one JSON",
+        r"a\.jsonl:2 is not JSON .*write one JSON object a line",
     ),
     "bad later column": ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', r"a\.jsonl:2 has no column 'text'"),
     "list rows": ("a.jsonl", b"[1, 2]\n", "holds a list where objects are expected"),

@@ -172,5 +172,8 @@ def _too_long(file: SourceFile, row: int, line: int, found: int, wanted: int, be
 def checked_field(file: SourceFile, row: int, fields: list[str], place: int, wanted: int) -> str:
     """One field of a row that may be too short."""
     if len(fields) <= place:
-        raise DataError(f"row {row} of {file.label} has {len(fields)} fields, not {wanted}", "repair the row")
+        raise DataError(
+            f"row {row} of {file.label} has {len(fields)} fields, not {wanted}",
+            "give the row a field for each column",
+        )
     return fields[place]

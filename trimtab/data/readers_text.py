@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import os
+import shlex
 import zlib
 from collections.abc import Iterator
 from typing import IO, Any, cast
@@ -132,18 +133,24 @@ def _refuse_binary(file: SourceFile, head: bytes) -> None:
     if known is not None:
         raise DataError(f"{file.label} is {known[0]}, not text", known[1])
     if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        raise DataError(f"{file.label} is UTF-16", f"convert it: iconv -f UTF-16 -t UTF-8 {file.path.name}")
+        raise DataError(f"{file.label} is UTF-16", f"convert it: {_iconv('UTF-16', file)}")
     if b"\0" in head[:8192]:
         raise DataError(
             f"{file.label} is a binary file, not text", "remove it from the source or convert it to text"
         )
 
 
+def _iconv(encoding: str, file: SourceFile) -> str:
+    """The command that writes a copy in UTF-8 beside a file."""
+    copy = file.path.with_name(f"utf8-{file.path.name}")
+    return f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(file.path))} > {shlex.quote(str(copy))}, and name the copy"
+
+
 def not_utf8(file: SourceFile, offset: int) -> DataError:
     """The complaint about one bad byte."""
     return DataError(
         f"{file.label} is not UTF-8 at byte {offset}",
-        f"convert it, for instance: iconv -f LATIN1 -t UTF-8 {file.path.name}",
+        f"convert it, for instance: {_iconv('LATIN1', file)}",
     )
 
 
@@ -214,7 +221,7 @@ def jsonl_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[
                     raise not_utf8(file, offset + error.start) from error
                 except (ValueError, RecursionError) as error:  # no JSON, or numbers of thousands of digits
                     raise DataError(
-                        f"{file.label}:{row} is not JSON ({error})", "each line must be one JSON object"
+                        f"{file.label}:{row} is not JSON ({error})", "write one JSON object a line"
                     ) from error
                 yield row, value
             offset += len(line)
@@ -263,11 +270,12 @@ def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
                 if ended:
                     raise DataError(
                         f"{file.label} is not JSON at element {count + 1} ({error.msg})",
-                        "repair or truncate it",
+                        "repair the element, or fetch the file again",
                     ) from error
             except (ValueError, RecursionError) as error:
                 raise DataError(
-                    f"{file.label} cannot be read at element {count + 1} ({error})", "repair or remove it"
+                    f"{file.label} cannot be read at element {count + 1} ({error})",
+                    "repair or remove the element",
                 ) from error
         elif ended:
             raise DataError(f"{file.label} ends inside its JSON array", "fetch the file again")
