@@ -378,7 +378,7 @@ def test_override_opens_a_single_source_and_an_absent_model_section() -> None:
             "'learning_rate' is not an override; write key=value, for example learning_rate=1e-4",
         ),
         ("=3", "'=3' is not an override; write key=value, for example learning_rate=1e-4"),
-        ("seed.x=3", "seed has no keys inside it{from}"),
+        ("seed.x=3", "seed has no keys inside it{from}; write seed=value"),
         ("data.train.².weight=3", "data.train is a list of 1 and has no item '²'{from}; count from 0 to 0"),
         ("lora.rank_pattern.q_proj=x", "lora.rank_pattern.q_proj must be a whole number, not 'x'{from}"),
         (

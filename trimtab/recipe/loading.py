@@ -47,9 +47,9 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
     except IsADirectoryError as error:
         raise RecipeError(f"{file} is a folder", "give the recipe file inside it") from error
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{file} is not UTF-8 text", "a recipe is a YAML file") from error
+        raise RecipeError(f"{file} is not UTF-8 text", "give a YAML file in UTF-8") from error
     except OSError as error:
-        raise RecipeError(f"{file} cannot be read: {error.strerror}") from error
+        raise RecipeError(f"{file} cannot be read: {error.strerror}", "check its rights") from error
     return loads(text, overrides, name=file.name)
 
 
@@ -245,12 +245,17 @@ def _expanded(path: Path, value: Any, label: str) -> dict[str, Any] | list[Any]:
     """`model: NAME` opened to `model: {name: NAME}` so that a key inside it can be set."""
     section = problems.section_at(path)
     if section is None and problems.values_at(path) is None:
-        raise RecipeError(f"{problems.dotted(path)} has no keys inside it ({label})")
+        raise RecipeError(
+            f"{problems.dotted(path)} has no keys inside it ({label})", f"write {problems.dotted(path)}=value"
+        )
     if value is None:
         return {}
     if isinstance(value, str) and section is not None and issubclass(section, Shorthand):
         return {section.main_key(): value}
-    raise RecipeError(f"{problems.dotted(path)} is not a mapping ({label})")
+    raise RecipeError(
+        f"{problems.dotted(path)} is not a mapping ({label})",
+        f"write {problems.dotted(path)} as a mapping of keys to values",
+    )
 
 
 def _index(part: str | int, items: list[Any], path: Path, label: str) -> int:
