@@ -152,7 +152,7 @@ def settings(remedy: str) -> list[list[str]]:
         >>> settings("leave them out (a=null b.c=null), or set d=x")
         [['a=null', 'b.c=null'], ['d=x']]
     """
-    text = re.sub(r"\((saves|with) [^)]*\)", "", remedy)
+    text = re.sub(r"\((saves|with) [^)]*\)", "", remedy.replace("keep one of them: ", ""))
     value = r"(\{[^}]*\}|\[[^\]]*\]|[^\s,;:{\[)]+)"
     found: list[list[str]] = []
     end = None

@@ -109,7 +109,12 @@ class _Module:
                 yield self._site(node, inside, remedy)
         if isinstance(node, ast.Yield) and self.name == SENTENCES and node.value is not None:
             for text in _texts(node.value, names):
-                yield self._site(node, inside, text.partition("; ")[2] or NOTHING, is_sentence=True)
+                if text != "{}":  # a sentence that another function returns
+                    yield self._site(node, inside, text.partition("; ")[2] or NOTHING, is_sentence=True)
+        if isinstance(node, ast.Return) and self.name == SENTENCES and node.value is not None:
+            for text in _texts(node.value, names):
+                if "; " in text:
+                    yield self._site(node, inside, text.partition("; ")[2], is_sentence=True)
         if (
             isinstance(node, ast.Yield | ast.Return)
             and self.name == PAIRS

@@ -13,6 +13,7 @@ from cases import World, case, in_turn, listed, settings
 from safetensors.torch import load_file, save_file
 from shared import adapted_of, decoder_of
 
+import trimtab
 from trimtab.adapt import (
     LoraSettings,
     QuantizedLinear,
@@ -26,6 +27,7 @@ from trimtab.adapt import (
     set_masks,
     use_adapters,
 )
+from trimtab.adapt.any_model import add_lora, quantize_linears
 from trimtab.adapt.lora import check_finite
 from trimtab.adapt.peft_files import settings_of
 from trimtab.adapt.recompute import apply
@@ -683,4 +685,31 @@ case(
     "adapt/peft_reading.py:read_header: save the adapter with safe_serialization=True",
     lambda w: pickled(w, safe=False),
     lambda w, remedy: pickled(w, safe=remedy.endswith("safe_serialization=True")),
+)
+
+
+# Any torch model.
+def plain_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+
+
+case(
+    "adapt/any_model.py:quantize_linears: give another skip, or another model",
+    lambda w: quantize_linears(plain_model(), skip=("0", "2")),
+    lambda w, remedy: (quantize_linears(plain_model(), skip=("0",)), quantize_linears(plain_model())),
+)
+case(
+    "adapt/any_model.py:add_lora: name linear layers of it",
+    lambda w: add_lora(plain_model(), LoraSettings(r=2, target_modules=("query",))),
+    lambda w, remedy: add_lora(plain_model(), LoraSettings(r=2, target_modules=("0",))),
+)
+case(
+    "adapt/any_model.py:add_lora: leave it out, or use trimtab.load and add_adapters",
+    lambda w: add_lora(plain_model(), LoraSettings(r=2, rank_pattern={"0": 4})),
+    lambda w, remedy: (
+        add_lora(plain_model(), LoraSettings(r=2)),
+        add_adapters(
+            trimtab.load(str(w.model)).opened.decoder, LoraSettings(r=2, rank_pattern={"q_proj": 4})
+        ),
+    ),
 )

@@ -16,6 +16,7 @@ from shared import decoder_of
 import trimtab
 from trimtab.cli.demo import DEMO_MARK, _replace_older
 from trimtab.evaluate import loss
+from trimtab.hub import resolve_model
 
 # Training.
 case(
@@ -228,4 +229,34 @@ case(
     "generate/loop.py:_run_batch: get the weights again, or load the model in fp32",
     lambda w: written_in(w, "fp16"),
     lambda w, remedy: (written_in(w, remedy.split()[-1]), written_in(w, "fp16", w.again())),
+)
+case(
+    "api/model.py:load: give a branch, a tag or a commit as text",
+    lambda w: trimtab.load("owner/name", revision=5),  # type: ignore[arg-type]
+    lambda w, remedy: resolve_revisions(w),
+)
+
+
+def resolve_revisions(w: World) -> None:
+    """A branch, a tag and a commit, each as text, against a hub on loopback."""
+    commit = w.hub.add_model("owner/name", {"config.json": "{}", "model.safetensors": b"x"}, branch="side")
+    w.hub.tag("models", "owner/name", "v1", commit)
+    for revision in ("side", "v1", commit):
+        resolve_model(
+            "owner/name", revision=revision, endpoint=w.hub.endpoint, cache_dir=w.tmp / "hub", progress=False
+        )
+
+
+case(
+    "api/training.py:_recipe: give the path of a YAML file, the name of a recipe that ships with trimtab, or a dict",
+    lambda w: trimtab.plan_run(5),  # type: ignore[arg-type]
+    lambda w, remedy: (
+        trimtab.plan_run(w.recipe()),
+        trimtab.plan_run(
+            "own-text", model=str(w.model), data={"train": str(w.tmp / "texts.jsonl")}, max_seq_length=64
+        ),
+        trimtab.plan_run(
+            {"model": str(w.model), "data": {"train": str(w.tmp / "texts.jsonl")}, "max_seq_length": 64}
+        ),
+    ),
 )

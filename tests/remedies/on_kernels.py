@@ -446,3 +446,8 @@ offers(
     "kernels/adamw8bit/choice.py:choose: choose one of {}",
     lambda name: choose_adamw8bit(device="cuda", triton=True, requested=name),
 )
+case(
+    "optim/adamw.py:as_groups: give model.named_parameters()",
+    lambda w: AdamW(layer().parameters(), lr=1e-3),
+    lambda w, remedy: AdamW(eval(remedy.removeprefix("give "), {"model": layer()}), lr=1e-3),
+)

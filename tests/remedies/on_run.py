@@ -427,3 +427,17 @@ def follow_model_back(w: World, remedy: str) -> None:
 
 
 case("launch/here.py:_weights: put it back, or start a new run", other_model, follow_model_back)
+
+
+def replayed(w: World, *overrides: str) -> str:
+    (w.tmp / "general-text").mkdir(exist_ok=True)
+    (w.tmp / "general-text" / "a.txt").write_text("the cat sees a dog. " * 30)
+    return w.train(*overrides, data_replay={"share": 0.2, "sources": ["starter:replay"]}, max_steps=1)
+
+
+case(
+    "run/replay.py:check_replay: set data.replay=null to train without replay, or name general text of your own: "
+    "data.replay.sources=[./general-text]",
+    replayed,
+    lambda w, remedy: [replayed(w, words) for words in re.findall(r"data\.replay\S*=\S+", remedy)],
+)

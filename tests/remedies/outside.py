@@ -102,6 +102,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "data/tokenizing.py:TokenizerSpec.of: this is a mistake in trimtab; please report it with the model's name",
     ),
     RARE: (
+        "cli/main.py:_lacking: give a shorter name",
         "model/weights_safetensors.py:_checkpoint_files: export it (`trimtab export hf`) and name that folder",
         "evaluate/likelihood.py:mean_losses: weights are not finite, or overflow in this dtype: try an earlier "
         "checkpoint or fp32",

@@ -1,0 +1,841 @@
+"""Sources, rows, columns and formats: files as they are met, then as the remedy wants them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from cases import World, case, in_turn, listed, settings
+
+from trimtab import text
+from trimtab.data import SourceSpec, make_loader, open_corpus
+from trimtab.data.dealing import StepShape
+from trimtab.data.evaluation import eval_batches
+from trimtab.data.heldout import threshold
+from trimtab.data.packing import check_length
+
+GOOD = [{"text": "the cat sees a dog."}, {"text": "a dog runs under the tree."}]
+CHATS = [
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]}
+] * 3
+SHAREGPT = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
+TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|end|>\n{% endfor %}"
+
+
+def lines(rows: list[Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def written(w: World, name: str, content: Any) -> Path:
+    """A file: bytes or text as they are, rows as JSON lines."""
+    path = w.tmp / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content if isinstance(content, bytes | str) else lines(content)
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return path
+
+
+def opened(w: World, source: Path | str, *, streaming: bool = False, **spec: Any) -> Any:
+    tokenizer = text.load(w.own("chat"))
+    cache = w.tmp / "cache"
+    return open_corpus(
+        SourceSpec(str(source), **spec), tokenizer, cache_dir=cache, num_proc=1, streaming=streaming
+    )
+
+
+def read(w: World, name: str, content: Any, **spec: Any) -> Any:
+    return opened(w, written(w, name, content), **spec)
+
+
+def file_case(key: str, name: str, wrong: Any, right: Any, **spec: Any) -> None:
+    """A file that is refused, and the same as the remedy wants it."""
+    case(key, lambda w: read(w, name, wrong, **spec), lambda w, remedy: read(w, name, right, **spec))
+
+
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    import io
+
+    import pyarrow
+    from pyarrow import parquet as format
+
+    out = io.BytesIO()
+    format.write_table(pyarrow.Table.from_pylist(rows), out)
+    return out.getvalue()
+
+
+# Which column is the text.
+TWO = [{"alpha": "a cat runs", "beta": "the dog sees"}] * 2
+
+
+def follow_columns(w: World, remedy: str) -> None:
+    read(w, "two.jsonl", TWO, text_column="alpha")
+    formats = dict(part.split(": ") for part in remedy.partition("(")[2].rstrip(")").split("; "))
+    columns = formats["prompt-completion"].split(", ")
+    read(
+        w,
+        "two.jsonl",
+        TWO,
+        format="prompt-completion",
+        columns=dict(zip(columns, ("alpha", "beta"), strict=True)),
+    )
+
+
+case(
+    "data/columns.py:choose_name: set text_column, or format and columns for examples ({})",
+    lambda w: read(w, "two.jsonl", TWO),
+    follow_columns,
+)
+case(
+    'data/columns.py:choose_column: write one {"text": …} object a row',
+    lambda w: read(w, "list.jsonl", [[1, 2]]),
+    lambda w, remedy: read(
+        w, "list.jsonl", remedy.partition("one ")[2].partition(" object")[0].replace("…", '"a cat"')
+    ),
+)
+case(
+    "data/columns.py:text_of: set text_column to a column that every row has, or complete the row",
+    lambda w: read(w, "a.jsonl", [{"text": "a cat", "x": "b"}, {"x": "the dog"}]),
+    lambda w, remedy: (
+        read(w, "a.jsonl", [{"text": "a cat", "x": "b"}, {"x": "the dog"}], text_column="x"),
+        read(w, "a.jsonl", [{"text": "a cat"}, {"text": "the dog"}]),
+    ),
+)
+case(
+    "data/columns.py:text_of: set text_column to a column of strings, or write each row as one string",
+    lambda w: read(w, "a.jsonl", [{"text": 5, "x": "a cat"}], text_column="text"),
+    lambda w, remedy: (
+        read(w, "a.jsonl", [{"text": 5, "x": "a cat"}], text_column="x"),
+        read(w, "a.jsonl", [{"text": "5", "x": "a cat"}], text_column="text"),
+    ),
+)
+WORDS = parquet([{"words": f"a cat sees {i} dogs"} for i in range(50)])
+TABLE = parquet([{"n": 1, "words": "a cat runs", "more": "the dog"}])
+case(
+    "data/readers.py:_parquet_column: set text_column to one of {}",
+    lambda w: read(w, "a.parquet", TABLE, text_column="n"),
+    lambda w, remedy: in_turn(
+        lambda name: read(w, "a.parquet", TABLE, text_column=name), listed(remedy, "one of")
+    ),
+)
+file_case(
+    "data/readers.py:_parquet_column: write a column of strings",
+    "a.parquet",
+    parquet([{"words": 1}]),
+    parquet([{"words": "a cat runs"}]),
+    text_column="words",
+)
+CSV = "words,more\na cat,the dog\n"
+case(
+    "data/csv_rows.py:text_column: set text_column to one of {}",
+    lambda w: read(w, "a.csv", CSV, text_column="text"),
+    lambda w, remedy: in_turn(lambda name: read(w, "a.csv", CSV, text_column=name), listed(remedy, "one of")),
+)
+
+
+# Files that cannot be read as they are.
+for function, name, wrong, right in (
+    (
+        "readers_text.py:_broken: fetch the file again",
+        "a.txt.gz",
+        gzip.compress(b"a cat runs" * 50)[:30],
+        gzip.compress(b"a cat"),
+    ),
+    (
+        "readers_text.py:_refuse_binary: remove it from the source or convert it to text",
+        "a.txt",
+        bytes(range(256)),
+        "a cat runs",
+    ),
+    (
+        "readers_text.py:jsonl_values: write one JSON object a line",
+        "a.jsonl",
+        '{"text": "a"}\n{"text": \n',
+        GOOD,
+    ),
+    (
+        "readers_text.py:_elements: put all in one array",
+        "a.json",
+        '[{"text": "a cat"}][{"text": "dog"}]',
+        json.dumps(GOOD),
+    ),
+    (
+        "readers_text.py:_elements: repair the element, or fetch the file again",
+        "a.json",
+        '[{"text": a cat}]',
+        json.dumps(GOOD),
+    ),
+    (
+        "readers_text.py:_elements: repair or remove the element",
+        "a.json",
+        "[" + "9" * 5000 + "]",
+        json.dumps(GOOD),
+    ),
+    ("readers_text.py:_elements: fetch the file again", "a.json", '[{"text": "a cat"},', json.dumps(GOOD)),
+    (
+        "csv_rows.py:csv_values: put texts that hold quotes in double quotes and double those inside",
+        "a.csv",
+        'text\n"a "b" c\n',
+        'text\n"a ""b"" c"\n',
+    ),
+    (
+        "csv_rows.py:_refuse_twins: give each a name of its own",
+        "a.csv",
+        "text,text\na cat,dog\n",
+        "text,more\na cat,dog\n",
+    ),
+    (
+        "csv_rows.py:_too_long: put texts that hold {} in double quotes",
+        "a.csv",
+        "text\na cat, a dog\n",
+        'text\n"a cat, a dog"\n',
+    ),
+    (
+        "csv_rows.py:checked_field: give the row a field for each column",
+        "a.csv",
+        "n,text\n1,a cat\n2\n",
+        "n,text\n1,a cat\n2,a dog\n",
+    ),
+):
+    file_case(f"data/{function}", name, wrong, right)
+
+
+def follow_iconv(w: World, remedy: str) -> None:
+    command = re.findall(r"iconv .* > \S+(?=,)", remedy)[0]
+    subprocess.run(command, shell=True, check=True)
+    copy = command.rpartition("> ")[2]
+    opened(w, copy)
+
+
+case(
+    "data/readers_text.py:_refuse_binary: convert it: {}",
+    lambda w: read(w, "wide.txt", "the cat sees".encode("utf-16")),
+    follow_iconv,
+)
+case(
+    "data/readers_text.py:not_utf8: convert it, for instance: {}",
+    lambda w: read(w, "latin.txt", "déjà vu, the cat".encode("latin-1")),
+    follow_iconv,
+)
+file_case(
+    "data/rows.py:_not_parquet: fetch the file again",
+    "a.parquet",
+    WORDS[:4] + bytes(60) + WORDS[64:],
+    WORDS,
+    text_column="words",
+)
+file_case(
+    "data/rows.py:_not_parquet: fetch the file again",
+    "a.parquet",
+    b"PAR1" + bytes(32),
+    TABLE,
+    text_column="words",
+)
+
+
+# Sources.
+case(
+    "data/sources.py:SourceSpec.__post_init__: use one of {}",
+    lambda w: SourceSpec("a.txt", train_on="questions"),  # type: ignore[arg-type]
+    lambda w, remedy: in_turn(lambda name: SourceSpec("a.txt", train_on=name), listed(remedy, "one of")),  # type: ignore[arg-type]
+)
+case(
+    "data/sources.py:SourceSpec.__post_init__: use one of {}",
+    lambda w: SourceSpec("a.txt", documents="page"),  # type: ignore[arg-type]
+    lambda w, remedy: in_turn(lambda name: SourceSpec("a.txt", documents=name), listed(remedy, "one of")),  # type: ignore[arg-type]
+)
+case(
+    "data/sources.py:SourceSpec.__post_init__: keep one of the two",
+    lambda w: SourceSpec("a.jsonl", text_column="x", format="messages"),
+    lambda w, remedy: (SourceSpec("a.jsonl", text_column="x"), SourceSpec("a.jsonl", format="messages")),
+)
+case(
+    "data/sources.py:SourceSpec.__post_init__: give 1 or more",
+    lambda w: SourceSpec("a.txt", first=0),
+    lambda w, remedy: SourceSpec("a.txt", first=int(re.findall(r"\d", remedy)[0])),
+)
+case(
+    "data/sources.py:SourceSpec.__post_init__: give a number above 0",
+    lambda w: SourceSpec("a.txt", weight=0),
+    lambda w, remedy: SourceSpec("a.txt", weight=0.1),
+)
+file_case("data/sources.py:resolve: give a file with text in it", "a.txt", b"", "a cat runs")
+
+
+def follow_pattern(w: World, remedy: str) -> None:
+    written(w, "texts/deep/a.txt", "a cat runs")
+    opened(w, w.tmp / "texts" / "**" / "*.txt")
+    if "a file, a folder" in remedy:
+        opened(w, w.tmp / "texts" / "deep" / "a.txt")
+        opened(w, w.tmp / "texts")
+        w.patch.chdir(w.tmp)
+        opened(w, re.findall("'(.*?)'", remedy)[0])
+
+
+case(
+    "data/sources.py:resolve: check the pattern; ** goes into folders",
+    lambda w: opened(w, w.tmp / "texts" / "*.md"),
+    follow_pattern,
+)
+case(
+    "data/sources.py:resolve: give a file, a folder or a glob such as 'texts/**/*.txt'",
+    lambda w: opened(w, w.tmp / "absent.txt"),
+    follow_pattern,
+)
+case(
+    "data/sources.py:classify: unpack it; Parquet compresses inside",
+    lambda w: read(w, "a.parquet.gz", gzip.compress(TABLE), text_column="words"),
+    lambda w, remedy: read(w, "a.parquet", TABLE, text_column="words"),
+)
+case(
+    "data/sources.py:_from_list: put it back, or download the data set again",
+    lambda w: opened(w, "listed", files=(w.tmp / "gone.txt",)),
+    lambda w, remedy: opened(w, "listed", files=(written(w, "gone.txt", "a cat runs"),)),
+)
+
+
+def hollow(w: World) -> object:
+    (w.tmp / "hollow").mkdir(exist_ok=True)
+    return opened(w, w.tmp / "hollow")
+
+
+def follow_endings(w: World, remedy: str) -> None:
+    contents = {".jsonl": GOOD, ".ndjson": GOOD, ".json": json.dumps(GOOD), ".csv": CSV.replace("words", "text"),
+                ".tsv": "text\na cat\n", ".parquet": parquet([{"text": "a cat runs"}])}  # fmt: skip
+    for ending in listed(remedy, "end in"):
+        folder = f"with{ending}"
+        written(w, f"{folder}/a{ending}", contents.get(ending, "a cat runs"))
+        opened(w, w.tmp / folder)
+
+
+case("data/sources.py:_from_folder: put files in it that end in {}", hollow, follow_endings)
+case(
+    "data/fingerprints.py:stamp_files: check that it exists and may be read",
+    lambda w: gone(w),
+    lambda w, remedy: read(w, "gone.txt", "a cat runs"),
+)
+
+
+def gone(w: World) -> object:
+    """A file that goes between being found and being read."""
+    from trimtab.data import fingerprints, sources
+
+    source = sources.resolve(SourceSpec(str(written(w, "gone.txt", "a cat runs"))))
+    (w.tmp / "gone.txt").unlink()
+    return fingerprints.stamp_files(source, None)
+
+
+# Formats.
+case(
+    "data/formats.py:detect: give JSON lines, CSV or Parquet, or leave the format out",
+    lambda w: read(w, "a.txt", "a cat runs", format="messages"),
+    lambda w, remedy: (read(w, "a.jsonl", CHATS, format="messages"), read(w, "a.txt", "a cat runs")),
+)
+
+
+def both(w: World) -> object:
+    written(w, "both/a.jsonl", CHATS)
+    written(w, "both/b.txt", "a cat runs")
+    return opened(w, w.tmp / "both")
+
+
+case(
+    "data/formats.py:detect: name the two as sources of their own",
+    both,
+    lambda w, remedy: (opened(w, w.tmp / "both" / "a.jsonl"), opened(w, w.tmp / "both" / "b.txt")),
+)
+case(
+    "data/formats.py:_refuse_columns: set format, or text_column instead of columns",
+    lambda w: read(
+        w,
+        "a.jsonl",
+        [{"dialog": CHATS[0]["messages"], "x": "a cat"}],
+        format="text",
+        columns={"messages": "dialog"},
+    ),
+    lambda w, remedy: (
+        read(
+            w,
+            "a.jsonl",
+            [{"dialog": CHATS[0]["messages"]}],
+            format="messages",
+            columns={"messages": "dialog"},
+        ),
+        read(w, "a.jsonl", [{"dialog": CHATS[0]["messages"], "x": "a cat"}], text_column="x"),
+    ),
+)
+file_case(
+    "data/formats.py:_by_first_row: give a source with rows in it", "a.jsonl", "\n", CHATS, format="messages"
+)
+case(
+    "data/formats.py:_by_first_row: name parts of one format: {}",
+    lambda w: read(w, "a.jsonl", CHATS, columns={"answers": "x"}),
+    lambda w, remedy: in_turn(
+        lambda part: read(w, "a.jsonl", [{"dialog": CHATS[0]["messages"]}], columns={part: "dialog"}),
+        [remedy.partition("format: ")[2].split(": ")[1].split(", ")[0]],
+    ),
+)
+case(
+    "data/formats.py:_by_first_row: write objects with {}, or leave the format out",
+    lambda w: read(w, "a.jsonl", ["a cat runs"], format="messages"),
+    lambda w, remedy: (
+        read(w, "a.jsonl", [{listed(remedy, "with")[0]: CHATS[0]["messages"]}], format="messages"),
+        read(w, "a.jsonl", ["a cat runs"]),
+    ),
+)
+case(
+    "data/formats.py:_by_first_row: name them with columns, as in columns: {messages: dialog}, or set another format",
+    lambda w: read(w, "a.jsonl", [{"dialog": CHATS[0]["messages"]}], format="messages"),
+    lambda w, remedy: (
+        read(w, "a.jsonl", [{"dialog": CHATS[0]["messages"]}], format="messages", columns={"messages": "dialog"}),
+        read(w, "a.jsonl", SHAREGPT, format="sharegpt"),
+    ),
+)  # fmt: skip
+
+
+# Rows of examples.
+def row_case(function: str, wrong: Any, right: Any, **spec: Any) -> None:
+    """A row that is refused after a good one, and what the remedy makes of it."""
+    first = spec.pop("first_row", CHATS[0])
+    rows = right if isinstance(right, list) else [right]
+    case(
+        f"data/examples.py:{function}",
+        lambda w: read(w, "rows.jsonl", [first, wrong], **spec),
+        lambda w, remedy: [read(w, f"rows{i}.jsonl", [first, row], **spec) for i, row in enumerate(rows)],
+    )
+
+
+def chat(*messages: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": list(messages), **more}
+
+
+ASK, SAY = CHATS[0]["messages"]
+PLAIN = {"prompt": "a cat", "completion": " runs"}
+row_case("example_of: write one object a row", "a cat", CHATS[0])
+case(
+    "data/examples.py:example_of: all rows of a source have one format, here {}; name others as sources of their own",
+    lambda w: read(w, "rows.jsonl", [CHATS[0], PLAIN]),
+    lambda w, remedy: (read(w, "chats.jsonl", [CHATS[0]]), read(w, "plain.jsonl", [PLAIN])),
+)
+row_case(
+    "_refuse: put it into the text, give messages, or rename the column if it is no {}",
+    {**PLAIN, "system": "be kind"},
+    [
+        {"prompt": "be kind. a cat", "completion": " runs"},
+        {"prompt": [ASK], "completion": [SAY], "system": "be kind"},
+        {**PLAIN, "mood": "be kind"},
+    ],
+    first_row=PLAIN,
+)
+SYSTEM = {"role": "system", "content": "be kind"}
+row_case(
+    "_conversation: keep one of the two, or rename the column if it is no system prompt",
+    chat(SYSTEM, ASK, SAY, system="be brief"),
+    [chat(SYSTEM, ASK, SAY), chat(ASK, SAY, system="be brief"), chat(SYSTEM, ASK, SAY, mood="be brief")],
+)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+row_case(
+    "_conversation: give a list of JSON schemas, or none",
+    chat(ASK, SAY, tools={"name": "f"}),
+    [chat(ASK, SAY, tools=[TOOL]), chat(ASK, SAY)],
+)
+row_case('_messages: write [{"role": "user", "content": …}, …]', {"messages": 5}, chat(ASK, SAY))
+row_case('_message: write {"role": "user", "content": …}', chat("hi", SAY), chat(ASK, SAY))
+case(
+    "data/examples.py:_message: use one of {}",
+    lambda w: read(w, "rows.jsonl", [chat({"role": "narrator", "content": "x"}, SAY)]),
+    lambda w, remedy: read(
+        w, "rows.jsonl", [chat({"role": role, "content": "x"}, SAY) for role in listed(remedy, "one of")]
+    ),
+)
+row_case(
+    "_message: every message needs a text, which may be empty",
+    chat({"role": "user"}, SAY),
+    [chat({"role": "user", "content": ""}, SAY), chat(ASK, SAY)],
+)
+row_case(
+    "_content: give the content as one string",
+    chat({"role": "user", "content": [{"type": "image"}]}, SAY),
+    chat({"role": "user", "content": "an image"}, SAY),
+)
+row_case(
+    "_content: write it as a string",
+    chat({"role": "user", "content": 5}, SAY),
+    chat({"role": "user", "content": "5"}, SAY),
+)
+row_case(
+    "_weight: give 1 to train on the message, or 0",
+    chat(ASK, {**SAY, "weight": 0.5}),
+    [chat(ASK, {**SAY, "weight": 1}), chat(ASK, {**SAY, "weight": 0}, SAY)],
+)
+ALPACA = {"instruction": "say hi", "output": "hi"}
+row_case(
+    "_text: write it as a string",
+    {"instruction": 5, "output": "hi"},
+    {"instruction": "5", "output": "hi"},
+    first_row=ALPACA,
+)
+row_case(
+    "_json: write a list, or a list as JSON",
+    {"messages": "[oops"},
+    [chat(ASK, SAY), {"messages": json.dumps([ASK, SAY])}],
+)
+
+
+# What is left.
+def left(function: str, rows: list[Any], *rights: list[Any], **spec: Any) -> None:
+    case(
+        f"data/corpus.py:{function}",
+        lambda w: read(w, "rows.jsonl", rows, **spec),
+        lambda w, remedy: [read(w, "rows.jsonl", right, **spec) for right in rights],
+    )
+
+
+left(
+    "nothing_left: repair the rows; the first: {}",
+    [{"messages": 5}],
+    CHATS,
+    format="messages",
+    bad_rows="skip",
+)
+left("nothing_left: give a source with text in it", [{"text": " "}], GOOD)
+UNANSWERED = [chat(ASK)]
+case(
+    "data/corpus.py:nothing_left: give conversations with answers, or set train_on: all to train on everything",
+    lambda w: read(w, "rows.jsonl", UNANSWERED),
+    lambda w, remedy: (
+        read(w, "rows.jsonl", CHATS),
+        read(w, "rows.jsonl", UNANSWERED, train_on=settings(remedy)[0][0].partition("=")[2]),
+    ),
+)
+
+
+def held_out(w: World, rows: Any, name: str = "rows.jsonl", **more: Any) -> str:
+    """A recipe that holds a part of its data out."""
+    model = {"name": str(w.model), "tokenizer": str(w.own("chat"))}
+    train = [str(written(w, name, rows))]
+    return w.train(**{"model": model, "data_train": train, "data_eval_share": 0.5, "max_steps": 1, **more})
+
+
+def follow_held_out(w: World, remedy: str, one: Any, more: Any, name: str) -> None:
+    held_out(w, more, name)
+    assert "data.eval.domain" in remedy
+    domain = str(written(w, f"domain-{name}", more))
+    held_out(w, one, name, data_eval={"domain": [domain]})
+    held_out(w, one, name, data_eval_share=float(settings(remedy)[-1][0].partition("=")[2]))
+
+
+case(
+    "data/corpus.py:Corpus.split: give more, name a set under data.eval.domain, or set data.eval_share: 0",
+    lambda w: held_out(w, CHATS[:1]),
+    lambda w, remedy: follow_held_out(
+        w,
+        remedy,
+        CHATS[:1],
+        [chat({"role": "user", "content": str(i)}, SAY) for i in range(20)],
+        "rows.jsonl",
+    ),
+)
+case(
+    "data/corpus.py:Corpus._split_tail: give more text, name a set under data.eval.domain, or set data.eval_share: 0",
+    lambda w: held_out(w, "cat", "word.txt"),
+    lambda w, remedy: follow_held_out(w, remedy, "cat", "the cat sees a dog under a tree. " * 20, "word.txt"),
+)
+
+
+MORE = [{"text": f"the cat sees {i} dogs."} for i in range(9)]
+
+
+def apart(w: World, trained: Any, measured: Any) -> object:
+    return read(w, "train.jsonl", trained).without(read(w, "measured.jsonl", measured))
+
+
+case(
+    "data/corpus.py:Corpus.without: name other text under data.eval, or take it out of data.train",
+    lambda w: apart(w, GOOD, GOOD),
+    lambda w, remedy: (apart(w, GOOD, MORE), apart(w, MORE, GOOD)),
+)
+
+
+# Loaders.
+def loader(w: World, **options: Any) -> object:
+    corpus = read(w, "a.jsonl", MORE)
+    return make_loader([corpus], **{"max_seq_length": 32, "batch_size": 1, **options})
+
+
+case(
+    "data/assembly.py:open_corpus: give 1 or more, or leave it out to use all cores",
+    lambda w: open_corpus(
+        str(written(w, "a.jsonl", GOOD)), text.load(w.model), cache_dir=w.tmp / "c", num_proc=0
+    ),
+    lambda w, remedy: [
+        open_corpus(
+            str(written(w, "a.jsonl", GOOD)),
+            text.load(w.model),
+            cache_dir=w.tmp / f"c{count}",
+            num_proc=count,
+        )
+        for count in (int(re.findall(r"\d", remedy)[0]), None)
+    ],
+)
+case(
+    "data/assembly.py:make_loader: name one under data.train",
+    lambda w: make_loader([], max_seq_length=32, batch_size=1),
+    lambda w, remedy: loader(w),
+)
+
+
+def mixed(w: World, *streaming: bool) -> object:
+    path = written(w, "a.jsonl", MORE)
+    return make_loader([opened(w, path, streaming=one) for one in streaming], max_seq_length=32, batch_size=1)
+
+
+case(
+    "data/assembly.py:make_loader: open all of them in the same way",
+    lambda w: mixed(w, True, False),
+    lambda w, remedy: (mixed(w, True, True), mixed(w, False, False)),
+)
+case(
+    "data/dealing.py:StepShape.__post_init__: set per_device_train_batch_size and gradient_accumulation_steps to 1 or "
+    "more",
+    lambda w: StepShape(0, 1, 0, 1),
+    lambda w, remedy: StepShape(*[int(re.findall(r" (\d) or more", remedy)[0])] * 2, 0, 1),
+)
+case(
+    "data/evaluation.py:eval_batches: give 1 or more",
+    lambda w: measured_windows(w, 0),
+    lambda w, remedy: measured_windows(w, int(re.findall(r"\d", remedy)[0])),
+)
+
+
+def measured_windows(w: World, count: int) -> object:
+    return list(eval_batches(read(w, "a.jsonl", MORE), max_seq_length=32, batch_size=1, max_windows=count))
+
+
+case(
+    "data/heldout.py:threshold: give one between 0 and 1",
+    lambda w: threshold(1.0),
+    lambda w, remedy: threshold(0.5),
+)
+case(
+    "data/heldout.py:heldout_mask: give 1 or more",
+    lambda w: read(w, "a.jsonl", MORE).split(count=0),
+    lambda w, remedy: read(w, "a.jsonl", MORE).split(count=int(re.findall(r"\d", remedy)[0])),
+)
+LONG = [chat({"role": "user", "content": "the cat " * 200}, SAY)]
+
+
+def packed(w: World, rows: list[Any], length: int) -> object:
+    return make_loader([read(w, "a.jsonl", rows)], max_seq_length=length, batch_size=1)
+
+
+case(
+    "data/loader.py:nothing_packed: raise max_seq_length, or shorten what comes before the answers",
+    lambda w: packed(w, LONG, 32),
+    lambda w, remedy: (packed(w, LONG, 4096), packed(w, CHATS, 128)),
+)
+case(
+    "data/mixture.py:check_share: give one from 0 up to below 1",
+    lambda w: loader(w, replay_share=1.0, replay=[read(w, "b.jsonl", GOOD)]),
+    lambda w, remedy: [
+        loader(w, replay_share=share, replay=[read(w, "b.jsonl", GOOD)]) for share in (0, 0.9)
+    ],
+)
+case(
+    "data/mixture.py:check_share: name replay sources or set it to 0",
+    lambda w: loader(w, replay_share=0.5),
+    lambda w, remedy: (
+        loader(w, replay_share=0.5, replay=[read(w, "b.jsonl", GOOD)]),
+        loader(w, replay_share=0),
+    ),
+)
+case(
+    "data/packing.py:check_length: give {} or more",
+    lambda w: check_length(0),
+    lambda w, remedy: check_length(int(remedy.split()[1])),
+)
+case(
+    "data/stream_corpus.py:StreamCorpus.split: give a share, or set streaming: false",
+    lambda w: opened(w, written(w, "a.jsonl", MORE), streaming=True).split(count=2),
+    lambda w, remedy: (
+        opened(w, written(w, "a.jsonl", MORE), streaming=True).split(share=0.5),
+        opened(w, written(w, "a.jsonl", MORE), streaming=False).split(count=2),
+    ),
+)
+
+
+def weighted(w: World, weight: float, *overrides: str) -> object:
+    source = {"source": str(written(w, "a.jsonl", MORE)), "weight": weight}
+    return w.train(*overrides, data_train=[source], data_streaming=True, max_steps=1)
+
+
+case(
+    "data/stream_loader.py:StreamLoader.__init__: leave the weight at 1, or set data.streaming: false",
+    lambda w: weighted(w, 2),
+    lambda w, remedy: (weighted(w, 1), weighted(w, 2, *settings(remedy)[0])),
+)
+
+
+# The cache.
+def cached(w: World, folder: Path) -> object:
+    return open_corpus(str(written(w, "a.jsonl", GOOD)), text.load(w.model), cache_dir=folder, num_proc=1)
+
+
+ELSEWHERE = "give another folder: data.cache_dir of a recipe, --cache-dir of `trimtab eval`"
+
+
+def follow_elsewhere(w: World, remedy: str) -> None:
+    cached(w, w.tmp / "another")
+    key, flag = re.findall(r"data\.cache_dir|--cache-dir", remedy)
+    w.train(f"{key}={w.tmp / 'third'}", max_steps=1)
+    w.cli("eval", w.model, w.tmp / "a.jsonl", "--no-probe", flag, w.tmp / "fourth")
+
+
+case(
+    f"data/cache.py:TokenCache.__init__: {ELSEWHERE}",
+    lambda w: cached(w, written(w, "file", "x") / "cache"),
+    follow_elsewhere,
+)
+
+
+def locked(w: World) -> object:
+    cached(w, w.tmp / "mine")
+    import shutil
+
+    shutil.rmtree(w.tmp / "mine" / "locks")
+    shutil.rmtree(w.tmp / "mine" / "entries")
+    (w.tmp / "mine" / "entries").mkdir()
+    return cached_without_locks(w)
+
+
+def cached_without_locks(w: World) -> object:
+    from trimtab.data.cache import TokenCache
+
+    cache = TokenCache(w.tmp / "mine", print)
+    (w.tmp / "mine" / "locks").rmdir()
+    written(w, "mine/locks", "x")
+    return cache.get_or_build("key", lambda writer: {}, dtype="uint16", need_bytes=1)
+
+
+case(f"data/cache.py:TokenCache._lock: {ELSEWHERE}", locked, follow_elsewhere)
+
+
+def grouped(w: World, *, packing: bool, streaming: bool) -> object:
+    corpus = opened(w, written(w, "a.jsonl", MORE), streaming=streaming)
+    return make_loader([corpus], max_seq_length=32, batch_size=1, packing=packing, group_by_length=True)
+
+
+case(
+    "data/assembly.py:make_loader: pass packing=False",
+    lambda w: grouped(w, packing=True, streaming=False),
+    lambda w, remedy: grouped(w, packing=remedy != "pass packing=False", streaming=False),
+)
+case(
+    "data/assembly.py:make_loader: open them without streaming",
+    lambda w: grouped(w, packing=False, streaming=True),
+    lambda w, remedy: grouped(w, packing=False, streaming=False),
+)
+
+
+# A run that goes on with other data.
+def position(
+    w: World, rows: list[Any], sources: int = 1, name: str = "a.jsonl", **options: Any
+) -> tuple[Any, Any]:
+    corpora = [read(w, name, rows)] * sources
+    loader = make_loader(corpora, **{"max_seq_length": 32, "batch_size": 1, **options})
+    return loader, loader.position()
+
+
+def go_on(w: World, rows: list[Any], sources: int = 1, **options: Any) -> None:
+    """A loader set to the place of another: 9 rows, one source, windows of 32."""
+    _, place = position(w, MORE)
+    loader, _ = position(w, rows, sources, **options)
+    loader.restore(place)
+
+
+def follow_back(w: World, remedy: str) -> None:
+    go_on(w, MORE)
+    assert "start a new run" in remedy
+    w.train(max_steps=1)
+
+
+case(
+    "data/loader.py:check_settings: set {} back, or start a new run",
+    lambda w: go_on(w, MORE, max_seq_length=16),
+    follow_back,
+)
+case(
+    "data/loader.py:check_settings: put the data section back as it was, or start a new run",
+    lambda w: go_on(w, MORE, 2),
+    follow_back,
+)
+case(
+    "data/loader.py:check_settings: put the files, their weights and the tokenizer back as they were, or start a new "
+    "run",
+    lambda w: go_on(w, GOOD),
+    follow_back,
+)
+
+
+def changed_files(w: World, rows: list[Any]) -> None:
+    kept = read(w, "kept.jsonl", MORE).manifest()
+    read(w, "kept.jsonl", rows).check(kept)
+
+
+case(
+    "data/fingerprints.py:check_manifest: put the files back as they were, or start a new run",
+    lambda w: changed_files(w, GOOD),
+    lambda w, remedy: (changed_files(w, MORE), w.train(max_steps=1)),
+)
+
+
+# CSV, other files, preferences.
+case(
+    "data/csv_rows.py:delimiter_of: put texts that hold {} in double quotes",
+    lambda w: read(w, "a.csv", "n;text\n1;a cat; a dog\n2;a tree\n"),
+    lambda w, remedy: read(w, "a.csv", 'n;text\n1;"a cat; a dog"\n2;a tree\n'),
+)
+HEADLESS = "1,the cat sees a dog.\n2,a dog runs.\n"
+case(
+    "data/csv_rows.py:refuse_data_as_header: put a line with the names before it, such as `{}`; if these are the "
+    "names, set text_column",
+    lambda w: read(w, "a.csv", HEADLESS),
+    lambda w, remedy: (
+        read(w, "a.csv", re.findall("`(.*?)`", remedy)[0] + "\n" + HEADLESS),
+        read(w, "a.csv", HEADLESS, text_column="the cat sees a dog."),
+    ),
+)
+PDF = b"%PDF-1.7 and so on" + bytes(range(256))
+case(
+    "data/readers_text.py:_refuse_binary: {}",
+    lambda w: read(w, "a.txt", PDF),
+    lambda w, remedy: read(w, "a.txt", "the text of the PDF"),
+)
+case(
+    "data/rows.py:_not_parquet: {}",
+    lambda w: read(w, "a.parquet", PDF),
+    lambda w, remedy: read(w, "a.txt", "the text of the PDF"),
+)
+PAIRS: dict[str, list[dict[str, Any]]] = {
+    "prompt": [{"prompt": "a cat", "chosen": " runs", "rejected": " sits"}],
+    "chat": [{"chosen": CHATS[0]["messages"], "rejected": CHATS[0]["messages"]}],
+    "text": [{"chosen": "a cat runs", "rejected": "a cat sits"}],
+}
+
+
+def preferences(w: World, name: str, *overrides: str) -> str:
+    path = written(w, f"{name}.jsonl", PAIRS[name] * 4)
+    model = {"name": str(w.model), "tokenizer": str(w.own("chat"))}
+    return w.train(*overrides, model=model, data_train=[{"source": str(path)}], max_steps=1)
+
+
+for name in PAIRS:
+    case(
+        "data/formats.py:_preferences: train on the chosen answers: {}: {} beside the source, or 'data.train.0.{}={}' "
+        "on the command line",
+        lambda w, name=name: preferences(w, name),
+        lambda w, remedy, name=name: preferences(w, name, re.findall("'(data.train.*?)'", remedy)[0]),
+    )
