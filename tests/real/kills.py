@@ -151,12 +151,12 @@ def one_run(
 
 
 def every_start(folder: Path) -> list[str]:
-    """Kills starts before each of their file operations (tests/run/kill_starts.py); what went wrong."""
+    """Kills starts before every other of their file operations (tests/run/kill_starts.py); what went wrong."""
     recipe = write_recipe(folder, num_train_epochs=None, max_steps=2, eval_steps=None, eval_on_start=False)
     script = ROOT / "tests" / "run" / "kill_starts.py"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = subprocess.run(
-        [sys.executable, str(script), str(recipe), "1"],
+        [sys.executable, str(script), str(recipe), "2"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         capture_output=True,
         text=True,
@@ -164,7 +164,7 @@ def every_start(folder: Path) -> list[str]:
     if done.returncode:
         return [done.stderr[-500:]]
     result = json.loads(done.stdout.splitlines()[-1])
-    print(f"{result['kills']} starts were killed before each of their file operations")
+    print(f"{result['kills']} more starts killed before a file operation, in turn")
     return list(result["failures"])
 
 
@@ -198,11 +198,11 @@ def main() -> int:
             shutil.rmtree(supervisor.run, ignore_errors=True)
             number += 1
             print(f"{phases.total()} kills, {number} runs, {len(failures)} failures", flush=True)
+        for what, count in sorted(phases.items()):
+            print(f"  {count:4} killed in {what}", flush=True)
         (folder / "starts").mkdir()
         failures += every_start(folder / "starts")
         left = [path.name for path in folder.iterdir() if ".starting-" in path.name]
-    for what, count in sorted(phases.items()):
-        print(f"  {count:4} killed in {what}")
     failures += [f"left lying: {left}"] if left else []
     print("\n".join(failures) or f"all losses of {number} runs are those of the unkilled run, bit by bit")
     return 1 if failures or phases.total() < arguments.count else 0

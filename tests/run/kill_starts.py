@@ -70,7 +70,6 @@ def main(recipe: Path, stride: int) -> dict[str, Any]:
     failures, kills = [], 0
     for fatal in range(1, 1000, stride):
         shutil.rmtree(folder)
-        shutil.rmtree(folder.parent / "cache")
         code = fork(lambda fatal=fatal: start_and_die(recipe, fatal))  # type: ignore[misc]
         if code not in (7, -signal.SIGKILL):
             failures.append(f"operation {fatal}: the start ended with {code}")
