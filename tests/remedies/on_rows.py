@@ -21,7 +21,12 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hel
 def settings(w: World, **changes: Any) -> dict[str, Any]:
     return {
         "model": str(w.model),
-        "data": {"train": "starter:math", "eval_share": 0, "cache_dir": str(w.tmp / "cache"), "num_proc": 1},
+        "data": {
+            "train": [{"source": "starter:math", "first": 20}],
+            "eval_share": 0,
+            "cache_dir": str(w.tmp / "cache"),
+            "num_proc": 1,
+        },
         "max_seq_length": 64,
         "max_steps": 2,
         "num_train_epochs": None,

@@ -33,14 +33,20 @@ case(
     lambda w: w.plan("max_seq_length=129"),
     lambda w, remedy: w.plan(f"max_seq_length={remedy.split()[-1]}"),
 )
+A_CPU = DeviceFacts("a CPU", "cpu", 10**10)
+
+
+def follow_gradients(w: World, remedy: str) -> None:
+    gradients, dtype = (alternative[0] for alternative in settings(remedy))
+    chosen(w, gradients, device=A_CPU)
+    chosen(w, "gradient_dtype=bf16", dtype, device=A_CPU)
+
+
 case(
     "run/choices.py:choose_all: set gradient_dtype: fp32, or dtype: bf16 if this device should compute in bf16 all the "
     "same",
-    lambda w: chosen(w, "gradient_dtype=bf16", device=DeviceFacts("a CPU", "cpu", 10**10)),
-    lambda w, remedy: in_turn(
-        lambda words: chosen(w, "gradient_dtype=bf16", words, device=DeviceFacts("a CPU", "cpu", 10**10)),
-        [alternative[0] for alternative in settings(remedy)],
-    ),
+    lambda w: chosen(w, "gradient_dtype=bf16", device=A_CPU),
+    follow_gradients,
 )
 case(
     "run/choices.py:_compute_dtype: set dtype: fp16 (with loss scaling) or dtype: fp32",
