@@ -50,6 +50,8 @@ def build(folder: Path) -> None:
             recipe["model"] = {**named, "name": SMALLER["model"]}
         recipe["data"]["eval_windows"] = 2
         recipe["data"]["num_proc"] = 1
+        if "replay" in recipe["data"]:  # the starter's own is refused for another model
+            recipe["data"]["replay"]["sources"] = ["./notes"]
         yaml.dump(recipe, folder / "recipes" / path.name)
 
 
