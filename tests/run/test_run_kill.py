@@ -24,7 +24,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_killed_at_random_instants(whole: Path, tmp_path: Path) -> None:
     recipe = write_recipe(whole, output_dir=str(tmp_path / "run"), save_steps=1)
-    result = drive(recipe, 30, 1, signal.SIGKILL, 1.0)
+    result = drive(recipe, 30, 1, signal.SIGKILL, 0.4)
     assert result["killed"] >= 15
     assert losses(tmp_path / "run") == losses(whole / "run")
 
@@ -32,7 +32,7 @@ def test_killed_at_random_instants(whole: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_terminated_at_random_instants(whole: Path, tmp_path: Path) -> None:
     recipe = write_recipe(whole, output_dir=str(tmp_path / "run"))
-    result = drive(recipe, 6, 2, signal.SIGTERM, 1.5)
+    result = drive(recipe, 6, 2, signal.SIGTERM, 0.5)
     assert result["graceful"] + result["killed"] >= 3
     assert losses(tmp_path / "run") == losses(whole / "run")
 

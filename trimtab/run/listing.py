@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trimtab.checkpoint.folder import by_age, step_folders
-from trimtab.checkpoint.lock import is_held
+from trimtab.checkpoint.lock import RunLock, is_held
 from trimtab.facts.errors import CheckpointError
 from trimtab.run.folder import RunFolder, read_json
 
@@ -99,7 +99,7 @@ def summarize(path: Path) -> RunSummary:
 
 
 def _state(run: RunFolder, problem: str | None, *, finished: bool) -> State:
-    if is_held(run.path / ".lock"):
+    if is_held(run.path / RunLock.NAME):
         return "running"
     if problem is not None:
         return "damaged"
@@ -109,7 +109,9 @@ def _state(run: RunFolder, problem: str | None, *, finished: bool) -> State:
 
 
 def _run_folders(root: Path, depth: int) -> Iterator[Path]:
-    if (root / "recipe.yaml").is_file() or (root / "choices.json").is_file():
+    run = RunFolder(root)
+    # A user's own recipe.yaml does not make a run folder; every run has a lock file beside it.
+    if run.choices.is_file() or (run.recipe.is_file() and (root / RunLock.NAME).is_file()):
         yield root
     elif depth > 0:
         for path in sorted(root.iterdir()):
