@@ -127,6 +127,8 @@ def test_the_starters_replay_is_for_the_starter(world: World, cli: Call, tmp_pat
     said = cli("plan", *words, f"model.name={world.model}")
     said.refused(2, "starter:replay", "data.replay=null", "data.replay.sources=[./general-text]")
     assert cli("plan", *words, f"model.name={world.model}", "data.replay=null").code == 0
+    (tmp_path / "no-model").mkdir()
+    cli("plan", *words, f"model.name={tmp_path / 'no-model'}").refused(4, "has no config.json")
     general = f"data.replay.sources=['{tmp_path / 'my.txt'}']"
     assert cli("plan", *words, f"model.name={world.model}", general).code == 0
     assert cli("plan", *words).code == 0

@@ -64,8 +64,8 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None) -> Prepared:
         device = detect(recipe.device)
         model, commit = model_folder(recipe.model.name, revision=recipe.model.revision, weights=False)
         check_same_tokens(recipe, model)
-        check_replay(recipe, model)
         shape = shape_of(recipe, model)
+        check_replay(recipe, model)
         if "max_seq_length" not in recipe.model_fields_set and recipe.max_seq_length > shape.max_positions:
             recipe = recipe.model_copy(update={"max_seq_length": shape.max_positions})
         choices = choose_all(recipe, shape, device, threads())
