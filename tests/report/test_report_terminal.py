@@ -229,6 +229,10 @@ def test_the_short_form_has_each_figure_once(make_run: MakeRun, learnt: list[dic
     assert "■ weights" not in text_of(short)
     assert re.search(r"tensors +\S+ \S+ at the peak: weights", text_of(short))
     assert "were predicted and" in text_of(short)
+    categories = re.compile(r"^  probe: (?!all\b)", re.MULTILINE)
+    listed = [len(categories.findall(text_of(shown))) for shown in (long, short)]
+    left_out = int(re.search(r"and (\d+) categories of the probe", text_of(short))[1])  # type: ignore[index]
+    assert left_out == listed[0] - listed[1] > 0
     assert len(text_of(short).splitlines()) < len(text_of(long).splitlines()) - 15
 
 

@@ -38,7 +38,8 @@ def closing(data: RunData, detail: Detail = "full") -> RenderableType:
     parts: list[RenderableType] = []
     rows = changes(data)
     if rows:
-        parts += [_heading("What was gained, what was lost"), ChangesView(rows)]
+        shown = ChangesView(rows, every_category=detail == "full")
+        parts += [_heading("What was gained, what was lost"), shown]
         parts += [Text(""), as_text(verdict(rows).explanation(), "bright_black")]
     if samples(data):
         parts += [_heading("Completions, before and after"), _samples(data)]
@@ -81,9 +82,14 @@ def _shortest(path: Path) -> str:
 
 
 class ChangesView:
-    """Measurements under a heading for each outcome; numbers stand in the same columns under all of them."""
+    """Measurements under a heading for each outcome; numbers stand in the same columns under all of them.
 
-    def __init__(self, rows: list[Change]) -> None:
+    Without `every_category`, categories of the probe that did not change measurably are only counted.
+    """
+
+    def __init__(self, rows: list[Change], *, every_category: bool = True) -> None:
+        self.left_out = [] if every_category else [row for row in rows if _is_unchanged_category(row)]
+        rows = [row for row in rows if row not in self.left_out]
         self.rows = rows
         numbers = [(first_label(rows), "after", "change"), *(row.shown() for row in rows)]
         self.widths = [max(map(len, column)) for column in zip(*numbers, strict=True)]
@@ -103,6 +109,9 @@ class ChangesView:
             if found:
                 yield Text(f"{MARKS[outcome]} {label}", style=STYLES[outcome])
                 yield self._table(name, [self._cells(row, STYLES[outcome]) for row in found])
+        if self.left_out:
+            count = len(self.left_out)
+            yield Text(f"  and {count} categories of the probe, which the report lists", style="bright_black")
 
     def _table(self, name: int, rows: list[list[Text]]) -> Table:
         table = Table.grid(padding=(0, GAP, 0, 0))
@@ -119,6 +128,10 @@ class ChangesView:
         evidence = as_text(row.evidence(), "bright_black", keep_newlines=False)
         name = as_text(f"  {row.name}", keep_newlines=False)
         return [name, Text(before), Text(after, style="bold"), Text(difference, style=style), evidence]
+
+
+def _is_unchanged_category(row: Change) -> bool:
+    return row.outcome == "unchanged" and row.name.startswith("probe: ") and row.name != "probe: all"
 
 
 def _samples(data: RunData) -> Group:
