@@ -150,12 +150,29 @@ def test_a_start_that_was_killed_is_begun_again_by_resume_and_by_train(
         assert losses(half) == losses(run)
 
 
+@pytest.mark.parametrize("locked", [False, True])
+def test_a_folder_of_the_user_is_not_emptied(run: Path, cli: Call, tmp_path: Path, locked: bool) -> None:
+    """With a recipe.yaml of the user's own it could pass for a run whose start was killed."""
+    own = tmp_path / "own"
+    for name in ("model/weights.txt", "wandb/notes.txt", "checkpoints/mine.pt", "story.txt"):
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_text("mine")
+    shutil.copyfile(run / "recipe.yaml", own / "recipe.yaml")
+    if locked:
+        (own / ".lock").touch()
+    before = {path: path.read_bytes() for path in own.rglob("*") if path.is_file()}
+    said = cli("train", "--resume", own)
+    said.refused(5, "holds a recipe and no run", "trimtab train")
+    assert {path: path.read_bytes() for path in own.rglob("*") if path.is_file()} == before
+
+
 def test_a_start_that_fails_again_leaves_what_the_next_one_needs(
     run: Path, cli: Call, tmp_path: Path
 ) -> None:
     """A supervisor that resumes whatever folder exists must come through once the cause is gone."""
     half = tmp_path / "half"
     half.mkdir()
+    (half / ".lock").touch()
     shutil.copyfile(run / "recipe.yaml", half / "recipe.yaml")
     text = (half / "recipe.yaml").read_text()
     source = json.loads((run / "choices.json").read_text())["recipe"]["data"]["train"][0]["source"]

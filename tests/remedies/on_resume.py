@@ -173,6 +173,20 @@ case(
 )
 
 
+def own_folder(w: World) -> object:
+    own = w.tmp / "own"
+    own.mkdir(exist_ok=True)
+    (own / "recipe.yaml").write_text(w.recipe().read_text())
+    return resume(w, folder=own)
+
+
+case(
+    "run/folder.py:RunFolder.open: start the recipe: `trimtab train {}`",
+    own_folder,
+    follow_start,
+)
+
+
 def damaged(w: World) -> Path:
     for file in (run(w) / "checkpoints").glob("step-*/*.safetensors"):
         file.write_bytes(b"")

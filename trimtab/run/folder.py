@@ -233,11 +233,19 @@ class RunFolder:
         if not self.path.is_dir():
             what = "is a file, not a run folder" if self.path.exists() else "does not exist"
             raise CheckpointError(f"{self.path} {what}", "give the run folder that training printed")
-        if self.choices.is_file() or (self.recipe.is_file() and not self.began()):
+        if self.choices.is_file():
             return
         if self.began():
             raise self._without_choices()
         names = {path.name for path in self.path.iterdir()}
+        if self.recipe.is_file():
+            # A start that was killed leaves lock and recipe. A user's own folder is never emptied for another start.
+            if RunLock.NAME in names and not self.foreign():
+                return
+            raise CheckpointError(
+                f"{self.path} holds a recipe and no run",
+                f"start the recipe: `trimtab train {shlex.quote(str(self.recipe))}`",
+            )
         if not names or (RunLock.NAME in names and all(_is_ours(name) for name in names)):
             raise CheckpointError(
                 f"no run was begun in {self.path} (there is no recipe.yaml in it)",
