@@ -50,7 +50,10 @@ def test_a_changed_model_is_copied_and_resumed_from_the_copy(tmp_path: Path) -> 
     assert whole.losses[0] != plain.losses[0]
     copied = trimtab.load(run.folder / "start", dtype="fp32", device="cpu")
     assert all(torch.equal(tensor, weights(model)[name]) for name, tensor in weights(copied).items())
-    assert trimtab.resume(run.folder, view=quiet()).losses == whole.losses
+    moved = run.folder.rename(tmp_path / "moved")
+    assert trimtab.load(moved).generate("the cat", max_new_tokens=2)
+    run = trimtab.resume(moved, view=quiet())
+    assert run.losses == whole.losses
     shutil.copytree(tmp_path / "model", run.folder / "start", dirs_exist_ok=True)
     with pytest.raises(trimtab.TrimtabError, match="for another base"):
         trimtab.resume(run.folder, view=quiet())

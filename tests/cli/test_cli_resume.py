@@ -150,6 +150,31 @@ def test_a_start_that_was_killed_is_begun_again_by_resume_and_by_train(
         assert losses(half) == losses(run)
 
 
+def test_a_start_whose_sequence_length_followed_from_the_model_is_begun_again(
+    world: World, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default is longer than the tiny model's context: the recipe in the folder must hold what was resolved."""
+    text = world.recipe.read_text()
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("\n".join(line for line in text.splitlines() if "max_seq_length" not in line))
+    half, left = tmp_path / "half", tmp_path / "left"
+
+    def killed(*_: object, **__: object) -> None:
+        shutil.copytree(half, left)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trimtab.launch.here._go", killed)
+        assert cli("train", recipe, f"output_dir={half}").code == 130
+    assert cli("train", "--resume", left).code == 0
+    assert len(losses(left)) == 6
+
+
+def test_saving_only_at_the_end_is_kept(job: Job, cli: Call, tmp_path: Path) -> None:
+    assert cli("train", job(save_steps=None, max_steps=2, output_dir=str(tmp_path / "end"))).code == 0
+    assert "save_steps: null" in (tmp_path / "end" / "recipe.yaml").read_text()
+
+
 @pytest.mark.parametrize("locked", [False, True])
 def test_a_folder_of_the_user_is_not_emptied(run: Path, cli: Call, tmp_path: Path, locked: bool) -> None:
     """With a recipe.yaml of the user's own it could pass for a run whose start was killed."""

@@ -87,9 +87,9 @@ def test_resume_with_a_recipe_is_refused(world: World, cli: Call) -> None:
 def test_quiet_training_prints_where_the_run_is(world: World, tmp_path: Path, cli: Call) -> None:
     said = cli("train", world.recipe, f"output_dir={tmp_path / 'run'}", "max_steps=2", "--quiet")
     assert said.code == 0
-    assert said.out.startswith("run folder")
+    assert "run folder" in said.out
     assert "report.html" in said.out.replace("\n", "").replace(" ", "")
-    assert not any(word in said.out for word in ("loss", "step", "saved", "memory"))
+    assert not any(word in said.out for word in ("loss", "step 1", "what this run will take", "memory"))
 
 
 def test_train_without_anything_is_refused(cli: Call) -> None:

@@ -202,20 +202,20 @@ def test_without_a_terminal_every_logging_step_has_its_line(every: int, expected
     assert len(text_of(shown).splitlines()) == len(lines) + 1
 
 
-def test_quiet_prints_warnings_and_where_the_run_is(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+def test_quiet_prints_messages_and_where_the_run_is(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     data = read_run(make_run(learnt))
     shown = console(80)
     with LiveView(300, shown, detail="quiet") as view:
         view.plan(data.plan)
-        view.message("attention: sdpa")
+        view.message("the checkpoint of step 6 is damaged")
         view.working("tokenizing corpus", 5, 10, "bytes")
         for row in learnt:
             view.record(row)
         view.record({"kind": "event", "step": 7, "message": "not finite at step 7"})
     shown.print(closing(data, "quiet"))
     lines = [line for line in text_of(shown).splitlines() if line.strip()]
-    assert lines[0] == "not finite at step 7"
-    assert [line.split()[0] for line in lines[1:]] == ["run", "report"][: len(lines) - 1]
+    assert lines[:2] == ["the checkpoint of step 6 is damaged", "not finite at step 7"]
+    assert [line.split()[0] for line in lines[2:]] == ["run", "report"][: len(lines) - 2]
 
 
 def test_the_short_form_has_each_figure_once(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:

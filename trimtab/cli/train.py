@@ -32,7 +32,12 @@ def train(
         ),
     ] = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print warnings, and at the end where the run is.")
+        bool,
+        typer.Option(
+            "--quiet",
+            "-q",
+            help="Print messages, and at the end where the run is; no plan, progress or results.",
+        ),
     ] = False,
 ) -> int:
     """Train what a recipe describes, or continue a run that stopped.

@@ -30,10 +30,10 @@ from trimtab.run.choices import Choices
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
 from trimtab.run.lengths import Length, describe_change, read_lengths
-from trimtab.run.places import absolute, model_folder, shape_of, tokenizer_of
+from trimtab.run.places import START, absolute, model_folder, own_start, shape_of, tokenizer_of
 from trimtab.run.restoring import LOGS_CHECKPOINTS
 from trimtab.run.sources import OpenedModel
-from trimtab.run.starting import START, check_start, start_from
+from trimtab.run.starting import check_start, start_from
 from trimtab.run.torch_setup import torch_put_back
 from trimtab.run.trained import check_bytes
 from trimtab.text import Tokenizer
@@ -101,7 +101,7 @@ def train(
     if given is not None and given.model is not None:
         return _train_loaded(recipe, folder, view, given, given.model, after_step=after_step)
     prepared = _prepare_new(recipe)
-    with folder.create(dump(recipe)), current_gpu(recipe.device), torch_put_back():
+    with folder.create(dump(prepared.recipe)), current_gpu(recipe.device), torch_put_back():
         return _go(prepared, folder, view, kept=None, after_step=after_step, given=given or Given())
 
 
@@ -123,7 +123,7 @@ def _train_loaded(
     with folder.create(dump(unwritten)), current_gpu(recipe.device), torch_put_back():
         recipe = absolute(start_from(recipe, opened, folder.path, view.message))
         prepared = _prepare_new(recipe)
-        write_text(folder.recipe, dump(recipe))
+        write_text(folder.recipe, dump(prepared.recipe))
         return _go(prepared, folder, view, kept=None, after_step=after_step, given=given)
 
 
@@ -435,7 +435,7 @@ def _weights(prepared: Prepared, folder: RunFolder) -> Path:
     saved = prepared.choices.lora is None and any(folder.checkpoints.glob("step-*"))
     if recipe.model.init == "random" or saved:
         return prepared.model
-    place, _ = model_folder(recipe.model.name, revision=prepared.commit)
+    place, _ = model_folder(own_start(recipe.model.name, folder.path), revision=prepared.commit)
     if shape_of(recipe, place) != prepared.shape:
         raise CheckpointError(
             f"the model at {recipe.model.name} is not the one the run began with",

@@ -34,7 +34,7 @@ def closing(data: RunData, detail: Detail = "full") -> RenderableType:
         >>> Console().print(closing(read_run(Path("runs/demo"))))  # doctest: +SKIP
     """
     if detail == "quiet":
-        return _places(data)
+        return Group(*(as_text(flaw, "yellow") for flaw in data.flaws()), _places(data))
     parts: list[RenderableType] = []
     rows = changes(data)
     if rows:

@@ -19,7 +19,7 @@ from trimtab.report.rundata import section
 from trimtab.report.summary import signed
 
 Detail = Literal["quiet", "short", "full"]
-"""How much is printed: warnings only; a few lines per evaluation; every bucket and every category of the probe."""
+"""How much is printed: messages only; the plan and a few lines per evaluation; every bucket and probe category."""
 LINE_EVERY_SECONDS = 5.0
 """Without a terminal the progress of a preparation is printed at most this often."""
 
@@ -64,8 +64,7 @@ class LiveView:
 
     def message(self, text: str) -> None:
         """One line for the user."""
-        if self.detail != "quiet":
-            self._line(text)
+        self._line(text)
 
     def working(self, what: str, done: int, total: int | None, unit: str = "") -> None:
         """Progress of a preparation: reading, tokenizing, downloading."""

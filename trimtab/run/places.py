@@ -21,6 +21,8 @@ from trimtab.text.template import is_template
 
 STARTER = "starter"
 """The name of the model that ships with trimtab."""
+START = "start"
+"""The folder inside a run folder with the weights that the run began from, where no other place has them."""
 
 
 def model_folder(name: str, *, revision: str | None = None, weights: bool = True) -> tuple[Path, str | None]:
@@ -80,7 +82,13 @@ def absolute(recipe: Recipe) -> Recipe:
     plain["output_dir"] = str(Path(plain["output_dir"]).expanduser())
     # Defaults stay defaults: what nobody asked for may be adapted to the model (`launch.preparing`).
     given = {*recipe.model_fields_set, "output_dir"}
-    return build({key: value for key, value in plain.items() if value is not None and key in given})
+    return build({key: value for key, value in plain.items() if key in given})
+
+
+def own_start(name: str, run: Path) -> str:
+    """The model that a run began from; its copy in the run folder is found where that folder was moved."""
+    moved = Path(name).name == START and not Path(name).exists() and (run / START).is_dir()
+    return str(run / START) if moved else name
 
 
 def missing_sources(recipe: Recipe) -> list[str]:

@@ -36,7 +36,7 @@ from trimtab.model.weights import Provenance
 from trimtab.run.adapter_tokens import tokenizer_beside, with_its_tokens
 from trimtab.run.adapters import check_adapter_base, check_base, settings_of
 from trimtab.run.folder import RunFolder, read_json, write_json
-from trimtab.run.places import STARTER, model_folder
+from trimtab.run.places import STARTER, model_folder, own_start
 from trimtab.run.quantizing import lay_out, requantized
 from trimtab.text import Tokenizer
 
@@ -181,7 +181,7 @@ def _open_run(
         _check_stored(wanted, 0, found)
         place = None
         if base.get("init") != "random":
-            place, _ = model_folder(base["source"], revision=kept.get("model_commit"))
+            place, _ = model_folder(own_start(base["source"], run.path), revision=kept.get("model_commit"))
             check_base(base, place)
         decoder = new_decoder(settings, kept.get("quantization"), place)
         _load_base(decoder, base, place)

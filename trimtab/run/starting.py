@@ -12,10 +12,8 @@ from trimtab.facts.units import format_bytes
 from trimtab.model import read_generation_config, read_shape, read_token_ids, save_folder
 from trimtab.model.weights import changed_weight
 from trimtab.recipe import Recipe
+from trimtab.run.places import START
 from trimtab.run.sources import OpenedModel
-
-START = "start"
-"""The folder inside a run folder with the weights that the run began from, where no other place has them."""
 
 
 def check_start(recipe: Recipe, opened: OpenedModel) -> None:
