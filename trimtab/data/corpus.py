@@ -16,6 +16,7 @@ import numpy as np
 from trimtab.data.cache import Entry, TokenCache, Writer, entry_key
 from trimtab.data.fingerprints import (
     FileStamp,
+    as_begun,
     check_manifest,
     check_unchanged,
     content_fingerprint,
@@ -233,12 +234,13 @@ def open_cached(
     """Tokenizes a source, or finds it in the cache; see `trimtab.data.open_corpus`."""
     frame = tokenizer if isinstance(tokenizer, TokenizerSpec) else TokenizerSpec.of(tokenizer)
     source = resolve(spec)
-    source = dataclasses.replace(source, form=detect(source))
-    rendering = Rendering.of(source, frame.chat)
     cache = TokenCache(
         (cache_dir or default_cache_dir()).expanduser(),
         lambda text: progress(Progress("message", spec.name, message=text)),
     )
+    source = as_begun(source, cache.digests, progress=progress)
+    source = dataclasses.replace(source, form=detect(source))
+    rendering = Rendering.of(source, frame.chat)
     stamps = stamp_files(source, cache.digests, progress=progress)
     content = content_fingerprint(source, stamps)
     key = entry_key(

@@ -35,6 +35,8 @@ def delimiter_of(file: SourceFile) -> str:
     The header decides: it must have several names, and the rows below it as many fields. A name that ends in .tsv is
     tabs whatever is inside.
     """
+    if file.delimiter is not None:
+        return file.delimiter
     if usual_delimiter(file) == "\t":
         return "\t"
     head = next(decoded(file), "")
@@ -46,6 +48,8 @@ def delimiter_of(file: SourceFile) -> str:
     even = next((delimiter for delimiter, rows in others.items() if _is_even(rows)), None)
     if even is not None:
         return even
+    if file.accepted:
+        return ","
     for delimiter, rows in others.items():
         wide = sum(len(fields) >= len(rows[0]) for fields in rows[1:])
         if usual and len(usual[0]) == 1 and 2 * wide >= len(rows) - 1 and not _is_data(rows[0]):
@@ -107,8 +111,8 @@ def text_column(file: SourceFile, header: list[str], column: str | None) -> str:
 
 
 def refuse_data_as_header(file: SourceFile, header: list[str]) -> None:
-    """A DataError for a file that begins with a row of data: as a header it would be lost without a word."""
-    if any(name.strip().lower() in TEXT_COLUMNS for name in header) or not _is_data(header):
+    """A DataError where a new run's file begins with a row of data, which would be lost as a header."""
+    if file.accepted or any(name.strip().lower() in TEXT_COLUMNS for name in header) or not _is_data(header):
         return
     names = ["text"] if len(header) == 1 else [f"column{i}" for i in range(1, len(header))] + ["text"]
     raise DataError(

@@ -6,6 +6,7 @@ next run does not read 100 GB to learn that nothing changed. Streaming reads sam
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from string import hexdigits
 from typing import Any
 
 from trimtab.data.csv_rows import delimiter_of, usual_delimiter
+from trimtab.data.formats import detect
 from trimtab.data.progress import Progress, ProgressCallback, silent
 from trimtab.data.sources import ResolvedSource
 from trimtab.data.spec import UNKNOWN_SIZE
@@ -173,6 +175,34 @@ def content_fingerprint(source: ResolvedSource, stamps: Iterable[FileStamp]) -> 
     found = [(i, delimiter_of(file), file) for i, file in enumerate(source.files) if file.kind == "csv"]
     others = [[i, delimiter] for i, delimiter, file in found if delimiter != usual_delimiter(file)]
     return digest_of(1, digests, kinds, *settings, *others)
+
+
+def as_begun(
+    source: ResolvedSource, memory: Path | None, *, sampled: bool = False, progress: ProgressCallback = silent
+) -> ResolvedSource:
+    """The source of a resumed run, to be read as when the run began; that of a new run as it is.
+
+    Earlier versions took the delimiter of a CSV file from its name. Where the run's data has the fingerprint of that
+    reading, the file is read in that way again. `memory`, `sampled` and `progress` are those of `stamp_files`.
+    """
+    began = source.spec.began
+    if began is None:
+        return source
+    accepted = [dataclasses.replace(file, accepted=True) for file in source.files]
+    source = dataclasses.replace(source, files=tuple(accepted))
+    if not any(file.kind == "csv" for file in accepted):
+        return source
+    by_name = [
+        dataclasses.replace(file, delimiter=usual_delimiter(file)) if file.kind == "csv" else file
+        for file in accepted
+    ]
+    before = dataclasses.replace(source, files=tuple(by_name))
+    try:
+        before = dataclasses.replace(before, form=detect(before))
+    except DataError:
+        return source  # no run can have begun with that reading
+    stamps = stamp_files(before, memory, sampled=sampled, progress=progress)
+    return before if content_fingerprint(before, stamps) in began else source
 
 
 def manifest(name: str, fingerprint: str, stamps: Iterable[FileStamp]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _by_first_row(spec: SourceSpec, tables: list[SourceFile]) -> Format | None:
         if all(_fits(part, made.get(row, part), made, row) for part in PARTS[name][0]):
             return made
     if spec.format == "auto" and not spec.columns:
-        if {"chosen", "rejected"} <= set(row):
+        if {"chosen", "rejected"} <= set(row) and not file.accepted:
             raise _preferences(file, row)
         return None
     needs = " or ".join(", ".join(spec.columns.get(p, p) for p in PARTS[name][0]) for name in wanted)

@@ -129,7 +129,7 @@ def _head(file: SourceFile) -> bytes:
 
 
 def _refuse_binary(file: SourceFile, head: bytes) -> None:
-    known = recognize(head[:8192], file.path.name)
+    known = None if file.accepted else recognize(head[:8192], file.path.name)
     if known is not None:
         raise DataError(f"{file.label} is {known[0]}, not text", known[1])
     if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):

@@ -56,7 +56,8 @@ class SourceSpec:
     name. `first` keeps the first rows, `weight` says how often the source is seen an epoch (1: once). `format` is
     what a row is, `columns` where its parts stand if not under their usual names, `variables` what a chat template
     is told besides the messages; `bad_rows: skip` leaves out rows that cannot be used. `rows` are read instead of
-    files, and `label` is what messages call a source that the user did not name.
+    files, and `label` is what messages call a source that the user did not name. `began` holds the fingerprints of the
+    data that a resumed run began with, None for a new run (`fingerprints.as_begun`).
 
     Example:
         >>> SourceSpec("notes/**/*.md", weight=2.0).name
@@ -76,6 +77,7 @@ class SourceSpec:
     bad_rows: BadRows = "stop"
     rows: RowStream | None = None
     label: str | None = None
+    began: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         for key, value, known in (
@@ -124,6 +126,10 @@ class SourceFile:
     label: str = ""
     """What messages call it: its path, unless something else is given."""
     rows: RowStream | None = None
+    delimiter: str | None = None
+    """What separates the fields of a CSV file; None where its first rows decide (`csv_rows.delimiter_of`)."""
+    accepted: bool = False
+    """Whether a run began with this file: it is read again, even if a new run would be refused for a likely mistake."""
 
     def __post_init__(self) -> None:
         if not self.label:

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.data.corpus import Corpus, Summary
-from trimtab.data.fingerprints import FileStamp, check_manifest, content_fingerprint, manifest, stamp_files
+from trimtab.data.fingerprints import (
+    FileStamp,
+    as_begun,
+    check_manifest,
+    content_fingerprint,
+    manifest,
+    stamp_files,
+)
 from trimtab.data.formats import Format, detect
 from trimtab.data.heldout import is_heldout, threshold
 from trimtab.data.progress import ProgressCallback, silent
@@ -106,7 +113,7 @@ def open_stream(
 ) -> StreamCorpus:
     """Opens a source for streaming; see `trimtab.data.open_corpus`."""
     frame = tokenizer if isinstance(tokenizer, TokenizerSpec) else TokenizerSpec.of(tokenizer)
-    source = resolve(spec)
+    source = as_begun(resolve(spec), None, sampled=True, progress=progress)
     source = dataclasses.replace(source, form=detect(source))
     rendering = Rendering.of(source, frame.chat)
     stamps = stamp_files(source, None, sampled=True, progress=progress)

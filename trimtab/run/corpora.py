@@ -136,8 +136,9 @@ def open_corpora(
 ) -> Corpora:
     """Opens everything a recipe's `data` names.
 
-    With `kept` (the `pins` of a run that is continued) hub data sets are taken at the commit they had, and a file
-    that has changed is an error. `passed` holds the rows that were passed from Python, by the names of their sources.
+    With `kept` (the `pins` of a run that is resumed) hub data sets are taken at the commit they had, files are read as
+    they were read then, and a file that has changed is an error. `passed` holds the rows that were passed from Python,
+    by the names of their sources.
     """
     opening = _Opening(recipe.data, tokenizer, watcher, kept, passed=passed)
     section = recipe.data
@@ -245,6 +246,7 @@ class _Opening:
         self.num_proc = section.num_proc if section else None
         self.variables = section.chat_template_kwargs if section else tokenizer.template_variables
         self.kept_commits = kept["commits"] if kept else {}
+        self.began = frozenset(one["fingerprint"] for one in kept["manifests"]) if kept else None
         self.commits: dict[str, str | None] = {}
         self.cache_dir = cache_folder(section.cache_dir if section else str(cache_dir) if cache_dir else None)
 
@@ -318,6 +320,7 @@ class _Opening:
             bad_rows=source.bad_rows,
             rows=passed.stream if passed else None,
             label=passed.label if passed else None,
+            began=self.began,
         )
 
     def check_streams(self, sources: Sequence[Source]) -> None:

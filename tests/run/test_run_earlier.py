@@ -1,0 +1,128 @@
+"""Runs that began with an earlier version of trimtab continue with what they began with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_model import sentences, write_recipe
+from whole_run import Silent, losses
+
+from trimtab import launch
+from trimtab.data import beginning, csv_rows, fingerprints, formats
+from trimtab.data.sources import SourceFile
+from trimtab.facts.errors import DataError
+from trimtab.recipe import load
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_at(wanted: int) -> object:
+    def stop(step: int) -> None:
+        if step == wanted:
+            raise Stop
+
+    return stop
+
+
+def earlier(patch: pytest.MonkeyPatch) -> None:
+    """Reads CSV as versions did that knew only commas and tabs, and took any first row for a header."""
+    for module in (beginning, csv_rows, fingerprints):
+        patch.setattr(module, "delimiter_of", csv_rows.usual_delimiter)
+    patch.setattr(csv_rows, "_is_data", lambda fields: False)
+
+
+def rows(kind: str) -> str:
+    """CSV that is read in another way today, or refused in a new run."""
+    texts = sentences(1, 60)
+    if kind == "question":
+        return "\n".join(["What do you think about it?", *texts]) + "\n"
+    if kind == "numbers":
+        return "\n".join(["text;2", *(f"{text};{i}" for i, text in enumerate(texts))]) + "\n"
+    assert kind == "uneven"
+    return (
+        "\n".join(["id;text", *(f"{i};{text}{' ; more' * (i % 2)}" for i, text in enumerate(texts))]) + "\n"
+    )
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["question", "numbers", "uneven"])
+def test_a_csv_file_is_read_as_when_the_run_began(tmp_path: Path, kind: str, streaming: bool) -> None:
+    (tmp_path / "rows.csv").write_text(rows(kind))
+    data = {"train": [str(tmp_path / "rows.csv")], "cache_dir": str(tmp_path / "cache"), "num_proc": 1}
+    data |= {"streaming": streaming, **({} if streaming else {"eval_share": 0.1})}
+    settings = {
+        "data": data,
+        "max_steps": 5,
+        "num_train_epochs": None,
+        "logging_steps": 1,
+        "eval_steps": None,
+    }
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    with pytest.MonkeyPatch.context() as patch:
+        earlier(patch)
+        launch.train(load(write_recipe(tmp_path, output_dir=str(whole), **settings)), Silent())
+        recipe = load(write_recipe(tmp_path, output_dir=str(stopped), **settings))
+        with pytest.raises(Stop):
+            launch.train(recipe, Silent(), after_step=stop_at(3))  # type: ignore[arg-type]
+    launch.resume(stopped, [], Silent())
+    assert losses(stopped) == losses(whole)
+    # The file is still checked.
+    (tmp_path / "rows.csv").write_text(rows(kind) + "one more row\n")
+    with pytest.raises(DataError, match=r"not what the run began with \(changed: rows.csv\)"):
+        launch.resume(stopped, ["max_steps=7"], Silent())
+
+
+def test_what_a_new_run_reads_with_semicolons_a_resume_does_too(tmp_path: Path) -> None:
+    """Also where commas would be refused: under them the columns that are named are not there."""
+    texts = [f"{i};a question;{text}" for i, text in enumerate(sentences(1, 60))]
+    (tmp_path / "rows.csv").write_text("\n".join(["id;asked;said", *texts]) + "\n")
+    source = {"source": str(tmp_path / "rows.csv"), "columns": {"prompt": "asked", "completion": "said"}}
+    data = {"train": [source], "cache_dir": str(tmp_path / "cache"), "num_proc": 1}
+    settings = {
+        "data": data,
+        "max_steps": 4,
+        "num_train_epochs": None,
+        "logging_steps": 1,
+        "eval_steps": None,
+    }
+    with pytest.raises(Stop):
+        launch.train(load(write_recipe(tmp_path, **settings)), Silent(), after_step=stop_at(3))  # type: ignore[arg-type]
+    view = Silent()
+    launch.resume(tmp_path / "run", [], view)
+    assert len(losses(tmp_path / "run")) == 4
+    assert any("separated by semicolons" in text for text in view.messages)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", "{\\rtf1 a text that begins like RTF}"),
+        ("a.jsonl", '{"text": "one", "chosen": "a", "rejected": "b"}\n'),
+    ],
+)
+def test_a_file_that_a_run_began_with_is_not_refused(tmp_path: Path, name: str, content: str) -> None:
+    """New runs are refused for what is probably a mistake; here the user can change nothing any more."""
+    import dataclasses
+
+    from trimtab.data.readers import SegmentReader
+    from trimtab.data.sources import SourceSpec, resolve
+
+    (tmp_path / name).write_text(content)
+    spec = SourceSpec(str(tmp_path / name))
+
+    def read(spec: SourceSpec) -> list[str]:
+        source = fingerprints.as_begun(resolve(spec), None)
+        source = dataclasses.replace(source, form=formats.detect(source))
+        return [segment.text for segment in SegmentReader(source)]
+
+    with pytest.raises(DataError):
+        read(spec)
+    assert len(read(dataclasses.replace(spec, began=frozenset()))) == 1
+
+
+def test_a_known_delimiter_is_not_looked_for(tmp_path: Path) -> None:
+    path = tmp_path / "gone.csv"
+    assert csv_rows.delimiter_of(SourceFile(path, path.name, "csv", delimiter="|")) == "|"
