@@ -294,6 +294,18 @@ def test_doctor_shows_threads_load_and_wait_policy(cli: Call, monkeypatch: pytes
     assert "other programs compete for the cores" in said
 
 
+def test_doctor_takes_no_folder_for_a_package(
+    cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wandb writes a folder of its own name where it runs, which Python can import as an empty package."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    said = cli("doctor")
+    assert said.code == 0
+    assert "trimtab[wandb]" in said.out
+
+
 def test_doctor_writes_a_report_without_secrets(
     cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

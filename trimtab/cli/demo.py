@@ -80,7 +80,7 @@ def demo(
         finished = launch.train(load(recipe_file("demo"), overrides), view, after_step=after_step)
     code = conclude(finished, console, "full")
     if code == 0:
-        console.print("\nnow your own text, from a folder of .txt, .md, .jsonl or .parquet files:")
+        console.print("\nnow your own text, from a folder of .txt, .md, .jsonl, .csv or .parquet files:")
         console.print(as_text(f"  {_program()} train own-text data.train=./my-texts"), soft_wrap=True)
     return code
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -135,9 +134,10 @@ def _table(rows: list[Row], title: str | None = None) -> Table:
 
 
 def _version(name: str) -> str | None:
-    if importlib.util.find_spec(name) is None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # a folder of that name, such as wandb's own, is no package
         return None
-    return metadata.version(name)
 
 
 def _compile_row(kind: str, capability: tuple[int, int] | None) -> str:

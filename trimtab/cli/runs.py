@@ -38,12 +38,12 @@ def runs(
 ) -> None:
     """List runs: how far each came, its last loss, its state, what it takes on disk and how old it is.
 
-        trimtab runs
-        trimtab runs /data/runs --json
-
     States: running (a process works in it), finished, stopped (`trimtab train --resume RUN` goes on), not begun (the
     start was stopped before the first step; `--resume` starts it), damaged (with the reason). The run that was written
     to last comes first.
+
+        trimtab runs
+        trimtab runs /data/runs --json
     """
     from trimtab.report.console import new_console
     from trimtab.report.plain import plain

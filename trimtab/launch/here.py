@@ -259,11 +259,8 @@ def _go(
     tokenizer = sources.load_tokenizer(folder.model, shape)
     opened = corpora.open_corpora(recipe, tokenizer, view, kept=kept and kept["data"], passed=given.rows)
     plan = make_plan(recipe, shape, device=prepared.device, data=opened.facts, choices=choices.to_dict())
-    free = shutil.disk_usage(folder.path).free
-    if kept is None:
-        check_disk(plan.disk, free, str(folder.path))
-    else:
-        check_room(plan.disk, free, str(folder.path))
+    check = check_disk if kept is None else check_room
+    check(plan.disk, shutil.disk_usage(folder.path).free, str(folder.path))
     view.plan(plan.to_dict())
     for note in (*plan.notes, *opened.notes()):
         view.message(note)
@@ -299,6 +296,13 @@ def _go(
     if example is not None and run.state.step == 0:
         run.job.log.append(example)
     run.job.after_step = after_step
+    _prepare_view(view, run, folder)
+    outcome = run.train()
+    return Finished(folder.path, outcome.status, outcome.state.step, outcome.signal, outcome.reason)
+
+
+def _prepare_view(view: View, run: assembling.Run, folder: RunFolder) -> None:
+    """Passes on how many steps there are, and how to extend a run that has no more."""
     view.total_steps = total = run.job.cadence.total_steps
     view.logging_steps = run.job.cadence.logging_steps
     if run.state.step >= total:
@@ -306,8 +310,6 @@ def _go(
             f"the run has all of its {total} steps; train it longer with `trimtab train --resume "
             f"{shlex.quote(str(folder.path))} max_steps={2 * total}`"
         )
-    outcome = run.train()
-    return Finished(folder.path, outcome.status, outcome.state.step, outcome.signal, outcome.reason)
 
 
 def _keep_new(

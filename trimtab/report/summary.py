@@ -100,7 +100,8 @@ def memory_verdict(data: RunData) -> str | None:
         return None
     predicted, measured = peak["predicted"], peak["measured"]
     off = (predicted - measured) / max(1, measured)
-    how = "exactly right" if off == 0 else f"{abs(off):.1%} too {'high' if off > 0 else 'low'}"
+    close = "exact" if off == 0 else "right to within 0.1%"
+    how = close if abs(off) < 0.0005 else f"{abs(off):.1%} too {'high' if off > 0 else 'low'}"
     return (
         f"At the peak {format_bytes(predicted)} were predicted and {format_bytes(measured)} measured: "
         f"the prediction was {how}."
