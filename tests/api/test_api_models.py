@@ -51,12 +51,41 @@ def test_a_changed_model_is_copied_and_resumed_from_the_copy(tmp_path: Path) -> 
     copied = trimtab.load(run.folder / "start", dtype="fp32", device="cpu")
     assert all(torch.equal(tensor, weights(model)[name]) for name, tensor in weights(copied).items())
     moved = run.folder.rename(tmp_path / "moved")
+    shutil.copytree(tmp_path / "model", run.folder / "start")  # another run, where this one was
     assert trimtab.load(moved).generate("the cat", max_new_tokens=2)
     run = trimtab.resume(moved, view=quiet())
     assert run.losses == whole.losses
     shutil.copytree(tmp_path / "model", run.folder / "start", dirs_exist_ok=True)
     with pytest.raises(trimtab.TrimtabError, match="for another base"):
         trimtab.resume(run.folder, view=quiet())
+
+
+def test_a_start_killed_while_its_weights_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trimtab.load(tmp_path_model(tmp_path), dtype="fp32", device="cpu")
+    next(model.opened.decoder.parameters()).data.mul_(0.5)
+    left = tmp_path / "left"
+
+    def killed(recipe: Any, opened: Any, folder: Path, on_event: Any) -> None:
+        (folder / ".start.tmp-0123abcd").mkdir()
+        shutil.copytree(folder, left)
+        text = (left / "recipe.yaml").read_text()
+        (left / "recipe.yaml").write_text(text.replace(str(folder), str(left)))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trimtab.launch.here.start_from", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path, "run", model=model)
+    with pytest.raises(trimtab.TrimtabError, match="pass the model again"):
+        trimtab.resume(left, view=quiet())
+    assert train(tmp_path, "left", model=model).status == "finished"
+
+
+def tmp_path_model(folder: Path) -> Path:
+    tiny_recipe(folder)
+    return folder / "model"
 
 
 class StopAtOne:

@@ -187,6 +187,30 @@ case(
 )
 
 
+def without_start(w: World) -> object:
+    """A run from a model in memory, killed before its weights were written."""
+    half = w.tmp / "half"
+    half.mkdir(exist_ok=True)
+    (half / ".lock").touch()
+    (half / "recipe.yaml").write_text(w.recipe(model={"name": str(half / "start")}).read_text())
+    return resume(w, folder=half)
+
+
+def pass_the_model(w: World, remedy: str) -> None:
+
+    assert repr(str(w.tmp / "half")) in remedy
+    model = trimtab.load(w.model, device="cpu", dtype="fp32")
+    next(model.opened.decoder.parameters()).data.mul_(0.5)
+    trimtab.train(w.recipe(), model=model, output_dir=str(w.tmp / "half"))
+
+
+case(
+    "launch/here.py:_begin_again: pass the model again: trimtab.train(…, model=model, output_dir={})",
+    without_start,
+    pass_the_model,
+)
+
+
 def damaged(w: World) -> Path:
     for file in (run(w) / "checkpoints").glob("step-*/*.safetensors"):
         file.write_bytes(b"")

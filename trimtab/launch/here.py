@@ -210,8 +210,13 @@ def _begin_again(
     given: Given,
 ) -> Finished:
     """Starts the run of a folder whose first start was killed before the run was begun; the lock is held."""
-    recipe = load(folder.recipe, overrides)
-    check_resume(load(folder.recipe), recipe)
+    recipe = load(folder.recipe, overrides)  # any key may change: nothing was trained yet
+    start = folder.path.absolute() / START
+    if recipe.model.name == str(start) and not start.is_dir():
+        raise CheckpointError(
+            f"{folder.path} was stopped before the weights that it begins from were written",
+            f"pass the model again: trimtab.train(…, model=model, output_dir={str(folder.path)!r})",
+        )
     view.message(f"{folder.path} was not begun before it was stopped: starting its recipe from the beginning")
     prepared = _prepare_new(recipe)
     with folder.begin_again(), current_gpu(recipe.device), torch_put_back():

@@ -34,8 +34,8 @@ KEPT = (RunLock.NAME, "recipe.yaml")
 """What stays to the last when a folder is emptied."""
 LATER = ("receipts", "report.html", ".demo")
 """What a run, or a demo, adds to it."""
-_ON_THE_WAY = re.compile(r"\.[a-z]+\.(?:(?:yaml|json|html)\.tmp-\d+|jsonl\.tmp)")
-"""Names of files whose writer was killed before they got their own."""
+_ON_THE_WAY = re.compile(r"\.[a-z]+\.(?:(?:yaml|json|html)\.tmp-\d+|jsonl\.tmp)|\.start\.tmp-[0-9a-f]+")
+"""Names of files and folders whose writer was killed before they got their own."""
 
 
 @dataclass(frozen=True)

@@ -86,9 +86,9 @@ def absolute(recipe: Recipe) -> Recipe:
 
 
 def own_start(name: str, run: Path) -> str:
-    """The model that a run began from; its copy in the run folder is found where that folder was moved."""
-    moved = Path(name).name == START and not Path(name).exists() and (run / START).is_dir()
-    return str(run / START) if moved else name
+    """The model that a run began from: its own copy where it has one, wherever the run folder was moved to."""
+    own = run / START
+    return str(own) if Path(name).name == START and own.is_dir() else name
 
 
 def missing_sources(recipe: Recipe) -> list[str]:
