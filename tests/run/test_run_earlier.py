@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
-from tiny_model import sentences, write_recipe
+from tiny_model import sentences, write_recipe, write_texts
 from whole_run import Silent, losses
 
 from trimtab import launch
 from trimtab.data import beginning, csv_rows, fingerprints, formats
 from trimtab.data.sources import SourceFile
 from trimtab.facts.errors import DataError
-from trimtab.recipe import load
+from trimtab.recipe import Recipe, load
 
 
 class Stop(Exception):
@@ -25,6 +27,12 @@ def stop_at(wanted: int) -> object:
             raise Stop
 
     return stop
+
+
+def without_checkpoints(folder: Path) -> None:
+    """Leaves a run as if it had been killed in its first step."""
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    (folder / "metrics.jsonl").unlink()
 
 
 def earlier(patch: pytest.MonkeyPatch) -> None:
@@ -121,6 +129,48 @@ def test_a_file_that_a_run_began_with_is_not_refused(tmp_path: Path, name: str, 
     with pytest.raises(DataError):
         read(spec)
     assert len(read(dataclasses.replace(spec, began=frozenset()))) == 1
+
+
+def test_the_order_of_a_run_that_has_no_checkpoint_yet(tmp_path: Path) -> None:
+    """Earlier versions let replay alone fill the first step; a run begun so trains on the same windows again."""
+    from trimtab.data import loader
+
+    texts = [
+        str(write_texts(tmp_path / f"{name}.jsonl", seed, 60)) for seed, name in enumerate(("own", "old"))
+    ]
+    data = {"train": texts[:1], "replay": {"share": 0.9, "sources": texts[1:]}, "eval_share": 0.1}
+    data |= {"cache_dir": str(tmp_path / "cache"), "num_proc": 1}
+    settings = {
+        "data": data,
+        "max_steps": 4,
+        "num_train_epochs": None,
+        "logging_steps": 1,
+        "eval_steps": None,
+    }
+    settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "save_steps": 3}
+    whole, stopped, new = (tmp_path / name for name in ("whole", "stopped", "new"))
+
+    def recipe(folder: Path) -> Recipe:
+        return load(write_recipe(tmp_path, output_dir=str(folder), **settings))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "own_text_first", lambda source_E, window_E, *_: (source_E, window_E))
+        launch.train(recipe(whole), Silent())
+        with pytest.raises(Stop):
+            launch.train(recipe(stopped), Silent(), after_step=stop_at(2))  # type: ignore[arg-type]
+    choices = json.loads((stopped / "choices.json").read_text())
+    choices["data"].pop("own_text_first", None)
+    (stopped / "choices.json").write_text(json.dumps(choices))
+    without_checkpoints(stopped)
+    launch.resume(stopped, [], Silent())
+    assert losses(stopped) == losses(whole)
+    # A run of this version has its own text in the first step, begun again or not.
+    with pytest.raises(Stop):
+        launch.train(recipe(new), Silent(), after_step=stop_at(2))  # type: ignore[arg-type]
+    first = losses(new)[0]
+    without_checkpoints(new)
+    launch.resume(new, [], Silent())
+    assert losses(new)[0] == first != losses(whole)[0]
 
 
 def test_a_known_delimiter_is_not_looked_for(tmp_path: Path) -> None:

@@ -96,13 +96,15 @@ def make_loader(
     dp_rank: int = 0,
     dp_size: int = 1,
     group_by_length: bool = False,
+    own_text_first: bool = True,
 ) -> Loader | StreamLoader:
     """A loader over corpora, or (corpus, weight) pairs, all cached or all streamed.
 
     A train source of weight 1 is seen once an epoch, of weight 2 twice, of 0.5 by half (the other half in
     the next epoch). `replay_share` of all windows come from the `replay` corpora, between which weights
     scale their sizes. Without `packing`, `group_by_length` puts documents of similar length into each microbatch and
-    pads it to its own longest one.
+    pads it to its own longest one. `own_text_first` puts a window of a train source into the first step, where replay
+    alone would fill it; False is the order of earlier versions.
 
     Example:
         >>> loader = make_loader([(math, 1.0)], replay=[general], replay_share=0.1,    # doctest: +SKIP
@@ -140,6 +142,7 @@ def make_loader(
         shape=shape,
         seed=seed,
         group_by_length=group_by_length,
+        own_text_first=own_text_first,
     )
 
 

@@ -100,6 +100,7 @@ class Loader:
         shape: StepShape,
         seed: int,
         group_by_length: bool = False,
+        own_text_first: bool = True,
     ) -> None:
         assert not (packing and group_by_length), "packed windows have no lengths to group by"
         self.max_seq_length = max_seq_length
@@ -126,7 +127,7 @@ class Loader:
         if group_by_length:  # which windows meet in a step follows from the microbatches
             self._settings["group_by_length"] = [shape.batch_size, shape.num_windows]
         self._epoch = self._window = 0
-        self._opening = shape.num_windows
+        self._opening = shape.num_windows if own_text_first else 0
         self._plan: tuple[int, tuple[np.ndarray, np.ndarray]] | None = None
 
     @property

@@ -31,6 +31,8 @@ GENERATED_DOCUMENTS = {"train": 20_000, "heldout": 400}
 STARTER_SEED = 1
 MEMORY_PREFIX = "memory:"
 """Before the name of rows that were passed from Python (`data.memory`)."""
+OWN_TEXT_FIRST = "own_text_first"
+"""Key of a run's pins: true in runs whose first step has a window of a train source."""
 QUIET_BYTES = 2**27
 """Reading and checking less than this takes no time worth a line."""
 
@@ -51,6 +53,8 @@ class Corpora:
     replay: list[tuple[Any, float]]
     evaluation: dict[str, list[Any]]
     commits: dict[str, str | None]
+    own_text_first: bool = True
+    """Whether the first step has a window of a train source; runs of earlier versions may begin with replay alone."""
 
     def loader(self, mesh: Mesh) -> Any:
         """The training loader for one process of a mesh."""
@@ -67,6 +71,7 @@ class Corpora:
             dp_rank=mesh.rank,
             dp_size=mesh.size,
             group_by_length=recipe.group_by_length,
+            own_text_first=self.own_text_first,
         )
 
     @cached_property
@@ -117,8 +122,12 @@ class Corpora:
         }
 
     def pins(self) -> dict[str, Any]:
-        """For choices.json: commits of hub data sets and fingerprints of all files."""
-        return {"commits": self.commits, "manifests": [corpus.manifest() for corpus in self.all()]}
+        """For choices.json: commits of hub data sets, fingerprints of all files, and the order of the first step."""
+        return {
+            "commits": self.commits,
+            "manifests": [corpus.manifest() for corpus in self.all()],
+            OWN_TEXT_FIRST: self.own_text_first,
+        }
 
     def all(self) -> list[Any]:
         """Every corpus, in an order that follows from the recipe."""
@@ -165,7 +174,8 @@ def open_corpora(
         ]
         evaluation = {"domain": held, **evaluation}
     replay = [(_without(corpus, evaluation), weight) for corpus, weight in replay]
-    opened = Corpora(recipe, train, replay, evaluation, opening.commits)
+    own_text_first = kept is None or kept.get(OWN_TEXT_FIRST) is True
+    opened = Corpora(recipe, train, replay, evaluation, opening.commits, own_text_first)
     if kept is not None:
         for corpus, manifest in zip(opened.all(), kept["manifests"], strict=True):
             corpus.check(manifest)
