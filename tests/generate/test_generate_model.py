@@ -167,6 +167,35 @@ def test_a_chat_remembers_and_reads_only_what_is_new(model: trimtab.Model) -> No
     assert [m["role"] for m in chat.transcript()] == ["system", *["user", "assistant"] * 3]
 
 
+@pytest.mark.parametrize("change", ["adapters", "weights", "another weight"])
+def test_a_chat_keeps_nothing_of_other_weights(folder: Path, change: str) -> None:
+    """Keys and values that were computed before belong to another model."""
+    from trimtab.adapt import add_lora
+
+    model = trimtab.load(folder / "chat", dtype="fp32", device="cpu")
+    decoder = model.opened.decoder
+    torch.manual_seed(0)
+    add_lora(decoder)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if "lora" in name:
+                parameter.normal_(std=0.5)
+    chat = model.chat(max_new_tokens=10)
+    with_adapters = chat.send("the cat").text
+    if change == "adapters":
+        model.use_adapters()
+    elif change == "weights":
+        with torch.no_grad():
+            decoder.get_parameter("model.layers.0.self_attn.v_proj.weight").mul_(-3)
+    else:
+        layer = decoder.get_submodule("model.layers.0.self_attn.v_proj")
+        layer.weight = torch.nn.Parameter(-3 * layer.weight.detach())
+    question = {"role": "user", "content": "and the dog?"}
+    answer = chat.send(question["content"]).text
+    assert answer == model.generate([*chat.messages[:2], question], max_new_tokens=10)
+    assert chat.messages[1]["content"] == with_adapters
+
+
 def test_turns_draw_anew_and_sessions_repeat(model: trimtab.Model) -> None:
     said = []
     for _ in range(2):

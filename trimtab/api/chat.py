@@ -18,7 +18,8 @@ ANSWER_TOKENS = 512
 class Chat:
     """A conversation; made by `Model.chat`.
 
-    Keys and values of tokens that two prompts share are kept, so that a turn reads only what is new. When the
+    Keys and values of tokens that two prompts share are kept, so that a turn reads only what is new; after
+    `Model.use_adapters` or another change of the weights the conversation is read anew. When the
     conversation outgrows the model's context, its oldest turns are left out of the prompt (`left_out`); `messages`
     keeps all of them.
 
@@ -66,6 +67,7 @@ class Chat:
         """How many of the oldest messages no longer fit into the model's context."""
         self._turn = 0
         self._cache = PromptCache()
+        self._adapters: list[str] = []
 
     def send(self, text: str, *, stream: Callable[[str], None] | None = None) -> Completion:
         """The answer to a message, which joins the conversation with it.
@@ -80,7 +82,8 @@ class Chat:
         Raises:
             ModelError: the message alone is longer than the model's context, or the template does not take it.
         """
-        from trimtab.generate import generate
+        from trimtab.adapt import active_adapters
+        from trimtab.generate import PromptCache, generate
         from trimtab.run.torch_setup import on_device_of
 
         pieces: list[str] = []
@@ -90,6 +93,9 @@ class Chat:
             if stream is not None:
                 stream(piece)
 
+        used = active_adapters(self._opened.decoder)
+        if used != self._adapters:  # what is kept was computed with others
+            self._cache, self._adapters = PromptCache(), used
         question = {"role": "user", "content": text}
         before = self.left_out
         ids, self.left_out, count = self._fitted([*self.messages, question])

@@ -5,9 +5,11 @@ Legend: B rows, T new tokens, S tokens so far, K key/value heads, D head size.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 
 class KVCache:
@@ -86,8 +88,40 @@ class KVCache:
         return grown
 
 
+class WeightState:
+    """The weights of a model at one time, to notice that keys and values are of other ones.
+
+    Holds no weight in memory. A tensor that is replaced or written to is noticed; writing through `tensor.data` is not.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> before = WeightState(layer)
+        >>> before.matches(WeightState(layer))
+        True
+        >>> _ = nn.init.zeros_(layer.weight)
+        >>> before.matches(WeightState(layer))
+        False
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        tensors = [*model.parameters(), *model.buffers()]
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        # Tensors that were made in inference mode count no versions.
+        self._versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+    def matches(self, other: WeightState) -> bool:
+        """Whether both are of the same tensors, unchanged."""
+        pairs = zip(self._tensors, other._tensors, strict=False)
+        return self._versions == other._versions and all(
+            mine() is not None and mine() is theirs() for mine, theirs in pairs
+        )
+
+
 class PromptCache:
     """A cache that outlives a call of `generate`: the next prompt is read from where it differs from the last.
+
+    Where weights were changed since, all of the prompt is read. It cannot see which adapters are in use: with other
+    ones take a new cache.
 
     Example:
         >>> cache = PromptCache()
@@ -101,9 +135,15 @@ class PromptCache:
         self.ids: list[int] = []
         """The tokens read so far, those of a pass that was interrupted included."""
         self._cache: KVCache | None = None
+        self._weights: WeightState | None = None
 
-    def begin(self, num_layers: int, prompt: Sequence[int]) -> KVCache:
-        """The cache with what it shares with the beginning of a prompt; the last token is always read anew."""
+    def begin(self, num_layers: int, prompt: Sequence[int], *, weights: WeightState | None = None) -> KVCache:
+        """The cache with what it shares with the beginning of a prompt; the last token is always read anew.
+
+        With other `weights` than last time it is empty.
+        """
+        if weights is not None and (self._weights is None or not self._weights.matches(weights)):
+            self._cache, self._weights = None, weights
         if self._cache is None:
             self._cache = KVCache(num_layers)
         shared = 0

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from trimtab.facts.errors import ModelError, RecipeError
-from trimtab.generate.cache import KVCache, PromptCache
+from trimtab.generate.cache import KVCache, PromptCache, WeightState
 from trimtab.generate.completion import Completion, Writing
 from trimtab.generate.sampling import Sampling
 from trimtab.kernels.attention import Layout
@@ -204,7 +204,7 @@ def _run_batch(decoder: Decoder, rows: list[Writing], sampling: Sampling, kept: 
         cache = KVCache(decoder.shape.num_layers)
     else:
         assert len(rows) == 1, "a kept cache serves one prompt at a time"
-        cache = kept.begin(decoder.shape.num_layers, rows[0].prompt)
+        cache = kept.begin(decoder.shape.num_layers, rows[0].prompt, weights=WeightState(decoder))
         next_BT = [next_BT[0][cache.length :]]
     while True:
         if kept is not None:
