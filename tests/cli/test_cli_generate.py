@@ -99,6 +99,13 @@ def test_rows_of_other_prompts_or_options_are_refused(
     out.write_text("some notes\n")
     cli(*command).refused(2, "out.jsonl:1 was not written by `trimtab generate`")
     assert out.read_text() == "some notes\n"
+    # Nor is a line without its end taken for a row that a kill cut off.
+    for notes in ("some notes", '{"index": 7, "of": "a book"}', '{"index": 0, "prompt": "of another'):
+        out.write_text(notes)
+        cli(*command).refused(2, "out.jsonl:1 was not written by `trimtab generate`", "--overwrite")
+        assert out.read_text() == notes
+    out.write_text('{"index": 0, "pro')  # this is how a row begins
+    assert cli(*command).code == 0
     cli(*command[:4], "--output", prompts).refused(2, "is the file of prompts itself")
     cli(*command[:4], "--output", tmp_path / "absent" / "out.jsonl").refused(6, "cannot be written")
 

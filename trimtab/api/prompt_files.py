@@ -174,7 +174,9 @@ class OutputFile:
         try:
             for line in self._file:
                 if not line.endswith(b"\n"):
-                    break  # cut off by a kill in the middle of writing
+                    if not self._is_cut(line):
+                        self._check(line)
+                    break  # it is written again
                 self._check(line)
                 self.done += 1
                 end += len(line)
@@ -204,12 +206,23 @@ class OutputFile:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _line(self, index: int, row: PromptRow, one: Completion) -> str:
+    def _beginning(self, index: int, row: PromptRow) -> dict[str, Any]:
         asked = {key: row.fields[key] for key in ("prompt", "messages") if key in row.fields}
         more = {key: value for key, value in row.fields.items() if key not in OWN_KEYS}
+        return {"index": index, **asked, **more}
+
+    def _line(self, index: int, row: PromptRow, one: Completion) -> str:
         made = {"completion": one.text, "finish_reason": one.finish_reason, "tokens": len(one.ids)}
         # Escaped: a text may hold half of a Unicode pair, which UTF-8 cannot.
-        return json.dumps({"index": index, **asked, **more, **made, "settings": self._digest}) + "\n"
+        return json.dumps({**self._beginning(index, row), **made, "settings": self._digest}) + "\n"
+
+    def _is_cut(self, line: bytes) -> bool:
+        """Whether a line without its end is the beginning of the next row, as a killed process leaves it."""
+        if self.done >= len(self._rows):
+            return False
+        begins = self._beginning(self.done, self._rows[self.done])
+        written = json.dumps(begins).removesuffix("}").encode()
+        return line.startswith(written) or written.startswith(line)
 
     def _check(self, line: bytes) -> None:
         """RecipeError unless a row that is there is the one that would be written."""
