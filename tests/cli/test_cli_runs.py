@@ -85,6 +85,8 @@ def test_the_table_and_json(folder: Path, cli: Call, monkeypatch: pytest.MonkeyP
     assert [line.split()[:2] for line in cli("runs").out.splitlines()] == [
         line.split()[:2] for line in said.out.splitlines()
     ]
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert cli("runs", "~/runs").out == said.out
     assert cli("runs", folder / "no-run").out == f"no runs in {folder / 'no-run'}\n"
     cli("runs", folder / "absent").refused(5, "does not exist", "run folder")
 

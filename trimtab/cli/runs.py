@@ -49,6 +49,7 @@ def runs(
     from trimtab.report.plain import plain
     from trimtab.run.listing import runs as list_runs
 
+    folder = folder.expanduser()
     found = list_runs(folder)
     if as_json:
         for run in found:
