@@ -206,6 +206,33 @@ def test_what_is_wrong_with_the_recipe_is_said_before_rows_are_read(tmp_path: Pa
         trimtab.train(recipe, data=never, view=quiet())
 
 
+def test_streams_with_equal_first_rows_stay_apart(tmp_path: Path) -> None:
+    """A stream is named by its first 16 rows, and a list to measure on by all of its rows."""
+    from trimtab.api.rows import DataArgument
+    from trimtab.recipe import build
+
+    head = [f"the cat sees {i}" for i in range(16)]
+    own, old, measured = [*head, *["a dog"] * 5], [*head, *["a tree"] * 5], list(head)
+    data: dict[str, Any] = {
+        "train": [{"source": own}],
+        "replay": {"share": 0.5, "sources": [{"source": old}]},
+        "eval": [{"source": measured}],
+    }
+    recipe = tiny_recipe(tmp_path)
+    given = DataArgument.of({**recipe["data"], **data, "streaming": True})
+    built, passed = given.store(build({**recipe, "data": given.section}), quiet())
+    assert built.data.replay is not None
+    sources = (built.data.train[0], built.data.replay.sources[0], built.data.eval.domain[0])
+    streams = [passed[source.source].stream for source in sources]
+    assert [stream and [value for _, value in stream.values()] for stream in streams] == [own, old, None]
+    # A resume gives the same names to the same rows, and refuses others.
+    again = DataArgument.of(data).store_again(built, quiet(), tmp_path)
+    assert set(again) == {source.source for source in sources}
+    data["train"] = [{"source": ["another", *own[1:]]}]
+    with pytest.raises(trimtab.TrimtabError, match=r"is not what .* began with"):
+        DataArgument.of(data).store_again(built, quiet(), tmp_path)
+
+
 def test_streamed_rows_end_or_stand_beside_files_clearly(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     recipe["data"]["streaming"] = True

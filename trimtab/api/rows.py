@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,9 +80,11 @@ class DataArgument:
             return recipe, {}
         plain = recipe.model_dump(mode="json", exclude_unset=True)
         passed: dict[str, Passed] = {}
-        for position in self.rows:
-            key = self.key and (self.key if len(self.rows) == 1 else f"{self.key}.{_dotted(position)}")
-            name, given = self._stored(position, recipe, view, key)
+
+        def key_of(position: Position) -> str | None:
+            return self.key and (self.key if len(self.rows) == 1 else f"{self.key}.{_dotted(position)}")
+
+        for position, name, given in self._all_stored(recipe, view, key_of):
             _at(plain["data"], position)["source"] = name
             passed[name] = given
         return build(plain), passed
@@ -97,16 +99,18 @@ class DataArgument:
         section = recipe.model_dump(mode="json")["data"]
         self._check_unchanged(section)
         passed: dict[str, Passed] = {}
-        for position in self.rows:
-            kept = _kept_name(section, position, folder)
-            own = kept.removeprefix(MEMORY_PREFIX)
-            keyed = _DIGEST.fullmatch(own) is None
+
+        def key_of(position: Position) -> str | None:
+            own = _kept_name(section, position, folder).removeprefix(MEMORY_PREFIX)
             if self.key is not None and own != self.key and not own.startswith(f"{self.key}."):
                 raise DataError(
                     f"data_key is {self.key!r}, and {folder} began with {own!r}",
                     "pass the same data, or start a new run",
                 )
-            name, given = self._stored(position, recipe, view, own if keyed else None)
+            return own if _DIGEST.fullmatch(own) is None else None
+
+        for position, name, given in self._all_stored(recipe, view, key_of):
+            kept = _kept_name(section, position, folder)
             if name != kept:
                 places = [
                     spool_path(
@@ -137,6 +141,22 @@ class DataArgument:
                 f"data names {', '.join(map(str, more))}, and a resumed run has its data in its recipe",
                 "pass only the rows that the run began with",
             )
+
+    def _all_stored(
+        self, recipe: Recipe, view: View, key_of: Callable[[Position], str | None]
+    ) -> Iterator[tuple[Position, str, Passed]]:
+        """The rows of each position, stored: the name of their source, and what the run is given."""
+        from trimtab.run.corpora import MEMORY_PREFIX
+
+        names: dict[str, Any] = {}
+        # A stream is named by its first rows; where others have that name already, it takes another one.
+        for position in sorted(self.rows, key=lambda position: position[0] != "eval"):
+            rows = self.rows[position]
+            name, given = self._stored(position, recipe, view, key_of(position))
+            while given.stream is not None and names.get(name, rows) is not rows:
+                name = MEMORY_PREFIX + given.stream.rename()
+            names[name] = rows
+            yield position, name, given
 
     def _stored(self, position: Position, recipe: Recipe, view: View, key: str | None) -> tuple[str, Passed]:
         from trimtab.data.memory import Passed, RowStream, spool_rows
