@@ -92,7 +92,7 @@ def resume(
     """
     from trimtab import launch
     from trimtab.launch.device import need_torch
-    from trimtab.recipe import load
+    from trimtab.launch.here import recipe_of
     from trimtab.report import LiveView
     from trimtab.run import RunFolder
 
@@ -103,7 +103,7 @@ def resume(
     with view or LiveView() as shown:
         run = RunFolder(path_of(folder, "the run folder"))
         run.open()
-        passed = given.store_again(load(run.recipe, words), shown, run.path)
+        passed = given.store_again(recipe_of(run, words), shown, run.path)
         return _result(launch.resume(run.path, words, shown, given=launch.Given(passed, callbacks)))
 
 

@@ -160,7 +160,7 @@ def resume(
         if not folder.choices.is_file():
             return _begin_again(folder, overrides, view, after_step=after_step, given=given or Given())
         kept = _kept(folder)
-        recipe, before = _recipe(folder, kept, overrides), build(kept["recipe"])
+        recipe, before = recipe_of(folder, overrides), build(kept["recipe"])
         asked = asks_for_device(before, recipe, overrides)
         check_resume(before, recipe, run=str(path), overrides=overrides)
         choices = Choices.from_dict(kept)
@@ -223,11 +223,16 @@ def _begin_again(
         return _go(prepared, folder, view, kept=None, after_step=after_step, given=given)
 
 
-def _recipe(folder: RunFolder, kept: dict[str, Any], overrides: Sequence[str]) -> Recipe:
-    """The recipe of a run that is continued; choices.json has it too, if recipe.yaml is gone."""
+def recipe_of(folder: RunFolder, overrides: Sequence[str]) -> Recipe:
+    """The recipe of a run that is resumed; choices.json has it too, if recipe.yaml is gone.
+
+    Example:
+        >>> recipe_of(RunFolder(Path("runs/demo")), ["max_steps=200"]).max_steps  # doctest: +SKIP
+        200
+    """
     if folder.recipe.is_file():
         return load(folder.recipe, overrides)
-    return loads(dump(build(kept["recipe"])), overrides)
+    return loads(dump(build(_kept(folder)["recipe"])), overrides)
 
 
 def _kept(folder: RunFolder) -> dict[str, Any]:
