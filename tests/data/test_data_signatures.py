@@ -146,3 +146,10 @@ def test_preferences_are_refused_with_what_works(tmp_path: Path, row: dict[str, 
     words = segment.text or str(segment.example)
     assert "Yes?" in words
     assert "No." not in words
+
+
+def test_a_text_column_beside_preferences_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Hi", "chosen": "x", "rejected": "y"}) + "\n")
+    source = resolve(SourceSpec(str(tmp_path / "a.jsonl")))
+    assert detect(source) is None
+    assert [segment.text for segment in SegmentReader(source)] == ["Hi"]

@@ -108,7 +108,7 @@ def test_what_a_new_run_reads_with_semicolons_a_resume_does_too(tmp_path: Path) 
     ("name", "content"),
     [
         ("a.txt", "{\\rtf1 a text that begins like RTF}"),
-        ("a.jsonl", '{"text": "one", "chosen": "a", "rejected": "b"}\n'),
+        ("a.jsonl", '{"prompt": "one", "chosen": [], "rejected": []}\n'),
     ],
 )
 def test_a_file_that_a_run_began_with_is_not_refused(tmp_path: Path, name: str, content: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from trimtab.data.columns import type_name
 from trimtab.data.sources import TABLES, ResolvedSource, SourceFile, SourceSpec
+from trimtab.data.spec import TEXT_COLUMNS
 from trimtab.facts.errors import DataError
 
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -118,7 +119,8 @@ def _by_first_row(spec: SourceSpec, tables: list[SourceFile]) -> Format | None:
         if all(_fits(part, made.get(row, part), made, row) for part in PARTS[name][0]):
             return made
     if spec.format == "auto" and not spec.columns:
-        if {"chosen", "rejected"} <= set(row) and not file.accepted:
+        texts = [name for name in TEXT_COLUMNS if isinstance(row.get(name), str)]
+        if {"chosen", "rejected"} <= set(row) and not texts and not file.accepted:
             raise _preferences(file, row)
         return None
     needs = " or ".join(", ".join(spec.columns.get(p, p) for p in PARTS[name][0]) for name in wanted)
