@@ -148,3 +148,9 @@ def test_a_stream_knows_the_rows_before_a_place() -> None:
     with pytest.raises(DataError, match="ends before row 30"):
         RowStream(rows[:10]).check(30, digest)
     assert list(iterate(rows)) == rows
+
+
+def test_an_iterator_of_large_rows_is_read_from_its_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimtab.data.memory.WINDOW_BYTES", 100)
+    stream = RowStream(iter([f"{number} " + "x" * 30 for number in range(1, 41)]))
+    assert [value.split()[0] for _, value in stream.values(1)] == [str(number) for number in range(1, 41)]

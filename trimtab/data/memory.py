@@ -24,7 +24,8 @@ from trimtab.data.sources import publish
 from trimtab.facts.errors import DataError, ResourceError
 
 WINDOW_BYTES = 1 << 26
-"""How much of a stream is kept to be read again: several chunks (`spec.chunk_tokens`), to repeat a step."""
+"""How much of a stream is kept to be read again: several chunks (`spec.chunk_tokens`), to repeat a step.
+At least `HEAD_ROWS` rows are, which name the stream before its first row is trained on."""
 HEAD_ROWS = 16
 """Rows at the beginning of a stream that stand for it in a run folder when the user gives no key."""
 NAME_DIGITS = 16
@@ -306,5 +307,5 @@ class RowStream:
         self._digest.update(line.encode() + b"\n")
         self._next += 1
         self._size += len(line)
-        while self._size > WINDOW_BYTES and len(self._kept) > 1:
+        while self._size > WINDOW_BYTES and len(self._kept) > HEAD_ROWS:
             self._size -= len(self._kept.popleft().line)
