@@ -249,3 +249,13 @@ def test_streamed_rows_end_or_stand_beside_files_clearly(tmp_path: Path) -> None
 
     with pytest.raises(LookupError, match="mine"):
         trimtab.train(recipe, data=failing(), view=quiet())
+
+
+def test_a_list_of_sources_names_files_and_rows(tmp_path: Path) -> None:
+    from trimtab.api.rows import DataArgument
+
+    given = DataArgument.of([{"source": str(tmp_path / "a.txt"), "weight": 2}, {"source": TEXTS}])
+    assert given.section["train"][0] == {"source": str(tmp_path / "a.txt"), "weight": 2}
+    assert given.rows == {("train", 1): TEXTS}
+    rows = [{"source": "int main() {}"}, {"source": "def f(): ..."}]  # texts in a column of this name
+    assert DataArgument.of(rows).rows == {("train", 0): rows}

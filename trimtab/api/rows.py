@@ -48,6 +48,8 @@ class DataArgument:
             found.section = {"train": str(data)}
         elif isinstance(data, Mapping):
             found.whole, found.section = True, found._mapping(data)
+        elif _are_sources(data):
+            found.section = {"train": found._sources(data, ("train",))}
         else:
             _refuse_files(data)
             found.section = {"train": [found._named(data, ("train", 0))]}
@@ -243,6 +245,14 @@ def _is_source(value: Any) -> bool:
 
 def _is_row(value: Any) -> bool:
     return isinstance(value, Mapping) and not _is_source(value)
+
+
+def _are_sources(data: Any) -> bool:
+    """Whether a list holds sources with options; rows whose only column is `source` hold texts there, and no names."""
+    if not isinstance(data, list | tuple) or not data or not all(_is_source(one) for one in data):
+        return False
+    values = [one["source"] for one in data if isinstance(one["source"], str)]
+    return all(_exists(value) or not any(c.isspace() for c in value.strip()) for value in values)
 
 
 def _refuse_files(data: Any) -> None:
