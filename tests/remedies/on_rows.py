@@ -119,7 +119,7 @@ case(
     anew,
 )
 case(
-    "api/rows.py:DataArgument.store_again: pass the same data, or start a new run",
+    "api/rows.py:DataArgument.store_again.key_of: pass the same data, or start a new run",
     lambda w: go_on(w, ROWS, data_key="other"),
     anew,
 )
