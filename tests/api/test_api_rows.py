@@ -228,6 +228,10 @@ def test_streams_with_equal_first_rows_stay_apart(tmp_path: Path) -> None:
     # A resume gives the same names to the same rows, and refuses others.
     again = DataArgument.of(data).store_again(built, quiet(), tmp_path)
     assert set(again) == {source.source for source in sources}
+    same = {**recipe["data"], **data, "streaming": True}
+    assert set(DataArgument.of(same).store_again(built, quiet(), tmp_path)) == set(again)
+    with pytest.raises(trimtab.TrimtabError, match="data names eval_windows, and a resumed run has its data"):
+        DataArgument.of({**same, "eval_windows": 7}).store_again(built, quiet(), tmp_path)
     data["train"] = [{"source": ["another", *own[1:]]}]
     with pytest.raises(trimtab.TrimtabError, match=r"is not what .* began with"):
         DataArgument.of(data).store_again(built, quiet(), tmp_path)

@@ -132,7 +132,12 @@ class DataArgument:
     def _check_unchanged(self, section: dict[str, Any]) -> None:
         """What is no rows must be as in the run's recipe; nothing that was passed is ignored."""
         kept = set(_names(section))
-        more = [key for key in self.section if key not in ("train", "eval", "replay")]
+        more = [
+            key
+            for key, value in self.section.items()
+            if key not in ("train", "eval", "replay")
+            and (key not in section or section[key] not in (value, str(Path.cwd() / str(value))))
+        ]
         more += [
             name
             for name in _names(self.section)
