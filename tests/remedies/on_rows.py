@@ -125,7 +125,7 @@ case(
 )
 case(
     "api/rows.py:DataArgument._check_unchanged: pass only the rows that the run began with",
-    lambda w: go_on(w, {"train": ROWS, "num_proc": 1}),
+    lambda w: go_on(w, {"train": ROWS, "num_proc": 3}),
     lambda w, remedy: go_on(w, ROWS),
 )
 
