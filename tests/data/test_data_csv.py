@@ -79,6 +79,7 @@ def test_a_delimiter_belongs_to_what_a_cache_knows_a_file_by(tmp_path: Path) -> 
         "The cat sat on the mat.",
         "Is this a header? I think not!",
         "x" * 100,
+        "this is one line of text",
         "1",
         "3.14",
         "2024-01-31",

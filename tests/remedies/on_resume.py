@@ -211,6 +211,32 @@ case(
 )
 
 
+def extended_after_early_stop(w: World) -> object:
+    early = w.tmp / "early"
+    if not early.exists():
+        stops = {
+            "eval_steps": 1,
+            "early_stopping_patience": 1,
+            "early_stopping_threshold": 1e9,
+            "data_eval_share": 0.2,
+        }
+        w.cli("train", w.recipe(**stops, max_steps=4, output_dir=str(early)))
+    return resume(w, "max_steps=6", folder=early)
+
+
+case(
+    "launch/here.py:_refuse_early_stopped: set early_stopping_patience=null as well, or a larger one",
+    extended_after_early_stop,
+    lambda w, remedy: resume(
+        w,
+        "max_steps=6",
+        *re.findall(r"\S+=null", remedy),
+        "early_stopping_threshold=0",
+        folder=w.tmp / "early",
+    ),
+)
+
+
 def damaged(w: World) -> Path:
     for file in (run(w) / "checkpoints").glob("step-*/*.safetensors"):
         file.write_bytes(b"")

@@ -11,6 +11,7 @@ from whole_run import Silent, losses, records
 import trimtab
 from trimtab import launch
 from trimtab.checkpoint import Store
+from trimtab.facts.errors import RecipeError
 from trimtab.recipe import load
 from trimtab.report import read_run, write_page
 
@@ -71,6 +72,15 @@ def test_killed_and_resumed_it_stops_at_the_same_step(stopped: Path) -> None:
     assert finished.reason is not None
     assert losses(folder) == losses(stopped)
     assert records(folder, "event") == records(stopped, "event")
+
+
+def test_more_steps_alone_do_not_continue_it(stopped: Path) -> None:
+    path = write_recipe(stopped.parent, **STOPS, output_dir=str(stopped.parent / "extended"))
+    finished = launch.train(load(path), Silent())
+    before = (finished.folder / "recipe.yaml").read_text(), losses(finished.folder)
+    with pytest.raises(RecipeError, match="early_stopping_patience: 3 ended the run"):
+        launch.resume(finished.folder, ["max_steps=1000"], Silent())
+    assert ((finished.folder / "recipe.yaml").read_text(), losses(finished.folder)) == before
 
 
 def test_a_larger_patience_trains_on(stopped: Path) -> None:

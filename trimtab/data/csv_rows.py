@@ -123,7 +123,12 @@ def refuse_data_as_header(file: SourceFile, header: list[str]) -> None:
 
 
 def _is_data(fields: list[str]) -> bool:
-    """Whether a row cannot be names of columns: a number, a sentence, or something long is among them."""
+    """Whether a row cannot be names of columns: a number, a sentence, or something long is among them.
+
+    A single column is seldom named with five words or more; in a file of one text per line the first one often has.
+    """
+    if len(fields) == 1 and len(fields[0].split()) >= 5:
+        return True
     return any(
         "\n" in field
         or len(field) > _LONG_NAME

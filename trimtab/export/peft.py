@@ -65,6 +65,8 @@ def export_peft(
         ModelError: the folder exists, what was written is not the adapter, or the model holds a rounded one.
     """
     folder = Path(folder)
+    # Revision and checksums of the source say nothing about another place.
+    elsewhere = base_name not in (None, base["source"])
     rounded = rounded_modules(decoder, adapter)
     if rounded:
         held = str(decoder.get_parameter(rounded[0]).dtype).removeprefix("torch.")
@@ -78,9 +80,8 @@ def export_peft(
             staging,
             adapter=adapter,
             base_name=base_name or str(base["source"]),
-            # A commit of the source says nothing about another place.
-            revision=base.get("revision") if base_name in (None, base["source"]) else None,
-            base=base if base.get("files") else None,
+            revision=None if elsewhere else base.get("revision"),
+            base=base if base.get("files") and not elsewhere else None,
         )
         tensors = stored_tensors(decoder, adapter)
         checks = [_check_bytes(tensors, staging)]

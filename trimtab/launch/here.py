@@ -15,7 +15,7 @@ import torch
 
 from trimtab import text
 from trimtab.data.memory import Passed
-from trimtab.facts.errors import CheckpointError
+from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.run_places import is_checkpoint
 from trimtab.launch.device import current_gpu, need_trackers
 from trimtab.launch.moving import asks_for_device, describe_move, device_of, moved, with_device
@@ -365,6 +365,7 @@ def _keep_changes(
         now |= choices.to_dict()
     change = describe_change(recipe, planned, run.lengths)
     if change is not None:
+        _refuse_early_stopped(run)
         said.append(change)
     now["lengths"] = [length.to_dict() for length in run.lengths]
     write_text(folder.recipe, dump(recipe))
@@ -374,6 +375,17 @@ def _keep_changes(
     for message in said:
         view.message(message)
         run.job.log.append({"kind": "event", "step": run.state.step, "message": message})
+
+
+def _refuse_early_stopped(run: assembling.Run) -> None:
+    """More steps change nothing for a run that early stopping ended: it would stop again at once."""
+    stopping, state = run.job.early_stopping, run.state
+    if stopping is not None and stopping.reached(state.stale):
+        raise RecipeError(
+            f"early_stopping_patience: {stopping.patience} ended the run at step {state.step}, and more steps "
+            "would end there too",
+            "set early_stopping_patience=null as well, or a larger one",
+        )
 
 
 def _lengths(kept: dict[str, Any] | None, opened: corpora.Corpora) -> tuple[Length, ...]:
