@@ -131,6 +131,18 @@ def test_a_whole_record_has_no_flaws(run: Path, cli: Call) -> None:
     assert "metrics.jsonl" not in cli("train", "--resume", run).out
 
 
+def test_a_resume_needs_room_for_all_of_its_checkpoints(
+    run: Path, cli: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are there are replaced; the one being written and a second kept one need room of their own."""
+    sizes = [sum(file.stat().st_size for file in step.iterdir()) for step in run.glob("checkpoints/step-*")]
+    usage = shutil.disk_usage(run)
+    for extra, code in ((20 * max(sizes), 0), (0, 6)):
+        again = shutil.copytree(run, run.with_name(f"room-{code}"))
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=extra: usage._replace(free=free))
+        assert cli("train", "--resume", again, "max_steps=8", "save_total_limit=3").code == code
+
+
 # Starts that were killed early.
 
 

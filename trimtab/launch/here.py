@@ -23,7 +23,6 @@ from trimtab.launch.preparing import Frozen, Prepared, prepare, unwritten_tokens
 from trimtab.model import read_shape
 from trimtab.parallel import Mesh
 from trimtab.plan import Plan, check_disk, check_fits, make_plan, total_steps
-from trimtab.plan.disk import check_room
 from trimtab.recipe import Recipe, build, check_resume, dump, load, loads, to_dict
 from trimtab.run import adapters, assembling, corpora, sources
 from trimtab.run.choices import Choices
@@ -269,8 +268,7 @@ def _go(
     tokenizer = sources.load_tokenizer(folder.model, shape)
     opened = corpora.open_corpora(recipe, tokenizer, view, kept=kept and kept["data"], passed=given.rows)
     plan = make_plan(recipe, shape, device=prepared.device, data=opened.facts, choices=choices.to_dict())
-    check = check_disk if kept is None else check_room
-    check(plan.disk, shutil.disk_usage(folder.path).free, str(folder.path))
+    check_disk(plan.disk, shutil.disk_usage(folder.path).free + folder.checkpoint_bytes(), str(folder.path))
     view.plan(plan.to_dict())
     for note in (*plan.notes, *opened.notes()):
         view.message(note)

@@ -88,7 +88,10 @@ def estimate(weights: int, states: int, num_tensors: int, saving: Saving) -> Dis
 
 
 def check_disk(disk: Disk, free_bytes: int, folder: str) -> None:
-    """Raise a ResourceError if the checkpoints do not fit beside what is on the disk already."""
+    """Raise a ResourceError if the checkpoints do not fit beside what is on the disk already.
+
+    For a resumed run `free_bytes` includes its own checkpoints, which later ones replace.
+    """
     if disk.total_bytes <= free_bytes:
         return
     count = disk.saving.standing()
@@ -96,14 +99,9 @@ def check_disk(disk: Disk, free_bytes: int, folder: str) -> None:
         "the checkpoint takes" if count == 1 else f"{count} checkpoints, as many as there are at once, take"
     )
     raise ResourceError(
-        f"{what} {format_bytes(disk.total_bytes)} and {folder} has {format_bytes(free_bytes)} free",
+        f"{what} {format_bytes(disk.total_bytes)} and {folder} has room for {format_bytes(free_bytes)}",
         f"free some space, set output_dir to another disk{_fewer(disk, free_bytes)}",
     )
-
-
-def check_room(disk: Disk, free_bytes: int, folder: str) -> None:
-    """Raise a ResourceError if not even one more checkpoint fits: enough for a run whose others are there already."""
-    check_disk(Disk(disk.checkpoint_bytes, Saving(1, None, None, None)), free_bytes, folder)
 
 
 def _fewer(disk: Disk, free_bytes: int) -> str:

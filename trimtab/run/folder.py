@@ -108,6 +108,10 @@ class RunFolder:
         with self.metrics.open("rb") as lines:
             return any(b'"kind": "train"' in line for line in lines)
 
+    def checkpoint_bytes(self) -> int:
+        """What the run's checkpoints take on the disk; 0 where there are none."""
+        return sum(path.stat().st_size for path in self.checkpoints.glob("step-*/*") if path.is_file())
+
     def check_new(self) -> None:
         """Refuses a folder that a new run would spoil: one with a run, or with anything that is not ours."""
         if self.began():
