@@ -127,7 +127,7 @@ def test_damaged_files_are_refused_before_anything_is_filled(tmp_path: Path) -> 
         "absmax holds": {**whole, f"{up}.absmax": whole[f"{up}.absmax"][:-1].clone()},
         "NaN or infinity": {**whole, f"{up}.absmax": whole[f"{up}.absmax"] * float("nan")},
         "negative scales": {**whole, f"{up}.absmax": -whole[f"{up}.absmax"]},
-        "was .'float32'.; known": {**whole, state: facts(dtype=["float32"])},
+        "was .'float32'.; quantize it again from float32": {**whole, state: facts(dtype=["float32"])},
         "blocks of 64.0": {**whole, state: facts(blocksize=64.0)},
         "is no JSON": {**whole, state: torch.full((60_000,), ord("["), dtype=torch.uint8)},
     }

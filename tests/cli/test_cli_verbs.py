@@ -350,7 +350,7 @@ def test_demo_of_a_few_steps(tmp_path: Path, cli: Call, monkeypatch: pytest.Monk
         _replace_older(tmp_path / "demo")
     (tmp_path / "demo" / "mynotes").rmdir()
     _replace_older(tmp_path / "demo")  # what a second demo begins with
-    assert [path.name for path in (tmp_path / "demo").iterdir()] == [RunLock.NAME]
+    assert {path.name for path in (tmp_path / "demo").iterdir()} == {RunLock.NAME, "recipe.yaml"}
 
 
 @pytest.mark.slow

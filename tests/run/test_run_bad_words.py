@@ -103,7 +103,7 @@ def test_a_run_of_adapters_that_explodes_says_how_to_go_on_with_them(
     path = small(tmp_path, model, lora={"r": 2}, **exploding)
     said = refused(["train", str(path)], TrainingError.exit_code, capsys)
     assert "is saved as step" in said
-    assert "`trimtab export peft`" in said
+    assert "`trimtab export peft --checkpoint STEP`" in said
     assert "export hf" not in said
 
 
