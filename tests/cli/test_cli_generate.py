@@ -8,6 +8,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import termios
@@ -314,6 +315,12 @@ def test_chat_says_what_it_leaves_out_and_refuses_what_is_too_long(
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals here")
+def own_terminal() -> None:
+    """Ctrl-C is the child's signal, also where this process runs in the background and ignores it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_chat_at_a_terminal(chat_model: Path) -> None:
     """Ctrl-C at the prompt keeps the session, an error does not end it, Ctrl-D does."""
     ours, theirs = os.openpty()
@@ -324,7 +331,7 @@ def test_chat_at_a_terminal(chat_model: Path) -> None:
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is its signal
+        preexec_fn=own_terminal,
         env={**os.environ, "TERM": "dumb"},
     )
     os.close(theirs)

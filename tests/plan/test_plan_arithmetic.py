@@ -205,7 +205,7 @@ def test_a_run_that_fits_passes_and_one_byte_less_does_not() -> None:
     check_fits(made, dataclasses.replace(GPU, memory_bytes=made.memory.needed))
     with pytest.raises(ResourceError):
         check_fits(made, dataclasses.replace(GPU, memory_bytes=made.memory.needed - 1))
-    with pytest.raises(ResourceError, match=r"has room for 9\.31 GiB"):
+    with pytest.raises(ResourceError, match=r"has 9\.31 GiB free"):
         check_fits(made, dataclasses.replace(GPU, free_bytes=10 * 10**9))
 
 

@@ -90,13 +90,14 @@ def resume(
     Example:
         >>> trimtab.resume("runs/my-run", save_steps=50)  # doctest: +SKIP
     """
-    from trimtab import launch
     from trimtab.launch.device import need_torch
+
+    need_torch()
+    from trimtab import launch
     from trimtab.launch.here import recipe_of
     from trimtab.report import LiveView
     from trimtab.run import RunFolder
 
-    need_torch()
     check_callbacks(callbacks)
     words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()]
     given = DataArgument.of(data, data_key)

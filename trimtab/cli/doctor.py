@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -134,6 +135,8 @@ def _table(rows: list[Row], title: str | None = None) -> Table:
 
 
 def _version(name: str) -> str | None:
+    if importlib.util.find_spec(name) is None:
+        return None
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:  # a folder of that name, such as wandb's own, is no package

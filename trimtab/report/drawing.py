@@ -124,7 +124,8 @@ def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[fl
         apart = max(1.0, apart)
     first, last = math.ceil(low / apart - 1e-9), math.floor(high / apart + 1e-9)
     digits = max(0, -math.floor(math.log10(apart))) if apart < 1 else 0
-    return [round(i * apart, digits) + 0.0 for i in range(first, last + 1)]
+    found = (round(i * apart, digits) + 0.0 for i in range(first, last + 1))
+    return list(dict.fromkeys(found))[: most + 1]  # of huge values close together several are one number
 
 
 def _tick(label: str, value: float, span: tuple[float, float], size: int, *, down: bool = False) -> Tick:
