@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 FEW = tl.constexpr(16)
-"""Rows or keys that a tile which is not finite is computed again with, at a time."""
+"""Rows (or keys) per iteration when a tile with non-finite results is recomputed."""
 
 
 @triton.jit
