@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test kills check format docs clean
+.PHONY: help demo test kills sameness check format docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -32,8 +32,11 @@ test: $(VENV)/.dev  ## all tests that this machine can run
 kills: $(VENV)/.dev  ## kill -9 real runs at 100 random instants, resume them, compare every loss
 	@$(BIN)/python -m tests.real.kills --count 100
 
+sameness: $(VENV)/.dev  ## compare the losses of this tree and PARENT=commit bit by bit, in some minutes
+	@$(BIN)/python -m tools.sameness $(if $(PARENT),--parent $(PARENT)) $(if $(ONLY),--only '$(ONLY)')
+
 check: $(VENV)/.dev  ## lint, types and the import contract, in a minute
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python -m tools.import_contract
 
 format: $(VENV)/.dev  ## let ruff put the code in order
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
@@ -42,4 +45,4 @@ docs: $(VENV)/.dev  ## write the generated reference pages again
 	@$(BIN)/python tools/docs.py
 
 clean:  ## remove the environment and caches; run folders stay
-	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache build dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .sameness build dist

@@ -1,0 +1,11 @@
+"""Proves that two commits train the same numbers: short real runs of both, compared bit by bit.
+
+    make sameness PARENT=main~3
+    python -m tools.sameness --parent main~3 --only 'lora*'
+    python -m tools.sameness --list
+
+Every case is a recipe of a few optimizer steps over a tiny model. It goes through the public API (`trimtab.train`,
+`trimtab.resume`, `trimtab.load`), so that the same script runs on both commits while the internals move. Recorded are
+every loss, gradient norm and learning rate, every evaluation, checksums of the checkpoint's tensors by name, and what
+the case does afterwards (generate, evaluate, export, merge).
+"""

@@ -1,0 +1,65 @@
+"""A case: a recipe over the world's files, and what is done with the run that it makes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ACTIONS = (
+    "generate",
+    "evaluate",
+    "export",
+    "merge",
+    "peft",
+    "adapters",
+    "continue",
+    "best",
+    "rows",
+    "loaded",
+)
+"""What a case can do with its run; `actions.py` has the code."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a few optimizer steps.
+
+    Example:
+        >>> Case("seed", {"seed": 1}).recipe({"seed": 0, "data": {"train": "@data/x"}}, Path("/w"))
+        {'seed': 1, 'data': {'train': '/w/data/x'}}
+    """
+
+    name: str
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the recipe that differ from the base, with dots: `lora.r`. `@` stands for the world's folder."""
+    then: tuple[str, ...] = ()
+    """Of `ACTIONS`."""
+    stop_at: int | None = None
+    """A callback stops the run after this step, and it is resumed; the stopped folder is kept for the other commit."""
+    same_as: str | None = None
+    """The case that it must equal in every number: the run that was not stopped."""
+
+    def recipe(self, base: Mapping[str, Any], world: Path) -> dict[str, Any]:
+        """The whole recipe."""
+        found = copy.deepcopy(dict(base))
+        for key, value in self.keys.items():
+            *sections, last = key.split(".")
+            place = found
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[last] = copy.deepcopy(value)
+        return dict(_located(found, world))
+
+
+def _located(value: Any, world: Path) -> Any:
+    """With `@…` replaced by paths in the world."""
+    if isinstance(value, str) and value.startswith("@"):
+        return str(world / value[1:])
+    if isinstance(value, dict):
+        return {key: _located(one, world) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_located(one, world) for one in value]
+    return value

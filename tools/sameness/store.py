@@ -1,0 +1,52 @@
+"""Recordings as JSON lines, written case by case, so that a recording that was stopped goes on where it ended."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one case gave with one commit."""
+
+    case: str
+    commit: str
+    values: dict[str, str] = field(default_factory=dict)
+    """Name to exact text, in the order in which it happened."""
+    error: str | None = None
+    """Why the case failed; its values are those before."""
+    seconds: float = 0.0
+    choices: dict[str, Any] = field(default_factory=dict)
+    """Which code ran, for the reader; not compared."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that were logged."""
+        return sum(name.startswith("step ") and name.endswith(" grad_norm") for name in self.values)
+
+
+def append(file: Path, recording: Recording) -> None:
+    """Adds a line; several processes may do so at once."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as out:
+        fcntl.flock(out, fcntl.LOCK_EX)
+        out.write(json.dumps(asdict(recording)) + "\n")
+
+
+def read(file: Path, commit: str) -> dict[str, Recording]:
+    """A commit's recordings by case; a line that was cut off by a kill is left out, and of two the later counts."""
+    found: dict[str, Recording] = {}
+    if not file.exists():
+        return found
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            recording = Recording(**json.loads(line))
+        except json.JSONDecodeError:
+            continue
+        if recording.commit == commit:
+            found[recording.case] = recording
+    return found
