@@ -106,7 +106,7 @@ def main() -> None:
     """Train what is missing, compare, print, keep, draw."""
     import torch
 
-    from trimtab.launch import detect
+    from trimtab.run.device import detect
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--commit", default="unknown", help="commit to record beside the numbers")

@@ -140,11 +140,12 @@ def with_trimtab(batch: int, steps: int, turns: Turns, folder: Path, packed: boo
     import torch
 
     from trimtab import text
-    from trimtab.launch import prepare
+    from trimtab.parallel import Mesh
     from trimtab.recipe import build
     from trimtab.report import LiveView
-    from trimtab.run import RunFolder, assemble
+    from trimtab.run import RunFolder, build_run
     from trimtab.run.corpora import open_corpora
+    from trimtab.run.prepare import prepare
     from trimtab.starter import base_folder
 
     recipe = build(
@@ -175,17 +176,18 @@ def with_trimtab(batch: int, steps: int, turns: Turns, folder: Path, packed: boo
     )
     prepared = prepare(recipe)
     tokenizer = text.load(base_folder())
-    run = assemble(
+    run = build_run(
         recipe,
-        prepared.choices,
+        prepared.resolved,
         prepared.shape,
+        Mesh.single(),
         weights=base_folder(),
         tokenizer=tokenizer,
         corpora=open_corpora(recipe, tokenizer, LiveView()),
         folder=RunFolder(Path(recipe.output_dir)),
         on_event=lambda text: None,
     )
-    assert torch.get_num_threads() == prepared.choices.threads
+    assert torch.get_num_threads() == prepared.resolved.threads
     if not packed:
         run.job.loader = PlainWindows(batch, steps)
     run.job.after_step = lambda step: turns.tick()
@@ -294,7 +296,7 @@ def place(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     import transformers
 
-    from trimtab.launch import detect
+    from trimtab.run.device import detect
 
     return {
         "cpu": detect("cpu").name,

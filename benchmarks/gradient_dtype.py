@@ -65,7 +65,7 @@ def main() -> None:
     """Train, compare, print, keep."""
     import torch
 
-    from trimtab.launch import detect
+    from trimtab.run.device import detect
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--commit", default="unknown", help="commit to record beside the numbers")

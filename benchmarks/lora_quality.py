@@ -173,7 +173,7 @@ def run_case(options: argparse.Namespace) -> None:
     """The one case that was asked for; its row goes to the end of the results."""
     import torch
 
-    from trimtab.launch import detect
+    from trimtab.run.device import detect
 
     if options.threads:
         torch.set_num_threads(options.threads)

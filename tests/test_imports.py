@@ -50,10 +50,9 @@ def test_light_rooms_import_no_torch() -> None:
         for path in files
     ]
     names += [
-        f"trimtab.{name}"
-        for name in ("run", "run.choices", "run.places", "launch", "launch.preparing", "api")
+        f"trimtab.{name}" for name in ("run", "run.resolve", "run.places", "launch", "run.prepare", "api")
     ]
-    names += ["trimtab.launch.device", "trimtab.model.source", "trimtab.kernels.attention.choice"]
+    names += ["trimtab.run.device", "trimtab.model.source", "trimtab.kernels.attention.choice"]
     code = f"""
 import importlib, sys
 for name in {names!r}:

@@ -132,7 +132,7 @@ def _longest(case: Case, folder: Path, adapter: Path, order: dict[str, Any], dev
             "confirmed": tokens,
             "chosen": chosen,
             "layers": layers or None,
-            "allocator_cap_bytes": prepared.choices.memory["allocator_bytes"],
+            "allocator_cap_bytes": prepared.resolved.memory_plan.allocator_bytes,
             "host_total_bytes": host_memory()[0],
         }
     return {"failed": f"out of memory down to {tokens} tokens", "proposed": proposed}

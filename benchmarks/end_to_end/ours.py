@@ -1,4 +1,4 @@
-"""trimtab's micro-step, put together by the functions that `trimtab train` calls: recipe, choices, plan, model."""
+"""trimtab's micro-step, put together by the functions that `trimtab train` calls."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from benchmarks.end_to_end.world import Tokens
 from trimtab.adapt import trained_parameters
 from trimtab.adapt.spec_recompute import counted
 from trimtab.data import Batch
-from trimtab.launch.preparing import Prepared, prepare
 from trimtab.parallel import Mesh
 from trimtab.plan import longest_context
 from trimtab.plan.memory import OUTSIDE, predict
+from trimtab.plan.resolved_json import resolved_to_dict
 from trimtab.recipe import build as build_recipe
-from trimtab.run.assembling import recorded
-from trimtab.run.decoders import load_decoder, unpack
-from trimtab.run.microbatch import MicrobatchLoss
-from trimtab.run.precision import autocast_of
+from trimtab.run.build import (
+    build_in_backward,
+    build_microstep,
+    build_optimizer,
+    build_training_model,
+    keep_dequantized,
+)
+from trimtab.run.prepare import Prepared, prepare
 from trimtab.run.torch_setup import set_up_torch
-from trimtab.run.updates import make_in_backward, make_optimizer
 
 
 def prepared_for(
@@ -51,26 +54,25 @@ def prepared_for(
     if limit_gib is None:
         return prepared
     # The peers' memory is what their tensors took, not what their allocator held; so is ours to be.
-    memory = {**prepared.choices.memory, "allocator_bytes": None}
-    return replace(prepared, choices=replace(prepared.choices, memory=memory))
+    memory = replace(prepared.resolved.memory_plan, allocator_bytes=None)
+    return replace(prepared, resolved=replace(prepared.resolved, memory=memory))
 
 
 def build(
     prepared: Prepared, folder: Path, tokens: Tokens, *, nearest: bool = False
 ) -> tuple[Step, dict[str, Any]]:
     """The micro-step, and what was chosen for it. `nearest` rounds weights in 16 bits to the nearest."""
-    recipe, choices = prepared.recipe, prepared.choices
-    device = torch.device(choices.device)
-    set_up_torch(choices)
-    decoder = load_decoder(recipe, choices, prepared.shape, folder, fresh=True)
+    recipe, resolved = prepared.recipe, prepared.resolved
+    device, mesh = torch.device(resolved.device), Mesh.single()
+    set_up_torch(resolved)
+    decoder = build_training_model(recipe, resolved, prepared.shape, mesh, folder)
     load_peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    unpack(decoder, choices)
+    keep_dequantized(decoder, resolved)
     parameters = trained_parameters(decoder)
-    optimizer = make_optimizer(recipe, choices, parameters)
+    optimizer = build_optimizer(recipe, resolved, parameters)
     optimizer.stochastic_rounding &= not nearest
-    loss_of = MicrobatchLoss(decoder, device, autocast_of(choices), packing=recipe.packing)
-    graphs = recorded(choices, loss_of, parameters)
-    in_backward = make_in_backward(recipe, choices, optimizer, Mesh.world())
+    microstep = build_microstep(decoder, parameters, resolved, mesh, packing=recipe.packing)
+    in_backward = build_in_backward(recipe, resolved, optimizer, mesh)
     batch = Batch(
         tokens.ids_BT,
         tokens.labels_BT,
@@ -83,30 +85,27 @@ def build(
     decoder.train()
 
     def step() -> torch.Tensor:
-        if graphs is not None:
-            loss = graphs.backward(batch, 1 / batch.num_targets) / batch.num_targets
-        else:
-            loss = loss_of(batch) / batch.num_targets
-            if in_backward is not None:
-                in_backward.begin(lr=lr, skip=no)
-            loss.backward()
         if in_backward is not None:
-            return loss.detach()
+            in_backward.begin(lr=lr, skip=no)
+        loss = microstep.backward(batch, 1 / batch.num_targets) / batch.num_targets
+        if in_backward is not None:
+            return loss
         optimizer.step(lr=lr, grad_scale=one, skip=no)
         for parameter in parameters.values():
             parameter.grad = None
-        return loss.detach()
+        return loss
 
+    plain = resolved_to_dict(resolved)
     chosen = {
         "load_peak_bytes": load_peak,
-        "attention": choices.attention["impl"],
-        "compile": choices.compile,
-        "graphs": choices.graphs,
-        "memory": choices.memory.get("sentence"),
+        "attention": resolved.attention.only.packed,
+        "compile": plain["compile"],
+        "graphs": plain["graphs"],
+        "memory": resolved.memory_plan.description,
         "predicted_bytes": prepared.plan.memory.needed,
-        "host_bytes": choices.memory.get("host_bytes"),
-        "loss": choices.loss.get("impl"),
-        "pointwise": choices.pointwise.get("impl"),
+        "host_bytes": resolved.memory_plan.host_bytes,
+        "loss": resolved.loss.impl,
+        "pointwise": resolved.pointwise.impl,
     }
     return step, chosen
 

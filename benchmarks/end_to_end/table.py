@@ -24,7 +24,7 @@ from trimtab.plan import longest_context
 from trimtab.plan.longest import Longest
 from trimtab.plan.make import job_of
 from trimtab.recipe import build
-from trimtab.run.choices import choose_all
+from trimtab.run.resolve import resolve_backends
 
 FIRST_LOSS_OFF = 5e-3
 LAST_LOSS_OFF = 3e-2
@@ -223,7 +223,7 @@ def by_arithmetic(model: str, cap_gb: float) -> Longest:
     gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
     shape = shape_from_config(config_of(model), model)
     made = build(recipe)
-    job = job_of(made, shape, gpu, choose_all(made, shape, gpu, 1).to_dict())
+    job = job_of(made, shape, gpu, resolve_backends(made, shape, gpu, 1))
     return longest_context(job, gpu, card_bytes(cap_gb, "cuda"))
 
 

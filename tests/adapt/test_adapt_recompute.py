@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from mmap import PAGESIZE
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +26,24 @@ from trimtab.adapt import (
     sent_results,
 )
 from trimtab.adapt.lora import set_masks
-from trimtab.adapt.spec_recompute import POLICIES, again, canonical, counted, layer_bytes
+from trimtab.adapt.spec_recompute import (
+    ATTENTION_OPERATORS,
+    POLICIES,
+    SAVED_PRODUCTS,
+    again,
+    canonical,
+    counted,
+    layer_bytes,
+)
 from trimtab.adapt.tiled import tiled
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
-from trimtab.kernels.attention import Layout
+from trimtab.kernels.attention import IMPLS, Layout
+from trimtab.kernels.attention.spec import TILED
 from trimtab.kernels.linear_cross_entropy import linear_cross_entropy
 from trimtab.model import build, init_weights
 from trimtab.model.decoder import Decoder
+from trimtab.model.labels import current_label
 from trimtab.model.spec import product_flops, saved_bytes
 from trimtab.trainer.memory import LiveBytes
 
@@ -43,6 +55,8 @@ LLAMA = ModelShape(
 QWEN3 = ModelShape(
     "qwen3", 128, 64, 192, num_layers=L, num_heads=4, num_kv_heads=1, head_dim=32, qk_norm=True
 )
+SQUARE = ModelShape("llama", 128, 64, 64, num_layers=L, num_heads=4, num_kv_heads=4, head_dim=16)
+"""All matrices have the same size: no product can be told from another by its size."""
 B, T = 2, 96
 MIXES = [*((policy,) * L for policy in POLICIES), POLICIES, canonical(POLICIES)]
 IDS = torch.randint(0, 128, (B, T), generator=torch.Generator().manual_seed(0))
@@ -83,7 +97,7 @@ def test_the_same_bits_with_plain_attention(attention: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_kept_is_what_the_spec_says(policy: str, dtype: str, tiles: int) -> None:
-    for shape in (LLAMA, QWEN3):
+    for shape in (LLAMA, QWEN3, SQUARE):
         decoder = recompute.apply(decoder_of(shape, dtype), [policy] * L, mlp_tiles=tiles)
         with LiveBytes() as live:
             hidden_BTC = decoder(IDS)
@@ -240,6 +254,50 @@ def test_compiled_blocks_are_whole_graphs_under_every_policy(tiles: int) -> None
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
 
 
+ATTENTION_PRODUCTS = {("attention", "weight"): 4, ("attention", "adapter_a"): 4}
+ALL_PRODUCTS = {**ATTENTION_PRODUCTS, ("gate_up", "weight"): 2, ("gate_up", "adapter_a"): 2}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("policy", "want"),
+    [
+        ("pointwise", ALL_PRODUCTS),
+        ("selective", {}),
+        ("offload_half", {("attention", "weight"): 4}),
+        ("offload_attention", {}),
+    ],
+)
+def test_products_are_told_apart_by_label(
+    policy: str, want: dict[tuple[str, str], int], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every matrix is 64 × 64, adapters' factors included; in a compiled block the labels are those of its graph."""
+    torch._dynamo.reset()
+    saved: Counter[tuple[Any, ...]] = Counter()
+    is_saved = recompute._is_saved
+
+    def noted(policy: str, operator: Any) -> bool:
+        found = is_saved(policy, operator)
+        if found:
+            name = recompute._name(operator)
+            saved[current_label() if name in recompute.PRODUCT_OPERATORS else name] += 1
+        return found
+
+    monkeypatch.setattr(recompute, "_is_saved", noted)
+    decoder = decoder_of(replace(SQUARE, num_layers=1))
+    add_adapters(decoder, LoraSettings(r=64, lora_dropout=0.5))
+    init_adapters(decoder, seed=0)
+    set_masks(decoder, torch.device("cpu"))
+    recompute.apply(decoder, [policy])
+    loss = compiled_loss(decoder, backend) if backend == "aot_eager" else decoder.loss(IDS, IDS.roll(-1, 1))
+    times = saved.pop(
+        "aten::_scaled_dot_product_flash_attention_for_cpu"
+    )  # each time the block is run or traced
+    assert {label: count / times for label, count in saved.items()} == want
+    loss.backward()
+    assert decoder.get_parameter("model.layers.0.mlp.up_proj.lora_B.default.weight").grad is not None
+
+
 class Shelf(offload.HostStore):
     """A store without a GPU: copies on a shelf, the order of coming and going written down."""
 
@@ -308,10 +366,9 @@ class Attended(TorchDispatchMode):
         self.times = self.products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.times += recompute._is_attention(func)
         name = recompute._name(func)
-        if name == "trimtab::lora_group":
-            self.products += LLAMA.intermediate_size not in recompute._sizes(name, args)
+        self.times += name in recompute.SAVED_ATTENTION
+        self.products += name == "trimtab::lora_group" and current_label().projection == "attention"
         return func(*args, **(kwargs or {}))
 
 
@@ -343,6 +400,54 @@ def test_dear_results_travel_and_are_not_computed_again(
         f"get {number}" for number in range(puts)
     )
     assert sum(line.startswith("gone") for line in shelf.log) == puts, "no buffer waits for a collection"
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_every_attention_backend_is_listed(impl: str) -> None:
+    """A backend that is missing would be recomputed silently where a policy promises to save its results."""
+    assert impl in ATTENTION_OPERATORS, f"list the operators of attention {impl} in spec_recompute"
+    assert bool(ATTENTION_OPERATORS[impl]) == (impl in TILED), "layer_bytes counts results of tiled backends"
+
+
+def test_no_backend_is_listed_that_does_not_exist() -> None:
+    assert set(ATTENTION_OPERATORS) == set(IMPLS)
+    assert SAVED_PRODUCTS.keys() <= set(POLICIES)
+
+
+class AttentionRuns(TorchDispatchMode):
+    """Counts how often the operators of one attention backend run."""
+
+    def __init__(self, impl: str) -> None:
+        super().__init__()
+        self.names, self.times = ATTENTION_OPERATORS[impl], 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.times += recompute._name(func) in self.names
+        return func(*args, **(kwargs or {}))
+
+
+def attention_runs(impl: str, policy: str, device: str, dtype: str) -> float:
+    """Times per layer that attention runs in a training step."""
+    decoder = init_weights(build(QWEN3, dtype=dtype, device=device, attention=impl), seed=0)
+    recompute.apply(decoder, [policy] * L)
+    ids_BT = torch.arange(2 * 256, device=device).view(2, 256) % 128
+    with AttentionRuns(impl) as runs:
+        decoder.loss(ids_BT, ids_BT.roll(-1, 1)).backward()
+    return runs.times / L
+
+
+@pytest.mark.parametrize(("policy", "times"), [("block", 2), ("selective", 1), ("pointwise", 1)])
+def test_saved_attention_is_not_run_again(policy: str, times: int) -> None:
+    assert attention_runs("sdpa_flash", policy, "cpu", "fp32") == times
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("impl", [impl for impl in TILED if impl != "flex"])
+def test_saved_attention_is_not_run_again_on_a_gpu(impl: str) -> None:
+    """FlexAttention, a higher-order operator that is compiled, is not seen by a dispatch mode of Python's."""
+    assert attention_runs(impl, "block", "cuda", "bf16") == 2
+    assert attention_runs(impl, "selective", "cuda", "bf16") == 1
 
 
 def test_orders_and_counts() -> None:

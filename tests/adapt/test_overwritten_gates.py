@@ -1,22 +1,23 @@
-"""Layers that are computed again write the gradients of their gates over what those were computed from.
+"""Recomputed layers write the gradients of their gates over the gates' inputs, and skip products nobody reads.
 
 The kernels' launches are doubles in torch, so that whole models run here and every storage is seen to come and go.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.gate_doubles import double_launches
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters, recompute
 from trimtab.adapt.lora import set_masks
 from trimtab.adapt.spec_recompute import POLICIES
 from trimtab.facts.shapes import ModelShape
-from trimtab.model import build, init_weights
+from trimtab.kernels.gated_mlp import gated_activation
+from trimtab.model import build, init_weights, parts
 from trimtab.model.decoder import Decoder
 from trimtab.trainer.memory import LiveBytes
 
@@ -62,6 +63,15 @@ def test_the_same_bits(policy: str, lora: dict[str, Any] | None) -> None:
     assert all(torch.equal(want[name], got[name]) for name in want)
 
 
+def never_overwrite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the test ends, whatever the blocks ask of their gates."""
+
+    def plain(gate: torch.Tensor, up: torch.Tensor, *, impl: str, overwrite_inputs: bool) -> torch.Tensor:
+        return gated_activation(gate, up, impl=impl)
+
+    monkeypatch.setattr(parts, "gated_activation", plain)
+
+
 def peak(policy: str, tiles: int = 1) -> int:
     decoder = decoder_of(policy, tiles, lora={"r": 4})
     with LiveBytes() as live:
@@ -72,7 +82,7 @@ def peak(policy: str, tiles: int = 1) -> int:
 @pytest.mark.parametrize("policy", ["pointwise", "selective", "block", "offload_half"])
 def test_a_tensor_of_the_layer_s_width_less_at_the_peak(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     over = peak(policy)
-    monkeypatch.setattr(recompute, "overwriting", nullcontext)
+    never_overwrite(monkeypatch)
     plain = peak(policy)
     assert plain - over == pytest.approx(N * WIDE * 4, rel=0.05)
 
@@ -81,7 +91,7 @@ def test_a_tensor_of_the_layer_s_width_less_at_the_peak(policy: str, monkeypatch
 def test_where_it_is_not_done(policy: str, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain layers, whose gate and up others may hold; and tiles, which are small and differentiate themselves."""
     over = peak(policy, tiles)
-    monkeypatch.setattr(recompute, "overwriting", nullcontext)
+    never_overwrite(monkeypatch)
     assert peak(policy, tiles) == over
 
 
@@ -96,6 +106,53 @@ def test_what_a_hook_makes_of_a_gate_is_right() -> None:
         found[policy] = gate.weight.grad
     assert torch.equal(found["block"], found["none"])
     assert torch.equal(found["pointwise"], found["none"])
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp.down_proj"])
+def test_what_a_hook_makes_of_the_feed_forward_is_right(name: str) -> None:
+    """A recomputation skips the last product of a block only where no hook reads it."""
+    found = {}
+    for policy in ("none", "block"):
+        decoder, seen = decoder_of(policy, lora={"r": 4}), []
+        layer = decoder.model.layers[0].get_submodule(name)
+        layer.register_forward_hook(lambda module, inputs, out, seen=seen: seen.append(out.square().mean()))
+        (decoder.loss(IDS, IDS.roll(-1, 1)) + 100 * seen[0]).backward()
+        found[policy] = [p.grad for p in decoder.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(found["block"], found["none"], strict=True))
+
+
+class FrozenProducts(TorchDispatchMode):
+    """Counts adapted groups that compute the products of their frozen weights, and those that skip them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = self.skipped = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.trimtab.lora_group.default:
+            self.skipped += args[-1]
+            self.computed += not args[-1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("policy", "tiles", "computed", "skipped"),
+    [
+        ("none", 1, 4, 0),
+        ("block", 1, 4 + 3, 1),
+        ("selective", 1, 4 + 3, 1),
+        ("none", 2, 2 + 2 * 2 + 2, 2),
+        ("block", 2, 2 + 2 * 2 + 2 + 2, 2),
+    ],
+)
+def test_the_last_product_of_a_recomputed_block_is_skipped(
+    policy: str, tiles: int, computed: int, skipped: int
+) -> None:
+    """Of q, k, v together, o, gate and up together, and down: per layer, tiles twice in the forward pass."""
+    decoder = decoder_of(policy, tiles, lora={"r": 4})
+    with FrozenProducts() as products:
+        gradients(decoder)
+    assert (products.computed, products.skipped) == (L * computed, L * skipped)
 
 
 def test_a_graph_that_is_kept_can_be_used_again() -> None:

@@ -12,6 +12,7 @@ from quantized_world import SHAPE, empty, folder, plain, token_ids
 from safetensors.torch import load_file, save_file
 
 from trimtab.adapt.quantized import packed_state, quantize_layout, quantized_layers
+from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.kernels.nf4 import spec as nf4_spec
 from trimtab.model import build, check_weights, load_weights, read_shape
@@ -190,9 +191,8 @@ def test_layers_left_unquantized_beside_quantized_ones_are_said(tmp_path: Path) 
     skipped = ["lm_head", "q_proj"]
     path, _ = saved(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=skipped)
     decoder = build(SHAPE, dtype="bf16", device="meta", attention="reference")
-    choice = {"kind": "nf4", "double": False, "block": 64, "dtype": "bf16", "impl": "reference"}
     with pytest.raises(RecipeError, match="keeps q_proj unquantized in 2 places"):
-        lay_out(decoder, choice, path, "cpu")
+        lay_out(decoder, Quantization("nf4"), path, "cpu")
 
 
 def test_other_quantizations_are_refused(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from trimtab import adapt
 from trimtab.adapt import quantized_ops
 from trimtab.adapt.quantized import describe, quantized_layers
 from trimtab.facts.errors import RecipeError
-from trimtab.launch.here import resume, train
 from trimtab.recipe import load
+from trimtab.run.lifecycle import resume, train
 from trimtab.run.sources import open_model
 
 

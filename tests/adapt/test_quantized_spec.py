@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trimtab.adapt import quantized_ops, spec_quantized, workspace
 from trimtab.adapt.quantized import quantized_layers
 from trimtab.adapt.spec import LoraSettings
+from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
@@ -104,7 +105,7 @@ def test_a_plan_counts_the_weight_that_is_dequantized(impl: str) -> None:
         device="cpu",
         lora=LoraSettings(r=2),
     )
-    packing = {"kind": "nf4", "block": 64, "double": True, "dtype": "bf16", "impl": impl}
+    packing = Quantization("nf4", double=True, impl=impl)
     packed = dataclasses.replace(job, quantization=packing)
     workspace = spec_quantized.workspace_bytes(SHAPE, "bf16")
     scratch = spec_quantized.scratch_bytes(SHAPE, "nf4", impl=impl)

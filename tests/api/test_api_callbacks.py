@@ -78,6 +78,7 @@ def test_a_stopped_run_is_saved_and_resumed_exactly(tmp_path: Path) -> None:
     noting = Noting()
     run = trimtab.train(recipe, data=TEXTS, view=quiet(), max_steps=5, callbacks=[StopAtTwo(), noting])
     assert (run.status, run.step, run.losses) == ("stopped", 2, whole.losses[:2])
+    assert run.reason == "two are enough"
     assert noting.calls[-2:] == [("save", "step-00000002"), ("end", 2)]
     assert run.data().of("event")[-1]["message"] == "stopped by a callback: two are enough"
     assert run.model().opened.step == 2
@@ -85,6 +86,18 @@ def test_a_stopped_run_is_saved_and_resumed_exactly(tmp_path: Path) -> None:
     (run.folder / "recipe.yaml").unlink()  # choices.json has it too
     assert trimtab.resume(run.folder, view=quiet(), callbacks=[again]).losses == whole.losses
     assert again.calls[0] == ("begin", 2, 5)
+
+
+@pytest.mark.parametrize("hook", ["on_train_begin", "on_eval"])
+def test_a_run_stopped_before_its_first_step_trains_none(tmp_path: Path, hook: str) -> None:
+    recipe = tiny_recipe(tmp_path, eval_steps=2)
+    whole = trimtab.train(recipe, data=TEXTS, view=quiet(), output_dir=str(tmp_path / "whole"))
+    stop = type("Stop", (), {hook: staticmethod(lambda *given: given[-1].stop(None))})()
+    run = trimtab.train(recipe, data=TEXTS, view=quiet(), callbacks=[stop])
+    assert (run.status, run.step, run.losses, run.reason) == ("stopped", 0, [], None)
+    assert run.data().of("event")[-1]["message"] == "stopped by a callback: no reason given"
+    again = trimtab.resume(run.folder, view=quiet())
+    assert (again.losses, again.evaluations) == (whole.losses, whole.evaluations)
 
 
 @pytest.mark.parametrize(
@@ -125,12 +138,35 @@ def test_a_raised_exception_loses_no_step(tmp_path: Path) -> None:
     assert trimtab.resume(tmp_path / "run", view=quiet()).losses == whole.losses
 
 
+def misspelt(name: str) -> Any:
+    return type("Misspelt", (trimtab.Callback,), {name: lambda self, record, control: None})()
+
+
+def test_no_callbacks_may_be_none(tmp_path: Path) -> None:
+    run = trimtab.train(tiny_recipe(tmp_path, max_steps=1), data=TEXTS, view=quiet(), callbacks=None)
+    assert trimtab.resume(run.folder, view=quiet(), max_steps=2, callbacks=None).step == 2
+
+
 @pytest.mark.parametrize(
     ("callbacks", "said"),
     [
         (Noting(), "callbacks is a Noting, not a list"),
         ([Noting], "callbacks[0] is the class Noting; give Noting()"),
         ([Noting(), print], "callbacks[1] is a builtin_function_or_method without such methods"),
+        (
+            [misspelt("on_logs")],
+            "callbacks[0] has a method on_logs, which is never called; did you mean on_log?",
+        ),
+        (
+            [type("Short", (), {"on_log": lambda self, record: None})()],
+            "callbacks[0].on_log cannot be called with (record, control): too many positional arguments; "
+            "define it as on_log(self, record, control)",
+        ),
+        (
+            [misspelt("on_step_end")],
+            "missing a required argument: 'control'; define it as on_step_end(self, c",
+        ),
+        ([misspelt("on_epoch_begin")], "on_epoch_begin, which is never called; use one of on_train_begin, "),
     ],
 )
 def test_what_is_no_callback_is_refused(tmp_path: Path, callbacks: Any, said: str) -> None:

@@ -75,7 +75,7 @@ def test_a_start_killed_while_its_weights_are_written(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("trimtab.launch.here.start_from", killed)
+        patch.setattr("trimtab.run.lifecycle.start_from", killed)
         with pytest.raises(KeyboardInterrupt):
             train(tmp_path, "run", model=model)
     with pytest.raises(trimtab.TrimtabError, match="pass the model again"):

@@ -216,6 +216,17 @@ def test_a_full_disk_is_seen_beforehand(small_disk: Path) -> None:
     assert open_and_check(small_disk)[0] is not None
 
 
+@pytest.mark.parametrize("keep_last", [1, 3])
+def test_a_full_disk_advises_fewer_checkpoints_only_where_there_are_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=0))
+    with Store(tmp_path, keep_last=keep_last) as store, pytest.raises(ResourceError) as caught:
+        store.save(1, state_of(1), {})
+    assert ("save_total_limit" in str(caught.value)) == (keep_last > 1)
+
+
 def test_a_disk_that_fills_up_while_writing(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_steps(small_disk, 1)
     said: list[str] = []

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -66,10 +67,12 @@ def test_a_folder_with_somebodys_files_is_no_run_folder(job: Job, cli: Call, tmp
 def test_two_processes_on_one_run_folder(world: World, job: Job, cli: Call, tmp_path: Path) -> None:
     run = shutil.copytree(world.run, tmp_path / "copy")
     with RunLock(run):
-        cli("train", "--resume", run).refused(5, "in use by process")
+        said = cli("train", "--resume", run)
+        said.refused(5, "in use by process", "; wait for it to end, or stop it")
+        assert "output_dir" not in said.err  # no other folder holds this run
     (tmp_path / "run").mkdir()
     with RunLock(tmp_path / "run"):
-        cli("train", job()).refused(5, "in use by process")
+        cli("train", job()).refused(5, "in use by process", "or give another output_dir")
     assert cli("train", job()).code == 0  # and afterwards it is free
 
 
@@ -304,7 +307,7 @@ def test_lack_of_memory_is_said_plainly(cli: Call, world: World, monkeypatch: py
             "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: tried"
         )
 
-    monkeypatch.setattr("trimtab.run.sources.build", fail)
+    monkeypatch.setattr("trimtab.run.sources.build_model", fail)
     cli("generate", world.run, "the cat").refused(6, "memory")
 
 
@@ -314,7 +317,7 @@ def test_a_mistake_of_ours_keeps_its_traceback(world: World, monkeypatch: pytest
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("trimtab.run.sources.build", fail)
+    monkeypatch.setattr("trimtab.run.sources.build_model", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["generate", str(world.run), "the cat"])
 
@@ -335,6 +338,29 @@ def test_a_signal_saves_and_says_how_to_go_on(
     assert cli("train", "--resume", run).code == 0
     assert cli("train", path, f"output_dir={tmp_path / 'whole'}").code == 0
     assert losses(run) == losses(tmp_path / "whole")
+
+
+def test_a_second_signal_stops_at_once_and_says_how_to_go_on(
+    job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, run = job(max_steps=3, save_steps=1), tmp_path / "run"
+
+    def twice(step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    for words in (("train", path), ("train", "--resume", run)):
+        with monkeypatch.context() as patch:
+            after_each_step(patch, twice)
+            said = cli(*words)
+        said.refused(
+            130, "error: stopped at once; go on from the last checkpoint with: trimtab train --resume"
+        )
+        shutil.rmtree(run / "checkpoints" / "step-00000002", ignore_errors=True)
+    command = said.err.partition("with: trimtab ")[2]
+    assert cli(*shlex.split(command)).code == 0
+    assert steps(run) == [1, 2, 3]
 
 
 def test_a_start_that_was_killed_before_its_first_step_does_not_block(

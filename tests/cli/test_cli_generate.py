@@ -189,6 +189,7 @@ def test_options_that_do_not_go_together(world: World, prompts: Path, cli: Call)
     cli("generate", world.run, "--prompts", prompts).refused(2, "--output")
     cli("generate", world.run, "a", "--prompts", prompts, "--output", "o").refused(2, "leave one of them out")
     cli("generate", world.run, "a", "--output", "o").refused(2, "--prompts")
+    cli("generate", world.run, "a", "--batch-size", 2).refused(2, "--batch-size is given without --prompts")
     for verb in ("generate", "chat"):
         cli(verb, world.run, "--top-p", 0.9, "--temperature", 0).refused(2, "--top-p", "--temperature 0.7")
     said = cli("generate", world.run, "the cat", "--top-p", 0.9, "--max-new-tokens", 4)
@@ -233,6 +234,15 @@ def test_ctrl_c_says_that_the_command_goes_on(
     assert len(rows(out)) == 2
     monkeypatch.undo()
     assert "5 rows (3 new)" in cli(*command).out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_names_the_file(world: World, prompts: Path, cli: Call) -> None:
+    command = ("generate", world.run, "--prompts", prompts, "--max-new-tokens", 2, "--output")
+    cli(*command, "/dev/full").refused(
+        6, "/dev/full cannot be written (No space left on device); 0 rows are in it", "another --output"
+    )
+    assert cli(*command, "/dev/null").out == "written: /dev/null, 5 rows (5 new)\n"
 
 
 def test_a_killed_command_goes_on(world: World, tmp_path: Path, cli: Call) -> None:
@@ -337,20 +347,26 @@ def test_chat_at_a_terminal(chat_model: Path) -> None:
     os.close(theirs)
     seen = ""
 
-    def until(word: str) -> None:
+    def until(word: str, press: bytes = b"") -> None:
+        """Types `press` and reads up to `word`; types it again after 5 silent seconds, as a user would.
+
+        CPython's readline loses a Ctrl-C that arrives between its prompt and its wait for a key.
+        """
         nonlocal seen
         deadline = time.monotonic() + 60
+        os.write(ours, press)
         while word not in seen:
             assert time.monotonic() < deadline, seen
-            if select.select([ours], [], [], 1)[0]:
+            if select.select([ours], [], [], 5)[0]:
                 seen += os.read(ours, 4096).decode(errors="replace")
+            else:
+                os.write(ours, press)
         seen = seen[seen.index(word) + len(word) :]
 
     try:
         until("Ctrl-D ends")
         until("> ")
-        os.write(ours, b"\x03")
-        until("/exit or Ctrl-D ends")
+        until("/exit or Ctrl-D ends", press=b"\x03")
         until("> ")
         os.write(ours, b"the cat " * 60 + b"\n")
         until("error: the message has")
@@ -391,3 +407,30 @@ def test_ctrl_c_keeps_what_was_answered(
 
 def test_chat_with_a_base_model_names_generate(world: World, cli: Call) -> None:
     cli("chat", world.run).refused(4, "no chat template", f"trimtab generate {world.run}")
+
+
+def stdin_of(raw: bytes) -> io.TextIOWrapper:
+    """Standard input as Python opens it where the locale is en_US.UTF-8."""
+    return io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8", errors="strict")
+
+
+def test_prompts_that_are_not_utf8(
+    chat_model: Path, tmp_path: Path, cli: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = ("--max-new-tokens", 3)
+    expected = cli("generate", chat_model, "Gr\ufffd\ufffde aus", *few)
+    assert cli("generate", chat_model, os.fsdecode(b"Gr\xfc\xdfe aus"), *few).out == expected.out
+    monkeypatch.setattr(sys, "stdin", stdin_of(b"Gr\xfc\xdfe aus"))
+    assert cli("generate", chat_model, *few).out == expected.out
+
+    asked, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    asked.write_text('{"prompt": "a\\ud800b c"}\n')
+    said = cli("generate", chat_model, "--prompts", asked, "--output", out, "--stop", "\udcff", *few)
+    assert (said.code, rows(out)[0]["prompt"]) == (0, "a\ud800b c"), said.err
+
+    monkeypatch.setattr(sys, "stdin", stdin_of(b"caf\xe9 ?\nagain\n"))
+    said = cli("chat", chat_model, *few)
+    assert (said.code, len(said.out.splitlines()) >= 2) == (0, True), said.err
+
+    model = trimtab.load(chat_model)
+    assert model.loss("a b \ud800 c d") == model.loss("a b \ufffd c d")

@@ -54,13 +54,19 @@ def test_a_step_may_be_a_number(run: Path) -> None:
 
 
 def test_a_step_that_is_not_there_is_answered_with_those_that_are(run: Path, cli: Call) -> None:
-    listed = ", ".join(str(step) for step in steps(run))
-    cli("generate", run, "x", "--checkpoint", 3).refused(5, "(3)", f"there are latest and the steps {listed}")
+    first, *others = steps(run)
+    listed = ", ".join(map(str, (first, *others)))
+    cli("generate", run, "x", "--checkpoint", 3).refused(
+        5, "(3)", f"; use latest or one of the steps {listed}"
+    )
+    for step in others:
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    cli("generate", run, "x", "--checkpoint", 3).refused(5, "(3)", f"; use latest or step {first}\n")
     for path in (run / "checkpoints").glob("step-*"):
         (path / "manifest.json").write_text("{}")
     cli("generate", run, "x").refused(5, "damaged", "restore")
     shutil.rmtree(run / "checkpoints")
-    cli("generate", run, "x").refused(5, f"trimtab train --resume {run}")
+    cli("generate", run, "x").refused(5, "restore a checkpoint", f"output_dir={run}-again")
 
 
 @pytest.mark.parametrize("verb", ["eval", "generate", "export"])
@@ -81,7 +87,7 @@ def test_sizes_that_nobody_stored_are_named_and_not_allocated(
     for folder in (model_copy, run / "model"):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 10**12}))
-    monkeypatch.setattr("trimtab.run.sources.build", None)  # nothing may get so far
+    monkeypatch.setattr("trimtab.run.sources.build_model", None)  # nothing may get so far
     cli("generate", model_copy, "x").refused(4, "model.safetensors", "vocab_size is 1000000000000")
     cli("generate", run, "x").refused(5, "step-0000", "config", "1000000000000")
 

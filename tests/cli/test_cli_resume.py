@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cli_world import Call, World
+
+from trimtab.report.summary import signed
 
 Job = Callable[..., Path]
 
@@ -42,6 +46,7 @@ def test_a_record_is_not_cut_when_the_checkpoints_are_gone(run: Path, cli: Call,
         (run / "checkpoints").mkdir()
     said = cli("train", "--resume", run)
     said.refused(5, "saved checkpoints up to step 6", "missing" if how == "deleted" else "empty")
+    assert said.out == ""  # no plan of a run that cannot go on
     assert (run / "metrics.jsonl").read_bytes() == record
     # Both remedies work when they are followed.
     (again,) = commands(said.err)
@@ -143,6 +148,45 @@ def test_a_resume_needs_room_for_all_of_its_checkpoints(
         assert cli("train", "--resume", again, "max_steps=8", "save_total_limit=3").code == code
 
 
+def test_a_resume_on_a_full_disk_is_told_what_works_there(
+    run: Path, cli: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(run)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=0))
+    said = cli("train", "--resume", run, "max_steps=8", "save_total_limit=1")
+    said.refused(6, f"free some space, move {run} to another disk and resume it there, or ")
+    assert "output_dir" not in said.err
+    assert "save_total_limit" not in said.err
+    monkeypatch.undo()
+    moved = run.rename(run.with_name("moved"))
+    assert cli("train", "--resume", moved, "max_steps=8").code == 0
+
+
+def test_a_lower_save_total_limit_frees_space_before_the_next_save(run: Path, cli: Call) -> None:
+    before = {path.name for path in run.glob("checkpoints/step-*")}
+    assert "step-00000004" in before
+    said = cli("train", "--resume", run, "save_total_limit=1")  # all steps are trained: nothing is saved
+    assert said.code == 0
+    assert "removed step-00000004: save_total_limit is 1" in said.out
+    assert "step-00000006" in {path.name for path in run.glob("checkpoints/step-*")}
+
+
+def test_losses_after_a_resume_are_compared_with_the_first_of_the_run(run: Path, cli: Call) -> None:
+    first = {row["name"]: row["loss"] for row in reversed(rows(run, "eval"))}
+    said = cli("train", "--resume", run, "max_steps=8")
+    assert said.code == 0
+    last = {row["name"]: row["loss"] for row in rows(run, "eval")}
+    for name, loss in last.items():
+        change = signed(loss - first[name])
+        assert f"{name} loss {loss:.4f} ({change})" in said.out, said.out
+
+
+def test_a_resume_to_fewer_steps_is_refused_before_the_plan_is_shown(run: Path, cli: Call) -> None:
+    said = cli("train", "--resume", run, "max_steps=1")
+    said.refused(2, "max_steps")
+    assert "─" not in said.out
+
+
 # Starts that were killed early.
 
 
@@ -176,7 +220,7 @@ def test_a_start_whose_sequence_length_followed_from_the_model_is_begun_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("trimtab.launch.here._go", killed)
+        patch.setattr("trimtab.run.lifecycle._go", killed)
         assert cli("train", recipe, f"output_dir={half}").code == 130
     assert cli("train", "--resume", left).code == 0
     assert len(losses(left)) == 6
@@ -313,6 +357,7 @@ def test_a_run_goes_on_with_another_device(run: Path, cli: Call) -> None:
     there = {**choices, "device": "cuda", "attention": {"impl": "triton", "reason": "", "rejected": []}}
     there["pointwise"] = {"impl": "triton", "reason": ""}
     there["recipe"]["device"] = "auto"
+    there["version"] = 1
     (run / "choices.json").write_text(json.dumps(there))
     text = (run / "recipe.yaml").read_text()
     (run / "recipe.yaml").write_text(text.replace("device: cpu", "device: auto"))
@@ -326,7 +371,8 @@ def test_a_run_goes_on_with_another_device(run: Path, cli: Call) -> None:
     assert len(losses(run)) == 8
     assert "cuda → cpu" in rows(run, "event")[-2]["message"]
     now = json.loads((run / "choices.json").read_text())
-    assert (now["device"], now["attention"], now["pointwise"]) == (
+    assert (now["version"], now["device"], now["attention"], now["pointwise"]) == (
+        choices["version"],
         "cpu",
         choices["attention"],
         choices["pointwise"],
@@ -398,3 +444,30 @@ def test_a_run_of_adapters_is_no_model_and_says_what_to_do(job: Job, cli: Call, 
         for words in commands(said.err):
             assert cli(*words).code == 0
         shutil.rmtree(f"{run}-2")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other file systems hold no such names")
+def test_a_data_file_whose_name_is_not_utf8(job: Job, cli: Call, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    name = os.fsdecode(b"\xff\xfe.txt")
+    (texts / name).write_text("the cat sees a red house and a dog. " * 60)
+    run = tmp_path / "run"
+    assert cli("train", job(data_train=[str(texts)], output_dir=str(run))).code == 0
+    said = cli("train", "--resume", run, "max_steps=3")
+    assert said.code == 0, said.err
+    (texts / name).rename(tmp_path / "elsewhere.txt")
+    (texts / "other.txt").write_text("a dog. " * 60)
+    said = cli("train", "--resume", run, "max_steps=4")
+    assert said.code != 0
+    assert "vanished: \\udcff\\udcfe.txt" in said.err
+
+
+def test_a_damaged_environment_json_does_not_keep_the_report(run: Path, cli: Call) -> None:
+    (run / "environment.json").write_text("{")
+    (run / "report.html").unlink()
+    said = cli("train", "--resume", run, "max_steps=7")
+    assert said.code == 0, said.err
+    assert "versions and machine are not shown" in " ".join(said.out.split())
+    assert (run / "report.html").is_file()
+    assert cli("report", run).code == 0

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_states(folder: Path) -> None:
     found = {str(run.path.relative_to(folder)): run for run in trimtab.runs(folder)}
     assert {name: run.state for name, run in found.items()} == {
         "done": "finished",
-        "nested/stopped": "stopped",
+        "nested/stopped": "interrupted",
         "begun": "not begun",
         "gone": "damaged",
         "unchosen": "damaged",
@@ -56,6 +57,78 @@ def test_states(folder: Path) -> None:
     assert (found["begun"].step, found["begun"].loss) == (0, None)
     problems = [found[name].problem or "" for name in ("gone", "unchosen", "broken")]
     assert ["gone" in problems[0], "choices.json" in problems[1], "damaged" in problems[2]] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (lambda _: {}, "lacks model_commit"),
+        (lambda kept: {**kept, "version": None}, "has no valid version"),
+        (lambda kept: {**kept, "version": True}, "has no valid version"),
+        (lambda kept: {**kept, "recipe": None, "threads": "x"}, "has no valid recipe and threads"),
+    ],
+)
+def test_a_damaged_choices_json(
+    world: World, tmp_path: Path, cli: Call, change: Callable[[dict], dict], wrong: str
+) -> None:
+    run = shutil.copytree(world.run, tmp_path / "run")
+    (run / "choices.json").write_text(json.dumps(change(json.loads((run / "choices.json").read_text()))))
+    (listed,) = trimtab.runs(run)
+    assert (listed.state, (listed.problem or "").startswith(f"choices.json {wrong}")) == ("damaged", True)
+    cli("train", "--resume", run, "max_steps=8").refused(5, f"choices.json {wrong}", "restore it from a copy")
+
+
+def test_a_choices_json_without_a_recipe_cannot_be_opened(world: World, tmp_path: Path, cli: Call) -> None:
+    run = shutil.copytree(world.run, tmp_path / "run")
+    (run / "choices.json").write_text("{}")
+    cli("generate", run, "the cat").refused(5, "choices.json lacks recipe", "restore it from a copy")
+
+
+def test_how_a_run_ended_is_told_from_its_log(folder: Path) -> None:
+    """By its last records: what comes before a later training record is past."""
+    run, log = folder / "done", folder / "done" / "metrics.jsonl"
+    whole = log.read_text()
+
+    def state(*events: str) -> str:
+        rows = [json.dumps({"kind": "event", "step": 6, "message": event}) + "\n" for event in events]
+        log.write_text(whole + "".join(rows))
+        return trimtab.runs(run)[0].state
+
+    assert state("more steps: 6 became 12") == "finished"
+    assert state("stopped early at step 6 of 30: no better loss") == "stopped early"
+    assert state("stopped by a callback: enough") == "stopped"
+    assert state("not finite at step 7: layer 0") == "failed"
+    early = json.dumps({"kind": "event", "step": 3, "message": "stopped early at step 3 of 30: x"}) + "\n"
+    log.write_text(early + whole)
+    assert trimtab.runs(run)[0].state == "finished"
+
+
+def test_early_stopped_and_extended_runs(job: Callable[..., Path], cli: Call, tmp_path: Path) -> None:
+    stopping = {
+        "eval_steps": 1,
+        "early_stopping_patience": 1,
+        "early_stopping_threshold": 100,
+        "max_steps": 30,
+    }
+    assert cli("train", job(output_dir=str(tmp_path / "early"), data_eval_share=0.3, **stopping)).code == 0
+    (early,) = trimtab.runs(tmp_path / "early")
+    assert early.state == "stopped early"
+    assert early.step < (early.total_steps or 0) == 30
+    constant = {"lr_scheduler_type": "constant", "output_dir": str(tmp_path / "longer")}
+    assert cli("train", job(**constant)).code == 0
+    plan = json.loads((tmp_path / "longer" / "plan.json").read_text())
+    plan["data"]["steps"] = 4  # as a resume with max_steps=4 writes it, killed before its first step
+    (tmp_path / "longer" / "plan.json").write_text(json.dumps(plan))
+    assert trimtab.runs(tmp_path / "longer")[0].state == "interrupted"
+
+
+def test_records_of_many_documents_do_not_hide_the_last_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trimtab.run.listing.TAIL_BYTES", 10)
+    (done,) = trimtab.runs(folder / "done")
+    assert (done.state, done.step) == ("finished", 6)
+    assert done.loss is not None
 
 
 def test_a_run_in_use_is_running_and_looking_does_not_disturb_it(folder: Path) -> None:
@@ -86,7 +159,8 @@ def test_the_table_and_json(folder: Path, cli: Call, monkeypatch: pytest.MonkeyP
         line.split()[:2] for line in said.out.splitlines()
     ]
     monkeypatch.setenv("HOME", str(folder.parent))
-    assert cli("runs", "~/runs").out == said.out
+    again = cli("runs", "~/runs").out.splitlines()
+    assert [line.split()[:4] for line in again] == [line.split()[:4] for line in said.out.splitlines()]
     assert cli("runs", folder / "no-run").out == f"no runs in {folder / 'no-run'}\n"
     cli("runs", folder / "absent").refused(5, "does not exist", "run folder")
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -235,7 +236,8 @@ def test_chat_needs_a_template(world: World, model_copy: Path, cli: Call) -> Non
 def test_export_writes_a_receipt_into_the_run_folder_and_never_over(
     world: World, tmp_path: Path, cli: Call
 ) -> None:
-    run, target = shutil.copytree(world.run, tmp_path / "run"), tmp_path / "my-model"
+    without = shutil.ignore_patterns("receipts")  # of the exports of other tests
+    run, target = shutil.copytree(world.run, tmp_path / "run", ignore=without), tmp_path / "my-model"
     said = cli("export", "hf", run, target, "--dtype", "fp32")
     assert said.code == 0, said.err
     (path,) = (run / "receipts").iterdir()
@@ -324,6 +326,19 @@ def test_doctor_writes_a_report_without_secrets(
     cli("doctor", "--report", tmp_path / "no" / "such" / "file").refused(6, "--report")
 
 
+def test_doctor_replaces_its_own_reports_only(
+    cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trimtab.cli.doctor._attention_rows", list)
+    report = tmp_path / "a.txt"
+    report.write_text("trimtab is what I want to read about\n")
+    cli("doctor", "--report", report).refused(2, "a.txt exists and is not a report of `trimtab doctor`")
+    assert report.read_text() == "trimtab is what I want to read about\n"
+    for more in (["--overwrite"], []):
+        assert cli("doctor", "--report", report, *more).code == 0
+        assert report.read_text().startswith("trimtab 0.")
+
+
 def test_schema_is_json_schema(cli: Call) -> None:
     schema = json.loads(cli("schema").out)
     assert "learning_rate" in schema["properties"]
@@ -398,12 +413,15 @@ def test_a_reader_that_has_enough() -> None:
 
 
 def test_demo_replaces_only_a_demo(world: World, tmp_path: Path, cli: Call) -> None:
-    cli("demo", "--steps", 4, "--folder", world.run).refused(5, "no demo made")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "letter.txt").write_text("dear")
-    cli("demo", "--steps", 4, "--folder", tmp_path / "mine").refused(5, "letter.txt")
-    assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
-    cli("demo", "--steps", 4, "--folder", tmp_path / "mine" / "letter.txt").refused(5)
+    demo, mine = ("demo", "--steps", 4, "--folder"), tmp_path / "mine"
+    cli(*demo, world.run).refused(5, "no demo made")
+    mine.mkdir()
+    (mine / "letter.txt").write_text("dear")
+    cli(*demo, mine).refused(5, "letter.txt", "; give another --folder")
+    assert (mine / "letter.txt").read_text() == "dear"
+    cli(*demo, mine / "letter.txt").refused(5, "; give another --folder")
+    with RunLock(tmp_path / "starting"):
+        cli(*demo, tmp_path / "starting").refused(5, "or give another --folder")
 
 
 @pytest.mark.parametrize("words", [[], *[[verb] for verb in VERBS], ["export", "hf"], ["export", "peft"]])
@@ -415,6 +433,79 @@ def test_help_of_every_verb(cli: Call, words: list[str]) -> None:
     # Markdown keeps examples apart only between paragraphs: elsewhere they flow into one line
     verb = " ".join(["trimtab", *words[:1]])
     assert not any(line.count(f"{verb} ") > 1 for line in said.out.splitlines() if words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["doctor", "--report"],
+            "error: option '--report' requires an argument; see `trimtab doctor --help`",
+        ),
+        (["export", "hf", "x"], "error: missing argument 'folder'; see `trimtab export hf --help`"),
+        (["plan", "x", "--fast"], "error: no such option: --fast; see `trimtab plan --help`"),
+        (
+            ["train", "x", "--max_steps=5"],
+            "error: no such option: --max_steps; keys of the recipe are written without dashes: max_steps=5",
+        ),
+        (
+            ["plan", "x", "--output-dir", "a b"],
+            "error: no such option: --output-dir; keys of the recipe are written without dashes: output_dir='a b'",
+        ),
+        (
+            ["train", "--lora.r", "--quiet", "x"],
+            "error: no such option: --lora.r; keys of the recipe are written without dashes: lora.r=VALUE",
+        ),
+        (
+            ["demo", "--max_steps=5"],
+            "error: no such option: --max_steps; did you mean --steps? see `trimtab demo --help`",
+        ),
+        (["--fast"], "error: no such option: --fast; see `trimtab --help`"),
+        (["export"], "error: missing command; see `trimtab export --help`"),
+        (["runs", "a", "b"], "error: got unexpected extra argument(s) (b); see `trimtab runs --help`"),
+    ],
+)
+def test_mistakes_in_a_command_have_one_form(cli: Call, words: list[str], said: str) -> None:
+    found = cli(*words)
+    found.refused(2)
+    assert found.err == f"{said}\n"
+    assert found.out == ""
+
+
+def test_help_is_a_verb_too(cli: Call) -> None:
+    assert cli("help") == cli("--help")
+    assert cli("help", "train") == cli("train", "--help")
+    assert cli("help").code == 0
+
+
+def test_an_unknown_option_is_answered_with_near_ones(cli: Call) -> None:
+    cli("doctor", "--reprt", "x").refused(2, "no such option: --reprt; did you mean", "--report", "--help`")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_behind_standard_output_is_named(tmp_path: Path, unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "trimtab", "runs", str(tmp_path)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    assert done.returncode == 6
+    assert done.stderr == (
+        "error: standard output: No space left on device; free some space, or send the output somewhere else\n"
+    )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="closes descriptors as a shell does")
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_no_error(tmp_path: Path, closed: str) -> None:
+    command = f"{shlex.quote(sys.executable)} -m trimtab runs {shlex.quote(str(tmp_path))} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_version_and_unknown_words(cli: Call) -> None:

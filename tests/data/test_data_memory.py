@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,3 +156,34 @@ def test_an_iterator_of_large_rows_is_read_from_its_first_row(monkeypatch: pytes
     monkeypatch.setattr("trimtab.data.memory.WINDOW_BYTES", 100)
     stream = RowStream(iter([f"{number} " + "x" * 30 for number in range(1, 41)]))
     assert [value.split()[0] for _, value in stream.values(1)] == [str(number) for number in range(1, 41)]
+
+
+def test_rows_are_on_the_disk_before_they_have_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    for name in ("fsync", "link"):
+        call = getattr(os, name)
+
+        def noted(*words: Any, call: Any = call, name: str = name) -> Any:
+            done.append(name)
+            return call(*words)
+
+        monkeypatch.setattr(os, name, noted)
+    spooled = spool_rows(["a", "b"], tmp_path, key="mine")
+    assert done == ["fsync", "link", "fsync"]  # the file, its name, the folder
+    assert spooled.path.read_text() == '"a"\n"b"\n'
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.jsonl"]
+
+
+def test_drafts_of_killed_writers_are_removed_and_those_of_others_are_not(tmp_path: Path) -> None:
+    left, young, held = (tmp_path / f".rows.{number}.part" for number in range(3))
+    for path in (left, young, held):
+        path.write_text("{")
+    for path in (left, held):
+        os.utime(path, (1, 1))
+    with open(held) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match="no rows"):
+            spool_rows([], tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {young.name, held.name}

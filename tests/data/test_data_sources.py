@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -217,6 +218,20 @@ def test_truncated_parquet_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "holed.parquet", whole[:middle] + b"\xff" * 4000 + whole[middle + 4000 :])
     with pytest.raises(DataError, match=r"is not a whole Parquet file|is not UTF-8"):
         documents(tmp_path / "holed.parquet")
+
+
+def test_links_and_devices_are_named_as_what_they_are(tmp_path: Path) -> None:
+    link, pipe = tmp_path / "texts" / "link.txt", tmp_path / "pipe"
+    link.parent.mkdir()
+    link.symlink_to("absent.txt")
+    os.mkfifo(pipe)
+    with pytest.raises(DataError, match=r"link\.txt is a broken link \(to absent\.txt\); point the link to"):
+        resolve(SourceSpec(str(link)))
+    with pytest.raises(DataError, match=r"texts holds no text \(link\.txt in it is a broken link\); point"):
+        resolve(SourceSpec(str(link.parent)))
+    for path in (pipe, Path(os.devnull)):
+        with pytest.raises(DataError, match=rf"{path} is not a regular file .*; write its content to a file"):
+            resolve(SourceSpec(str(path)))
 
 
 def test_folders_and_globs_without_files_are_refused(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_names_of_files(name: str) -> None:
         ("", "is empty"),
         ("  ", "is empty"),
         (None, "is None"),
-        (5, "is 5, a int"),
+        (5, "is 5, an int"),
         (["a"], "a list"),
     ],
 )

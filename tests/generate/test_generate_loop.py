@@ -12,7 +12,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.facts.shapes import ModelShape
-from trimtab.generate import KVCache, PromptCache, generate, generate_many
+from trimtab.generate import KVCache, PromptCache, SamplingOptions, generate, generate_many, threads
+from trimtab.generate.sampling import pick_tokens
 from trimtab.model import build, init_weights, save_folder
 from trimtab.model.decoder import Decoder
 from trimtab.text.tokenizer import Tokenizer
@@ -81,29 +82,31 @@ def test_greedy_equals_the_uncached_loop(family: str, tokenizer: Tokenizer) -> N
     decoder = make_decoder(family, seed=3)
     for prompt in PROMPTS[:4]:
         expected = greedy_without_cache(decoder, tokenizer.encode(prompt), 20)
-        assert generate(decoder, tokenizer, prompt, max_new_tokens=20).ids == expected
+        assert generate(decoder, tokenizer, prompt, SamplingOptions(max_new_tokens=20)).ids == expected
         assert len(set(expected)) > 3, "a model that repeats one token would prove little"
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 7}])
 @pytest.mark.parametrize("batch_size", [3, 64])
 def test_many_prompts_give_what_each_gives_alone(tokenizer, decoder, options: dict, batch_size: int) -> None:
-    many = generate_many(decoder, tokenizer, PROMPTS, max_new_tokens=16, batch_size=batch_size, **options)
+    many = generate_many(
+        decoder, tokenizer, PROMPTS, SamplingOptions(max_new_tokens=16, **options), batch_size=batch_size
+    )
     for index, (prompt, done) in enumerate(zip(PROMPTS, many, strict=True)):
         # A prompt's place decides its chances, so alone it has to stand at the same place.
         before = [[1]] * index
         alone = generate_many(
-            decoder, tokenizer, [*before, prompt], max_new_tokens=16, batch_size=1, **options
+            decoder, tokenizer, [*before, prompt], SamplingOptions(max_new_tokens=16, **options), batch_size=1
         )
         assert done.ids == alone[-1].ids
         assert done.text == alone[-1].text
 
 
 def test_rows_that_end_early_leave_the_others_alone(tokenizer: Tokenizer, decoder: Decoder) -> None:
-    free = generate_many(decoder, tokenizer, PROMPTS, max_new_tokens=40)
+    free = generate_many(decoder, tokenizer, PROMPTS, SamplingOptions(max_new_tokens=40))
     ends = {done.ids[5 * i % 30] for i, done in enumerate(free[:3])}
     ending = make_tokenizer(stop_ids=frozenset(ends))
-    stopped = generate_many(decoder, ending, PROMPTS, max_new_tokens=40)
+    stopped = generate_many(decoder, ending, PROMPTS, SamplingOptions(max_new_tokens=40))
     for a, b in zip(free, stopped, strict=True):
         cut = next((i for i, token in enumerate(a.ids) if token in ends), None)
         assert b.ids == a.ids[:cut]
@@ -113,7 +116,8 @@ def test_rows_that_end_early_leave_the_others_alone(tokenizer: Tokenizer, decode
 
 def test_seeds_differ_and_repeat(tokenizer: Tokenizer, decoder: Decoder) -> None:
     texts = [
-        generate(decoder, tokenizer, "Hi", max_new_tokens=24, temperature=1.0, seed=s).ids for s in (0, 1, 0)
+        generate(decoder, tokenizer, "Hi", SamplingOptions(max_new_tokens=24, temperature=1.0, seed=s)).ids
+        for s in (0, 1, 0)
     ]
     assert texts[0] == texts[2] != texts[1]
 
@@ -131,13 +135,20 @@ def test_greedy_equals_transformers(family: str, tokenizer: Tokenizer, tmp_path:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=None,
             pad_token_id=0,
         )  # fmt: skip
-        assert generate(decoder, tokenizer, prompt, max_new_tokens=24).ids == out[0, ids.shape[1] :].tolist()
+        assert (
+            generate(decoder, tokenizer, prompt, SamplingOptions(max_new_tokens=24)).ids
+            == out[0, ids.shape[1] :].tolist()
+        )
 
 
 def test_stream_adds_up_and_has_no_half_characters(tokenizer: Tokenizer, decoder: Decoder) -> None:
     pieces: list[str] = []
     done = generate(
-        decoder, tokenizer, "Hello", max_new_tokens=60, temperature=1.5, seed=2, stream=pieces.append
+        decoder,
+        tokenizer,
+        "Hello",
+        SamplingOptions(max_new_tokens=60, temperature=1.5, seed=2),
+        stream=pieces.append,
     )
     assert "".join(pieces) == done.text == tokenizer.decode(done.ids)
     assert len(done.ids) == 60
@@ -147,11 +158,11 @@ def test_stream_adds_up_and_has_no_half_characters(tokenizer: Tokenizer, decoder
 
 
 def test_stop_strings_end_and_are_not_shown(tokenizer: Tokenizer, decoder: Decoder) -> None:
-    free = generate(decoder, tokenizer, "Hello", max_new_tokens=60, temperature=1.0, seed=4)
+    free = generate(decoder, tokenizer, "Hello", SamplingOptions(max_new_tokens=60, temperature=1.0, seed=4))
     stop = next(free.text[i : i + 3] for i in range(10, 60) if "�" not in free.text[i : i + 3])
     pieces: list[str] = []
     options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 4, "stop": ["never there", stop]}
-    done = generate(decoder, tokenizer, "Hello", stream=pieces.append, **options)
+    done = generate(decoder, tokenizer, "Hello", SamplingOptions(**options), stream=pieces.append)
     assert done.finish_reason == "stop"
     assert done.text == "".join(pieces) == free.text[: free.text.index(stop)]
     assert len(done.ids) < 60
@@ -160,38 +171,40 @@ def test_stop_strings_end_and_are_not_shown(tokenizer: Tokenizer, decoder: Decod
 def test_text_of_a_prompt_of_ids_and_of_text_is_the_same(tokenizer: Tokenizer, decoder: Decoder) -> None:
     ids = tokenizer.encode("Hello")
     assert (
-        generate(decoder, tokenizer, ids, max_new_tokens=5).ids
-        == generate(decoder, tokenizer, "Hello", max_new_tokens=5).ids
+        generate(decoder, tokenizer, ids, SamplingOptions(max_new_tokens=5)).ids
+        == generate(decoder, tokenizer, "Hello", SamplingOptions(max_new_tokens=5)).ids
     )
 
 
 def test_empty_prompt_begins_with_bos_or_says_so(tokenizer: Tokenizer, decoder: Decoder) -> None:
-    assert generate(decoder, tokenizer, "", max_new_tokens=5).ids == greedy_without_cache(decoder, [256], 5)
+    assert generate(decoder, tokenizer, "", SamplingOptions(max_new_tokens=5)).ids == greedy_without_cache(
+        decoder, [256], 5
+    )
     with pytest.raises(ModelError, match=r"empty.*at least one word"):
-        generate(decoder, make_tokenizer(bos=False), "", max_new_tokens=5)
+        generate(decoder, make_tokenizer(bos=False), "", SamplingOptions(max_new_tokens=5))
     assert generate_many(decoder, tokenizer, []) == []
 
 
 def test_length_is_bounded_by_the_models_positions(tokenizer: Tokenizer, decoder: Decoder) -> None:
     with pytest.raises(ModelError, match=r"128 positions; shorten"):
-        generate(decoder, tokenizer, "x" * 100, max_new_tokens=29)
-    assert len(generate(decoder, tokenizer, "x" * 100, max_new_tokens=28).ids) == 28
-    assert len(generate(decoder, tokenizer, "x" * 100, max_new_tokens=None).ids) == 28
+        generate(decoder, tokenizer, "x" * 100, SamplingOptions(max_new_tokens=29))
+    assert len(generate(decoder, tokenizer, "x" * 100, SamplingOptions(max_new_tokens=28)).ids) == 28
+    assert len(generate(decoder, tokenizer, "x" * 100, SamplingOptions(max_new_tokens=None)).ids) == 28
     with pytest.raises(ModelError, match="positions"):
-        generate(decoder, tokenizer, "x" * 128, max_new_tokens=None)
+        generate(decoder, tokenizer, "x" * 128, SamplingOptions(max_new_tokens=None))
 
 
 def test_bad_arguments(tokenizer: Tokenizer, decoder: Decoder) -> None:
     with pytest.raises(RecipeError, match="max_new_tokens"):
-        generate(decoder, tokenizer, "x", max_new_tokens=0)
+        generate(decoder, tokenizer, "x", SamplingOptions(max_new_tokens=0))
     with pytest.raises(RecipeError, match="list"):
         generate_many(decoder, tokenizer, "one text")
     with pytest.raises(RecipeError, match="batch_size"):
         generate_many(decoder, tokenizer, ["x"], batch_size=0)
     with pytest.raises(ModelError, match="token 260"):
         generate(decoder, tokenizer, [260])
-    with pytest.raises(ModelError, match="prompt 1 has 120 tokens"):
-        generate_many(decoder, tokenizer, ["x", [1] * 120], max_new_tokens=9)
+    with pytest.raises(ModelError, match="prompt 2 has 120 tokens"):
+        generate_many(decoder, tokenizer, ["x", [1] * 120], SamplingOptions(max_new_tokens=9))
 
 
 def test_damaged_weights_are_said(tokenizer: Tokenizer) -> None:
@@ -205,7 +218,7 @@ def test_damaged_weights_are_said(tokenizer: Tokenizer) -> None:
 def test_training_mode_comes_back(tokenizer: Tokenizer) -> None:
     decoder = make_decoder()
     decoder.train()
-    generate(decoder, tokenizer, "x", max_new_tokens=2)
+    generate(decoder, tokenizer, "x", SamplingOptions(max_new_tokens=2))
     assert decoder.training
     assert all(p.grad is None for p in decoder.parameters())
 
@@ -215,7 +228,7 @@ def test_sixty_problems_take_few_passes(tokenizer: Tokenizer, decoder: Decoder) 
     calls = []
     handle = decoder.register_forward_hook(lambda *_: calls.append(time.perf_counter()))
     prompts = ["y" * (10 + i % 31) for i in range(60)]
-    done = generate_many(decoder, tokenizer, prompts, max_new_tokens=30)
+    done = generate_many(decoder, tokenizer, prompts, SamplingOptions(max_new_tokens=30))
     handle.remove()
     assert sum(len(d.ids) for d in done) == 1800
     assert len(calls) == 30
@@ -233,7 +246,7 @@ def test_left_padding_is_never_seen(family: str, attention: str, tokenizer: Toke
         patch.setattr("trimtab.generate.loop._PREFILL_TOKENS", 160)
         sizes: list[tuple[int, ...]] = []
         handle = decoder.register_forward_hook(lambda _, given, __: sizes.append(tuple(given[0].shape)))
-        done = generate_many(decoder, tokenizer, prompts, max_new_tokens=12)
+        done = generate_many(decoder, tokenizer, prompts, SamplingOptions(max_new_tokens=12))
         handle.remove()
         assert [d.ids for d in done] == expected
         assert sizes[:3] == [(5, 32), (5, 32), (5, 26)]
@@ -241,7 +254,7 @@ def test_left_padding_is_never_seen(family: str, attention: str, tokenizer: Toke
         # The longest rows end first: the padding that the others share is dropped with them.
         ending = make_tokenizer(stop_ids=frozenset({expected[1][2], expected[3][2], expected[4][2]}))
         for alone, batched in zip(
-            expected, generate_many(decoder, ending, prompts, max_new_tokens=12), strict=True
+            expected, generate_many(decoder, ending, prompts, SamplingOptions(max_new_tokens=12)), strict=True
         ):
             cut = next((i for i, token in enumerate(alone) if token in ending.stop_ids), None)
             assert batched.ids == alone[:cut]
@@ -250,35 +263,39 @@ def test_left_padding_is_never_seen(family: str, attention: str, tokenizer: Toke
 def test_lengths_that_differ_too_much_are_not_padded_together(tokenizer: Tokenizer, decoder: Decoder) -> None:
     sizes: list[tuple[int, ...]] = []
     handle = decoder.register_forward_hook(lambda _, given, __: sizes.append(tuple(given[0].shape)))
-    generate_many(decoder, tokenizer, [[1] * 4, [1] * 110, [2] * 3, [3] * 2], max_new_tokens=1)
+    generate_many(
+        decoder, tokenizer, [[1] * 4, [1] * 110, [2] * 3, [3] * 2], SamplingOptions(max_new_tokens=1)
+    )
     handle.remove()
     assert sizes == [(3, 4), (1, 110)]
 
 
 def test_what_is_drawn_depends_on_the_number_of_the_prompt(tokenizer: Tokenizer, decoder: Decoder) -> None:
     options = {"max_new_tokens": 8, "temperature": 1.0, "seed": 5}
-    whole = generate_many(decoder, tokenizer, ["Hi"] * 4, **options)
-    rest = generate_many(decoder, tokenizer, ["Hi"] * 2, first_index=2, batch_size=1, **options)
+    whole = generate_many(decoder, tokenizer, ["Hi"] * 4, SamplingOptions(**options))
+    rest = generate_many(
+        decoder, tokenizer, ["Hi"] * 2, SamplingOptions(**options), first_index=2, batch_size=1
+    )
     assert [d.ids for d in rest] == [d.ids for d in whole[2:]]
     assert len({tuple(d.ids) for d in whole}) == 4
-    assert generate(decoder, tokenizer, "Hi", index=3, **options).ids == whole[3].ids
+    assert generate(decoder, tokenizer, "Hi", SamplingOptions(**options), index=3).ids == whole[3].ids
 
 
 def test_a_kept_cache_reads_only_what_is_new(tokenizer: Tokenizer, decoder: Decoder) -> None:
     cache, sizes = PromptCache(), []
     handle = decoder.register_forward_hook(lambda _, given, __: sizes.append(given[0].shape[1]))
     first = [5 + 7 * i % 240 for i in range(30)]
-    done = generate(decoder, tokenizer, first, max_new_tokens=6, cache=cache)
+    done = generate(decoder, tokenizer, first, SamplingOptions(max_new_tokens=6), cache=cache)
     second = [*first, *done.ids, 9, 8, 7]
     sizes.clear()
-    again = generate(decoder, tokenizer, second, max_new_tokens=6, cache=cache)
+    again = generate(decoder, tokenizer, second, SamplingOptions(max_new_tokens=6), cache=cache)
     # The last token written was never read.
     assert sizes == [4, 1, 1, 1, 1, 1]
     assert again.ids == greedy_without_cache(decoder, second, 6)
     # A prompt that differs early, and the same one twice.
     for prompt, read in (([*first[:10], 1, 2], 2), ([*first[:10], 1, 2], 1), ([1, 2, 3], 3)):
         sizes.clear()
-        found = generate(decoder, tokenizer, prompt, max_new_tokens=3, cache=cache).ids
+        found = generate(decoder, tokenizer, prompt, SamplingOptions(max_new_tokens=3), cache=cache).ids
         assert sizes[0] == read
         handle.remove()
         assert found == greedy_without_cache(decoder, prompt, 3)
@@ -298,7 +315,33 @@ def test_a_kept_cache_survives_an_interrupted_pass(tokenizer: Tokenizer, decoder
 
     handle = decoder.model.layers[1].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        generate(decoder, tokenizer, prompt, max_new_tokens=9, cache=cache)
+        generate(decoder, tokenizer, prompt, SamplingOptions(max_new_tokens=9), cache=cache)
     handle.remove()
     expected = greedy_without_cache(decoder, prompt, 9)
-    assert generate(decoder, tokenizer, prompt, max_new_tokens=9, cache=cache).ids == expected
+    assert (
+        generate(decoder, tokenizer, prompt, SamplingOptions(max_new_tokens=9), cache=cache).ids == expected
+    )
+
+
+def test_small_passes_run_on_one_thread(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> None:
+    decoder, used = make_decoder(), []
+    decoder.register_forward_pre_hook(lambda *_: used.append(torch.get_num_threads()))
+    prompt = "a prompt of more tokens than one"
+    monkeypatch.setattr(threads, "SMALL_PASS", 2 * decoder.shape.num_parameters)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        generate(decoder, tokenizer, prompt, SamplingOptions(max_new_tokens=3))
+        assert used == [2, 1, 1]
+        used.clear()
+        generate_many(decoder, tokenizer, [prompt] * 3, SamplingOptions(max_new_tokens=3))
+        assert used == [2, 2, 2], "three tokens a pass are not small here"
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_temperature_near_zero_is_greedy() -> None:
+    logits_BV = torch.tensor([[1.0, 30.0, 29.9]])
+    assert pick_tokens(logits_BV, SamplingOptions(temperature=1e-39), [(0, 0)]).tolist() == [1]
+    assert pick_tokens(logits_BV, SamplingOptions(temperature=1e-36), [(0, 0)]).tolist() == [1]

@@ -66,11 +66,11 @@ def test_lists_of_messages_and_lists_of_conversations(model: trimtab.Model) -> N
     ("prompt", "words"),
     [
         ({"role": "user", "content": "a"}, "put it into a list"),
-        (["a", 3], "prompt 1 is neither a text nor a list of messages"),
-        (["a", {"role": "user", "content": "a"}], "prompt 1 is neither"),
-        ([["a"]], "prompt 0 is neither"),
-        ([{"content": "a"}], "message 0 of the conversation has no role"),
-        ([HI, [{"content": "a"}]], "message 0 of prompt 1 has no role"),
+        (["a", 3], "prompt 2 is neither a text nor a list of messages"),
+        (["a", {"role": "user", "content": "a"}], "prompt 2 is neither"),
+        ([["a"]], "prompt 1 is neither"),
+        ([{"content": "a"}], "message 1 of the conversation has no role"),
+        ([HI, [{"content": "a"}]], "message 1 of prompt 2 has no role"),
     ],
 )
 def test_prompts_that_are_neither(model: trimtab.Model, prompt: Any, words: str) -> None:
@@ -81,7 +81,7 @@ def test_prompts_that_are_neither(model: trimtab.Model, prompt: Any, words: str)
 def test_options_that_do_not_go_together(base: trimtab.Model) -> None:
     with pytest.raises(RecipeError, match="stream is given with a list"):
         base.generate(["a"], stream=print)
-    with pytest.raises(RecipeError, match=r"top_p has no effect at temperature 0.*such as 0\.7"):
+    with pytest.raises(RecipeError, match=r"top_p has no effect at temperature 0.*; give temperature 0\.7"):
         base.generate("a", temperature=0.0, top_p=0.9)
     with pytest.raises(ModelError, match="no chat template"):
         base.generate([HI])
@@ -132,9 +132,9 @@ def test_loss_of_a_conversation_counts_the_answers_alone(model: trimtab.Model) -
 
 
 def test_losses_that_cannot_be_measured(base: trimtab.Model, model: trimtab.Model) -> None:
-    with pytest.raises(DataError, match="text 1 has no token to measure"):
+    with pytest.raises(DataError, match="text 2 has no token to measure"):
         base.loss(["the cat", "a"])
-    with pytest.raises(ModelError, match=r"text 0 has \d+ tokens, the model's context 128; shorten it"):
+    with pytest.raises(ModelError, match=r"text 1 has \d+ tokens, the model's context 128; shorten it"):
         base.loss("the cat " * 200)
     with pytest.raises(DataError, match="conversation:1 has no answer"):
         model.loss(HI)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.facts.errors import RecipeError
-from trimtab.generate import KVCache, Sampling, StopStrings
+from trimtab.generate import KVCache, SamplingKeywords, SamplingOptions, StopStrings
+from trimtab.generate.sampling import pick_tokens, uniform
 
 
 def test_cache_returns_all_so_far_and_grows_in_blocks() -> None:
@@ -59,12 +60,12 @@ def test_cache_select_drops_padding_and_truncate_writes_over() -> None:
     assert values.flatten().tolist() == [-6, 8, 8]
 
 
-def shares(sampling: Sampling, logits: list[float], count: int = 4000) -> dict[int, float]:
+def shares(options: SamplingOptions, logits: list[float], count: int = 4000) -> dict[int, float]:
     """How often each token comes out over evenly spread chances."""
     logits_BV = torch.tensor([logits]).expand(count, -1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sampling, "uniform", lambda self, prompt, step: (step + 0.5) / count)
-        drawn = sampling.pick(logits_BV, [(0, i) for i in range(count)])
+        patch.setattr("trimtab.generate.sampling.uniform", lambda seed, prompt, step: (step + 0.5) / count)
+        drawn = pick_tokens(logits_BV, options, [(0, i) for i in range(count)])
     return {k: v / count for k, v in sorted(collections.Counter(drawn.tolist()).items())}
 
 
@@ -87,35 +88,43 @@ LOGITS = torch.tensor(PROBS).log().tolist()
     ],
 )
 def test_shares_are_the_probabilities(options: dict, expected: dict[int, float]) -> None:
-    assert shares(Sampling(**options), LOGITS) == pytest.approx(expected, abs=1e-3)
+    assert shares(SamplingOptions(**options), LOGITS) == pytest.approx(expected, abs=1e-3)
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
-    assert Sampling().pick(torch.tensor([[1.0, 5.0, 5.0]]), [(0, 0)]).tolist() == [1]
+    assert pick_tokens(torch.tensor([[1.0, 5.0, 5.0]]), SamplingOptions(), [(0, 0)]).tolist() == [1]
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
 def test_a_token_without_probability_never_comes(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sampling, "uniform", lambda self, prompt, step: u)
+    monkeypatch.setattr("trimtab.generate.sampling.uniform", lambda seed, prompt, step: u)
     logits_BV = torch.tensor([[float("-inf"), 0.0, float("-inf")]])
-    assert Sampling(temperature=1.0).pick(logits_BV, [(0, 0)]).tolist() == [1]
+    assert pick_tokens(logits_BV, SamplingOptions(temperature=1.0), [(0, 0)]).tolist() == [1]
 
 
 def test_chance_depends_on_seed_prompt_and_step_alone() -> None:
-    draws = [Sampling(seed=s).uniform(p, t) for s in range(4) for p in range(4) for t in range(50)]
+    draws = [uniform(s, p, t) for s in range(4) for p in range(4) for t in range(50)]
     assert len(set(draws)) == len(draws)
     assert all(0 <= u < 1 for u in draws)
     assert sum(draws) / len(draws) == pytest.approx(0.5, abs=0.05)
-    assert Sampling(seed=3).uniform(1, 2) == Sampling(temperature=1.0, seed=3).uniform(1, 2)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}],
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"max_new_tokens": 0},
+        {"stop": ["ok", ""]},
+        {"stop": ["a", 5]},
+    ],
 )
 def test_sampling_options_are_checked(options: dict) -> None:
     with pytest.raises(RecipeError, match=next(iter(options))):
-        Sampling(**options)
+        SamplingOptions(**options)
 
 
 @pytest.mark.parametrize(
@@ -129,15 +138,22 @@ def test_sampling_options_are_checked(options: dict) -> None:
     ],
 )
 def test_top_p_and_top_k_sample_without_a_temperature(given: dict, temperature: float) -> None:
-    assert Sampling.resolve(**given).temperature == temperature
+    assert SamplingOptions(**given).sampling_temperature == temperature
 
 
 @pytest.mark.parametrize("given", [{"top_p": 0.9}, {"top_k": 5}])
 def test_top_p_and_top_k_at_temperature_0_are_an_error(given: dict) -> None:
     with pytest.raises(
-        RecipeError, match=rf"{next(iter(given))} has no effect at temperature 0.*such as 0.7"
+        RecipeError, match=rf"{next(iter(given))} has no effect at temperature 0.*; give temperature 0.7"
     ):
-        Sampling.resolve(0.0, **given)
+        SamplingOptions(temperature=0.0, **given)
+
+
+def test_the_keywords_are_the_fields() -> None:
+    assert set(SamplingKeywords.__annotations__) == set(SamplingOptions().keywords())
+    options = SamplingOptions(max_new_tokens=3, top_p=0.5, stop="a", seed=2)
+    assert SamplingOptions(**options.keywords()) == options
+    assert options.stop == ("a",)
 
 
 def run_stops(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
@@ -172,9 +188,3 @@ def test_stop_strings_cut_where_the_whole_text_says(pieces: list[str], stops: li
 def test_stop_string_beginnings_are_held_back() -> None:
     finder = StopStrings(["END"])
     assert [finder.push(p) for p in ("x E", "N", "X")] == [("x ", False), ("", False), ("ENX", False)]
-
-
-@pytest.mark.parametrize("stops", ["END", ["ok", ""]])
-def test_stop_strings_are_checked(stops) -> None:
-    with pytest.raises(RecipeError, match="stop strings"):
-        StopStrings(stops)

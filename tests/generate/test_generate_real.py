@@ -6,7 +6,7 @@ import pytest
 from smollm2 import smollm2_path
 
 from trimtab import text
-from trimtab.generate import generate, generate_many
+from trimtab.generate import SamplingOptions, generate, generate_many
 from trimtab.model import build, load_weights, read_shape
 from trimtab.model.decoder import Decoder
 from trimtab.text.tokenizer import Tokenizer
@@ -26,7 +26,9 @@ def smollm2() -> tuple[Decoder, Tokenizer]:
 
 def test_it_knows_the_capital_of_france(smollm2: tuple[Decoder, Tokenizer]) -> None:
     pieces: list[str] = []
-    done = generate(*smollm2, "The capital of France is", max_new_tokens=6, stream=pieces.append)
+    done = generate(
+        *smollm2, "The capital of France is", SamplingOptions(max_new_tokens=6), stream=pieces.append
+    )
     assert done.text.startswith(" Paris")
     assert "".join(pieces) == done.text
 
@@ -36,7 +38,7 @@ def test_chat_through_its_template_ends_by_itself(smollm2: tuple[Decoder, Tokeni
     prompt = tokenizer.encode_chat(
         [{"role": "user", "content": "What is the capital of France? One sentence."}]
     )
-    done = generate(decoder, tokenizer, prompt, max_new_tokens=40)
+    done = generate(decoder, tokenizer, prompt, SamplingOptions(max_new_tokens=40))
     assert "Paris" in done.text
     assert done.finish_reason == "eos"
     assert "<|im_end|>" not in done.text
@@ -44,7 +46,7 @@ def test_chat_through_its_template_ends_by_itself(smollm2: tuple[Decoder, Tokeni
 
 def test_a_batch_writes_what_each_writes_alone(smollm2: tuple[Decoder, Tokenizer]) -> None:
     prompts = ["Water boils at", "The opposite of hot is", "Once upon a time, in a land far away,"]
-    many = generate_many(*smollm2, prompts, max_new_tokens=8, stop=["\n"])
+    many = generate_many(*smollm2, prompts, SamplingOptions(max_new_tokens=8, stop=["\n"]))
     assert [d.text for d in many] == [
-        generate(*smollm2, p, max_new_tokens=8, stop=["\n"]).text for p in prompts
+        generate(*smollm2, p, SamplingOptions(max_new_tokens=8, stop=["\n"])).text for p in prompts
     ]

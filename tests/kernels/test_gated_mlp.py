@@ -16,7 +16,7 @@ from tests.kernels import parity
 from tests.kernels.parity import UPSTREAM, run, verdicts
 from tests.kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
 from trimtab.facts.errors import ModelError, ResourceError
-from trimtab.kernels.gated_mlp import ACTIVATIONS, gated_activation, overwriting, spec
+from trimtab.kernels.gated_mlp import ACTIVATIONS, gated_activation, spec
 from trimtab.kernels.gated_mlp.spec import CASES, LARGE_CASES, Case
 
 pytest.importorskip("triton")
@@ -99,8 +99,7 @@ def gradients(case: Case, *, over: bool, device: str = "cpu", dtype: str = "fp32
     """Of gate and up that nobody else has; with what they were computed from, where the gradients are."""
     leaves = {name: x.detach().requires_grad_() for name, x in spec.make_inputs(case, dtype, device).items()}
     gate, up = (x * 1 for x in leaves.values())
-    with overwriting() if over else nullcontext():
-        out = gated_activation(gate, up, activation=case.activation, impl="triton")
+    out = gated_activation(gate, up, activation=case.activation, impl="triton", overwrite_inputs=over)
     found = torch.autograd.grad(out.square().sum(), (gate, up), retain_graph=True)
     return {"gate": gate, "up": up, "out": out, "d_gate": found[0], "d_up": found[1]}
 
@@ -137,22 +136,23 @@ def test_what_others_may_read_is_not_overwritten() -> None:
     before = both.clone()
     halves = [half.requires_grad_() for half in both.split(8, dim=1)]
     alone = torch.randn(4, 8, requires_grad=True)
-    with interpreter(), overwriting():
-        gated_activation(*halves, impl="triton").sum().backward()
-        gated_activation(alone, alone, impl="triton").sum().backward()
+    with interpreter():
+        gated_activation(*halves, impl="triton", overwrite_inputs=True).sum().backward()
+        gated_activation(alone, alone, impl="triton", overwrite_inputs=True).sum().backward()
     assert torch.equal(both, before)
     want = torch.autograd.grad(gated_activation(alone, alone).sum(), alone)[0]
     torch.testing.assert_close(alone.grad, want)
 
 
-def test_graphs_are_compiled_as_ever_inside() -> None:
+def test_a_compiled_graph_overwrites_nothing() -> None:
     gate, up = inputs(CASES[0]).values()
     before = gate.detach().clone()
-    with interpreter(), overwriting():
-        compiled = torch.compile(caller(CASES[0]), backend="aot_eager", fullgraph=True)
-        compiled("triton", gate * 1, up * 1).sum().backward()
+    with interpreter():
+        call = partial(gated_activation, activation="silu", impl="triton", overwrite_inputs=True)
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        compiled(gate * 1, up * 1).sum().backward()
         found = gate.grad
-        compiled("triton", gate, up).sum().backward()
+        compiled(gate, up).sum().backward()
     assert torch.equal(gate.detach(), before)
     assert found is not None
     torch.testing.assert_close(found, torch.autograd.grad(gated_activation(gate, up).sum(), gate)[0] * 2)
@@ -162,7 +162,7 @@ def test_operators_are_whole() -> None:
     gate, up = inputs(CASES[0]).values()
     ops = torch.ops.trimtab
     with interpreted(impl_triton):
-        torch.library.opcheck(ops.gated_activation, (gate, up, "silu"))
+        torch.library.opcheck(ops.gated_activation, (gate, up, "silu", False))
         backward = (torch.ones(8, 64), gate.detach(), up.detach(), "gelu_tanh")
         torch.library.opcheck(ops.gated_activation_backward, backward)
         schema = ("test_schema", "test_faketensor")

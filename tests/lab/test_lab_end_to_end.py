@@ -17,7 +17,7 @@ from benchmarks.end_to_end.jobs import Case, Job
 from benchmarks.end_to_end.picture import losses
 from benchmarks.end_to_end.table import floor_s, markdown, page, problems, read, summary
 from tests.plan.plan_jobs import H200
-from trimtab.launch import preparing
+from trimtab.run import prepare as preparing
 
 TINY = Job("tiny-llama-8b", "qlora", 2, 64)
 LLAMA = jobs.LLAMA_SHORT

@@ -7,6 +7,7 @@ how each ended.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -19,10 +20,12 @@ from whole_run import Silent
 
 from trimtab import text
 from trimtab.facts.errors import TrimtabError
-from trimtab.launch import prepare
+from trimtab.parallel import Mesh
+from trimtab.plan.resolved import ParallelConfig
 from trimtab.recipe import load
-from trimtab.run import RunFolder, assemble
+from trimtab.run import RunFolder, build_run
 from trimtab.run.corpora import open_corpora
+from trimtab.run.prepare import prepare
 from trimtab.run.sources import save_skeleton
 
 
@@ -53,10 +56,12 @@ def train(recipe_path: Path, rank: int) -> dict[str, str]:
         folder.path.mkdir()
         save_skeleton(weights, prepared.shape, tokenizer, folder.model, "fp32")
     dist.barrier()
-    run = assemble(
+    mesh = Mesh.world()
+    run = build_run(
         recipe,
-        prepared.choices,
+        dataclasses.replace(prepared.resolved, parallel=ParallelConfig(data=mesh.size)),
         prepared.shape,
+        mesh,
         weights=weights,
         tokenizer=tokenizer,
         corpora=corpora,

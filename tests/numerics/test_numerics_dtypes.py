@@ -1,4 +1,4 @@
-"""What runs in which number format can be listed, and is what the choices say."""
+"""What runs in which number format can be listed, and is what was resolved."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import pytest
 from tiny_model import tiny_shape
 
 from trimtab.facts.devices import DeviceFacts
+from trimtab.plan.resolved import Resolved
 from trimtab.recipe import build
-from trimtab.run.choices import Choices, choose_all
 from trimtab.run.dtypes import Dtypes, list_dtypes
+from trimtab.run.resolve import resolve_backends
 
 CPU = DeviceFacts(name="CPU", kind="cpu", memory_bytes=2**33, free_bytes=2**33, bf16=True, cores=1)
 
 
-def chosen(**changes: str) -> Choices:
+def chosen(**changes: str) -> Resolved:
     recipe = build({"model": "m", "data": {"train": "t"}, "max_seq_length": 64, "device": "cpu", **changes})
-    return choose_all(recipe, tiny_shape(), CPU, threads=1)
+    return resolve_backends(recipe, tiny_shape(), CPU, threads=1)
 
 
 def listed(**changes: str) -> Dtypes:

@@ -7,13 +7,15 @@ from tiny_job import TinyLoader, tiny_job
 
 from trimtab.facts.errors import TrainingError
 from trimtab.trainer import TrainState, train
+from trimtab.trainer.microstep import LossSum
 from trimtab.trainer.scaling import LEAST
 
 
 def test_gradients_that_no_scale_mends_stop_the_run() -> None:
     job = tiny_job(TinyLoader(), total_steps=12, loss_scale=4 * LEAST)
-    calm, weight = job.loss, next(iter(job.parameters.values()))
+    calm, weight = job.microstep.loss, next(iter(job.parameters.values()))
     # A finite loss whose gradient is 0 · ∞, whatever the scale.
-    job.loss = lambda batch: calm(batch) + (weight * 0).sqrt().sum()
+    spoiled = lambda batch: LossSum(calm(batch).total + (weight * 0).sqrt().sum(), batch.num_targets)  # noqa: E731
+    job.microstep.loss = spoiled
     with pytest.raises(TrainingError, match="not finite at step 3"):
         train(job, TrainState())

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from trimtab.adapt.spec import LoraSettings
+from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import ModelShape
+from trimtab.plan import DataFacts, Plan, make_plan
 from trimtab.plan.job import Job
+from trimtab.plan.resolved import (
+    AttentionConfig,
+    OptimizerConfig,
+    PointwiseConfig,
+    PrecisionConfig,
+    Resolved,
+)
+from trimtab.recipe import Recipe
+from trimtab.run.resolve import resolve_memory
 
 QWEN = ModelShape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
                   tie_embeddings=True, qk_norm=True, max_positions=32_768)  # fmt: skip
@@ -16,7 +26,7 @@ LLAMA_8B = ModelShape("llama", 128_256, 4096, 14_336, 32, num_heads=32, num_kv_h
 H200 = DeviceFacts(
     "NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True, host_free_bytes=120 * 2**30
 )
-NF4 = {"kind": "nf4", "block": 64, "double": True, "impl": "triton"}
+NF4 = Quantization("nf4", double=True, impl="triton")
 FULL = Job(
     QWEN,
     batch=4,
@@ -35,12 +45,26 @@ FULL = Job(
     loss_memory=2 * 10**9,
 )
 QLORA = dataclasses.replace(FULL, shape=LLAMA_8B, batch=1, lora=LoraSettings(r=16), quantization=NF4)
-CHOICES: dict[str, Any] = {
-    "dtype": "bf16",
-    "weights_dtype": "bf16",
-    "gradient_dtype": "bf16",
-    "attention": {"impl": "triton", "reason": "for this test", "rejected": []},
-    "pointwise": {"impl": "triton", "reason": "for this test"},
-    "optimizer": {"name": "adamw_8bit", "impl": "triton", "reason": "for this test"},
-}
-"""What a recipe's `auto` keys came to."""
+
+
+def resolved_for(shape: ModelShape) -> Resolved:
+    """What a recipe's `auto` keys came to, but for the memory plan."""
+    attention = AttentionConfig.uniform(shape.num_layers, "triton")
+    return Resolved(
+        device="cuda",
+        threads=4,
+        deterministic=False,
+        precision=PrecisionConfig("bf16", "bf16", "bf16"),
+        attention=dataclasses.replace(attention, reason="for this test"),
+        pointwise=PointwiseConfig("triton", "for this test"),
+        optimizer=OptimizerConfig("adamw_8bit", "triton", "for this test"),
+    )
+
+
+def planned(
+    recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved, data: DataFacts | None = None
+) -> Plan:
+    """A plan with the memory plan that is given, or the one that the planner chooses."""
+    if resolved.memory is None:
+        resolved = resolve_memory(recipe, shape, device, resolved)
+    return make_plan(recipe, shape, resolved, device=device, data=data)

@@ -5,20 +5,40 @@ from __future__ import annotations
 import torch
 
 from trimtab import optim
-from trimtab.adapt import (
-    add_adapters,
-    init_adapters,
-    keep_unpacked,
-    quantize_layout,
-    recompute,
-    trained_parameters,
-)
+from trimtab.adapt import init_adapters, trained_parameters
 from trimtab.adapt.lora import set_masks
-from trimtab.facts.dtypes import TORCH_NAMES
-from trimtab.kernels.attention import Layout
-from trimtab.model import build, init_weights
+from trimtab.data import Batch
+from trimtab.model import init_weights
+from trimtab.parallel import Mesh
 from trimtab.plan.job import Job
+from trimtab.plan.resolved import (
+    AttentionConfig,
+    LossConfig,
+    MemoryPlan,
+    OptimizerConfig,
+    PointwiseConfig,
+    PrecisionConfig,
+    Resolved,
+)
+from trimtab.run.build import build_microstep, build_model, keep_dequantized, set_gradient_dtype
 from trimtab.trainer.memory import storage_bytes
+
+
+def resolved_of(job: Job) -> Resolved:
+    """The configuration of a run whose steps are those of the job."""
+    return Resolved(
+        device=job.device,
+        threads=torch.get_num_threads(),
+        deterministic=False,
+        precision=PrecisionConfig(job.dtype, job.weights_dtype, job.gradient_dtype),
+        attention=AttentionConfig.uniform(job.shape.num_layers, job.attention),
+        optimizer=OptimizerConfig(job.optimizer, job.optimizer_impl),
+        loss=LossConfig(job.loss_impl, job.loss_memory),
+        pointwise=PointwiseConfig(job.pointwise),
+        memory=MemoryPlan(job.layers, job.mlp_tiles, job.loss_memory, job.unpacked_layers),
+        lora=job.lora,
+        quantization=job.quantization,
+    )
 
 
 class Step:
@@ -26,28 +46,15 @@ class Step:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.decoder = build(
-            job.shape,
-            dtype=job.weights_dtype,
-            device=job.device,
-            attention=job.attention,
-            loss_impl=job.loss_impl,
-            loss_memory=job.loss_memory,
-            pointwise=job.pointwise,
-        )
-        init_weights(self.decoder, 0)
-        if job.quantization is not None:
-            quantize_layout(self.decoder, job.quantization["kind"])
-            keep_unpacked(self.decoder, job.unpacked_layers, dtype=getattr(torch, TORCH_NAMES[job.dtype]))
+        resolved, mesh = resolved_of(job), Mesh.single()
+        self.decoder = init_weights(build_model(job.shape, resolved, mesh), 0)
+        keep_dequantized(self.decoder, resolved)
         if job.lora is not None:
-            add_adapters(self.decoder, job.lora)
             init_adapters(self.decoder, seed=0)
             set_masks(self.decoder, torch.device(job.device))
-        recompute.apply(self.decoder, job.layers, mlp_tiles=job.mlp_tiles)
-        for p in self.decoder.parameters():
-            if p.requires_grad and p.dtype != torch.float32 and job.gradient_dtype == "fp32":
-                p.grad_dtype = getattr(torch, TORCH_NAMES[job.gradient_dtype])
+        set_gradient_dtype(self.decoder, resolved)
         self.parameters = trained_parameters(self.decoder)
+        self.microstep = build_microstep(self.decoder, self.parameters, resolved, mesh, packing=job.packed)
         self.optimizer = optim.build(
             job.optimizer,
             self.parameters.items(),
@@ -65,15 +72,12 @@ class Step:
     def forward_backward(self) -> None:
         job = self.job
         for _ in range(job.accumulation):
-            ids_BT = torch.randint(0, job.shape.vocab_size, (job.batch, job.tokens), device=job.device)
-            positions_BT = torch.arange(job.tokens, device=job.device).expand(job.batch, -1).contiguous()
+            ids_BT = torch.randint(0, job.shape.vocab_size, (job.batch, job.tokens))
+            positions_BT = torch.arange(job.tokens).expand(job.batch, -1).contiguous()
             documents_BT = (positions_BT >= job.tokens // 2).int()
-            mixed = job.dtype != job.weights_dtype
-            with torch.autocast(job.device, torch.bfloat16, enabled=mixed, cache_enabled=False):
-                layout = Layout.packed(documents_BT) if job.packed else Layout.causal()
-                loss = self.decoder.loss(ids_BT, ids_BT.clone(), positions_BT, layout)
-            loss.backward()
-            del loss
+            origins = [["random"]] * job.batch
+            batch = Batch(ids_BT, ids_BT.clone(), positions_BT, documents_BT, ids_BT.numel(), origins)
+            self.microstep.backward(batch, 1.0)
 
     def weights(self) -> int:
         """Bytes of parameters and packed weights."""

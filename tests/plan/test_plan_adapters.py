@@ -14,6 +14,7 @@ from plan_step import Step  # noqa: E402
 from trimtab.adapt import (  # noqa: E402
     LoraSettings,
 )
+from trimtab.adapt.spec_quantized import Quantization  # noqa: E402
 from trimtab.facts.shapes import ModelShape  # noqa: E402
 from trimtab.plan.job import Job  # noqa: E402
 from trimtab.plan.memory import predict  # noqa: E402
@@ -23,8 +24,8 @@ SHAPE = ModelShape(
     "qwen3", 512, 64, 192, 6, num_heads=4, num_kv_heads=2, head_dim=32, tie_embeddings=True, qk_norm=True
 )
 LORA = LoraSettings(r=8)
-NF4 = {"kind": "nf4", "block": 64, "double": True, "impl": "reference"}
-INT8 = {"kind": "int8", "block": 0, "double": False, "impl": "reference"}
+NF4 = Quantization("nf4", double=True)
+INT8 = Quantization("int8", block=0)
 BASE = Job(
     SHAPE,
     batch=2,

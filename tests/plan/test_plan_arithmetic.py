@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plan_jobs import planned
 
 from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.devices import DeviceFacts, host_cores, host_memory, known_ceiling
@@ -21,12 +22,12 @@ from trimtab.plan import (
     check_disk,
     check_fits,
     fit,
-    make_plan,
     remedies,
     steps_per_epoch,
     total_steps,
 )
-from trimtab.recipe import loads
+from trimtab.plan.resolved import AttentionConfig, OptimizerConfig, PrecisionConfig, Resolved
+from trimtab.recipe import Recipe, loads
 
 QWEN = ModelShape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
                   tie_embeddings=True, qk_norm=True, max_positions=32_768)  # fmt: skip
@@ -34,17 +35,29 @@ GPU = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=Tr
 RECIPE = "model: q\ndata: {train: x}\noptim: adamw_8bit\ndtype: bf16\ngradient_dtype: bf16\n"
 
 
-def choices(
-    dtype: str = "bf16", gradients: str = "bf16", impl: str = "varlen", **more: Any
-) -> dict[str, Any]:
-    weights = "bf16" if dtype == "bf16" else "fp32"
-    attention = {"impl": impl, "reason": "for this test", "rejected": [["flex", "slower"]]}
-    formats = {"dtype": dtype, "weights_dtype": weights, "gradient_dtype": gradients}
-    return {**formats, "attention": attention, **more}
+def resolved(
+    recipe: Recipe,
+    device: DeviceFacts,
+    dtype: str = "bf16",
+    gradients: str = "bf16",
+    impl: str = "varlen",
+    lora: LoraSettings | None = None,
+) -> Resolved:
+    layers = AttentionConfig.uniform(QWEN.num_layers, impl).layers
+    return Resolved(
+        device=device.kind,
+        threads=4,
+        deterministic=False,
+        precision=PrecisionConfig(dtype, "bf16" if dtype == "bf16" else "fp32", gradients),
+        attention=AttentionConfig(layers, "for this test", (("flex", "slower"),)),
+        optimizer=OptimizerConfig(recipe.optim),
+        lora=lora,
+    )
 
 
 def plan(*overrides: str, device: DeviceFacts = GPU, data: DataFacts | None = None, **kwargs: Any) -> Plan:
-    return make_plan(loads(RECIPE, overrides), QWEN, device=device, data=data, choices=choices(**kwargs))
+    recipe = loads(RECIPE, overrides)
+    return planned(recipe, QWEN, device, resolved(recipe, device, **kwargs), data)
 
 
 def test_standing_bytes_of_the_reference_model() -> None:
@@ -192,7 +205,19 @@ def test_the_disk_remedy_makes_the_checkpoints_fit() -> None:
     check_disk(plan("save_steps=null", "eval_steps=null", "save_total_limit=5").disk, one, "here")
     with pytest.raises(ResourceError) as caught:
         check_disk(disk, one - 1, "here")
-    assert str(caught.value).endswith("; free some space, set output_dir to another disk")
+    assert str(caught.value).endswith("; free some space or set output_dir to another disk")
+
+
+def test_the_disk_remedy_of_a_resume_moves_the_folder_and_advises_no_lower_limit_than_one() -> None:
+    disk = plan("save_steps=100", "save_total_limit=1").disk
+    with pytest.raises(ResourceError) as caught:
+        check_disk(disk, disk.checkpoint_bytes - 1, "runs/a", resumed=True)
+    assert caught.value.remedy == "free some space or move runs/a to another disk and resume it there"
+    with pytest.raises(ResourceError) as caught:
+        check_disk(disk, disk.checkpoint_bytes, "runs/a", resumed=True)
+    assert caught.value.remedy == (
+        "free some space, move runs/a to another disk and resume it there, or save only at the end (save_steps: null)"
+    )
 
 
 def sized(gigabytes: float) -> DeviceFacts:
@@ -235,9 +260,9 @@ def test_no_remedy_is_named_that_the_recipe_does_not_take() -> None:
     assert "gradient_accumulation_steps" not in changes(*one_pass)
     assert "lora: {r: 16}" in changes()
     assert "lora: {r: 16}" not in changes("embedding_learning_rate=1e-5")
-    assert "load_in_4bit" in changes(lora=LoraSettings(r=16).to_dict())
+    assert "load_in_4bit" in changes(lora=LoraSettings(r=16))
     whole = LoraSettings(r=16, target_modules=("q_proj",), modules_to_save=("down_proj",))
-    assert "load_in_4bit" not in changes(lora=whole.to_dict())
+    assert "load_in_4bit" not in changes(lora=whole)
 
 
 def test_what_is_shorter_is_cut_into_fewer_tiles() -> None:
@@ -269,7 +294,7 @@ def test_messages_of_a_run_that_does_not_fit() -> None:
 
 
 def test_adapters_have_less_arithmetic_and_smaller_checkpoints() -> None:
-    whole, adapters = plan(), plan(lora=LoraSettings(r=16).to_dict())
+    whole, adapters = plan(), plan(lora=LoraSettings(r=16))
     # Two of the three products of each frozen matrix are left; attention and adapters come on top.
     assert 2 / 3 < adapters.time.flops_per_token / whole.time.flops_per_token < 0.75
     assert adapters.disk.checkpoint_bytes < whole.disk.checkpoint_bytes / 10
@@ -279,8 +304,8 @@ def test_adapters_have_less_arithmetic_and_smaller_checkpoints() -> None:
 def test_bf16_is_suggested_only_where_the_device_has_it() -> None:
     def changes(device: DeviceFacts) -> list[str]:
         recipe = loads(RECIPE, ["dtype=fp32", "gradient_dtype=fp32"])
-        chosen = choices(dtype="fp32", gradients="fp32", impl="sdpa_flash")
-        return [r.change for r in remedies(make_plan(recipe, QWEN, device=device, choices=chosen))]
+        chosen = resolved(recipe, device, dtype="fp32", gradients="fp32", impl="sdpa_flash")
+        return [r.change for r in remedies(planned(recipe, QWEN, device, chosen))]
 
     assert "dtype: bf16, weights_dtype: bf16" in changes(GPU)
     assert "dtype: bf16, weights_dtype: bf16" not in changes(DeviceFacts("laptop", "cpu", 2**34))

@@ -11,9 +11,9 @@ import plan_jobs
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from plan_jobs import CHOICES, LLAMA_8B, QWEN
 from plan_jobs import FULL as JOB
 from plan_jobs import H200 as GPU
+from plan_jobs import LLAMA_8B, QWEN, planned, resolved_for
 
 from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.spec_recompute import HOST, POLICIES, canonical
@@ -21,11 +21,11 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import parse_bytes, parse_share
-from trimtab.plan import check_fits, longest_context, make_plan
+from trimtab.plan import check_fits, longest_context
 from trimtab.plan.dial import choose, least, setting_of, with_policies, within_limit
 from trimtab.plan.job import Job
 from trimtab.plan.layers import segments_of
-from trimtab.plan.limits import limit_of, sentence
+from trimtab.plan.limits import limit_of
 from trimtab.plan.memory import CONTEXT, predict
 from trimtab.recipe import loads
 
@@ -159,7 +159,7 @@ def test_frozen_weights_take_two_thirds_of_the_products() -> None:
 
 
 def plan(*overrides: str, device: DeviceFacts = GPU) -> Any:
-    return make_plan(loads(RECIPE, overrides), QWEN, device=device, choices=CHOICES)
+    return planned(loads(RECIPE, overrides), QWEN, device, resolved_for(QWEN))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_policies_by_hand(override: str, policies: tuple[str, ...]) -> None:
     made = plan(override, "mlp_tiles=2")
     assert made.job.layers == policies
     assert made.job.mlp_tiles == 2
-    assert made.choices["memory"]["reason"] == "named in the recipe"
+    assert made.resolved.memory_plan.reason == "named in the recipe"
 
 
 def test_a_list_by_hand_has_one_for_each_layer() -> None:
@@ -191,13 +191,13 @@ def test_the_limit_is_kept_and_the_choice_explained() -> None:
     made = plan("memory_limit=6GB", "gradient_accumulation_steps=1")
     assert made.memory.needed <= 6 * 10**9
     assert made.limit == 6 * 10**9
-    chosen = made.choices["memory"]
-    assert "the fastest that fits memory_limit: 6GB; keeping everything would take" in chosen["reason"]
-    assert chosen["allocator_bytes"] == 6 * 10**9 - CONTEXT["cuda"]
-    assert chosen["sentence"] == sentence(chosen, 28)
+    chosen = made.resolved.memory_plan
+    assert "the fastest that fits memory_limit: 6GB; keeping everything would take" in chosen.reason
+    assert chosen.allocator_bytes == 6 * 10**9 - CONTEXT["cuda"]
+    assert made.to_dict()["choices"]["memory"]["sentence"] == chosen.description
     check_fits(made)
-    assert plan().choices["memory"]["reason"].startswith("everything fits the")
-    assert plan().choices["memory"]["allocator_bytes"] is None
+    assert plan().resolved.memory_plan.reason.startswith("everything fits the")
+    assert plan().resolved.memory_plan.allocator_bytes is None
 
 
 def test_a_limit_that_cannot_be_met() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from plan_jobs import CHOICES, FULL, H200, QLORA, QWEN
+from plan_jobs import FULL, H200, QLORA, QWEN, planned, resolved_for
 
 from trimtab.adapt.spec_recompute import POLICIES
 from trimtab.facts.devices import DeviceFacts
 from trimtab.model.spec import flops_per_token
-from trimtab.plan import make_plan, policy_costs
+from trimtab.plan import policy_costs
 from trimtab.plan.dial import setting_of
 from trimtab.plan.job import Job
 from trimtab.plan.memory import predict
@@ -66,12 +66,12 @@ def test_the_plan_says_what_its_choice_costs(limit: str, said: str | None) -> No
         "model: x\ndata: {train: y}\nmax_seq_length: 4096\nper_device_train_batch_size: 4\n"
         f"optim: adamw_8bit\nmemory_limit: {limit}"
     )
-    memory = make_plan(recipe, QWEN, device=H200, choices=CHOICES).choices["memory"]
+    memory = planned(recipe, QWEN, H200, resolved_for(QWEN)).resolved.memory_plan
     if said is None:
-        assert memory["reason"] == "everything fits memory_limit: 100GiB"
+        assert memory.reason == "everything fits memory_limit: 100GiB"
         return
-    assert memory["reason"].startswith(
+    assert memory.reason.startswith(
         "the fastest that fits memory_limit: 8GiB; keeping everything would take "
     )
-    assert " and spare " in memory["reason"]
-    assert memory["reason"].endswith(said)
+    assert " and spare " in memory.reason
+    assert memory.reason.endswith(said)

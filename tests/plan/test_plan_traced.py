@@ -15,6 +15,7 @@ from trimtab.adapt import (  # noqa: E402
     LoraSettings,
     workspace,
 )
+from trimtab.adapt.spec_quantized import Quantization  # noqa: E402
 from trimtab.facts.dtypes import nbytes  # noqa: E402
 from trimtab.facts.shapes import ModelShape  # noqa: E402
 from trimtab.plan.job import Job  # noqa: E402
@@ -96,7 +97,7 @@ CASES = {
 
 ADAPTED = {"lora": LoraSettings(r=4), "accumulation": 1}
 LARGE = {"lora": LoraSettings(r=32), "accumulation": 1}
-NF4 = {"quantization": {"kind": "nf4", "block": 64, "double": True, "impl": "reference"}}
+NF4 = {"quantization": Quantization("nf4", double=True)}
 CASES |= {
     "adapters": vary(FEW, **ADAPTED),
     "adapters, whole vocabulary": vary(**ADAPTED),

@@ -14,24 +14,29 @@ from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.spec_quantized import unpacked_bytes
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
-from trimtab.plan import check_fits, longest_context, make_plan
+from trimtab.plan import Plan, check_fits, longest_context
 from trimtab.plan.dial import choose, within_limit
 from trimtab.plan.job import Job
 from trimtab.plan.memory import predict
+from trimtab.plan.resolved import MemoryPlan
+from trimtab.plan.resolved_json import memory_from_dict
 from trimtab.plan.unpacked import unpack
 from trimtab.recipe import check_resume, loads
 
 LAPTOP = DeviceFacts("a laptop", "cpu", 150 * 10**9)
 JOB = dataclasses.replace(plan_jobs.QLORA, batch=2, tokens=2048)
-CHOICES = {**plan_jobs.CHOICES, "lora": LoraSettings(r=16).to_dict(), "quantization": plan_jobs.NF4}
+RESOLVED = dataclasses.replace(
+    plan_jobs.resolved_for(LLAMA_8B), lora=LoraSettings(r=16), quantization=plan_jobs.NF4
+)
 RECIPE = (
     "model: q\ndata: {train: x}\noptim: adamw_8bit\ndtype: bf16\nlora: {r: 16}\nload_in_4bit: true\n"
     "per_device_train_batch_size: 2\nmax_seq_length: 2048\n"
 )
 
 
-def plan(*overrides: str, device: DeviceFacts = GPU, **choices: Any) -> Any:
-    return make_plan(loads(RECIPE, overrides), LLAMA_8B, device=device, choices={**CHOICES, **choices})
+def plan(*overrides: str, device: DeviceFacts = GPU, memory: MemoryPlan | None = None) -> Plan:
+    resolved = dataclasses.replace(RESOLVED, memory=memory)
+    return plan_jobs.planned(loads(RECIPE, overrides), LLAMA_8B, device, resolved)
 
 
 def chosen(job: Job, limit: int) -> Any:
@@ -89,18 +94,18 @@ def test_where_there_is_nothing_to_gain(job: Job) -> None:
 
 def test_only_where_nothing_is_computed_again() -> None:
     for override in ("recompute={pointwise: 1}", "recompute=block", "mlp_tiles=2"):
-        assert plan(override).choices["memory"]["unpacked_layers"] == 0
+        assert plan(override).resolved.memory_plan.unpacked_layers == 0
     for override in ("recompute=none", "gradient_checkpointing=false", "recompute=auto"):
-        assert plan(override).choices["memory"]["unpacked_layers"] == 32
+        assert plan(override).resolved.memory_plan.unpacked_layers == 32
 
 
 def test_the_choice_is_said() -> None:
     made = plan()
     assert made.job.unpacked_layers == 32
-    assert made.choices["memory"]["sentence"] == "none in all 32 layers; weights of 32 also unpacked"
-    assert made.choices["memory"]["reason"].startswith("everything fits the")
+    assert made.resolved.memory_plan.description == "none in all 32 layers; weights of 32 also unpacked"
+    assert made.resolved.memory_plan.reason.startswith("everything fits the")
     check_fits(made)
-    assert plan("unpacked_layers=0").choices["memory"]["sentence"] == "none in all 32 layers"
+    assert plan("unpacked_layers=0").resolved.memory_plan.description == "none in all 32 layers"
 
 
 def test_a_number_by_hand_is_taken_from_what_layers_keep() -> None:
@@ -108,7 +113,7 @@ def test_a_number_by_hand_is_taken_from_what_layers_keep() -> None:
     assert made.job.unpacked_layers == 32
     assert made.memory.needed <= 24 * 10**9
     assert set(made.job.layers) != {"none"}
-    assert made.choices["memory"]["sentence"].endswith("; weights of 32 also unpacked")
+    assert made.resolved.memory_plan.description.endswith("; weights of 32 also unpacked")
     assert plan("unpacked_layers=4", "recompute=block").job.unpacked_layers == 4
     assert plan("unpacked_layers=4", device=LAPTOP).job.unpacked_layers == 4
 
@@ -122,9 +127,9 @@ def test_a_number_that_does_not_fit_is_refused() -> None:
         plan("unpacked_layers=33")
 
 
-def test_choices_of_before_mean_none() -> None:
+def test_memory_plans_of_before_mean_none() -> None:
     memory = {"recompute": ["none"] * 32, "mlp_tiles": 1, "loss_memory": None}
-    assert plan(memory=memory).job.unpacked_layers == 0
+    assert plan(memory=memory_from_dict(memory)).job.unpacked_layers == 0
 
 
 def test_the_longest_window_unpacks_nothing() -> None:
@@ -137,7 +142,7 @@ def test_recipes() -> None:
     for bad in ("-1", "some", "1.5", "true"):
         with pytest.raises(RecipeError, match="unpacked_layers"):
             loads(RECIPE, [f"unpacked_layers={bad}"])
-    with pytest.raises(RecipeError, match="unpacked_layers: 4 is of weights in few bits, and here none are"):
+    with pytest.raises(RecipeError, match="unpacked_layers: 4 has no effect without quantized weights"):
         loads(RECIPE, ["unpacked_layers=4", "load_in_4bit=false"])
     loads(RECIPE, ["unpacked_layers=0", "load_in_4bit=false"])
     loads(RECIPE, ["unpacked_layers=4", "load_in_4bit=false", "load_in_8bit=true"])

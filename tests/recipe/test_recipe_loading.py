@@ -206,7 +206,7 @@ def test_a_value_that_is_none_of_several_kinds_is_one_problem(override: str, sai
         ("load_in_4bit: true", "cannot be trained directly; train adapters on them (lora: {r: 16})"),
         ("load_in_8bit: true", "keeps the weights in 8 bits"),
         ("load_in_4bit: true\nload_in_8bit: true\nlora: {}", "are both given; keep one"),
-        ("bnb_4bit_use_double_quant: false\nlora: {}", "is of load_in_4bit"),
+        ("bnb_4bit_use_double_quant: false\nlora: {}", "has no effect without load_in_4bit: true"),
         ("dtype: fp32\nweights_dtype: bf16", "cannot compute on weights kept in bf16"),
         ("dtype: fp16\nweights_dtype: bf16", "cannot compute on weights kept in bf16"),
         ("dtype: fp32\ngradient_dtype: bf16", "needs weights in bf16"),
@@ -384,6 +384,9 @@ def test_a_shipped_recipe_by_its_name(tmp_path: Path, monkeypatch: pytest.Monkey
     assert load("own-text", ["data.train=./my-texts"]).output_dir == "runs/own-text"
     with pytest.raises(RecipeError) as raised:
         load("own-texts")
+    assert "did you mean own-text, which ships with trimtab?" in str(raised.value)
+    with pytest.raises(RecipeError) as raised:
+        load("nothing-like-it")
     assert "own-text, qwen3-0.6b-math, qwen3-0.6b-qlora" in str(raised.value)
     Path("own-text").write_text("model: starter\ndata: {train: a.txt}\noutput_dir: mine\n")
     assert load("own-text").output_dir == "mine", "a person's own file comes first"

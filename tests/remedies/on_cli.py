@@ -111,7 +111,7 @@ case(
     ),
 )
 case(
-    "api/model.py:Model._check_target: name another folder",
+    "api/model.py:Model._exporting: name another folder",
     lambda w: trimtab.load(str(w.own())).save(w.own(), overwrite=True),
     lambda w, remedy: trimtab.load(str(w.own())).save(w.tmp / "another"),
 )
@@ -122,11 +122,20 @@ def with_adapters(w: World) -> Any:
 
 
 case(
-    "api/model.py:Model.save: use `trimtab merge`, or `trimtab export peft`",
+    "api/model.py:Model.save: merge them with model.merge(folder) (`trimtab merge`), or write the adapter alone with "
+    "model.save_adapter(folder) (`trimtab export peft`)",
     lambda w: with_adapters(w).save(w.tmp / "out"),
-    lambda w, remedy: in_turn(
-        lambda words: w.cli(*words.split(), w.shared("lora run") / "run", w.tmp / words.replace(" ", "-")),
-        re.findall("`trimtab (.*?)`", remedy),
+    lambda w, remedy: (
+        in_turn(
+            lambda words: w.cli(
+                *words.split(), w.shared("lora run") / "run", w.tmp / words.replace(" ", "-")
+            ),
+            re.findall("`trimtab (.*?)`", remedy),
+        ),
+        in_turn(
+            lambda name: getattr(with_adapters(w), name)(w.tmp / f"py-{name}"),
+            re.findall(r"model\.(\w+)\(", remedy),
+        ),
     ),
 )
 case(
@@ -221,6 +230,18 @@ case(
 )
 
 
+def over_letter(w: World, *more: str, name: str = "letter.txt") -> str:
+    (w.tmp / "letter.txt").write_text("dear reader")
+    return w.cli("doctor", "--report", w.tmp / name, *more)
+
+
+case(
+    "cli/doctor.py:_refuse_foreign: name another file with --report, or replace it with --overwrite",
+    over_letter,
+    lambda w, remedy: (over_letter(w, name="report.txt"), over_letter(w, remedy.split()[-1])),
+)
+
+
 def written_in(w: World, dtype: str, model: Path | None = None) -> str:
     return w.cli("generate", model or overflowing(w), "the cat", "--max-new-tokens", 2, "--dtype", dtype)
 
@@ -260,3 +281,20 @@ case(
         ),
     ),
 )
+
+
+# Commands that are not complete.
+def shown_help(w: World, remedy: str) -> None:
+    (command,) = re.findall("`trimtab (.*?)`", remedy)
+    assert "Usage: trimtab" in w.cli(*command.split())
+
+
+case(
+    "cli/main.py:_misused: keys of the recipe are written without dashes: {}",
+    lambda w: w.cli("train", w.recipe(), "--max-steps", 1),
+    lambda w, remedy: w.cli("train", w.recipe(), remedy.split(": ")[1]),
+)
+MISUSED = "cli/main.py:_misused: {}see `{} --help`"
+case(MISUSED, lambda w: w.cli("doctor", "--report"), shown_help)
+case(MISUSED, lambda w: w.cli("export", "hf"), shown_help)
+case(MISUSED, lambda w: w.cli("plan", "--fast"), shown_help)

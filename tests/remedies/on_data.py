@@ -63,6 +63,20 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
     return out.getvalue()
 
 
+def strings(values: list[bytes]) -> bytes:
+    """A Parquet file with a column of strings whose bytes need not be UTF-8, as careless writers make them."""
+    import io
+
+    import pyarrow
+    from pyarrow import parquet as format
+
+    raw = pyarrow.array(values, pyarrow.binary())
+    column = pyarrow.StringArray.from_buffers(len(values), *raw.buffers()[1:])
+    out = io.BytesIO()
+    format.write_table(pyarrow.table({"words": column}), out)
+    return out.getvalue()
+
+
 # Which column is the text.
 TWO = [{"alpha": "a cat runs", "beta": "the dog sees"}] * 2
 
@@ -109,6 +123,8 @@ case(
     ),
 )
 WORDS = parquet([{"words": f"a cat sees {i} dogs"} for i in range(50)])
+LATIN_1 = strings([b"a cat sees two dogs", "the caf\u00e9".encode("latin-1")])
+file_case("data/rows.py:parquet_values: repair or remove the row", "latin.parquet", LATIN_1, WORDS)
 TABLE = parquet([{"n": 1, "words": "a cat runs", "more": "the dog"}])
 case(
     "data/readers.py:_parquet_column: set text_column to one of {}",
@@ -271,6 +287,28 @@ def follow_pattern(w: World, remedy: str) -> None:
         opened(w, re.findall("'(.*?)'", remedy)[0])
 
 
+def linked(w: World, target: str, *, folder: bool) -> object:
+    (w.tmp / "linked").mkdir(exist_ok=True)
+    link = w.tmp / "linked" / "link.txt"
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
+    return opened(w, link.parent if folder else link)
+
+
+for key, folder in (
+    ("resolve: point the link to a file or a folder that exists", False),
+    ("_from_folder: point the link to a file that exists", True),
+):
+    case(
+        f"data/sources.py:{key}",
+        lambda w, folder=folder: linked(w, "absent.txt", folder=folder),
+        lambda w, remedy, folder=folder: linked(w, str(written(w, "a.txt", "a cat runs")), folder=folder),
+    )
+case(
+    "data/sources.py:resolve: write its content to a file and name that",
+    lambda w: opened(w, "/dev/null"),
+    lambda w, remedy: read(w, "content.txt", "a cat runs"),
+)
 case(
     "data/sources.py:resolve: check the pattern; ** goes into folders",
     lambda w: opened(w, w.tmp / "texts" / "*.md"),

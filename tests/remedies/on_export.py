@@ -10,10 +10,11 @@ from shared import adapted_of, decoder_of
 
 import trimtab
 from trimtab import text
+from trimtab.adapt import active_adapters, save_adapter
 from trimtab.checkpoint import RunLock, Store
 from trimtab.checkpoint import folder as places
 from trimtab.checkpoint.lock import FileLock
-from trimtab.export import export_hf, export_peft
+from trimtab.export import export_hf, export_merged, export_peft
 from trimtab.text.added import with_tokens
 
 
@@ -97,6 +98,53 @@ case(
 )
 
 
+def merged(w: World, factor: float) -> object:
+    """A merge of an adapter whose changes are so many times as large as those of a sound one."""
+    decoder = adapted_of(w.model)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(factor)
+    w.kept["adapter"] = w.tmp / "large"
+    w.kept["adapter"].mkdir()
+    w.kept["decoder"] = decoder
+    save_adapter(decoder, w.kept["adapter"], base_name=str(w.model))
+    return export_merged(decoder, text.load(w.model), w.tmp / "merged", dtype="fp32")
+
+
+def follow_earlier_merge(w: World, remedy: str) -> None:
+    assert not (w.tmp / "merged").exists()
+    assert "--checkpoint" in remedy
+    step = sorted((adapter_run(w) / "checkpoints").glob("step-*"))[0].name.removeprefix("step-")
+    w.cli("merge", adapter_run(w), w.tmp / "earlier", "--checkpoint", int(step))
+    if "learning_rate" in remedy:
+        assert active_adapters(w.kept["decoder"]), "a model that gives NaN is not merged"
+        w.train("learning_rate=1e-4", lora={"r": 2})
+
+
+def follow_unmerged(w: World, remedy: str) -> None:
+    """The adapter that cannot be merged is generated with, and written by the command that is named."""
+    follow_earlier_merge(w, remedy)
+    assert "`trimtab export peft`" in remedy
+    trimtab.load(str(w.model), adapter=str(w.kept["adapter"])).save_adapter(w.tmp / "unmerged")
+    w.cli("generate", w.model, "the cat", "--adapter", w.tmp / "unmerged", "--max-new-tokens", 2)
+    w.cli("export", "peft", adapter_run(w), w.tmp / "exported")
+
+
+case(
+    "export/merged.py:export_merged: nothing was written; merge an earlier checkpoint (--checkpoint), or train anew "
+    "with a lower learning_rate",
+    lambda w: merged(w, 1e20),
+    follow_earlier_merge,
+)
+case(
+    "export/merged.py:export_merged: nothing was written; use the adapter unmerged (`trimtab export peft` writes a "
+    "run's), or merge an earlier checkpoint (--checkpoint)",
+    lambda w: merged(w, 100.0),
+    follow_unmerged,
+)
+
+
 # Checkpoints.
 
 
@@ -174,13 +222,30 @@ def follow_in_use(w: World, remedy: str) -> None:
         pass
 
 
+def resumed_in_use(w: World) -> None:
+    w.kept["lock"] = RunLock(w.tmp / "run")
+    w.kept["lock"].acquire()
+    RunLock(w.tmp / "run", elsewhere=None).acquire()
+
+
+def follow_released(w: World, remedy: str) -> None:
+    w.kept["lock"].release()  # it ended, or was stopped
+    with RunLock(w.tmp / "run", elsewhere=None):
+        pass
+
+
 case(
-    "checkpoint/lock.py:RunLock.acquire: wait for it to end, stop it, or choose another output_dir",
+    "checkpoint/lock.py:RunLock._in_use: wait for it to end, stop it, or give another {}",
     in_use,
     follow_in_use,
 )
 case(
-    "checkpoint/lock.py:RunLock.acquire: choose an output_dir that can be written",
+    "checkpoint/lock.py:RunLock._in_use: wait for it to end, or stop it",
+    resumed_in_use,
+    follow_released,
+)
+case(
+    "checkpoint/lock.py:RunLock._unwritable: give another {}, in a folder that can be written",
     lambda w: ((w.tmp / "file").write_text("x"), RunLock(w.tmp / "file" / "run").acquire()),
     lambda w, remedy: RunLock(w.tmp / "run").acquire(),
 )

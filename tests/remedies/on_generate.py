@@ -15,7 +15,7 @@ import trimtab
 from trimtab import text
 from trimtab.api.prompt_files import read_prompts
 from trimtab.evaluate import log_likelihoods
-from trimtab.generate import generate, generate_many
+from trimtab.generate import SamplingOptions, generate, generate_many
 
 
 def loaded(w: World, **options: Any) -> Any:
@@ -34,7 +34,7 @@ def option_case(key: str, wrong: dict[str, Any], *rights: dict[str, Any]) -> Non
     """Options of `Model.generate`; without any right ones, the number in the remedy."""
     name = next(iter(wrong))
     case(
-        f"generate/{key}",
+        key,
         lambda w: loaded(w).generate("the cat", **{"max_new_tokens": 2, **wrong}),
         lambda w, remedy: [
             loaded(w).generate("the cat", **{"max_new_tokens": 2, **right})
@@ -43,31 +43,56 @@ def option_case(key: str, wrong: dict[str, Any], *rights: dict[str, Any]) -> Non
     )
 
 
-SAMPLING = "sampling.py:Sampling.__post_init__"
+NUMBER = "facts/arguments.py:whole_number: give"
+RANGE = "generate/options.py:_in_range: {}"
+option_case(RANGE, {"temperature": -1}, {"temperature": 0}, {"temperature": 0.8})
+option_case(RANGE, {"top_p": 0}, {"top_p": 0.1}, {"top_p": 1})
+option_case("facts/arguments.py:real_number: {}", {"top_p": "0.5"}, {"top_p": 0.5}, {"top_p": 1})
+option_case(f"{NUMBER} at least {{}}", {"max_new_tokens": 0})
+option_case(f"{NUMBER} a whole number of at least {{}}", {"max_new_tokens": 3.5})
+option_case(f"{NUMBER} a whole number", {"seed": "x"}, {"seed": 3}, {"seed": -3})
 option_case(
-    f"{SAMPLING}: give 0 (always the likeliest) or more",
-    {"temperature": -1},
-    {"temperature": 0},
-    {"temperature": 0.8},
-)
-option_case(
-    f"{SAMPLING}: give the number of candidates, or 0 for all", {"top_k": -1}, {"top_k": 5}, {"top_k": 0}
-)
-option_case(f"{SAMPLING}: give a share above 0, at most 1", {"top_p": 0}, {"top_p": 0.1}, {"top_p": 1})
-option_case(
-    "stopping.py:StopStrings.__init__: give a list of texts that are not empty",
+    "generate/options.py:_stop_strings: give a text or a list of texts, none of them empty",
     {"stop": [""]},
+    {"stop": "x"},
     {"stop": ["x"]},
 )
-option_case("loop.py:_writings: give at least 1", {"max_new_tokens": 0})
-COLD = {"temperature": 0, "top_p": 0.5}
+option_case(
+    "api/prompts.py:check_stream: give a function that is called with each piece of text: stream=print",
+    {"stream": True},
+    {"stream": print},
+)
+
+
+def quoted(remedy: str) -> str:
+    return re.findall("'(.*?)'", remedy)[0]
+
+
 case(
-    "generate/sampling.py:Sampling.resolve: set a temperature above 0, such as 0.7, or leave {} out",
+    "facts/arguments.py:refuse_unknown: did you mean {}?",
+    lambda w: loaded(w).generate("the cat", max_tokens=2),
+    lambda w, remedy: loaded(w).generate("the cat", **{quoted(remedy): 2}),
+)
+case(
+    "facts/arguments.py:refuse_unknown: these are known: {}",
+    lambda w: loaded(w).generate("the cat", do_sample=True),
+    lambda w, remedy: [
+        loaded(w).generate("the cat", **{"max_new_tokens": 2, name: "x" if name == "stop" else 1})
+        for name in remedy.partition(": ")[2].split(", ")
+    ],
+)
+case(
+    "facts/arguments.py:text_or_none: give a text, or None",
+    lambda w: loaded(w).chat(system=5),
+    lambda w, remedy: (loaded(w).chat(system="be kind"), loaded(w).chat(system=None)),
+)
+COLD = {"temperature": 0, "top_p": 0.5}
+WARMER = "generate/options.py:SamplingOptions.__post_init__: give {} 0.7, or leave {} out"
+case(
+    WARMER,
     lambda w: loaded(w).generate("the cat", max_new_tokens=2, **COLD),
     lambda w, remedy: (
-        loaded(w).generate(
-            "the cat", max_new_tokens=2, top_p=0.5, temperature=number(remedy.partition("as ")[2])
-        ),
+        loaded(w).generate("the cat", max_new_tokens=2, top_p=0.5, temperature=number(remedy)),
         loaded(w).generate("the cat", max_new_tokens=2, temperature=0),
     ),
 )
@@ -78,7 +103,7 @@ def command(w: World, *words: object, said: str = "the cat") -> str:
 
 
 case(
-    "cli/sampling.py:check_sampling: give --temperature 0.7, or leave {} out",
+    WARMER,
     lambda w: command(w, "--temperature", 0, "--top-p", 0.5),
     lambda w, remedy: (
         command(w, "--top-p", 0.5, *re.findall(r"(--temperature) ([\d.]+)", remedy)[0]),
@@ -87,36 +112,31 @@ case(
 )
 case(
     "generate/loop.py:generate_many: give a list of texts, or call generate",
-    lambda w: generate_many(*writing(w), "the cat", max_new_tokens=2),
+    lambda w: generate_many(*writing(w), "the cat", SamplingOptions(max_new_tokens=2)),
     lambda w, remedy: (
-        generate_many(*writing(w), ["the cat"], max_new_tokens=2),
-        generate(*writing(w), "the cat", max_new_tokens=2),
-    ),
-)
-case(
-    "generate/loop.py:generate_many: give at least 1",
-    lambda w: generate_many(*writing(w), ["the cat"], max_new_tokens=2, batch_size=0),
-    lambda w, remedy: generate_many(
-        *writing(w), ["the cat"], max_new_tokens=2, batch_size=int(number(remedy))
+        generate_many(*writing(w), ["the cat"], SamplingOptions(max_new_tokens=2)),
+        generate(*writing(w), "the cat", SamplingOptions(max_new_tokens=2)),
     ),
 )
 case(
     "generate/loop.py:check_prompt: use the tokenizer that belongs to the model",
-    lambda w: generate(*writing(w), [5000], max_new_tokens=2),
-    lambda w, remedy: generate(*writing(w), text.load(w.model).encode("the cat"), max_new_tokens=2),
+    lambda w: generate(*writing(w), [5000], SamplingOptions(max_new_tokens=2)),
+    lambda w, remedy: generate(
+        *writing(w), text.load(w.model).encode("the cat"), SamplingOptions(max_new_tokens=2)
+    ),
 )
 case(
     "generate/loop.py:check_prompt: shorten the prompt or lower max_new_tokens",
-    lambda w: generate(*writing(w), "the cat " * 40, max_new_tokens=60),
+    lambda w: generate(*writing(w), "the cat " * 40, SamplingOptions(max_new_tokens=60)),
     lambda w, remedy: (
-        generate(*writing(w), "the cat", max_new_tokens=60),
-        generate(*writing(w), "the cat " * 40, max_new_tokens=2),
+        generate(*writing(w), "the cat", SamplingOptions(max_new_tokens=60)),
+        generate(*writing(w), "the cat " * 40, SamplingOptions(max_new_tokens=2)),
     ),
 )
 case(
     "generate/loop.py:prompt_ids: give a prompt of at least one word",
-    lambda w: generate(*writing(w), "", max_new_tokens=2),
-    lambda w, remedy: generate(*writing(w), "cat", max_new_tokens=2),
+    lambda w: generate(*writing(w), "", SamplingOptions(max_new_tokens=2)),
+    lambda w, remedy: generate(*writing(w), "cat", SamplingOptions(max_new_tokens=2)),
 )
 
 
@@ -135,6 +155,12 @@ case(
     'api/prompts.py:as_batch: put it into a list: [{"role": "user", "content": …}]',
     lambda w: asked(w, {"role": "user", "content": "the cat"}),
     lambda w, remedy: asked(w, message_in(remedy)),
+)
+case(
+    'api/prompts.py:as_batch: give a text, a conversation such as [{"role": "user", "content": "…"}], or a list of '
+    "them",
+    lambda w: asked(w, None),
+    lambda w, remedy: (asked(w, "the cat"), asked(w, message_in(remedy)), asked(w, ["the cat"])),
 )
 case(
     'api/prompts.py:as_batch: give texts, or conversations such as [{"role": "user", "content": "…"}]',
@@ -218,23 +244,39 @@ def follow_output(w: World, remedy: str) -> None:
 
 
 case(
-    "api/prompt_files.py:OutputFile.__init__: name another --output",
+    "api/prompt_files.py:OutputFile.__init__: name another {}",
     lambda w: answer(w, output="absent/answers.jsonl"),
     follow_output,
 )
 case(
-    "api/batches.py:generate_file: name another --output",
+    "api/batches.py:_read_rows: name another {}",
     lambda w: answer(w, output="prompts.txt"),
     follow_output,
 )
+
+
+def answered(w: World, output: str = "o.jsonl", **options: Any) -> int:
+    path = written(w, "p.txt", "the cat\n")
+    return loaded(w).generate_file(path, w.tmp / output, max_new_tokens=2, **options)
+
+
 case(
-    "api/batches.py:generate_file: give at least 1",
-    lambda w: loaded(w).generate_file(written(w, "p.txt", "the cat\n"), w.tmp / "o.jsonl", batch_size=0),
-    lambda w, remedy: loaded(w).generate_file(
-        written(w, "p.txt", "the cat\n"), w.tmp / "o.jsonl", batch_size=int(number(remedy)), max_new_tokens=2
+    "api/batches.py:generate_file: give a function of (done, total), or None",
+    lambda w: answered(w, on_progress=True),
+    lambda w, remedy: (
+        answered(w, on_progress=lambda done, total: None),
+        answered(w, "n.jsonl", on_progress=None),
     ),
 )
-CHECK = "api/prompt_files.py:OutputFile._check: name another --output, or start anew with --overwrite"
+case(
+    "api/prompt_files.py:OutputFile._check: name another {}, or start anew with {}",
+    lambda w: (answered(w), answered(w, seed=5)),
+    lambda w, remedy: (
+        answered(w, "another.jsonl", seed=5),
+        answered(w, seed=5, **{re.findall(r"(\w+)=True", remedy)[0]: True}),
+    ),
+)
+CHECK = "api/prompt_files.py:OutputFile._check: name another {}, or start anew with {}"
 case(CHECK, lambda w: (written(w, "answers.jsonl", "{}\n"), answer(w)), follow_output)
 case(CHECK, lambda w: (answer(w), answer(w, "--seed", 5)), follow_output)
 case(CHECK, lambda w: (answer(w), answer(w, prompts="the cat\n")), follow_output)
@@ -269,6 +311,11 @@ case(
     'api/chat.py:Chat.__init__: continue text with `trimtab generate {} "…"`, or use a model tuned for chat',
     lambda w: trimtab.load(str(w.model)).chat(),
     follow_no_chat,
+)
+case(
+    "api/chat.py:Chat.send: give a text",
+    lambda w: loaded(w).chat(max_new_tokens=2).send(None),
+    lambda w, remedy: loaded(w).chat(max_new_tokens=2).send("cat"),
 )
 case(
     "api/chat.py:Chat._fitted: shorten it, or lower max_new_tokens",
@@ -345,7 +392,7 @@ case(
     follow_made,
 )
 case(
-    "api/batches.py:generate_file: add --chat, or put it into the prompt",
+    "api/batches.py:_read_rows: add {}, or put it into the prompt",
     lambda w: answer(w, "--system", "be kind"),
     lambda w, remedy: (
         answer(w, "--system", "be kind", "--chat", output="chat.jsonl"),

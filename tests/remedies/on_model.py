@@ -408,7 +408,7 @@ def full(w: World) -> Path:
 
 
 case(
-    "model/save.py:check_replaceable: choose another folder, or say that it may be overwritten (--overwrite)",
+    "model/save.py:check_replaceable: choose another folder, or replace it with {}",
     lambda w: export(w, full(w)),
     lambda w, remedy: (
         export(w, full(w), re.findall(r"--\w+", remedy)[0]),

@@ -13,7 +13,7 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import parse_bytes
 from trimtab.plan import Plan, check_fits, make_plan
 from trimtab.recipe import loads
-from trimtab.run.choices import choose_all
+from trimtab.run.resolve import resolve_recipe
 
 QWEN = ModelShape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
                   tie_embeddings=True, qk_norm=True, max_positions=32_768)  # fmt: skip
@@ -33,9 +33,7 @@ def sized(device: DeviceFacts, gigabytes: float) -> DeviceFacts:
 def planned(recipe: str, overrides: list[str], device: DeviceFacts) -> Plan:
     """As a run is planned on such a device: every `auto` decided first."""
     loaded = loads(recipe, overrides)
-    choices = choose_all(loaded, QWEN, device, threads=4).to_dict()
-    choices.pop("memory", None)  # decided by the plan
-    return make_plan(loaded, QWEN, device=device, choices=choices)
+    return make_plan(loaded, QWEN, resolve_recipe(loaded, QWEN, device, threads=4), device=device)
 
 
 def fit(recipe: str, overrides: list[str], device: DeviceFacts, *, resumed: bool = False) -> None:

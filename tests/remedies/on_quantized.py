@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from shared import decoder_of
 
 from trimtab.adapt import quantize_layout
+from trimtab.adapt.quantized import nf4_weight, quantized_layers
 from trimtab.model import build, load_weights, read_shape
 
 WEIGHTS = "model.safetensors"
@@ -133,4 +135,23 @@ case(
     "out",
     lambda w: partly(w, "load_in_4bit=true"),
     lambda w, remedy: (train(w, "wide", "load_in_4bit=true"), partly(w)),
+)
+
+
+# Scales of scales in blocks of another size than bitsandbytes' default.
+def other_nested_block(w: World) -> None:
+    decoder = quantize_layout(decoder_of(w.shared("wide")), "nf4", double=True)
+    _, layer = next(iter(quantized_layers(decoder)))
+    weight = nf4_weight(layer)
+    layer.take_packed(dataclasses.replace(weight, nested_block=weight.nested_block // 2))
+
+
+case(
+    "adapt/quantized.py:QuantizedLinear._check_packing: quantize the original weights again, or leave load_in_4bit "
+    "out: the weights then load as the numbers that they stand for",
+    other_nested_block,
+    lambda w, remedy: (
+        quantize_layout(decoder_of(w.shared("wide")), "nf4", double=True),
+        decoder_of(w.shared("nf4")),
+    ),
 )

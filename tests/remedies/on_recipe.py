@@ -183,6 +183,11 @@ case(
     ),
 )
 case(
+    "recipe/loading.py:load: did you mean {}, which ships with trimtab? For a file check the path",
+    lambda w: load("own-txt"),
+    lambda w, remedy: (load(remedy.removeprefix("did you mean ").partition(",")[0]), load(from_file(w))),
+)
+case(
     "recipe/loading.py:load: give the recipe file inside it",
     lambda w: load(w.tmp),
     lambda w, remedy: load(from_file(w)),

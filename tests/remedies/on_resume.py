@@ -12,12 +12,13 @@ from cases import World, case
 
 import trimtab
 from trimtab.facts.devices import DeviceFacts
-from trimtab.launch.moving import device_of, moved
 from trimtab.model import read_shape
+from trimtab.plan.resolved import Resolved
+from trimtab.plan.resolved_json import resolved_from_dict
 from trimtab.recipe import load, loads
-from trimtab.run import Choices
-from trimtab.run.choices import choose_all
+from trimtab.run.device_change import device_of, moved
 from trimtab.run.folder import read_json
+from trimtab.run.resolve import resolve_backends
 
 
 def commands(w: World, remedy: str, *more: str) -> None:
@@ -78,8 +79,9 @@ case(
 
 
 # Devices.
-def kept(w: World, **changes: Any) -> Choices:
-    return Choices.from_dict({**read_json(run(w) / "choices.json"), **changes})
+def kept(w: World, **changes: Any) -> Resolved:
+    found = read_json(run(w) / "choices.json")
+    return resolved_from_dict({**found, **changes}, read_shape(w.model).num_layers)
 
 
 def on_gpu(w: World) -> object:
@@ -90,7 +92,7 @@ def on_gpu(w: World) -> object:
 
 
 case(
-    "launch/moving.py:device_of: `trimtab doctor` says why; to go on without one: `trimtab train --resume {} "
+    "run/device_change.py:device_of: `trimtab doctor` says why; to go on without one: `trimtab train --resume {} "
     "device=cpu`",
     on_gpu,
     lambda w, remedy: commands(w, remedy),
@@ -103,11 +105,11 @@ NEW_GPU = DeviceFacts("a GPU", "cuda", 16 * 10**9, capability=(9, 0), bf16=True)
 def on_device(w: World, device: DeviceFacts) -> object:
     recipe = loads("model: m\ndata: {train: x}\nmax_seq_length: 64\ndtype: bf16\n")
     shape = read_shape(w.model)
-    return moved(choose_all(recipe, shape, NEW_GPU, threads=1), recipe, shape, device)
+    return moved(resolve_backends(recipe, shape, NEW_GPU, threads=1), recipe, shape, device)
 
 
 case(
-    "launch/moving.py:moved: go on with device=cpu, or another GPU",
+    "run/device_change.py:moved: go on with device=cpu, or another GPU",
     lambda w: on_device(w, OLD_GPU),
     lambda w, remedy: (on_device(w, CPU), on_device(w, NEW_GPU)),
 )
@@ -150,7 +152,7 @@ def incomplete(w: World) -> object:
 
 
 case(
-    f"launch/here.py:_kept: {AGAIN}",
+    f"run/choices.py:read_choices: {AGAIN}",
     incomplete,
     lambda w, remedy: follow_back_or_again(w, remedy, "choices.json"),
 )
@@ -205,7 +207,7 @@ def pass_the_model(w: World, remedy: str) -> None:
 
 
 case(
-    "launch/here.py:_begin_again: pass the model again: trimtab.train(…, model=model, output_dir={})",
+    "run/lifecycle.py:_begin_again: pass the model again: trimtab.train(…, model=model, output_dir={})",
     without_start,
     pass_the_model,
 )
@@ -225,7 +227,7 @@ def extended_after_early_stop(w: World) -> object:
 
 
 case(
-    "launch/here.py:_refuse_early_stopped: set early_stopping_patience=null as well, or a larger one",
+    "run/lifecycle.py:_refuse_early_stopped: set early_stopping_patience=null as well, or a larger one",
     extended_after_early_stop,
     lambda w, remedy: resume(
         w,
@@ -278,6 +280,11 @@ case(
     "run/restoring.py:find_checkpoint: {}; or remove {} to begin at step 0 in this folder",
     gone,
     follow_gone,
+)
+case(
+    'run/listing.py:runs: give the path of a folder with runs in it, such as "runs"',
+    lambda w: trimtab.runs(None),
+    lambda w, remedy: trimtab.runs(w.own("run")),
 )
 case(
     "run/listing.py:runs: give a folder with run folders in it, or a run folder",
@@ -351,9 +358,30 @@ def follow_unsaved(w: World, remedy: str) -> None:
 
 
 case(
-    "run/trained.py:_latest: train it until it has saved one (`trimtab train --resume {}`), or name another model",
+    "run/trained.py:_latest: train it until it has saved one ({}), or name another model",
     unsaved,
     follow_unsaved,
+)
+
+
+def lost(w: World) -> str:
+    """A finished run whose checkpoints were removed."""
+    shutil.rmtree(run(w) / "checkpoints")
+    return begun_from(w, run(w))
+
+
+def follow_lost(w: World, remedy: str) -> None:
+    begun_from(w, w.model)
+    commands(w, remedy)
+    begun_from(w, Path(f"{run(w)}-again"))
+    shutil.copytree(run_of(w) / "checkpoints", run(w) / "checkpoints", symlinks=True)
+    begun_from(w, run(w))
+
+
+case(
+    "run/trained.py:_latest: restore one from a copy, train its recipe again ({}), or name another model",
+    lost,
+    follow_lost,
 )
 
 

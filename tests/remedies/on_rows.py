@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cases import World, case
+from cases import World, case, in_turn, listed
 
 import trimtab
 from trimtab.adapt import quantize_layout
 from trimtab.data.memory import RowStream, iterate, lines_of, spool_rows
+from trimtab.report import LiveView
 
 ROWS = [{"text": f"the cat sees {i} dogs."} for i in range(20)]
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -280,6 +281,15 @@ def hooked(w: World, callbacks: Any) -> Any:
     return train(w, ROWS, callbacks=callbacks)
 
 
+def with_method(name: str) -> Any:
+    """A callback with one more method."""
+    return type("One", (Listener,), {name: lambda self, *words: None})()
+
+
+def quoted(remedy: str) -> list[str]:
+    return re.findall("'(.*?)'", remedy)
+
+
 HOOKS = (
     "trainer/callbacks.py:check_callbacks: give a list of objects with methods such as on_log (see trimtab.Callback): "
     "{}"
@@ -300,9 +310,88 @@ case(
     lambda w, remedy: hooked(w, [eval(remedy.removeprefix("give "), {"Listener": Listener})]),
 )
 case(
-    "api/training.py:_refuse_result: give run.model()",
+    "api/training.py:_checked_model: give run.model()",
     lambda w: passed(w, train(w, ROWS)),
     lambda w, remedy: passed(w, eval(remedy.removeprefix("give "), {"run": train(w, ROWS)})),
+)
+
+
+case(
+    "trainer/callbacks.py:_refuse_misspelt: did you mean {}? A method of your own is named without on_ in front",
+    lambda w: hooked(w, [with_method("on_logs")]),
+    lambda w, remedy: (
+        hooked(w, [with_method(remedy.removeprefix("did you mean ").partition("?")[0])]),
+        hooked(w, [with_method("logs")]),
+    ),
+)
+
+
+def defined(signature: str) -> Any:
+    """A callback with one method of that signature."""
+    space: dict[str, Any] = {}
+    exec(f"class One:\n    def {signature}: pass", space)
+    return space["One"]()
+
+
+case(
+    "trainer/callbacks.py:_refuse_uncallable: define it as {}({})",
+    lambda w: hooked(w, [defined("on_log(self, record)")]),
+    lambda w, remedy: hooked(w, [defined(remedy.removeprefix("define it as "))]),
+)
+case(
+    "trainer/callbacks.py:_refuse_misspelt: use one of {}; a method of your own is named without on_ in front",
+    lambda w: hooked(w, [with_method("on_epoch_begin")]),
+    lambda w, remedy: (
+        in_turn(lambda name: hooked(w, [with_method(name)]), listed(remedy.partition(";")[0], "one of")),
+        hooked(w, [with_method("epoch_begin")]),
+    ),
+)
+case(
+    "api/training.py:_checked_model: give a name or a path, a dict like the recipe's `model`, or what trimtab.load "
+    "returns",
+    lambda w: passed(w, 5),
+    lambda w, remedy: in_turn(
+        lambda model: passed(w, model),
+        [str(w.model), w.model, {"name": str(w.model)}, loaded(w)],  # type: ignore[list-item]
+    ),
+)
+case(
+    "api/training.py:_refuse_objects: pass rows or the name of a source by keyword: trimtab.train(recipe, data=rows)",
+    lambda w: trimtab.train({**settings(w), "data": ROWS}),
+    lambda w, remedy: trimtab.train(settings(w), data=ROWS),
+)
+case(
+    "api/training.py:_refuse_objects: name a model or a folder there, or pass a loaded one by keyword: "
+    "trimtab.train(recipe, model=model)",
+    lambda w: trimtab.train({**settings(w), "model": loaded(w)}, data=ROWS),
+    lambda w, remedy: (
+        trimtab.train({**settings(w), "model": str(w.model)}, data=ROWS),
+        passed(w, loaded(w)),
+    ),
+)
+case(
+    "api/training.py:_refuse_missing: pass model=, such as model='starter'",
+    lambda w: trimtab.plan_run(data=ROWS),
+    lambda w, remedy: trimtab.plan_run(data=ROWS, model=quoted(remedy)[0]),
+)
+case(
+    "api/training.py:_refuse_missing: pass data=, such as data=['a text', 'another'] or data='texts.jsonl'",
+    lambda w: trimtab.plan_run(model="starter"),
+    lambda w, remedy: trimtab.plan_run(model="starter", data=quoted(remedy)[:2]),
+)
+row_case("_refuse_text: give texts to train on as a list: data=[text]", "the cat sat on the mat", TEXTS)
+case(
+    "api/training.py:_checked_view: give a trimtab.report.LiveView, or None for the terminal",
+    lambda w: trimtab.train(settings(w), data=ROWS, view=False),
+    lambda w, remedy: (
+        trimtab.train(settings(w), data=ROWS, view=LiveView()),
+        trimtab.train(settings(w), data=ROWS, view=None),
+    ),
+)
+case(
+    "facts/arguments.py:plain_value: give what a recipe can hold: text, numbers, lists, dicts",
+    lambda w: trimtab.train(settings(w), data=ROWS, max_steps=object()),
+    lambda w, remedy: trimtab.train(settings(w), data=ROWS, max_steps=1, lora={"target_modules": ["q_proj"]}),
 )
 
 

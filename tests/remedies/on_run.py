@@ -13,10 +13,10 @@ from tiny_model import write_tiny_model
 
 import trimtab
 from trimtab.facts.devices import DeviceFacts, parse_device
-from trimtab.launch.device import detect
 from trimtab.model import read_shape
 from trimtab.recipe import loads
-from trimtab.run.choices import choose_all
+from trimtab.run.device import detect
+from trimtab.run.resolve import resolve_backends
 from trimtab.text import load as load_tokenizer
 from trimtab.text.added import with_tokens
 
@@ -25,11 +25,11 @@ OLD_GPU = DeviceFacts("an old GPU", "cuda", 16 * 10**9, capability=(7, 0))
 
 def chosen(w: World, *overrides: str, device: DeviceFacts = OLD_GPU) -> object:
     recipe = loads("model: m\ndata: {train: x}\nmax_seq_length: 64\n", overrides)
-    return choose_all(recipe, read_shape(w.model), device, threads=1)
+    return resolve_backends(recipe, read_shape(w.model), device, threads=1)
 
 
 case(
-    "run/choices.py:choose_all: set max_seq_length to at most {}",
+    "run/resolve.py:resolve_backends: set max_seq_length to at most {}",
     lambda w: w.plan("max_seq_length=129"),
     lambda w, remedy: w.plan(f"max_seq_length={remedy.split()[-1]}"),
 )
@@ -43,18 +43,18 @@ def follow_gradients(w: World, remedy: str) -> None:
 
 
 case(
-    "run/choices.py:choose_all: set gradient_dtype: fp32, or dtype: bf16 if this device should compute in bf16 all the "
-    "same",
+    "run/resolve.py:resolve_backends: set gradient_dtype: fp32, or dtype: bf16 if this device should compute in bf16 "
+    "all the same",
     lambda w: chosen(w, "gradient_dtype=bf16", device=A_CPU),
     follow_gradients,
 )
 case(
-    "run/choices.py:_compute_dtype: set dtype: fp16 (with loss scaling) or dtype: fp32",
+    "run/resolve.py:_compute_dtype: set dtype: fp16 (with loss scaling) or dtype: fp32",
     lambda w: chosen(w, "dtype=bf16"),
     lambda w, remedy: in_turn(lambda dtype: chosen(w, f"dtype={dtype}"), re.findall(r"dtype: (\w+)", remedy)),
 )
 case(
-    "run/choices.py:_compile: set torch_compile: auto",
+    "run/resolve.py:_compile: set torch_compile: auto",
     lambda w: chosen(w, "torch_compile=true", device=dataclasses.replace(OLD_GPU, capability=(6, 1))),
     lambda w, remedy: chosen(w, *settings(remedy)[0], device=dataclasses.replace(OLD_GPU, capability=(6, 1))),
 )
@@ -71,16 +71,16 @@ def follow_names(w: World, remedy: str) -> None:
     detect("cpu")
 
 
-case(f"launch/device.py:check_device: {NAMES}", lambda w: detect("tpu"), follow_names)
+case(f"run/device.py:check_device: {NAMES}", lambda w: detect("tpu"), follow_names)
 
 
 case(
-    "launch/device.py:check_device: `trimtab doctor` says why; device: auto takes what is there",
+    "run/device.py:check_device: `trimtab doctor` says why; device: auto takes what is there",
     lambda w: w.plan("device=cuda"),
     lambda w, remedy: (w.cli(*re.findall("`trimtab (.*?)`", remedy)), w.plan(*settings(remedy)[0])),
 )
 case(
-    "run/recording.py:choose_graphs: set cuda_graphs: auto",
+    "run/resolve.py:resolve_cuda_graphs: set cuda_graphs: auto",
     lambda w: w.plan("cuda_graphs=true"),
     lambda w, remedy: w.plan(*settings(remedy)[0]),
 )
@@ -105,7 +105,7 @@ def follow_states(w: World, remedy: str) -> None:
 
 
 case(
-    "run/sources.py:_find_checkpoint: there are latest and the steps {}",
+    "run/sources.py:_find_checkpoint: use latest or {} {}",
     lambda w: generate(w, "--checkpoint", 999),
     follow_states,
 )
@@ -163,9 +163,30 @@ def follow_command(w: World, remedy: str) -> None:
 
 
 case(
-    "run/sources.py:_find_checkpoint: train it until it has saved one: `trimtab train --resume {}`",
+    "run/sources.py:_find_checkpoint: train it until it has saved one: {}",
     unsaved,
     follow_command,
+)
+
+
+def lost(w: World) -> object:
+    """A finished run whose checkpoints were removed."""
+    shutil.rmtree(run(w) / "checkpoints")
+    return generate(w)
+
+
+def follow_lost(w: World, remedy: str) -> None:
+    w.cli(*re.findall("`trimtab (.*?)`", remedy)[0].split())
+    generate(w, model=Path(f"{run(w)}-again"))
+    (run(w) / "checkpoints").mkdir()
+    restore(w)
+    generate(w)
+
+
+case(
+    "run/sources.py:_find_checkpoint: restore a checkpoint from a copy, or train the recipe again: {}",
+    lost,
+    follow_lost,
 )
 
 
@@ -317,7 +338,7 @@ def added_without_embedding(w: World, *, tokens: bool) -> str:
 
 
 case(
-    "run/choices.py:_lora: leave the tokens out, or train a fresh adapter with embed_tokens in lora.modules_to_save",
+    "run/resolve.py:_lora: leave the tokens out, or train a fresh adapter with embed_tokens in lora.modules_to_save",
     lambda w: added_without_embedding(w, tokens=True),
     lambda w, remedy: (
         added_without_embedding(w, tokens=False),
@@ -343,7 +364,7 @@ case(
     ),
 )
 case(
-    "launch/preparing.py:_check_rates: name embed_tokens or lm_head in lora.modules_to_save, or leave it out",
+    "run/prepare.py:_check_rates: name embed_tokens or lm_head in lora.modules_to_save, or leave it out",
     lambda w: w.plan("embedding_learning_rate=1e-5", lora={"r": 2}),
     lambda w, remedy: (
         w.plan("embedding_learning_rate=1e-5", lora={"r": 2, "modules_to_save": ["embed_tokens"]}),
@@ -359,7 +380,7 @@ case(
 
 # Folders.
 case(
-    "run/folder.py:RunFolder.check_new: continue it with `trimtab train --resume {}`, or give another output_dir",
+    "run/folder.py:RunFolder.check_new: continue it with {}, or give another {}",
     lambda w: w.cli("train", w.recipe(output_dir=str(run(w)))),
     lambda w, remedy: (
         w.cli(*re.findall("`trimtab (.*?)`", remedy)[0].split(), "max_steps=5"),
@@ -375,7 +396,7 @@ def into(w: World, name: str) -> str:
     return w.cli("train", w.recipe(output_dir=str(w.tmp / name)))
 
 
-ELSEWHERE = "run/folder.py:RunFolder.check_new: give another output_dir"
+ELSEWHERE = "run/folder.py:RunFolder.check_new: give another {}"
 case(ELSEWHERE, lambda w: into(w, "file"), lambda w, remedy: into(w, "another"))
 case(ELSEWHERE, lambda w: into(w, "full"), lambda w, remedy: into(w, "another"))
 PRINTED = "run/folder.py:RunFolder.open: give the run folder that training printed"
@@ -432,7 +453,7 @@ def follow_model_back(w: World, remedy: str) -> None:
     w.cli("train", "--resume", w.tmp / "mine")
 
 
-case("launch/here.py:_weights: put it back, or start a new run", other_model, follow_model_back)
+case("run/lifecycle.py:_weights: put it back, or start a new run", other_model, follow_model_back)
 
 
 def replayed(w: World, *overrides: str) -> str:

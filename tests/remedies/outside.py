@@ -9,20 +9,22 @@ HUB = "depends on what the hub, or the user's account there, does"
 PASSED_ON = "passes on the remedy of another error, which has a case of its own"
 STATED = "the cause itself says what is expected, and how the place is written"
 OURS = "asks to report a mistake of trimtab's"
-RARE = "depends on an instant, or on files that nothing here can write"
 
 OUTSIDE: dict[str, tuple[str, ...]] = {
     DISK: (
         "data/memory.py:spool_rows: free some space, set data.cache_dir to another folder, or set data.streaming: true "
         "with max_steps",
-        "api/batches.py:generate_file: give the same command with a smaller --batch-size: it goes on from there",
+        "api/batches.py:generate_file: do the same again with a smaller {}: it goes on from there",
+        "api/prompt_files.py:OutputFile.write: free some space and do the same again, which goes on from there, or "
+        "name another {}",
         "adapt/offload.py:_Pinned.__init__: set recompute: block, or raise the limit of locked memory (ulimit -l)",
-        "checkpoint/store.py:_no_space: free some space or keep fewer checkpoints (save_total_limit); the earlier "
-        "checkpoints are intact",
-        "checkpoint/store.py:_explain: raise the file size limit (ulimit -f) or use another disk; the earlier "
-        "checkpoints are intact",
+        "checkpoint/lock.py:RunLock._unwritable: check its rights and those of its files",
+        "checkpoint/store.py:_no_space: free some space{}, then resume; the earlier checkpoints are intact",
+        "checkpoint/store.py:_explain: raise the file size limit (ulimit -f), or move the run folder to another disk, "
+        "then resume; the earlier checkpoints are intact",
         "checkpoint/tensors.py:read_back: check the disk; the earlier checkpoints were not touched",
         "cli/main.py:_lacking: free some space or check the folder's rights",
+        "cli/main.py:_lacking: free some space, or send the output somewhere else",
         "data/cache.py:TokenCache._build: free some space, or give another folder: data.cache_dir of a recipe, "
         "--cache-dir of `trimtab eval`",
         "data/tokenizing.py:_Worker._died: free some memory or lower num_proc, then try again",
@@ -38,7 +40,8 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "model/save.py:write_tensors: check the disk's space",
         "model/weights_safetensors.py:_open: check its rights and those of its folder",
         "model/weights_safetensors.py:_open: check the disk",
-        "plan/disk.py:check_disk: free some space, set output_dir to another disk{}",
+        "plan/disk.py:check_disk: free some space or {}",
+        "plan/disk.py:check_disk: free some space, {}, or {}",
         "recipe/loading.py:load: check its rights",
         "report/rundata.py:_unreadable: check its permissions",
         "run/folder.py:write_text: free some space or check rights",
@@ -54,10 +57,10 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "data/rows.py:parquet_schema: pip install 'trimtab[train]'",
         "data/rows.py:parquet_values: pip install 'trimtab[train]'",
         "facts/shapes_gguf.py:shape_from_gguf: join them with llama-gguf-split --merge",
-        "launch/device.py:check_device: pip install 'trimtab[train]'",
-        "launch/device.py:need_torch: pip install 'trimtab[train]'",
-        "launch/device.py:need_trackers: pip install 'trimtab[{}]'",
-        "launch/here.py:_kept: continue it with that version",
+        "run/device.py:check_device: pip install 'trimtab[train]'",
+        "run/device.py:need_torch: pip install 'trimtab[train]'",
+        "run/device.py:need_trackers: pip install 'trimtab[{}]'",
+        "run/choices.py:read_choices: use that version",
         "report/rundata.py:_plan: use a newer trimtab",
         "starter/files.py:base_folder: install trimtab anew",
         "starter/texts.py:chapters: `apt-get download {}`, then `dpkg-deb -x {}_*.deb {}`",
@@ -67,7 +70,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     ),
     GPU: (
         "cli/main.py:_lacking: lower per_device_train_batch_size or max_seq_length; see `trimtab plan`",
-        "launch/device.py:check_device: use one of these; the environment variable CUDA_VISIBLE_DEVICES decides which "
+        "run/device.py:check_device: use one of these; the environment variable CUDA_VISIBLE_DEVICES decides which "
         "GPUs torch sees",
         "kernels/attention/impl_flex.py:attention_flex: use triton or sdpa_flash",
         "kernels/attention/impl_sdpa.py:attention_sdpa: use varlen, or flex, or leave the choice to auto",
@@ -100,25 +103,5 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     ),
     OURS: (
         "data/tokenizing.py:TokenizerSpec.of: this is a mistake in trimtab; please report it with the model's name",
-    ),
-    RARE: (
-        "cli/main.py:_lacking: give a shorter name",
-        "model/weights_safetensors.py:_checkpoint_files: export it (`trimtab export hf`) and name that folder",
-        "evaluate/likelihood.py:mean_losses: weights are not finite, or overflow in this dtype: try an earlier "
-        "checkpoint or fp32",
-        "adapt/quantized.py:QuantizedLinear._check_packing: quantize the original weights again, or leave load_in_4bit "
-        "out: the weights then load as the numbers that they stand for",
-        "adapt/spec_quantized.py:_known: choose {}",
-        "trainer/loop.py:_Loop.step: check that labels are not all masked and documents have at least two tokens",
-        "run/updates.py:make_in_backward: set optim_in_backward: false",
-        "text/chat_worker.py:complaint: use another template",
-        "data/fingerprints.py:check_unchanged: run again when it is complete",
-        "data/loader.py:nothing_packed: give a source with text in it",
-        "data/readers_text.py:unreadable: put it back or check its rights",
-        "data/rows.py:parquet_values: repair or remove the row",
-        "export/merged.py:export_merged: nothing was written; merge with the model loaded in fp32, as `trimtab merge` "
-        "does",
-        "text/tokenizer.py:Tokenizer._affixes: set add_bos_token and add_eos_token in tokenizer_config.json, which "
-        "replace it",
     ),
 }

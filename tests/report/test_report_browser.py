@@ -75,7 +75,7 @@ def test_charts_are_drawn_and_nothing_is_asked_from_outside(
     assert visit.ask(f"[...document.querySelectorAll('.area')].map({lines})") == [4, 1, 1, 1, 1]
     assert visit.ask("[...document.querySelectorAll('.legend li')].map(t => t.textContent)") == [
         "training, each step 1.16",
-        "training, smoothed 1.16",
+        "training, smoothed 1.121",
         "held-out: domain 1.21",
         "held-out: general 3.135",
     ]

@@ -207,6 +207,18 @@ def test_json_in_a_script_is_the_same_json_and_ends_nothing(value: Any) -> None:
     assert not set("<>&\u2028\u2029") & set(text)
 
 
+def test_notices_are_neutral_and_only_what_went_wrong_is_a_warning(make_run: MakeRun) -> None:
+    messages = (
+        "more steps: 6 became 12",
+        "stopped early at step 3 of 30: no better loss",
+        "not finite at step 7: x",
+    )
+    page = render(read_run(make_run([{"kind": "event", "step": 3, "message": text} for text in messages])))
+    assert [f'<p class="notice">Step 3: {text}</p>' in page for text in messages] == [True, True, False]
+    assert page.count('class="warn"') == 1
+    assert '<p class="warn">Step 3: not finite at step 7: x</p>' in page
+
+
 def test_an_older_page_is_replaced_whole_and_a_failure_leaves_it(
     make_run: MakeRun, learnt: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,15 @@ def test_damaged_lines_are_counted_and_the_rest_is_read(make_run: MakeRun, line:
     assert [r["step"] for r in data.of("train")] == [1, 2]
 
 
+def test_an_empty_checkpoint_folder_proves_no_steps(make_run: MakeRun) -> None:
+    run = make_run([TRAIN])
+    checkpoint = run / "checkpoints" / "step-00000003"
+    checkpoint.mkdir(parents=True)
+    assert read_run(run).flaws() == []
+    (checkpoint / "manifest.json").write_text("{}")
+    assert read_run(run).flaws() == ["metrics.jsonl lacks steps 2 to 3 of 3: they are not shown"]
+
+
 def test_bytes_that_are_not_text(make_run: MakeRun) -> None:
     folder = make_run([TRAIN])
     with (folder / "metrics.jsonl").open("ab") as log:
@@ -164,7 +173,7 @@ def test_missing_folders_and_files_say_what_to_do(tmp_path: Path) -> None:
         read_run(tmp_path / "file")
 
 
-@pytest.mark.parametrize("name", ["plan.json", "choices.json", "environment.json"])
+@pytest.mark.parametrize("name", ["plan.json", "choices.json"])
 @pytest.mark.parametrize("content", ["", "{", "[1]", "\x00", "[" * 100_000])
 def test_damaged_json_files_are_named(make_run: MakeRun, name: str, content: str) -> None:
     folder = make_run([TRAIN])
@@ -172,6 +181,17 @@ def test_damaged_json_files_are_named(make_run: MakeRun, name: str, content: str
     with pytest.raises(CheckpointError, match=rf"{name} is damaged.*restore it") as caught:
         read_run(folder)
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000])
+def test_a_damaged_environment_is_noted(make_run: MakeRun, content: str) -> None:
+    folder = make_run([TRAIN])
+    (folder / "environment.json").write_text(content)
+    data = read_run(folder)
+    assert data.environment == {}
+    (flaw,) = data.flaws()
+    assert "environment.json is damaged" in flaw
+    assert flaw.endswith(": versions and machine are not shown")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trimtab.report import read_run
@@ -44,13 +44,18 @@ def test_the_probe_is_also_counted_as_a_whole(make_run: MakeRun) -> None:
 
     rows = changes(read_run(make_run([record(0, 0.5, 0.5), record(9, 1.0, 0.9)])))
     assert [row.name for row in rows] == ["probe: all", "probe: a", "probe: b"]
-    assert rows[0].text() == "20 of 40 → 37 of 40 (+42 points)"
+    assert rows[0].text() == "20 of 40 → 37 of 40 (+42.5 points)"
 
 
 def test_changes_read_as_people_write_them() -> None:
     assert Change("x", 2.0, 1.5, "loss").text() == "2.000 → 1.500 (−0.500)"
     assert Change("x", 0.5, 0.75, "share").text() == "50% → 75% (+25 points)"
     assert Change("x", 0.501, 0.504, "share").text() == "50% → 50% (±0 points)"
+    assert (
+        Change("x", 186 / 220, 190 / 220, "share", items=220).text()
+        == "186 of 220 → 190 of 220 (+1.8 points)"
+    )
+    assert Change("x", 16 / 24, 15 / 24, "share", items=24).text() == "16 of 24 → 15 of 24 (−4.2 points)"
     assert Change("x", 2.0, math.nan, "loss").text() == "2.000 → nan (—)"
 
 
@@ -221,6 +226,7 @@ def test_ticks_of_any_range_are_few_and_inside(low: float, width: float, most: i
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.floats()), min_size=1, max_size=30))
+@example([(0, 1.0406e308)])
 def test_any_numbers_can_be_drawn(points: list[tuple[int, float]]) -> None:
     points = sorted(points)
     for large in (True, False):
@@ -250,6 +256,18 @@ def test_long_curves_keep_their_spikes() -> None:
     assert (54_321, 99.0) in thin
     assert any(math.isnan(y) for _, y in thin)
     assert [x for x, _ in thin] == sorted(x for x, _ in thin)
+
+
+def test_long_curves_keep_their_last_point() -> None:
+    points = [(i, float(i % 7)) for i in range(10_000)]
+    points[-1] = (9_999, 3.5)  # neither the least nor the greatest of its stretch
+    assert _thinned(points)[-1] == (9_999, 3.5)
+
+
+def test_the_smoothed_curve_ends_in_a_mean() -> None:
+    values = [1.0] * 99 + [5.0]
+    assert _smoothed(values)[-1] == pytest.approx(1 + 4 / 3)  # the mean of the last three
+    assert _smoothed(values[::-1])[0] == pytest.approx(1 + 4 / 3)
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200))

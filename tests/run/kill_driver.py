@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 
 import trimtab.checkpoint.store
-import trimtab.launch.here  # noqa: F401  (lazy otherwise: torch is to be imported once, before any fork)
+import trimtab.run.lifecycle  # noqa: F401  (lazy otherwise: torch is to be imported once, before any fork)
 from trimtab import launch
 from trimtab.facts.errors import CheckpointError
 from trimtab.recipe import load

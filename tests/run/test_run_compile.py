@@ -16,17 +16,19 @@ from trimtab.facts import compilers
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.shapes import ModelShape
+from trimtab.plan.resolved import CompileConfig, LayerAttention, Resolved
+from trimtab.plan.resolved_json import resolved_from_dict, resolved_to_dict
 from trimtab.recipe import load, loads
-from trimtab.run.choices import Choices, choose_all
+from trimtab.run.resolve import resolve_backends
 
 CPU = DeviceFacts("a CPU", "cpu", memory_bytes=2**34)
 GPU = DeviceFacts("a GPU", "cuda", memory_bytes=2**34, capability=(9, 0), bf16=True)
 LARGE = tiny_shape(vocab_size=2_000_000, max_positions=2048)
 
 
-def choices(line: str, device: DeviceFacts, shape: ModelShape = LARGE) -> Choices:
+def resolved(line: str, device: DeviceFacts, shape: ModelShape = LARGE) -> Resolved:
     recipe = loads(f"model: x\ndata: {{train: y}}\n{line}")
-    return choose_all(recipe, shape, device, threads=1)
+    return resolve_backends(recipe, shape, device, threads=1)
 
 
 @pytest.fixture
@@ -41,43 +43,44 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
 
 
 def test_auto_compiles_nothing_and_says_what_is_missing(tools: dict[str, bool]) -> None:
-    assert choices("", CPU).compile["on"] is False
-    assert "nothing to gain" in choices("", GPU).compile["reason"]
+    assert resolved("", CPU).compile.enabled is False
+    assert "nothing to gain" in resolved("", GPU).compile.reason
     tools["gcc"] = False
-    missing = choices("", GPU).compile
-    assert (missing["on"], missing["reason"]) == (False, "there is no C compiler (install gcc)")
+    missing = resolved("", GPU).compile
+    assert (missing.enabled, missing.reason) == (False, "there is no C compiler (install gcc)")
 
 
 def test_what_is_asked_for_is_done_or_refused(tools: dict[str, bool]) -> None:
-    assert choices("torch_compile: true", CPU).compile["on"] is True
-    assert choices("torch_compile: false", GPU).compile["on"] is False
+    assert resolved("torch_compile: true", CPU).compile.enabled is True
+    assert resolved("torch_compile: false", GPU).compile.enabled is False
     tools["g++"] = False
     with pytest.raises(ResourceError, match="no C\\+\\+ compiler"):
-        choices("torch_compile: true", CPU)
+        resolved("torch_compile: true", CPU)
     tools["triton"] = False
     with pytest.raises(ResourceError, match="Triton is not installed"):
-        choices("torch_compile: true", GPU)
+        resolved("torch_compile: true", GPU)
 
 
 def test_windows_have_one_length_and_offsets_of_documents_do_not() -> None:
-    assert choices("torch_compile: false", CPU).compile["dynamic"] is False
+    assert resolved("torch_compile: false", CPU).compile.dynamic is False
     varlen = "torch_compile: false\nmodel: {name: x, attn_implementation: varlen}\npacking: "
     recipes = [loads(f"data: {{train: y}}\n{varlen}{packing}") for packing in ("true", "false")]
-    found = [choose_all(recipe, LARGE, GPU, threads=1).compile["dynamic"] for recipe in recipes]
+    found = [resolve_backends(recipe, LARGE, GPU, threads=1).compile.dynamic for recipe in recipes]
     assert found == [True, False]
 
 
 def test_whole_rows_have_the_attention_that_is_fastest_for_them() -> None:
-    packed, whole = (choices(f"packing: {word}", GPU).attention for word in ("true", "false"))
-    assert "whole" not in packed
-    assert (whole["whole"], whole["impl"]) == ("sdpa_cudnn", packed["impl"])
-    assert "whole" not in choices("packing: false\ndeterministic: true", CPU).attention
+    packed, whole = (resolved(f"packing: {word}", GPU).attention.only for word in ("true", "false"))
+    assert packed.unpacked == packed.packed
+    assert whole == LayerAttention(packed=packed.packed, unpacked="sdpa_cudnn")
+    same = resolved("packing: false\ndeterministic: true", CPU).attention.only
+    assert same.unpacked == same.packed
 
 
 def test_an_old_folder_says_nothing_of_compiling() -> None:
-    kept = choices("", CPU).to_dict()
-    del kept["compile"], kept["optimizer"]
-    assert Choices.from_dict(kept).compile == {}
+    kept = resolved_to_dict(resolved("", CPU))
+    del kept["compile"]
+    assert resolved_from_dict(kept, LARGE.num_layers).compile == CompileConfig(enabled=False)
 
 
 @pytest.mark.slow

@@ -13,11 +13,10 @@ from whole_run import Silent, losses, run
 import trimtab
 from trimtab import launch
 from trimtab.facts.errors import RecipeError, ResourceError
-from trimtab.launch import detect
-from trimtab.launch.device import current_gpu
-from trimtab.launch.moving import device_of
-from trimtab.launch.preparing import Frozen, prepare
 from trimtab.recipe import load
+from trimtab.run.device import current_gpu, detect
+from trimtab.run.device_change import device_of
+from trimtab.run.prepare import Frozen, prepare
 from trimtab.run.torch_setup import on_device_of
 
 
@@ -110,7 +109,7 @@ def test_a_run_has_its_gpu_as_torch_s_current_one(monkeypatch: pytest.MonkeyPatc
         seen.append(gpus.current)
         return "went"
 
-    monkeypatch.setattr("trimtab.launch.here._go", go)
+    monkeypatch.setattr("trimtab.run.lifecycle._go", go)
     assert launch.train(load(write_recipe(tmp_path, device="cuda:2")), Silent()) == "went"
     assert (seen, gpus.current) == ([2], 0)
 
@@ -128,17 +127,17 @@ def test_a_resumed_run_takes_the_gpu_that_is_named_now(
     Gpus(monkeypatch, 2)
     recipe = load(write_recipe(tmp_path, device="cuda"))
     began = prepare(recipe)
-    assert began.choices.device == "cuda"
+    assert began.resolved.device == "cuda"
     named = load(write_recipe(tmp_path, device="cuda:1"))
-    device = device_of(began.choices, named, tmp_path, asked=True)
-    elsewhere = prepare(named, Frozen(began.choices, began.model, None, device))
-    assert (elsewhere.device.name, elsewhere.choices) == ("GPU 1", began.choices)
-    assert device_of(began.choices, named, tmp_path, asked=False).name == "GPU 1"
+    device = device_of(began.resolved, named, tmp_path, asked=True)
+    elsewhere = prepare(named, Frozen(began.resolved, began.model, None, device))
+    assert (elsewhere.device.name, elsewhere.resolved) == ("GPU 1", began.resolved)
+    assert device_of(began.resolved, named, tmp_path, asked=False).name == "GPU 1"
     unnamed = load(write_recipe(tmp_path, device="auto"))
-    assert device_of(began.choices, unnamed, tmp_path, asked=False).name == "GPU 0"
+    assert device_of(began.resolved, unnamed, tmp_path, asked=False).name == "GPU 0"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ResourceError, match="device=cpu"):
-        device_of(began.choices, unnamed, tmp_path, asked=False)
+        device_of(began.resolved, unnamed, tmp_path, asked=False)
 
 
 def test_models_on_several_gpus_are_each_used_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_model import sentences, write_recipe, write_texts
 from whole_run import Silent, losses
 
@@ -14,7 +15,10 @@ from trimtab import launch
 from trimtab.data import beginning, csv_rows, fingerprints, formats
 from trimtab.data.sources import SourceFile
 from trimtab.facts.errors import DataError
+from trimtab.plan.resolved_json import REQUIRED
 from trimtab.recipe import Recipe, load
+from trimtab.run import open_model
+from trimtab.run.folder import read_json, write_json
 
 
 class Stop(Exception):
@@ -176,3 +180,29 @@ def test_the_order_of_a_run_that_has_no_checkpoint_yet(tmp_path: Path) -> None:
 def test_a_known_delimiter_is_not_looked_for(tmp_path: Path) -> None:
     path = tmp_path / "gone.csv"
     assert csv_rows.delimiter_of(SourceFile(path, path.name, "csv", delimiter="|")) == "|"
+
+
+def test_choices_json_of_the_first_runs(tmp_path: Path) -> None:
+    """Their sections are those that every version has: the run goes on bit by bit, and its model can be opened."""
+    settings = {
+        "max_steps": 4,
+        "num_train_epochs": None,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "device": "cpu",
+    }
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    launch.train(load(write_recipe(tmp_path, output_dir=str(whole), **settings)), Silent())
+    recipe = load(write_recipe(tmp_path, output_dir=str(stopped), **settings))
+    with pytest.raises(Stop):
+        launch.train(recipe, Silent(), after_step=stop_at(3))  # type: ignore[arg-type]
+    kept = read_json(stopped / "choices.json")
+    names = [*REQUIRED, "model_commit", "tokenizer_commit", "data", "recipe"]
+    write_json(stopped / "choices.json", {"version": 1, **{name: kept[name] for name in names}})
+    launch.resume(stopped, [], Silent())
+    assert losses(stopped) == losses(whole)
+    optimizer = read_json(stopped / "plan.json")["choices"]["optimizer"]
+    assert optimizer == read_json(whole / "plan.json")["choices"]["optimizer"]
+    # What is only opened needs less: how its weights are laid out.
+    write_json(stopped / "choices.json", {"version": 1, "recipe": kept["recipe"]})
+    assert open_model(str(stopped), device=torch.device("cpu"), on_event=print).step == 4

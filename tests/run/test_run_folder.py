@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,8 @@ def test_what_was_learnt_stays(tmp_path: Path, what: str) -> None:
             folder.metrics.write_text('{"kind": "memory"}\n{"kind": "train", "step": 1}\n')
         else:
             (folder.checkpoints / "step-00000001").mkdir(parents=True)
+            assert not folder.began()  # an empty folder is no checkpoint
+            (folder.checkpoints / "step-00000001" / "manifest.json").write_text("{}")
         raise KeyboardInterrupt
     assert folder.began()
     with pytest.raises(CheckpointError, match="already holds a run"):
@@ -86,3 +91,66 @@ def test_damaged_json_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "choices.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"choices\.json"):
         read_json(tmp_path / "choices.json")
+
+
+STARTS = """
+import sys
+from pathlib import Path
+from trimtab.facts.errors import CheckpointError
+from trimtab.run.folder import RunFolder
+
+folder = RunFolder(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+begun = 0
+for _ in range(400):
+    try:
+        with folder.create("model: x"):
+            assert folder.recipe.read_text() == "model: x"
+            begun += 1
+    except CheckpointError as error:
+        assert "is in use by" in str(error), error
+print(begun)
+"""
+
+
+def test_two_processes_that_start_the_same_run_do_not_remove_each_others_drafts(tmp_path: Path) -> None:
+    """Each start has the folder alone or is refused since the other one has it; nothing is left."""
+    code = STARTS.replace(
+        "import sys\n", "import sys\nimport trimtab.checkpoint.lock as l; l.LOOK_SECONDS = 0\n", 1
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "run")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(words, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    for one in both:
+        assert one.stdout.readline() == "ready\n"
+    for one in both:
+        one.stdin.write("go\n")
+        one.stdin.flush()
+    for one in both:
+        out, err = one.communicate(timeout=60)
+        assert one.returncode == 0, err
+        assert int(out) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_draft_of_a_killed_start_is_removed_and_that_of_a_live_one_is_not(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    killed = tmp_path / f".run.starting-{ended.pid}-1"
+    live = tmp_path / ".run.starting-1-1"
+    held = tmp_path / f".run.starting-{ended.pid}-2"
+    for path in (killed, live, held):
+        path.mkdir()
+    with RunLock(held), RunFolder(tmp_path / "run").create("model: x"):
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([live.name, held.name, "run"])
+
+
+def test_a_folder_with_spaces_is_quoted_in_the_command_that_continues_it(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "ü b ☃")
+    run.path.mkdir()
+    run.metrics.write_text('{"kind": "train", "step": 1}\n')
+    with pytest.raises(CheckpointError) as caught:
+        run.check_new()
+    command = str(caught.value).split("`")[1]
+    assert shlex.split(command) == ["trimtab", "train", "--resume", str(run.path)]

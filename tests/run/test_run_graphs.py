@@ -17,11 +17,10 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import Decoder, build, init_weights
-from trimtab.plan import Plan, make_plan
-from trimtab.recipe import loads
-from trimtab.run.choices import choose_all
+from trimtab.plan.resolved import CudaGraphsConfig
+from trimtab.recipe import Recipe, loads
 from trimtab.run.microbatch import MicrobatchLoss
-from trimtab.run.recording import choose_graphs
+from trimtab.run.resolve import resolve_recipe
 from trimtab.trainer.graphs import WARM_UP, Graphs
 
 SHAPE = ModelShape(
@@ -32,23 +31,21 @@ A100 = DeviceFacts("NVIDIA A100", "cuda", 80 * 10**9, capability=(8, 0), bf16=Tr
 CPU = DeviceFacts("a CPU", "cpu", memory_bytes=2**34)
 
 
-def plan_of(lines: str, device: DeviceFacts = H200) -> Plan:
-    recipe = loads(f"model: x\ndata: {{train: y}}\nmax_seq_length: 512\n{lines}")
-    choices = choose_all(recipe, SHAPE, device, threads=1).to_dict()
-    choices.pop("memory")
-    return make_plan(recipe, SHAPE, device=device, choices=choices)
+def graphs_of(lines: str, device: DeviceFacts = H200) -> CudaGraphsConfig:
+    return resolved_graphs(loads(f"model: x\ndata: {{train: y}}\nmax_seq_length: 512\n{lines}"), device)
+
+
+def resolved_graphs(recipe: Recipe, device: DeviceFacts) -> CudaGraphsConfig:
+    return resolve_recipe(recipe, SHAPE, device, threads=1).graphs
 
 
 def test_on_where_launches_cost_more_than_arithmetic() -> None:
-    assert choose_graphs(plan_of("")) == {
-        "on": True,
-        "reason": "forward and backward of a microbatch in one launch",
-    }
-    long = choose_graphs(plan_of("per_device_train_batch_size: 2000000"))
-    assert long["on"] is False
-    assert "handing over kernels costs nothing" in long["reason"]
-    assert choose_graphs(plan_of("cuda_graphs: true\nper_device_train_batch_size: 2000000"))["on"] is True
-    assert choose_graphs(plan_of("cuda_graphs: false")) == {"on": False, "reason": "named in the recipe"}
+    assert graphs_of("") == CudaGraphsConfig(True, "forward and backward of a microbatch in one launch")
+    long = graphs_of("per_device_train_batch_size: 2000000")
+    assert long.enabled is False
+    assert "launching kernels costs nothing" in long.reason
+    assert graphs_of("cuda_graphs: true\nper_device_train_batch_size: 2000000").enabled is True
+    assert graphs_of("cuda_graphs: false") == CudaGraphsConfig(False, "named in the recipe")
 
 
 @pytest.mark.parametrize(
@@ -64,11 +61,11 @@ def test_on_where_launches_cost_more_than_arithmetic() -> None:
     ],
 )
 def test_off_where_a_step_cannot_be_recorded(lines: str, device: DeviceFacts, why: str) -> None:
-    chosen = choose_graphs(plan_of(lines, device))
-    assert chosen["on"] is False
-    assert chosen["reason"].startswith(why)
+    chosen = graphs_of(lines, device)
+    assert chosen.enabled is False
+    assert chosen.reason.startswith(why)
     with pytest.raises(RecipeError, match=f"cuda_graphs: true cannot work here: {why[:20]}"):
-        choose_graphs(plan_of(f"{lines}\ncuda_graphs: true", device))
+        graphs_of(f"{lines}\ncuda_graphs: true", device)
 
 
 def test_masks_are_made_inside_a_graph() -> None:
@@ -76,13 +73,11 @@ def test_masks_are_made_inside_a_graph() -> None:
         "data: {train: y}\nmax_seq_length: 512\ndtype: fp32\n"
         "model: {name: x, attn_implementation: sdpa_efficient}"
     )
-    choices = choose_all(recipe, SHAPE, H200, threads=1).to_dict()
-    choices.pop("memory")
-    assert choose_graphs(make_plan(recipe, SHAPE, device=H200, choices=choices))["on"] is True
+    assert resolved_graphs(recipe, H200).enabled is True
 
 
 def test_documents_alone_in_their_windows_need_no_kernel_of_ours() -> None:
-    assert choose_graphs(plan_of("packing: false", A100))["on"] is True
+    assert graphs_of("packing: false", A100).enabled is True
 
 
 def batch_of(seed: int, length: int = 384, rows: int = 2) -> Batch:
@@ -104,7 +99,7 @@ def test_both_halves_give_the_whole(attention: str, packing: bool) -> None:
     batches = [batch_of(seed) for seed in (3, 4)]
     found = [loss.of(loss.inputs(batch)) for batch in batches]
     assert found[0] != found[1]
-    assert all(map(torch.equal, found, [loss(batch) for batch in batches]))
+    assert all(map(torch.equal, found, [loss(batch).total for batch in batches]))
 
 
 def test_documents_as_tensors_of_one_size() -> None:

@@ -11,12 +11,11 @@ from whole_run import Silent, losses, relative, run
 from trimtab import launch
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
-from trimtab.launch.preparing import prepare
-from trimtab.plan import make_plan
+from trimtab.plan.resolved import CompileConfig, CudaGraphsConfig
 from trimtab.recipe import load
-from trimtab.run.choices import choose_all
 from trimtab.run.folder import read_json
-from trimtab.run.recording import choose_graphs
+from trimtab.run.prepare import prepare
+from trimtab.run.resolve import resolve_recipe
 
 GROUPED = {"packing": False, "group_by_length": True, "logging_steps": 1}
 
@@ -53,20 +52,17 @@ def test_many_lengths_need_one_program_and_no_graphs(tmp_path: Path) -> None:
     gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
     shape = prepare(load(write_recipe(tmp_path))).shape
 
-    def decided(**changes: object) -> tuple[dict[str, object], dict[str, object]]:
-        recipe = load(write_recipe(tmp_path, **changes))
-        choices = choose_all(recipe, shape, gpu, 1).to_dict()
-        choices.pop("memory")
-        return choose_graphs(make_plan(recipe, shape, device=gpu, choices=choices)), choices["compile"]
+    def decided(**changes: object) -> tuple[CudaGraphsConfig, CompileConfig]:
+        resolved = resolve_recipe(load(write_recipe(tmp_path, **changes)), shape, gpu, 1)
+        return resolved.graphs, resolved.compile
 
     graphs, compiling = decided(packing=False)
-    assert (graphs["on"], compiling["dynamic"]) == (True, False)
+    assert (graphs.enabled, compiling.dynamic) == (True, False)
     graphs, compiling = decided(**GROUPED)
-    assert graphs == {
-        "on": False,
-        "reason": "group_by_length makes microbatches of many lengths, and a graph has one",
-    }
-    assert compiling["dynamic"] is True
+    assert graphs == CudaGraphsConfig(
+        False, "group_by_length makes microbatches of many lengths, and a graph has one"
+    )
+    assert compiling.dynamic is True
     with pytest.raises(RecipeError, match="cuda_graphs: true cannot work here: group_by_length"):
         decided(**GROUPED, cuda_graphs=True)
 

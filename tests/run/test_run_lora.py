@@ -18,9 +18,9 @@ from trimtab.adapt import active_adapters
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.checkpoint import read_manifest
 from trimtab.facts.errors import ModelError, RecipeError
-from trimtab.launch import prepare
 from trimtab.recipe import load
 from trimtab.run.dtypes import list_dtypes
+from trimtab.run.prepare import prepare
 
 SMALL: dict[str, Any] = {
     "num_train_epochs": None,
@@ -330,7 +330,7 @@ def test_formats_of_a_run_with_adapters(tmp_path: Path) -> None:
     path = write_recipe(tmp_path, **{**SMALL, "lora": {"r": 4}, "dtype": "bf16", "load_in_4bit": True})
     assert call("plan", path, "--dtypes") == (0, ANY)
     prepared = prepare(load(path))
-    rows = {row.name: row for row in list_dtypes(prepared.shape, prepared.choices).modules}
+    rows = {row.name: row for row in list_dtypes(prepared.shape, prepared.resolved).modules}
     a = rows["model.layers.0.self_attn.q_proj.lora_A.default.weight"]
     assert (a.weight, a.gradient) == ("fp32", "fp32")
     assert rows["model.norm"].output == "bf16"

@@ -9,10 +9,10 @@ from tiny_model import write_recipe, write_tiny_model
 
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import ModelShape
-from trimtab.launch import preparing
-from trimtab.launch.preparing import Frozen, Prepared, prepare
 from trimtab.plan import check_fits
 from trimtab.recipe import load
+from trimtab.run import prepare as preparing
+from trimtab.run.prepare import Frozen, Prepared, prepare
 
 QWEN = ModelShape(
     "qwen3",
@@ -52,7 +52,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def resumed(begun: Prepared, recipe: Path, *changes: str) -> Prepared:
     return prepare(
-        load(recipe, changes), Frozen(begun.choices, begun.model, None, begun.device, memory_changed=True)
+        load(recipe, changes), Frozen(begun.resolved, begun.model, None, begun.device, memory_changed=True)
     )
 
 
@@ -65,7 +65,10 @@ def test_the_loss_keeps_its_chunks(recipe: Path, changes: tuple[str, ...]) -> No
     begun = prepare(load(recipe, ["memory_limit=13GB"]))
     other = ["memory_limit=13GB"] if "memory_limit" not in changes[0] else []
     again = resumed(begun, recipe, *other, *changes)
-    assert begun.choices.loss["memory_bytes"] > begun.choices.memory["loss_memory"], "the limit decided it"
-    for key in ("loss_memory", "mlp_tiles"):
-        assert again.choices.memory[key] == begun.choices.memory[key]
+    before, after = begun.resolved.memory_plan, again.resolved.memory_plan
+    allowed = begun.resolved.loss.memory_bytes
+    assert allowed is not None
+    assert before.loss_memory is not None
+    assert allowed > before.loss_memory, "the limit decided it"
+    assert (after.loss_memory, after.mlp_tiles) == (before.loss_memory, before.mlp_tiles)
     check_fits(again.plan, GPU, resumed=True)

@@ -15,14 +15,14 @@ from whole_run import Silent, losses, records
 
 from trimtab import launch
 from trimtab.kernels.attention.layout import Layout
-from trimtab.launch.preparing import prepare
 from trimtab.model import build, init_weights
 from trimtab.parallel import Mesh
 from trimtab.recipe import load
 from trimtab.report.plan_panel import plan_panel
 from trimtab.run import corpora
-from trimtab.run.decoders import load_decoder
+from trimtab.run.build import build_training_model
 from trimtab.run.folder import read_json
+from trimtab.run.prepare import prepare
 from trimtab.run.sources import load_tokenizer
 
 SMOOTHING, Z_LOSS = 0.2, 0.01
@@ -34,7 +34,7 @@ def first_step(path: Path, **terms: float) -> float:
     """The loss of the first step from full logits, through torch's own cross_entropy."""
     recipe = load(path)
     prepared = prepare(recipe)
-    decoder = load_decoder(recipe, prepared.choices, prepared.shape, prepared.model, fresh=True)
+    decoder = build_training_model(recipe, prepared.resolved, prepared.shape, Mesh.single(), prepared.model)
     tokenizer = load_tokenizer(prepared.model, prepared.shape)
     loader = corpora.open_corpora(recipe, tokenizer, Silent()).loader(Mesh.single())
     total, count = 0.0, 0

@@ -16,11 +16,11 @@ from whole_run import Silent, run
 
 from trimtab import launch
 from trimtab.adapt import workspace
-from trimtab.launch import detect
-from trimtab.launch.preparing import prepare
+from trimtab.plan.resolved import Resolved
 from trimtab.recipe import load
-from trimtab.run.choices import Choices
+from trimtab.run.device import detect
 from trimtab.run.folder import read_json
+from trimtab.run.prepare import prepare
 from trimtab.run.torch_setup import memory_share, set_up_torch, torch_put_back
 
 
@@ -58,15 +58,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return Gpu(monkeypatch)
 
 
-def choices(folder: Path, *, deterministic: bool = False, cap: int | None = None) -> Choices:
-    made = prepare(load(write_recipe(folder, device="cpu"))).choices
-    memory = {**made.memory, "allocator_bytes": cap}
+def resolved(folder: Path, *, deterministic: bool = False, cap: int | None = None) -> Resolved:
+    made = prepare(load(write_recipe(folder, device="cpu"))).resolved
+    memory = replace(made.memory_plan, allocator_bytes=cap)
     return replace(made, device="cuda", deterministic=deterministic, threads=2, memory=memory)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_one_run_s_settings_are_not_the_next_one_s(tmp_path: Path, gpu: Gpu, fails: bool) -> None:
-    wanted = choices(tmp_path, deterministic=True, cap=40)
+    wanted = resolved(tmp_path, deterministic=True, cap=40)
 
     def one() -> None:
         with torch_put_back(), workspace.lend((8,), torch.float32, torch.device("cpu")):
@@ -92,7 +92,7 @@ def test_a_limit_is_beside_what_the_process_holds_and_within_what_it_may(tmp_pat
     gpu.reserved = 20
     for cap, share in ((40, 0.6), (70, 0.75)):
         with torch_put_back():
-            set_up_torch(choices(tmp_path, cap=cap))
+            set_up_torch(resolved(tmp_path, cap=cap))
             assert gpu.share == share
     assert gpu.share == 0.75
 
@@ -143,7 +143,7 @@ def test_kernels_that_cannot_repeat_their_bits_run_whatever_the_process_asked_fo
 ) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     with torch_put_back():
-        set_up_torch(choices(tmp_path))
+        set_up_torch(resolved(tmp_path))
         assert not torch.are_deterministic_algorithms_enabled()
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.is_deterministic_algorithms_warn_only_enabled()
@@ -212,6 +212,6 @@ def test_the_recipe_s_threads_win_and_may_change_when_a_run_is_resumed(
 
 
 def test_more_threads_than_cores_are_remarked_on(tmp_path: Path) -> None:
-    notes = prepare(load(write_recipe(tmp_path, num_threads=4000))).plan.notes
-    assert any(note.startswith("num_threads: 4000 is more than this machine's") for note in notes)
+    notes = prepare(load(write_recipe(tmp_path, num_threads=1024))).plan.notes
+    assert any(note.startswith("num_threads: 1024 is more than this machine's") for note in notes)
     assert not prepare(load(write_recipe(tmp_path, num_threads=1))).plan.notes

@@ -16,10 +16,11 @@ import trimtab
 from trimtab.adapt.quantized import quantized_layers
 from trimtab.cli.main import main
 from trimtab.facts.errors import RecipeError
-from trimtab.launch.here import resume, train
-from trimtab.launch.preparing import prepare
+from trimtab.parallel import Mesh
 from trimtab.recipe import load
-from trimtab.run.decoders import load_decoder, unpack
+from trimtab.run.build import build_training_model, keep_dequantized
+from trimtab.run.lifecycle import resume, train
+from trimtab.run.prepare import prepare
 
 
 class Watched:
@@ -143,11 +144,11 @@ def test_a_folder_of_before_there_was_a_choice(runs: tuple[Path, Path], tmp_path
 def test_the_copies_are_there_before_the_first_step(tmp_path: Path) -> None:
     asked = recipe(tmp_path, "run", unpacked_layers=1, dtype="bf16")
     prepared = prepare(asked)
-    decoder = load_decoder(asked, prepared.choices, prepared.shape, prepared.model, fresh=True)
+    decoder = build_training_model(asked, prepared.resolved, prepared.shape, Mesh.single(), prepared.model)
     assert all(layer.unpacked is None for _, layer in quantized_layers(decoder)), (
         "nothing whole while loading"
     )
-    unpack(decoder, prepared.choices)
+    keep_dequantized(decoder, prepared.resolved)
     formats = [
         None if layer.unpacked is None else layer.unpacked.dtype for _, layer in quantized_layers(decoder)
     ]

@@ -12,7 +12,7 @@ from trimtab.facts.errors import RecipeError
 from trimtab.kernels import triton_here
 from trimtab.kernels.triton_here import runs_triton
 from trimtab.recipe import loads
-from trimtab.run.choices import choose_all
+from trimtab.run.resolve import resolve_backends
 
 OLD = DeviceFacts("Tesla V100", "cuda", memory_bytes=2**34, capability=(7, 0))
 BARE = DeviceFacts("an RTX 4090", "cuda", memory_bytes=2**34, capability=(8, 9), bf16=True, triton=False)
@@ -25,19 +25,19 @@ def test_nothing_of_it_is_chosen(device: DeviceFacts, bits: str) -> None:
     text = (
         f"model: x\ndata: {{train: y}}\nmax_seq_length: 64\nlora: {{r: 4}}\noptim: adamw_8bit\n{bits}: true"
     )
-    found = choose_all(loads(text), tiny_shape(), device, threads=1)
+    found = resolve_backends(loads(text), tiny_shape(), device, threads=1)
     assert found.quantization is not None
     chosen = [
-        found.quantization["impl"],
-        found.loss["impl"],
-        found.optimizer["impl"],
-        found.attention["impl"],
+        found.quantization.impl,
+        found.loss.impl,
+        found.optimizer.impl,
+        *(impl for layer in found.attention.layers for impl in (layer.packed, layer.unpacked)),
     ]
-    assert "triton" not in [*chosen, found.pointwise["impl"]]
-    assert found.quantization["reason"] == "torch's own operations: Triton's kernels do not run here"
-    better = choose_all(loads(text), tiny_shape(), NEW, threads=1).quantization
+    assert "triton" not in [*chosen, found.pointwise.impl]
+    assert found.quantization.reason == "torch's own operations: Triton's kernels do not run here"
+    better = resolve_backends(loads(text), tiny_shape(), NEW, threads=1).quantization
     assert better is not None
-    assert better["impl"] == "triton"
+    assert better.impl == "triton"
 
 
 def test_asked_for_by_name_it_is_refused() -> None:

@@ -168,3 +168,12 @@ def test_saved_folder_reads_the_same_in_transformers(tmp_path: Path) -> None:
         assert theirs(sample)["input_ids"] == ours.encode_prompt(sample)
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
     assert json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())["eos_token"] == "</s>"
+
+
+def test_lone_surrogates_become_the_replacement_character(tmp_path: Path) -> None:
+    tokenizer = text.load(write_folder(tmp_path))
+    broken, valid = "a\ud800b \udcff", "a\ufffdb \ufffd"
+    assert tokenizer.encode(broken) == tokenizer.encode(valid)
+    assert tokenizer.encode_batch([broken, "c"]) == tokenizer.encode_batch([valid, "c"])
+    long = "word " * 20_000
+    assert tokenizer.encode(broken + long) == tokenizer.encode(valid + long)

@@ -12,6 +12,7 @@ from tiny_job import TinyLoader, TinySGD, tiny_job
 from trimtab.facts.errors import DataError, TrainingError
 from trimtab.trainer import Cadence, TrainState, train
 from trimtab.trainer.memory import LiveBytes, storage_bytes
+from trimtab.trainer.microstep import LossSum
 from trimtab.trainer.scaling import LossScaler
 
 
@@ -220,15 +221,15 @@ def test_whatever_stops_the_loop_the_state_is_saved(what: str) -> None:
 
         job.observers = [Broken()]
     else:
-        whole = job.loss
+        whole = job.microstep.loss
 
-        def loss(batch: object) -> torch.Tensor:
+        def loss(batch: object) -> LossSum:
             calls["n"] += 1
             if calls["n"] == 18:
                 raise RuntimeError("a kernel failed")
             return whole(batch)
 
-        job.loss = loss
+        job.microstep.loss = loss
     with pytest.raises((DataError, RuntimeError)):
         train(job, TrainState())
     step = max(job.store.saved)

@@ -10,6 +10,7 @@ import torch
 from trimtab.facts.errors import DataError
 from trimtab.parallel import Mesh
 from trimtab.trainer import Cadence, Job
+from trimtab.trainer.microstep import LossSum, MicroStep
 
 
 @dataclass
@@ -124,14 +125,14 @@ def tiny_job(loader: TinyLoader, *, total_steps: int = 8, **more: Any) -> Job:
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     parameters = dict(model.named_parameters())
 
-    def loss(batch: TinyBatch) -> torch.Tensor:
-        return (model(batch.x_BC).squeeze(-1) - batch.y_B).square().sum()
+    def loss(batch: TinyBatch) -> LossSum:
+        return LossSum((model(batch.x_BC).squeeze(-1) - batch.y_B).square().sum(), batch.num_targets)
 
     cadence = more.pop("cadence", Cadence(total_steps=total_steps, eval_on_start=False))
     return Job(
         model=model,
         parameters=parameters,
-        loss=loss,
+        microstep=MicroStep(loss, more.pop("graphs", None)),
         optimizer=TinySGD(parameters),
         learning_rate=lambda step: 0.05,
         global_norm=global_norm,

@@ -17,9 +17,7 @@ are cast as they are used, and their gradients come out of the products in their
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +25,7 @@ import torch
 
 from trimtab.adapt import quantized_ops
 from trimtab.adapt.quantized_ops import NUM_PACKED, PLAIN, Packed, Packing
+from trimtab.model.labels import with_factor
 
 
 @dataclass(frozen=True)
@@ -52,38 +51,26 @@ class Part:
         return Part((weight_OI,), Packing.plain(*weight_OI.shape).text, a_RI, b_OR, scaling)
 
 
-def lora_group(x: torch.Tensor, parts: Sequence[Part], *, last: bool = False) -> list[torch.Tensor]:
+def lora_group(x: torch.Tensor, parts: Sequence[Part], *, outputs_unused: bool = False) -> list[torch.Tensor]:
     """Each layer's output [..., Oᵢ] of one x [..., I], in x's format; differentiable in x and all A and B.
 
     Args:
         x: any shape whose last size is I.
         parts: the layers.
-        last: whether nobody will read the outputs of a pass that is computed again (`recomputing`): then the large
-            products of that pass are left out.
+        outputs_unused: whether the caller only wants saved for the backward pass what it reads, as a recomputation
+            does: then the products with the frozen weights are skipped, and the outputs must not be read.
     """
     packed = [tensor for part in parts for tensor in part.packed if tensor is not None]
     texts = ";".join(part.text for part in parts)
     a, b = [part.a_RI for part in parts], [part.b_OR for part in parts]
     scales = [part.scaling for part in parts]
-    # By itself, so that whoever computes again what the backward pass reads need not repeat the large products.
-    with torch.no_grad():
+    # Outside the operator, so that a recomputation can repeat it without the products of the frozen weights.
+    with torch.no_grad(), with_factor("adapter_a"):
         h_NR = x.reshape(-1, x.shape[-1]) @ _stacked(a, x.dtype).t()
-    outputs: list[torch.Tensor] = torch.ops.trimtab.lora_group(x, h_NR, packed, a, b, scales, texts, last)
+    outputs: list[torch.Tensor] = torch.ops.trimtab.lora_group(
+        x, h_NR, packed, a, b, scales, texts, outputs_unused
+    )
     return outputs
-
-
-_thread = threading.local()
-
-
-@contextmanager
-def recomputing() -> Iterator[None]:
-    """Inside, on this thread, a pass is computed again for what it keeps; nobody reads what its last layer gives."""
-    before = getattr(_thread, "recomputing", False)
-    _thread.recomputing = True
-    try:
-        yield
-    finally:
-        _thread.recomputing = before
 
 
 _NAMED = {PLAIN: 1, "int8": 2}
@@ -130,15 +117,14 @@ def _forward(
     b: list[torch.Tensor],
     scales: list[float],
     texts: str,
-    last: bool,
+    outputs_unused: bool,
 ) -> list[torch.Tensor]:
     x_NI = x.reshape(-1, x.shape[-1])
-    unread = last and getattr(_thread, "recomputing", False)
     outputs, start = [], 0
     for (packing, tensors), b_OR, scaling in zip(_weights(packed, texts), b, scales, strict=True):
         stop = start + b_OR.shape[1]
         y_NO = h_NR[:, start:stop] @ _scaled(b_OR, scaling, x.dtype).t()
-        if unread:
+        if outputs_unused:
             pass
         elif quantized_ops.is_fused(packing, x_NI.shape[0]):
             y_NO += quantized_ops.product(x_NI, tensors, packing)
@@ -185,7 +171,7 @@ def _gradient(
 _library = torch.library.Library("trimtab", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _REST = "Tensor x, Tensor h, Tensor[] packed, Tensor[] a, Tensor[] b, float[] scales, str packings"
-_library.define(f"lora_group({_REST}, bool last) -> Tensor[]", tags=_tags)
+_library.define(f"lora_group({_REST}, bool outputs_unused) -> Tensor[]", tags=_tags)
 _library.define(f"lora_group_gradients(Tensor[] dy, {_REST}, bool wants_dx) -> Tensor[]", tags=_tags)
 _library.impl("lora_group", _forward, "CompositeExplicitAutograd")
 _library.impl("lora_group_gradients", _gradient, "CompositeExplicitAutograd")
@@ -193,7 +179,7 @@ _library.impl("lora_group_gradients", _gradient, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("trimtab::lora_group")
 def _(
-    x: torch.Tensor, h: Any, packed: Any, a: Any, b: Any, scales: Any, texts: str, last: bool
+    x: torch.Tensor, h: Any, packed: Any, a: Any, b: Any, scales: Any, texts: str, outputs_unused: bool
 ) -> list[torch.Tensor]:
     sizes = [Packing.read(text).out_features for text in texts.split(";")]
     return [x.new_empty((*x.shape[:-1], size)) for size in sizes]

@@ -21,6 +21,7 @@ from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.randomness import derive
 from trimtab.model.building import torch_dtype
+from trimtab.model.labels import with_factor
 
 
 class Adapted(nn.Module):
@@ -91,8 +92,6 @@ class LoRALinear(Adapted):
         self.lora_A = nn.ModuleDict()
         self.lora_B = nn.ModuleDict()
         self.lora_magnitude_vector = nn.ModuleDict()
-        self.last = False
-        """Whether nobody reads its output when a pass is computed again (`adapt.recompute` says so)."""
 
     def add(self, adapter: str, settings: LoraSettings, *, r: int, scaling: float) -> None:
         """One more adapter, its numbers still undefined, not yet active."""
@@ -144,8 +143,12 @@ class LoRALinear(Adapted):
         wide = torch.promote_types(weight_OI.dtype, torch.float32)
         a_RI, b_OR = (factor.to(wide) for factor in self.factors(adapter))
         squares_O = torch.linalg.vector_norm(weight_OI, dim=1, dtype=wide).square()
-        cross_OR = (weight_OI @ a_RI.to(weight_OI.dtype).t()).to(wide)
-        own_OR = b_OR @ (a_RI @ a_RI.t())
+        with with_factor("adapter_a"):
+            cross_OR = (weight_OI @ a_RI.to(weight_OI.dtype).t()).to(wide)
+            own_RR = a_RI @ a_RI.t()
+        with with_factor("adapter_b"):
+            own_OR = b_OR @ own_RR
+        del own_RR
         return (squares_O + (2 * s * cross_OR + s * s * own_OR).mul(b_OR).sum(1)).clamp(min=0).sqrt()
 
     def delta(self, adapter: str) -> torch.Tensor:
@@ -173,6 +176,16 @@ class LoRALinear(Adapted):
         return weight_OI
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run(x, output_unused=False)
+
+    def save_only(self, x: torch.Tensor) -> torch.Tensor:
+        """Saves what the backward pass reads, as `forward` does; the values that it returns must not be read.
+
+        For recomputation: where the layer runs as one operator, the product with the frozen weight is skipped.
+        """
+        return self._run(x, output_unused=True)
+
+    def _run(self, x: torch.Tensor, *, output_unused: bool) -> torch.Tensor:
         base = self.__dict__["base"]
         if not self.active:
             return base(x)
@@ -183,7 +196,7 @@ class LoRALinear(Adapted):
         first, *others = self.active
         p = self._drop(first)
         if self.joins:
-            y = self._biased(lora_group(x, [self.part(x)], last=self.last)[0])
+            y = self._biased(lora_group(x, [self.part(x)], outputs_unused=output_unused)[0])
         elif isinstance(base, nn.Linear) and not p:
             a_RI, b_OR = self.factors(first)
             y = lora_linear(x, base.weight, base.bias, a_RI, b_OR, self.scaling[first])

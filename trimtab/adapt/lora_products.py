@@ -18,6 +18,19 @@ from torch.nn import functional as F
 
 from trimtab.adapt.lora_dropout import drop
 from trimtab.facts.errors import RecipeError
+from trimtab.model.labels import with_factor
+
+
+def _times_a(x_NI: torch.Tensor, a_RI: torch.Tensor) -> torch.Tensor:
+    """h [N, R] = x·Aᵀ in x's format."""
+    with with_factor("adapter_a"):
+        return x_NI @ a_RI.to(x_NI.dtype).t()
+
+
+def _plus_times_b(y_NO: torch.Tensor, h_NR: torch.Tensor, b_OR: torch.Tensor, scaling: float) -> torch.Tensor:
+    """y + s·h·Bᵀ, not in place."""
+    with with_factor("adapter_b"):
+        return torch.addmm(y_NO, h_NR, b_OR.t(), alpha=scaling)
 
 
 class _Linear(torch.autograd.Function):
@@ -36,9 +49,9 @@ class _Linear(torch.autograd.Function):
         x_NI = x.reshape(-1, x.shape[-1])
         bias_O = None if bias_O is None else bias_O.to(x.dtype)
         y_NO = F.linear(x_NI, weight_OI.to(x.dtype), bias_O)
-        h_NR = x_NI @ a_RI.to(x.dtype).t()
-        # Not in place: a recompute policy may have kept the product as it was.
-        y_NO = torch.addmm(y_NO, h_NR, b_OR.to(x.dtype).t(), alpha=scaling)
+        h_NR = _times_a(x_NI, a_RI)
+        # Not in place: a recompute policy may have saved the frozen weight's product.
+        y_NO = _plus_times_b(y_NO, h_NR, b_OR.to(x.dtype), scaling)
         ctx.save_for_backward(x, weight_OI, a_RI, b_OR, h_NR)
         ctx.scaling = scaling
         return y_NO.view(*x.shape[:-1], -1)
@@ -64,8 +77,8 @@ class _Added(torch.autograd.Function):
         ctx: Any, y: torch.Tensor, x: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         x_NI = x.reshape(-1, x.shape[-1])
-        h_NR = x_NI @ a_RI.to(x.dtype).t()
-        y_NO = torch.addmm(y.reshape(-1, y.shape[-1]), h_NR, b_OR.to(x.dtype).t(), alpha=scaling)
+        h_NR = _times_a(x_NI, a_RI)
+        y_NO = _plus_times_b(y.reshape(-1, y.shape[-1]), h_NR, b_OR.to(x.dtype), scaling)
         ctx.save_for_backward(x, a_RI, b_OR, h_NR)
         ctx.scaling = scaling
         return y_NO.view(y.shape)
@@ -95,8 +108,8 @@ class _AddedDropped(torch.autograd.Function):
         p: float,
     ) -> torch.Tensor:
         x_NI = x.reshape(-1, x.shape[-1])
-        h_NR = drop(x_NI, key_2, p) @ a_RI.to(x.dtype).t()
-        y_NO = torch.addmm(y.reshape(-1, y.shape[-1]), h_NR, b_OR.to(x.dtype).t(), alpha=scaling)
+        h_NR = _times_a(drop(x_NI, key_2, p), a_RI)
+        y_NO = _plus_times_b(y.reshape(-1, y.shape[-1]), h_NR, b_OR.to(x.dtype), scaling)
         # Kept by value: the loop writes the next microbatch's key into the same tensor.
         ctx.save_for_backward(x, a_RI, b_OR, h_NR, key_2.clone())
         ctx.scaling, ctx.p = scaling, p

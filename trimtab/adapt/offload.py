@@ -90,8 +90,21 @@ class HostStore:
                 if used is not None:
                     self._out.wait_event(used)
                 return buffer
+        self._unpin_free()
         self.host_bytes += num_bytes
         return _Pinned(num_bytes)
+
+    def _unpin_free(self) -> None:
+        """Unpins the free buffers, all of which are too small for what comes now.
+
+        Longer sequences need larger buffers. Runs with `group_by_length` begin with their longest microbatch, but a
+        resume within an epoch does not: without this, buffers of every size that it met would stay pinned.
+        """
+        for buffer, used in self._free:
+            if used is not None:
+                used.synchronize()
+            self.host_bytes -= buffer.num_bytes
+        self._free.clear()
 
     def _give(self, buffer: _Pinned, last_use: list[torch.cuda.Event]) -> None:
         self._free.append((buffer, last_use[-1] if last_use else None))

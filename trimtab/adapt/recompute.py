@@ -27,31 +27,19 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trimtab.adapt import sent_results
-from trimtab.adapt.fused_lora import recomputing
-from trimtab.adapt.lora_layers import LoRALinear
-from trimtab.adapt.quantized_ops import Packing
-from trimtab.adapt.spec_recompute import HOST, POLICIES
+from trimtab.adapt.spec_recompute import ATTENTION_OPERATORS, HOST, POLICIES, SAVED_PRODUCTS
 from trimtab.adapt.tiled import tiled
 from trimtab.facts.errors import RecipeError
 from trimtab.kernels.attention import Layout
-from trimtab.kernels.gated_mlp import overwriting
 from trimtab.model.decoder import Decoder, nothing_around
+from trimtab.model.labels import current_label
 from trimtab.model.parts import Block
 
-ATTENTION_OPERATORS = (
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "torch_attn::_varlen_attn",
-    "trimtab::attention_forward",
-    "flex_attention",
-)
-"""By name, so that one that this torch does not have is no mistake. Attention that is made of plain products
-("reference", "sdpa_math") is computed again whole."""
+SAVED_ATTENTION = frozenset(name for names in ATTENTION_OPERATORS.values() for name in names)
+"""The operators of all attention backends whose results can be saved."""
 
 PRODUCT_OPERATORS = ("aten::mm", "aten::addmm", "trimtab::packed_linear", "trimtab::lora_group")
-"""Of linear layers, plain, packed and adapted; the input comes first, but for `addmm`."""
+"""Of linear layers: plain, quantized and adapted. Which layer a product belongs to is its label."""
 
 Way = Callable[[Block, torch.Tensor, torch.Tensor, torch.Tensor, Layout], torch.Tensor]
 
@@ -84,10 +72,9 @@ def apply(decoder: Decoder, policies: Sequence[str], *, mlp_tiles: int = 1) -> D
     decoder.around = offloading if offloading.layers else nothing_around
     for block, way in zip(blocks, _ways(policies, mlp_tiles, offloading), strict=True):
         assert isinstance(block, Block)
+        for impl in (block.self_attn.impl, block.self_attn.whole):
+            assert impl in ATTENTION_OPERATORS, f"no recompute policy knows the operators of attention {impl}"
         block.recompute = way
-        if isinstance(block.mlp.down_proj, LoRALinear):
-            # Its output ends the block: computed again, it would only be thrown away.
-            block.mlp.down_proj.last = block.recompute is not None
     return decoder
 
 
@@ -127,109 +114,93 @@ def uncompiled(decoder: Decoder) -> Iterator[None]:
 
 def _ways(policies: Sequence[str], mlp_tiles: int, offloading: _Offloading) -> Iterator[Way | None]:
     """How each layer runs. Layers alike have the very same way, so that compiled they are one program."""
-    contexts: dict[str, Callable[[Block], Callable[[], Any]]] = {
-        "pointwise": _keeping_products,
-        "selective": _of_any(_keeping_attention),
-        "offload_half": offloading.half_contexts,
-        "offload_attention": offloading.attention_contexts,
+    shared = {
+        policy: functools.partial(_checkpointed, policy, offloading)
+        for policy in policies
+        if policy != "none"
     }
-    of = {policy: contexts.get(policy, _of_any(_no_contexts)) for policy in policies}
-    shared = {policy: functools.partial(_again, of[policy]) for policy in policies if policy != "none"}
     for policy in policies:
-        yield shared.get(policy) if mlp_tiles == 1 else _InTiles(policy, mlp_tiles, of[policy])
+        yield shared.get(policy) if mlp_tiles == 1 else _InTiles(policy, mlp_tiles, offloading)
 
 
-def _of_any(contexts: Callable[[], Any]) -> Callable[[Block], Callable[[], Any]]:
-    return lambda block: contexts
+def _context_fn(policy: str, offloading: _Offloading) -> Callable[[], Any]:
+    """A checkpoint's `context_fn`: saves what the policy does not recompute, on the device or in the host's memory.
+
+    From inside a compiled graph nothing can be sent to the host; there it stays on the device.
+    """
+    if policy not in SAVED_PRODUCTS:
+        return _no_contexts
+    if policy not in HOST or offloading.store is None or torch.compiler.is_compiling():
+        return functools.partial(_selective_contexts, policy)
+    return functools.partial(sent_results.contexts, functools.partial(_is_saved, policy), offloading.store)
 
 
-def _again(
-    contexts: Callable[[Block], Callable[[], Any]],
+def _selective_contexts(policy: str) -> Any:
+    return create_selective_checkpoint_contexts(functools.partial(_decide, policy))
+
+
+def _decide(policy: str, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = _is_saved(policy, operator)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_saved(policy: str, operator: Any) -> bool:
+    """Whether a policy saves the results of an operator that is being dispatched: attention, or a labelled product."""
+    name = _name(operator)
+    if name in PRODUCT_OPERATORS:
+        return current_label() in SAVED_PRODUCTS[policy]
+    return name in SAVED_ATTENTION
+
+
+def _name(operator: Any) -> str:
+    return operator.name().split(".")[0] if hasattr(operator, "overloadpacket") else str(operator.name())
+
+
+def _checkpointed(
+    policy: str,
+    offloading: _Offloading,
     block: Block,
     x_BTC: torch.Tensor,
     cos_BTF: torch.Tensor,
     sin_BTF: torch.Tensor,
     layout: Layout,
 ) -> torch.Tensor:
-    """The block, computed again in the backward pass but for what the contexts keep."""
-    if not torch.is_grad_enabled():
-        return block.layers(x_BTC, cos_BTF, sin_BTF, layout)
+    """The block under activation checkpointing: recomputed in the backward pass, except for what the contexts save."""
     inputs = (x_BTC, cos_BTF, sin_BTF, layout)
-    return _checkpoint(block.layers, *inputs, context_fn=contexts(block), alone=not _is_watched(block))
+    if not torch.is_grad_enabled():
+        return block.layers(*inputs)
+    # A compiled graph has no use for the hints: it drops unused products and reuses buffers by itself.
+    run = block.layers if torch.compiler.is_compiling() else _CheckpointedLayers(block)
+    return _checkpoint(run, *inputs, context_fn=_context_fn(policy, offloading))
 
 
-def _is_watched(block: Block) -> bool:
-    """Whether somebody may have got hold of gate or up, and made something of them that the backward pass reads."""
-    mlp = block.mlp
-    return any(module._forward_hooks for layer in (mlp.gate_proj, mlp.up_proj) for module in layer.modules())
+class _CheckpointedLayers:
+    """A block's layers as one call of `checkpoint` runs them: first the forward pass, then only recomputations.
+
+    Autograd's graph is the forward pass's, and its backward reads the recomputed gate and up, which nothing else has
+    unless a hook took them: so their gradients may be written over them. The output of a recomputation is discarded.
+    """
+
+    def __init__(self, block: Block) -> None:
+        self.block, self.is_recomputation = block, False
+        projections = (block.mlp.gate_proj, block.mlp.up_proj)
+        hooked = any(module._forward_hooks for layer in projections for module in layer.modules())
+        self.overwrite_gate_inputs = not hooked
+
+    def __call__(self, *inputs: Any) -> torch.Tensor:
+        output_unused, self.is_recomputation = self.is_recomputation, True
+        return self.block.layers(
+            *inputs, overwrite_gate_inputs=self.overwrite_gate_inputs, output_unused=output_unused
+        )
 
 
 def _checkpoint(
-    run: Callable[..., torch.Tensor],
-    *inputs: Any,
-    context_fn: Callable[[], Any] = _no_contexts,
-    alone: bool = False,
+    run: Callable[..., torch.Tensor], *inputs: Any, context_fn: Callable[[], Any] = _no_contexts
 ) -> torch.Tensor:
-    """`alone`: nobody but the gates themselves reads what they were computed from."""
-    if not torch.compiler.is_compiling():  # a graph leaves out what nobody reads by itself
-        context_fn = functools.partial(_and_recomputing, context_fn, alone)
-    # What is random in a block is a function of step and place, so that no generator's state is kept.
+    # Randomness in a block is a function of step and place, so that no generator's state has to be saved.
     options: dict[str, Any] = {} if context_fn is _no_contexts else {"context_fn": context_fn}
     out: torch.Tensor = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
     return out
-
-
-def _and_recomputing(context_fn: Callable[[], Any], alone: bool) -> Any:
-    """The contexts of a checkpoint; the second pass is told that it is one.
-
-    The graph is the first pass's. Its backward pass reads what the second has made for it alone, and may write there.
-    """
-    first, second = context_fn()
-    return _Both(first, overwriting) if alone else first, _Both(second, recomputing)
-
-
-class _Both(AbstractContextManager[None]):
-    """Two contexts as one, anew each time: a graph that is kept is computed again more than once."""
-
-    def __init__(
-        self, around: AbstractContextManager[Any], within: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self.around, self.within, self.stack = around, within, ExitStack()
-
-    def __enter__(self) -> None:
-        self.stack.enter_context(self.around)
-        self.stack.enter_context(self.within())
-
-    def __exit__(self, *raised: Any) -> bool | None:
-        return self.stack.__exit__(*raised)
-
-
-def _keeping_attention() -> Any:
-    return _keeping(_is_attention)
-
-
-def _keeping_products(block: Block) -> Callable[[], Any]:
-    """Of attention and of products that sum over the stream's width or more: short ones (adapters') cost little.
-
-    The block's last product, which sums over the feed-forward's width, is not needed in the backward pass.
-    """
-    attention, feed_forward = block.self_attn, block.mlp
-    least = min(attention.q_proj.in_features, attention.o_proj.in_features)
-    is_dear = functools.partial(_is_product, least, feed_forward.down_proj.in_features)
-    return functools.partial(_keeping, is_dear)
-
-
-def _is_product(least: int, last: int, operator: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator is attention, or a product over at least so many numbers and not over `last`."""
-    name = _name(operator)
-    if name not in PRODUCT_OPERATORS:
-        return name in ATTENTION_OPERATORS
-    summed = _sizes(name, args)[0]
-    return summed >= least and summed != last
-
-
-def _name(operator: Any) -> str:
-    return operator.name().split(".")[0] if hasattr(operator, "overloadpacket") else str(operator.name())
 
 
 def _attend_plain(
@@ -241,29 +212,43 @@ def _attend_plain(
 def _attend_pointwise(
     block: Block, x_BTC: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, layout: Layout
 ) -> torch.Tensor:
-    return _checkpoint(block.attend, x_BTC, cos_BTF, sin_BTF, layout, context_fn=_keeping_products(block))
+    return _checkpoint(
+        block.attend,
+        x_BTC,
+        cos_BTF,
+        sin_BTF,
+        layout,
+        context_fn=functools.partial(_selective_contexts, "pointwise"),
+    )
 
 
 def _attend_selective(
     block: Block, x_BTC: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, layout: Layout
 ) -> torch.Tensor:
-    return _checkpoint(block.attend, x_BTC, cos_BTF, sin_BTF, layout, context_fn=_keeping_attention)
+    return _checkpoint(
+        block.attend,
+        x_BTC,
+        cos_BTF,
+        sin_BTF,
+        layout,
+        context_fn=functools.partial(_selective_contexts, "selective"),
+    )
 
 
-def _feed(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return block.feed(x)
+def _feed(block: Block, x: torch.Tensor, *, output_unused: bool = False) -> torch.Tensor:
+    return block.feed(x, output_unused=output_unused)
 
 
 class _InTiles:
     """A block whose feed-forward half runs in tiles: they compute themselves again, whatever the policy is."""
 
-    def __init__(self, policy: str, tiles: int, contexts: Callable[[Block], Callable[[], Any]]) -> None:
-        self.tiles, self.contexts = tiles, contexts
+    def __init__(self, policy: str, tiles: int, offloading: _Offloading) -> None:
+        self.policy, self.tiles, self.offloading = policy, tiles, offloading
         self.whole = policy in ("block", *HOST)
         self.attend: Way = {"pointwise": _attend_pointwise, "selective": _attend_selective}.get(
             policy, _attend_plain
         )
-        self.feed: Callable[[Block, torch.Tensor], torch.Tensor] = _feed
+        self.feed: Callable[..., torch.Tensor] = _feed
         self.plain = (self.attend, self.feed)
 
     def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -291,7 +276,7 @@ class _InTiles:
         if not torch.is_grad_enabled():
             return tiled(block.feed, _attend_plain(*inputs), (), self.tiles, _mask_keys(block))
         if self.whole:
-            return _checkpoint(self._layers, *inputs, context_fn=self.contexts(block))
+            return _checkpoint(self._layers, *inputs, context_fn=_context_fn(self.policy, self.offloading))
         return self._layers(*inputs)
 
     def _layers(
@@ -305,7 +290,8 @@ class _InTiles:
         learned = [*block.post_attention_layernorm.parameters(), *block.mlp.parameters()]
         x_BTC = self.attend(block, x_BTC, cos_BTF, sin_BTF, layout)
         feed = functools.partial(self.feed, block)
-        return tiled(feed, x_BTC, learned, self.tiles, _mask_keys(block))
+        recompute = functools.partial(self.feed, block, output_unused=True)
+        return tiled(feed, x_BTC, learned, self.tiles, _mask_keys(block), recompute)
 
 
 def _mask_keys(block: Block) -> list[torch.Tensor]:
@@ -330,53 +316,3 @@ class _Offloading:
             self.store = HostStore(x_BTC.device)
         kept: AbstractContextManager[None] = self.store.keeping(x_BTC)
         return kept
-
-    def attention_contexts(self, block: Block) -> Callable[[], Any]:
-        """Of a checkpoint in a layer whose input is being sent: attention's results go with it. From inside a graph
-        nothing can be sent, and they stay on the device."""
-        if self.store is None or torch.compiler.is_compiling():
-            return _keeping_attention
-        return functools.partial(sent_results.contexts, _is_attention, self.store)
-
-    def half_contexts(self, block: Block) -> Callable[[], Any]:
-        """The same with the products before attention and after it."""
-        attention = block.self_attn
-        sizes = frozenset(m.out_features for m in (attention.q_proj, attention.k_proj, attention.o_proj))
-        least = min(attention.q_proj.in_features, attention.o_proj.in_features)
-        is_dear = functools.partial(_is_of_half, sizes, least, block.mlp.down_proj.in_features)
-        if self.store is None or torch.compiler.is_compiling():
-            return functools.partial(_keeping, is_dear)
-        return functools.partial(sent_results.contexts, is_dear, self.store)
-
-
-def _is_attention(operator: Any, args: Sequence[Any] = ()) -> bool:
-    return _name(operator) in ATTENTION_OPERATORS
-
-
-def _is_of_half(sizes: frozenset[int], least: int, wide: int, operator: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator is attention, or a product that gives so many numbers a token, reads at least so many, and
-    has nothing to do with the feed-forward's width. Where that is the width of the others too, attention alone."""
-    name = _name(operator)
-    if name not in PRODUCT_OPERATORS:
-        return name in ATTENTION_OPERATORS
-    summed, given = _sizes(name, args)
-    return given in sizes and summed >= least and wide not in (given, summed)
-
-
-def _sizes(name: str, args: Sequence[Any]) -> tuple[int, int]:
-    """Of a product's rows: (numbers that are read, numbers that are given; of a group the first layer's)."""
-    if name == "aten::addmm":
-        return args[1].shape[-1], args[2].shape[-1]
-    if name == "aten::mm":
-        return args[0].shape[-1], args[1].shape[-1]
-    text = args[6] if name == "trimtab::lora_group" else args[-1]
-    return args[0].shape[-1], Packing.read(text.split(";")[0]).out_features
-
-
-def _keeping(is_dear: sent_results.IsDear) -> Any:
-    return create_selective_checkpoint_contexts(functools.partial(_keep, is_dear))
-
-
-def _keep(is_dear: sent_results.IsDear, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    keep = is_dear(operator, args)
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,4 @@
-"""Dear results kept elsewhere between a layer's forward pass and the pass that computes it again.
+"""Selective checkpointing that saves results elsewhere between a layer's forward pass and its recomputation.
 
 Two dispatch modes for one checkpoint: the first sees an operator run and sends what it gives to a store, the second
 hands it back instead of running the operator. Both see operators below autograd, so that the second pass builds the
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-IsDear = Callable[[Any, Sequence[Any]], bool]
+IsSaved = Callable[[Any], bool]
 LEAST = 1 << 16
 """Elements of a tensor that is worth the way: smaller ones stay where they are."""
 
@@ -53,37 +53,37 @@ def _is_large(part: Any) -> bool:
 
 
 class _Sending(TorchDispatchMode):
-    def __init__(self, is_dear: IsDear, store: Store, away: list[_Away]) -> None:
+    def __init__(self, is_saved: IsSaved, store: Store, away: list[_Away]) -> None:
         super().__init__()
-        self.is_dear, self.store, self.away = is_dear, store, away
+        self.is_saved, self.store, self.away = is_saved, store, away
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        if self.is_dear(func, args):
+        if self.is_saved(func):
             self.away.append(_Away(results, self.store))
         return results
 
 
 class _Returning(TorchDispatchMode):
-    def __init__(self, is_dear: IsDear, away: list[_Away]) -> None:
+    def __init__(self, is_saved: IsSaved, away: list[_Away]) -> None:
         super().__init__()
-        self.is_dear, self.away = is_dear, away
+        self.is_saved, self.away = is_saved, away
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_dear(func, args):
+        if self.is_saved(func):
             return self.away.pop(0).back()
         return func(*args, **(kwargs or {}))
 
 
-def contexts(is_dear: IsDear, store: Store) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def contexts(is_saved: IsSaved, store: Store) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """For `torch.utils.checkpoint.checkpoint(..., context_fn=...)`: the first pass's context and the second's.
 
     Args:
-        is_dear: whether an operator's results are to be kept, from it and its arguments.
+        is_saved: whether the results of an operator are saved, asked while it is dispatched.
         store: where.
 
     Example:
-        >>> checkpoint(run, x, context_fn=lambda: contexts(is_dear, store))  # doctest: +SKIP
+        >>> checkpoint(run, x, context_fn=lambda: contexts(is_saved, store))  # doctest: +SKIP
     """
     away: list[_Away] = []
-    return _Sending(is_dear, store, away), _Returning(is_dear, away)
+    return _Sending(is_saved, store, away), _Returning(is_saved, away)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from trimtab.facts.dtypes import BYTES, nbytes
@@ -23,6 +24,32 @@ BLOCK = 64
 """Values that share a scale in NF4, as QLoRA has it."""
 NEVER = ("lm_head",)
 """The head's weight is read by the loss itself."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a run's frozen linear layers are quantized.
+
+    Example:
+        >>> Quantization("nf4", double=True).block_size
+        64
+    """
+
+    kind: str
+    """nf4 or int8."""
+    block: int = BLOCK
+    """Values that share a scale; 0 where the kind has no blocks."""
+    double: bool = False
+    """Whether the scales are quantized to 8 bits as well."""
+    dtype: str = "bf16"
+    """The number format that weights are rounded to before they are quantized."""
+    impl: str = "reference"
+    reason: str = ""
+
+    @property
+    def block_size(self) -> int:
+        """`block`, or the usual one for kinds that have no blocks."""
+        return self.block or BLOCK
 
 
 class Choice(NamedTuple):

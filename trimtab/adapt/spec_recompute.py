@@ -23,6 +23,35 @@ HOST = ("offload_half", "offload_attention", "offload")
 ALL_PRODUCTS = ("selective", "block", "offload_attention", "offload")
 """Those that compute the products of a layer again."""
 
+ATTENTION_OPERATORS: dict[str, tuple[str, ...]] = {
+    "reference": (),
+    "sdpa_math": (),
+    "sdpa_flash": (
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+    ),
+    "sdpa_efficient": ("aten::_scaled_dot_product_efficient_attention",),
+    "sdpa_cudnn": ("aten::_scaled_dot_product_cudnn_attention",),
+    "varlen": ("torch_attn::_varlen_attn",),
+    "flex": ("flex_attention",),
+    "triton": ("trimtab::attention_forward",),
+}
+"""For each attention backend (`trimtab.kernels.attention.IMPLS`) the operators whose results the policies of
+`SAVED_PRODUCTS` save. Backends made of plain products have none and are recomputed whole. By name, so that an operator
+that the installed torch does not have is no error."""
+
+SAVED_PRODUCTS: dict[str, frozenset[tuple[str, str]]] = {
+    "pointwise": frozenset(
+        (projection, factor) for projection in ("attention", "gate_up") for factor in ("weight", "adapter_a")
+    ),
+    "selective": frozenset(),
+    "offload_half": frozenset({("attention", "weight")}),
+    "offload_attention": frozenset(),
+}
+"""The policies that save results of single operators: attention's, and those of the matrix products with these labels
+(`trimtab.model.labels`). `pointwise` leaves out the down projection, whose result the backward pass does not read, and
+an adapter's second product, which is cheap to recompute."""
+
 
 @dataclass(frozen=True)
 class LayerBytes:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from trimtab.adapt.fused_lora import recomputing
 from trimtab.adapt.spec_recompute import tile_rows
 
 Tokenwise = Callable[[torch.Tensor], torch.Tensor]
@@ -26,6 +25,7 @@ def tiled(
     parameters: Sequence[torch.nn.Parameter],
     tiles: int,
     keys: Sequence[torch.Tensor] = (),
+    recompute: Tokenwise | None = None,
 ) -> torch.Tensor:
     """run(x) for a function of single tokens that returns x's shape and dtype.
 
@@ -36,6 +36,8 @@ def tiled(
         tiles: how many parts the tokens are cut into at most.
         keys: int32 words of masks in `run` whose rows are told apart by an exclusive or with the first word
             (`lora_dropout`): each tile's carries its first row, so that the masks are those of the whole.
+        recompute: what the backward pass calls with each tile instead of `run`: a function that saves the same for its
+            own backward pass, and whose output values are not read.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
@@ -50,7 +52,7 @@ def tiled(
         # Kept by a step of its own, before any tile runs: a checkpoint around this stops recomputing right there.
         x = _Keep.apply(x)
         node = x.grad_fn
-    out: torch.Tensor = _Tiles.apply(x, node, run, tiles, keys, *learned)
+    out: torch.Tensor = _Tiles.apply(x, node, run, recompute or run, tiles, keys, *learned)
     return out
 
 
@@ -95,11 +97,12 @@ class _Tiles(torch.autograd.Function):
         x: torch.Tensor,
         node: Any,
         run: Tokenwise,
+        recompute: Tokenwise,
         tiles: int,
         keys: Sequence[torch.Tensor],
         *learned: torch.nn.Parameter,
     ) -> torch.Tensor:
-        ctx.node, ctx.run, ctx.tiles, ctx.keys, ctx.learned = node, run, tiles, keys, learned
+        ctx.node, ctx.recompute, ctx.tiles, ctx.keys, ctx.learned = node, recompute, tiles, keys, learned
         if node is None:
             ctx.save_for_backward(x)
         kind = x.device.type
@@ -118,9 +121,9 @@ class _Tiles(torch.autograd.Function):
         dx_NC = None if ctx.node is None else torch.empty_like(x_NC)
         sums: list[torch.Tensor | None] = [None for _ in ctx.learned]
         for start, stop in _cut(len(x_NC), ctx.tiles, ctx.keys):
-            with torch.enable_grad(), torch.autocast(**ctx.autocast), recomputing():
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 tile = x_NC[start:stop].detach().requires_grad_(dx_NC is not None)
-                out = ctx.run(tile)
+                out = ctx.recompute(tile)
             wanted = [*ctx.learned] if dx_NC is None else [*ctx.learned, tile]
             grads = [*torch.autograd.grad(out, wanted, grad_NC[start:stop], allow_unused=True)]
             del out, tile, wanted
@@ -129,7 +132,7 @@ class _Tiles(torch.autograd.Function):
             for i in reversed(range(len(sums))):  # popped, so that all are free before the next tile begins
                 sums[i] = _added(sums[i], grads.pop())
         dx = None if dx_NC is None else dx_NC.view(x.shape)
-        return dx, None, None, None, None, *_kept_as(sums, ctx.learned)
+        return dx, None, None, None, None, None, *_kept_as(sums, ctx.learned)
 
 
 def _added(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:

@@ -6,13 +6,17 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trimtab.api.prompt_files import OutputFile, PromptRow, read_prompts, settings_digest
+from trimtab.api.notices import tell
+from trimtab.api.prompt_files import OutputFile, PromptRow, keyword, read_prompts, settings_digest
 from trimtab.api.prompts import Prompt, encode_prompts
+from trimtab.facts.arguments import text_or_none, whole_number
 from trimtab.facts.errors import DataError, ModelError, RecipeError, ResourceError
+from trimtab.facts.names import described, path_of
 
 if TYPE_CHECKING:
+    from trimtab.generate import SamplingOptions
     from trimtab.run import OpenedModel
 
 _ENCODED_AT_ONCE = 64
@@ -25,43 +29,37 @@ def generate_file(
     opened: OpenedModel,
     prompts: str | Path,
     output: str | Path,
+    options: SamplingOptions,
     *,
     chat: bool,
     system: str | None,
     batch_size: int,
     overwrite: bool,
     on_progress: Progress | None,
-    options: dict[str, Any],
+    spelled: Callable[[str], str] = keyword,
 ) -> int:
-    """See `trimtab.Model.generate_file`."""
-    from trimtab.generate import Sampling, generate_many
+    """See `trimtab.Model.generate_file`; `spelled` is how error messages write an argument's name."""
+    from trimtab.generate import generate_many
+    from trimtab.run.quantizing import unpack_for_cpu
+    from trimtab.run.torch_setup import on_device_of
 
-    if batch_size < 1:
-        raise RecipeError(f"batch_size is {batch_size}", "give at least 1")
-    sampled = {key: options[key] for key in ("temperature", "top_k", "top_p", "seed")}
-    sampling = Sampling.resolve(**sampled)
-    source = Path(prompts)
-    rows = read_prompts(source)
-    if system is not None and not chat:
-        for row in rows:
-            if "prompt" in row.fields:
-                raise RecipeError(
-                    f"--system is given, and {row.place} is no conversation",
-                    "add --chat, or put it into the prompt",
-                )
-    if Path(output).exists() and Path(output).samefile(source):
-        raise RecipeError(f"--output {output} is the file of prompts itself", "name another --output")
-    encoded = _encoded(opened, [row.prompt(chat=chat, system=system) for row in rows], rows, options)
-    settings = {
-        **options,
-        "temperature": sampling.temperature,
-        "model": str(Path(opened.name).resolve()) if Path(opened.name).exists() else opened.name,
-        "step": opened.step,
-        "adapters": _adapters(opened),
-        "chat": chat,
-        "system": system,
-    }
-    with OutputFile(output, rows, settings_digest(settings), overwrite=overwrite) as written:
+    batch_size = whole_number(batch_size, "batch_size", least=1)
+    system = text_or_none(system, "system")
+    if on_progress is not None and not callable(on_progress):
+        raise RecipeError(
+            f"on_progress is {described(on_progress)}", "give a function of (done, total), or None"
+        )
+    source = path_of(prompts, spelled("prompts"))
+    output = path_of(output, spelled("output"))
+    rows = _read_rows(source, output, chat=chat, system=system, spelled=spelled)
+    asked = [row.prompt(chat=chat, system=system) for row in rows]
+    encoded = _encoded(opened, asked, rows, options.max_new_tokens)
+    digest = settings_digest(_settings(opened, options, chat=chat, system=system))
+    unpack_for_cpu(opened.decoder, tell)
+    with (
+        OutputFile(output, rows, digest, overwrite=overwrite, spelled=spelled) as written,
+        on_device_of(opened.decoder),
+    ):
         if on_progress is not None:
             on_progress(written.done, len(rows))
         while written.done < len(rows):
@@ -72,16 +70,16 @@ def generate_file(
                     opened.decoder,
                     opened.tokenizer,
                     batch,
+                    options,
                     batch_size=batch_size,
                     first_index=begin,
-                    **options,
                 )
             except (MemoryError, RuntimeError) as error:
                 if not _lacks_memory(error):
                     raise
                 raise ResourceError(
                     f"there is no memory for {len(batch)} prompts at once; {begin} rows are in {output}",
-                    "give the same command with a smaller --batch-size: it goes on from there",
+                    f"do the same again with a smaller {spelled('batch_size')}: it goes on from there",
                 ) from error
             written.write(done)
             if on_progress is not None:
@@ -89,8 +87,44 @@ def generate_file(
         return written.done
 
 
+def _read_rows(
+    source: Path, output: Path, *, chat: bool, system: str | None, spelled: Callable[[str], str]
+) -> list[PromptRow]:
+    """The prompts of a file, where `system` and the output fit them."""
+    rows = read_prompts(source)
+    if system is not None and not chat:
+        for row in rows:
+            if "prompt" in row.fields:
+                raise RecipeError(
+                    f"{spelled('system')} is given, and {row.place} is no conversation",
+                    f"add {spelled('chat')}, or put it into the prompt",
+                )
+    if output.exists() and output.samefile(source):
+        raise RecipeError(
+            f"{spelled('output')} {output} is the file of prompts itself", f"name another {spelled('output')}"
+        )
+    return rows
+
+
+def _settings(
+    opened: OpenedModel, options: SamplingOptions, *, chat: bool, system: str | None
+) -> dict[str, object]:
+    """What decides the completions besides the prompts."""
+    from trimtab.adapt import active_adapters
+
+    return {
+        **options.keywords(),
+        "temperature": options.sampling_temperature,
+        "model": str(Path(opened.name).resolve()) if Path(opened.name).exists() else opened.name,
+        "step": opened.step,
+        "adapters": active_adapters(opened.decoder),
+        "chat": chat,
+        "system": system,
+    }
+
+
 def _encoded(
-    opened: OpenedModel, prompts: list[Prompt], rows: Sequence[PromptRow], options: dict[str, Any]
+    opened: OpenedModel, prompts: list[Prompt], rows: Sequence[PromptRow], max_new_tokens: int | None
 ) -> list[array[int]]:
     """Tokens of all prompts (4 bytes each), every one checked before the first is generated."""
     from trimtab.generate.loop import check_prompt, prompt_ids
@@ -105,7 +139,7 @@ def _encoded(
         for row, ids in zip(rows[begin:], found, strict=False):
             with _named(row):
                 ids = prompt_ids(opened.tokenizer, ids)
-            check_prompt(opened.decoder, ids, options["max_new_tokens"], row.place)
+            check_prompt(opened.decoder, ids, max_new_tokens, row.place)
             encoded.append(array("i", ids))
     return encoded
 
@@ -125,12 +159,6 @@ def _named(row: PromptRow) -> Iterator[None]:
         yield
     except ModelError as error:
         raise DataError(f"{row.place}: {error.cause}", error.remedy) from None
-
-
-def _adapters(opened: OpenedModel) -> list[str]:
-    from trimtab.adapt import active_adapters
-
-    return active_adapters(opened.decoder)
 
 
 def _lacks_memory(error: Exception) -> bool:

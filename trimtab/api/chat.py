@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from trimtab.facts.errors import ModelError
+from trimtab.api.prompts import check_stream
+from trimtab.facts.errors import ModelError, RecipeError
+from trimtab.facts.names import described
 
 if TYPE_CHECKING:
-    from trimtab.generate import Completion
+    from trimtab.generate import Completion, SamplingOptions
     from trimtab.run import OpenedModel
 
 ANSWER_TOKENS = 512
@@ -25,42 +28,25 @@ class Chat:
 
     Args:
         opened: a model with a chat template; ModelError without one.
+        options: of every answer; each turn draws anew.
         system: the system message, None for none.
-        max_new_tokens: of an answer.
-        temperature, top_p, top_k, stop, seed: as in `Model.complete`; each turn draws anew.
     """
 
     def __init__(
         self,
         opened: OpenedModel,
+        options: SamplingOptions,
         *,
         system: str | None = None,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        stop: Sequence[str] = (),
-        seed: int = 0,
     ) -> None:
-        from trimtab.generate import PromptCache, Sampling
+        from trimtab.generate import PromptCache
 
         if opened.tokenizer.chat_template is None:
             raise ModelError(
                 f"{opened.name} has no chat template, so it cannot chat",
                 f'continue text with `trimtab generate {opened.name} "…"`, or use a model tuned for chat',
             )
-        Sampling.resolve(
-            temperature, top_k, top_p, seed
-        )  # wrong options are refused before the first message
-        self._opened, self.system = opened, system
-        self._max_new_tokens = max_new_tokens
-        self._options: dict[str, Any] = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "stop": list(stop),
-            "seed": seed,
-        }
+        self._opened, self._options, self.system = opened, options, system
         self.messages: list[dict[str, str]] = []
         """User messages and answers, all of them."""
         self.left_out = 0
@@ -86,6 +72,9 @@ class Chat:
         from trimtab.generate import PromptCache, generate
         from trimtab.run.torch_setup import on_device_of
 
+        if not isinstance(text, str):
+            raise RecipeError(f"the message is {described(text)}", "give a text")
+        check_stream(stream)
         pieces: list[str] = []
 
         def show(piece: str) -> None:
@@ -105,11 +94,10 @@ class Chat:
                     self._opened.decoder,
                     self._opened.tokenizer,
                     ids,
-                    max_new_tokens=count,
+                    replace(self._options, max_new_tokens=count),
                     index=self._turn,
                     stream=show,
                     cache=self._cache,
-                    **self._options,
                 )
         except BaseException as stopped:
             if isinstance(stopped, KeyboardInterrupt) and pieces:
@@ -137,13 +125,13 @@ class Chat:
         """(prompt, messages left out, most new tokens), with as few of the oldest turns left out as possible."""
         positions = self._opened.decoder.shape.max_positions
         # A quarter of a short context is kept for the answer, or what was asked for.
-        wanted = self._max_new_tokens or min(ANSWER_TOKENS, max(1, positions // 4))
+        wanted = self._options.max_new_tokens or min(ANSWER_TOKENS, max(1, positions // 4))
         start = self.left_out
         while True:
             ids = self._encode(messages[start:])
             if len(ids) + wanted <= positions:
                 room = positions - len(ids)
-                return ids, start, self._max_new_tokens or min(ANSWER_TOKENS, room)
+                return ids, start, self._options.max_new_tokens or min(ANSWER_TOKENS, room)
             if start >= len(messages) - 1:
                 raise ModelError(
                     f"the message has {len(ids)} tokens with the template's own, which with {wanted} for the answer "

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from trimtab.api.prompts import Messages, Prompt, as_batch, encode_prompts, encode_scored, texts_of
+from trimtab.api.notices import tell
+from trimtab.api.prompts import (
+    Messages,
+    Prompt,
+    as_batch,
+    check_stream,
+    encode_prompts,
+    encode_scored,
+    texts_of,
+)
+from trimtab.facts.arguments import text_or_none, whole_number
 from trimtab.facts.dtypes import dtype_alias
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.names import path_of
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
+    import torch
+
     from trimtab.api.chat import Chat
-    from trimtab.generate import Completion
+    from trimtab.generate import Completion, SamplingKeywords
     from trimtab.run import OpenedModel
 
 BATCH_SIZE = 16
@@ -25,7 +38,7 @@ BATCH_SIZE = 16
 DTYPES = ("fp32", "bf16", "fp16")
 
 
-@dataclass
+@dataclass(repr=False)
 class Model:
     """A loaded model with its tokenizer.
 
@@ -36,6 +49,19 @@ class Model:
     """
 
     opened: OpenedModel
+
+    def __repr__(self) -> str:
+        from trimtab.facts.units import format_count
+
+        opened = self.opened
+        shape, weight = opened.decoder.shape, opened.decoder.head_weight
+        step = "" if opened.step is None else f" at step {opened.step}"
+        adapters = f", adapters: {', '.join(self.adapters)}" if self.adapters else ""
+        dtype = dtype_alias(weight.dtype)
+        return (
+            f"Model({opened.name!r}{step}, {shape.family}, {format_count(shape.num_parameters)} parameters, "
+            f"{dtype}, {weight.device}{adapters})"
+        )
 
     @overload
     def generate(self, prompt: Prompt, **options: Any) -> str: ...
@@ -60,57 +86,52 @@ class Model:
     @overload
     def complete(self, prompt: list[str] | list[Messages], **options: Any) -> list[Completion]: ...
 
-    def complete(  # type: ignore[misc]  # the options are listed once, here
+    def complete(  # type: ignore[misc]  # its own options are listed once, here
         self,
         prompt: Any,
         *,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        stop: str | Sequence[str] = (),
-        seed: int = 0,
         stream: Callable[[str], None] | None = None,
         batch_size: int = BATCH_SIZE,
         first_index: int = 0,
+        **sampling: Unpack[SamplingKeywords],
     ) -> Completion | list[Completion]:
         """Like `generate`, with token ids, why it ended, and tokens per second.
 
         Args:
             prompt: text to continue, or chat messages (`[{"role": "user", "content": "…"}]`); or a list of texts
                 or of conversations, which are generated in batches, each as it would be alone.
-            max_new_tokens: at most so many; by default 128, or what the model has room for.
-            temperature: 0 always takes the likeliest token; by default 0, or 1 if top_p or top_k is given.
-            top_p: draw from the likeliest tokens of this mass.
-            top_k: draw from the so many likeliest tokens; 0 for all.
-            stop: a text, or several, before which it ends.
-            seed: the same seed draws the same text.
             stream: called with each piece of text as it comes; for a single prompt.
             batch_size: prompts that are generated together. It does not change what is drawn.
             first_index: number of the first prompt: what is drawn depends on the seed and the prompt's number, so a
                 long list may be given in parts.
-        """
-        from trimtab.generate import generate, generate_many
+            sampling: the fields of `trimtab.generate.SamplingOptions` by name: `max_new_tokens` (at most so many; by
+                default 128, or what the model has room for), `temperature` (0 always takes the likeliest token; by
+                default 0, or 1 if top_p or top_k is given), `top_p` (draw from the likeliest tokens of this mass),
+                `top_k` (draw from the so many likeliest tokens; 0 for all), `stop` (a text, or several, before which
+                it ends), `seed` (the same seed draws the same text).
 
-        prompts, is_batch = as_batch(prompt)
+        Example:
+            >>> done = model.complete("2 + 2 =", max_new_tokens=2, temperature=0.7, seed=7)  # doctest: +SKIP
+            >>> done.text, done.finish_reason                                                # doctest: +SKIP
+            (' 4', 'length')
+        """
+        from trimtab.generate import SamplingOptions, generate, generate_many
+
+        options = SamplingOptions.of(sampling)
+        first_index = whole_number(first_index, "first_index")
+        batch_size = whole_number(batch_size, "batch_size", least=1)
+        prompts, is_batch = as_batch(prompt, "the prompt")
+        check_stream(stream)
         if is_batch and stream is not None:
             raise RecipeError("stream is given with a list of prompts", "give one prompt, or no stream")
         decoder, tokenizer = self.opened.decoder, self.opened.tokenizer
-        options: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "stop": [stop] if isinstance(stop, str) else list(stop),
-            "seed": seed,
-        }
         ids = encode_prompts(tokenizer, prompts)
         self._prepare()
         with self._on_device():
             if not is_batch:
-                return generate(decoder, tokenizer, ids[0], stream=stream, index=first_index, **options)
+                return generate(decoder, tokenizer, ids[0], options, stream=stream, index=first_index)
             return generate_many(
-                decoder, tokenizer, ids, batch_size=batch_size, first_index=first_index, **options
+                decoder, tokenizer, ids, options, batch_size=batch_size, first_index=first_index
             )
 
     def generate_file(
@@ -123,12 +144,7 @@ class Model:
         batch_size: int = BATCH_SIZE,
         overwrite: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        stop: str | Sequence[str] = (),
-        seed: int = 0,
+        **sampling: Unpack[SamplingKeywords],
     ) -> int:
         """Generates for every prompt of a file and writes JSON lines, in order; returns how many rows there are.
 
@@ -144,53 +160,38 @@ class Model:
             batch_size: prompts that are generated together.
             overwrite: begin anew, whatever `output` holds.
             on_progress: called with (prompts done, prompts in all) after each batch.
-            max_new_tokens, temperature, top_p, top_k, stop, seed: as in `complete`.
+            sampling: as in `complete`.
 
         Example:
             >>> model.generate_file("questions.txt", "answers.jsonl", max_new_tokens=64)  # doctest: +SKIP
             120
         """
         from trimtab.api.batches import generate_file
+        from trimtab.generate import SamplingOptions
 
-        self._prepare()
-        options: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "stop": [stop] if isinstance(stop, str) else list(stop),
-            "seed": seed,
-        }
-        with self._on_device():
-            return generate_file(
-                self.opened,
-                prompts,
-                output,
-                chat=chat,
-                system=system,
-                batch_size=batch_size,
-                overwrite=overwrite,
-                on_progress=on_progress,
-                options=options,
-            )
+        return generate_file(
+            self.opened,
+            prompts,
+            output,
+            SamplingOptions.of(sampling),
+            chat=chat,
+            system=system,
+            batch_size=batch_size,
+            overwrite=overwrite,
+            on_progress=on_progress,
+        )
 
     def chat(
         self,
         *,
         system: str | None = None,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        stop: str | Sequence[str] = (),
-        seed: int = 0,
+        **sampling: Unpack[SamplingKeywords],
     ) -> Chat:
         """A conversation that remembers: each message is answered with those before it in view.
 
         Args:
             system: the system message.
-            max_new_tokens: of an answer; by default 512, or what the model has room for.
-            temperature, top_p, top_k, stop, seed: as in `complete`.
+            sampling: as in `complete`; `max_new_tokens` of an answer, by default 512, or what the model has room for.
 
         Example:
             >>> chat = model.chat(system="Answer in one word.")     # doctest: +SKIP
@@ -200,18 +201,11 @@ class Model:
             'Rome'
         """
         from trimtab.api.chat import Chat
+        from trimtab.generate import SamplingOptions
 
+        options = SamplingOptions.of(sampling)
         self._prepare()
-        return Chat(
-            self.opened,
-            system=system,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            stop=[stop] if isinstance(stop, str) else list(stop),
-            seed=seed,
-        )
+        return Chat(self.opened, options, system=text_or_none(system, "system"))
 
     @overload
     def loss(self, text: Prompt, *, batch_size: int = 8) -> float: ...
@@ -232,37 +226,32 @@ class Model:
         """
         from trimtab.evaluate import mean_losses
 
-        texts, is_batch = as_batch(text)
+        texts, is_batch = as_batch(text, "the text")
+        batch_size = whole_number(batch_size, "batch_size", least=1)
         rows = encode_scored(self.opened.tokenizer, texts)
         with self._on_device():
             losses = mean_losses(self.opened.decoder, rows, batch_size=batch_size)
         return losses if is_batch else losses[0]
 
     def _prepare(self) -> None:
-        """What makes generating fast, done once."""
+        """Dequantizes packed weights for the CPU, once: generating is faster then."""
         from trimtab.run.quantizing import unpack_for_cpu
 
-        unpack_for_cpu(self.opened.decoder, _tell)
+        unpack_for_cpu(self.opened.decoder, tell)
 
     def save(self, folder: str | Path, *, dtype: str = "bf16", overwrite: bool = False) -> Path:
         """Writes a folder that transformers loads, checks it, and returns the receipt's path."""
         from trimtab.export import export_hf
 
-        folder, dtype = path_of(folder, "the folder"), dtype_alias(dtype)
-        self._check_target(folder, dtype)
         if self.adapters:
             raise RecipeError(
                 f"{self.opened.name} is a model with adapters",
-                "use `trimtab merge`, or `trimtab export peft`",
+                "merge them with model.merge(folder) (`trimtab merge`), or write the adapter alone with "
+                "model.save_adapter(folder) (`trimtab export peft`)",
             )
-        receipt = self._receipt(folder, "hf")
-        with self._on_device():
-            export_hf(
-                self.opened.decoder,
-                self.opened.tokenizer,
-                folder,
-                **self._folder_options(dtype, receipt, overwrite),
-            )
+        with self._exporting(folder, "hf", dtype) as (target, receipt):
+            options = self._folder_options(dtype, receipt, overwrite)
+            export_hf(self.opened.decoder, self.opened.tokenizer, target, **options)
         return receipt
 
     @property
@@ -280,7 +269,7 @@ class Model:
         place = path_of(folder, "the adapter")
         check_known(place, self.opened.tokenizer)
         with self._on_device():
-            put_adapter(self.opened, place, _tell, name=name)
+            put_adapter(self.opened, place, tell, name=name)
 
     def use_adapters(self, *names: str) -> None:
         """Which adapters take part from now on; none at all gives the base model.
@@ -313,19 +302,17 @@ class Model:
         from trimtab.export import export_peft
         from trimtab.run.adapters import check_base_name, unloadable_by_peft
 
-        opened, folder = self.opened, path_of(folder, "the folder")
-        self._check_target(folder, "fp32")
-        adapter = adapter or self._used_adapter()
+        opened = self.opened
+        adapter = text_or_none(adapter, "adapter") or self._used_adapter()
         base = opened.base or {"source": opened.name}
         if base_name is not None:
             base_name = check_base_name(base_name, opened.decoder.shape)
         elif (problem := unloadable_by_peft(base, opened.folder)) is not None:
-            _tell(problem)
-        receipt = self._receipt(folder, "peft")
-        with self._on_device():
+            tell(problem)
+        with self._exporting(folder, "peft") as (target, receipt):
             export_peft(
                 opened.decoder,
-                folder,
+                target,
                 base=base,
                 base_name=base_name,
                 adapter=adapter,
@@ -359,16 +346,9 @@ class Model:
         """
         from trimtab.export import export_merged
 
-        folder, dtype = path_of(folder, "the folder"), dtype_alias(dtype)
-        self._check_target(folder, dtype)
-        receipt = self._receipt(folder, "merge")
-        with self._on_device():
-            export_merged(
-                self.opened.decoder,
-                self.opened.tokenizer,
-                folder,
-                **self._folder_options(dtype, receipt, overwrite),
-            )
+        with self._exporting(folder, "merge", dtype) as (target, receipt):
+            options = self._folder_options(dtype, receipt, overwrite)
+            export_merged(self.opened.decoder, self.opened.tokenizer, target, **options)
         return receipt
 
     def _on_device(self) -> AbstractContextManager[Any]:
@@ -377,13 +357,18 @@ class Model:
 
         return on_device_of(self.opened.decoder)
 
-    def _check_target(self, folder: Path, dtype: str) -> None:
-        _check_dtype(dtype)
+    @contextmanager
+    def _exporting(self, folder: str | Path, kind: str, dtype: str = "fp32") -> Iterator[tuple[Path, Path]]:
+        """(folder, receipt) to write, checked; the body runs on the model's device."""
+        target = path_of(folder, "the folder")
+        _check_dtype(dtype_alias(dtype))
         places = [self.opened.folder, Path((self.opened.base or {}).get("source", self.opened.folder))]
-        if any(place.resolve().is_relative_to(folder.resolve()) for place in places):
+        if any(place.resolve().is_relative_to(target.resolve()) for place in places):
             raise RecipeError(
-                f"{folder} is where the model itself comes from, and would be replaced", "name another folder"
+                f"{target} is where the model itself comes from, and would be replaced", "name another folder"
             )
+        with self._on_device():
+            yield target, self._receipt(target, kind)
 
     def _receipt(self, folder: Path, kind: str) -> Path:
         from trimtab.export.receipt import receipt_path
@@ -393,7 +378,7 @@ class Model:
         receipts = run.receipts if RunFolder.is_run(run.path) else None
         receipt = receipt_path(folder, receipts, kind)
         if receipts is not None and receipt.parent != receipts:
-            _tell(f"{receipts} cannot be written: the receipt goes to {receipt}")
+            tell(f"{receipts} cannot be written: the receipt goes to {receipt}")
         return receipt
 
     def _folder_options(self, dtype: str, receipt: Path, overwrite: bool) -> dict[str, Any]:
@@ -402,7 +387,7 @@ class Model:
 
         opened = self.opened
         return {
-            "dtype": dtype,
+            "dtype": dtype_alias(dtype),
             "receipt": receipt,
             "config_extra": read_token_ids(opened.folder),
             "generation_config": read_generation_config(opened.folder),
@@ -421,8 +406,8 @@ def load(
     revision: str | None = None,
     checkpoint: str | int = "latest",
     adapter: str | Path | None = None,
-    dtype: str = "auto",
-    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
 ) -> Model:
     """Loads a model for use.
 
@@ -431,11 +416,14 @@ def load(
         revision: branch, tag or commit of a hub id.
         checkpoint: of a run folder: `latest`, `best` or a step number.
         adapter: a folder with a LoRA adapter, of peft's or of `trimtab export peft`, to put on the model.
-        dtype: `fp32`, `bf16`, `fp16`, or `auto` for what the device computes well.
-        device: `auto`, `cpu`, `cuda`, or `cuda:1` for the second of the visible GPUs.
+        dtype: `fp32`, `bf16`, `fp16`, or `auto` for what the device computes well; torch's dtypes are accepted too.
+        device: `auto`, `cpu`, `cuda`, or `cuda:1` for the second of the visible GPUs, as text or a torch.device.
+
+    Example:
+        >>> trimtab.load("starter")                                # doctest: +SKIP
+        Model('starter', llama, 4.69 M parameters, fp32, cpu)
     """
-    from trimtab.launch import detect
-    from trimtab.launch.device import current_gpu, need_torch
+    from trimtab.run.device import current_gpu, detect, need_torch
 
     need_torch()
     import torch
@@ -443,6 +431,7 @@ def load(
     from trimtab.run import open_model
 
     place = path_of(name, "the model")
+    device = str(device) if isinstance(device, torch.device) else device
     if revision is not None and not isinstance(revision, str):
         raise RecipeError(f"revision is {revision!r}", "give a branch, a tag or a commit as text")
     facts = detect(device)
@@ -461,26 +450,22 @@ def load(
             device=torch.device(facts.kind),
             capability=facts.capability,
             dtype=dtype,
-            on_event=_tell,
+            on_event=tell,
         )
     return Model(opened)
 
 
-def check_saving(folder: str | Path, *, dtype: str, overwrite: bool) -> None:
-    """What can be refused before a model is read, which may take long: another format, a folder that stays."""
+def check_saving(
+    folder: str | Path, *, dtype: str = "fp32", overwrite: bool, holds: str = "config.json"
+) -> None:
+    """For the command line, before a model is read, which may take long: refuses another dtype and a folder that may
+    not be replaced."""
     from trimtab.model.save import check_replaceable
 
     _check_dtype(dtype_alias(dtype))
-    check_replaceable(path_of(folder, "the folder"), overwrite)
+    check_replaceable(path_of(folder, "the folder"), overwrite, holds, spelled="--overwrite")
 
 
 def _check_dtype(dtype: str) -> None:
     if dtype not in DTYPES:
         raise RecipeError(f"dtype {dtype!r} is not known", f"use one of {', '.join(DTYPES)}")
-
-
-def _tell(message: str) -> None:
-    """A line for the person, on standard error: what a program reads from standard output stays as it was."""
-    from trimtab.report.plain import plain
-
-    print(plain(message), file=sys.stderr)

@@ -6,11 +6,12 @@ check that the rows already there are the beginning of what it would write, and 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -147,29 +148,56 @@ def _csv_rows(path: Path, file: IO[str]) -> Iterator[PromptRow]:
 def settings_digest(settings: Mapping[str, Any]) -> str:
     """What decides the completions besides the prompts, in 12 characters."""
     plain = json.dumps(settings, sort_keys=True, default=str, ensure_ascii=False)
-    return hashlib.sha256(plain.encode()).hexdigest()[:12]
+    return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
+def keyword(name: str) -> str:
+    """How Python writes an argument of `Model.generate_file` in messages; the command line has its flags.
+
+    Example:
+        >>> keyword("output"), keyword("overwrite")
+        ('output', 'overwrite=True')
+    """
+    return f"{name}=True" if name in ("chat", "overwrite") else name
 
 
 class OutputFile:
     """The rows written so far, and appending to them; a row half written by a killed process is taken off.
 
     Args:
-        path: made if it does not exist.
+        path: made if it does not exist. A device or a pipe is written to, and never read.
         rows: the prompts, in order.
         digest: of the settings.
         overwrite: begin anew whatever is there.
+        spelled: how error messages write an argument's name.
     """
 
-    def __init__(self, path: str | Path, rows: Sequence[PromptRow], digest: str, *, overwrite: bool) -> None:
-        self.path, self._rows, self._digest = Path(path), rows, digest
+    def __init__(
+        self,
+        path: str | Path,
+        rows: Sequence[PromptRow],
+        digest: str,
+        *,
+        overwrite: bool,
+        spelled: Callable[[str], str] = keyword,
+    ) -> None:
+        self.path, self._rows, self._digest, self._spelled = Path(path), rows, digest, spelled
+        self._is_regular = self.path.is_file() or not self.path.exists()
         try:
-            self._file = self.path.open("r+b" if self.path.exists() and not overwrite else "w+b")
+            self._file = self.path.open(
+                "wb" if not self._is_regular else "r+b" if self.path.exists() and not overwrite else "w+b"
+            )
         except OSError as error:
             raise ResourceError(
-                f"{self.path} cannot be written ({error.strerror})", "name another --output"
+                f"{self.path} cannot be written ({error.strerror})", f"name another {spelled('output')}"
             ) from error
         self.done = 0
         """Rows that are there."""
+        if self._is_regular:
+            self._find_end()
+
+    def _find_end(self) -> None:
+        """Checks the rows that are there and cuts off one that is incomplete."""
         end = 0
         try:
             for line in self._file:
@@ -191,9 +219,21 @@ class OutputFile:
         lines = [
             self._line(self.done + i, self._rows[self.done + i], one) for i, one in enumerate(completions)
         ]
-        self._file.write("".join(lines).encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write("".join(lines).encode())
+            self._file.flush()
+            if self._is_regular:
+                os.fsync(self._file.fileno())
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            with contextlib.suppress(OSError):  # closing writes what is buffered once more
+                self._file.close()
+            raise ResourceError(
+                f"{self.path} cannot be written ({error.strerror}); {self.done} rows are in it",
+                f"free some space and do the same again, which goes on from there, or name another "
+                f"{self._spelled('output')}",
+            ) from error
         self.done += len(lines)
 
     def close(self) -> None:
@@ -226,7 +266,7 @@ class OutputFile:
 
     def _check(self, line: bytes) -> None:
         """RecipeError unless a row that is there is the one that would be written."""
-        remedy = "name another --output, or start anew with --overwrite"
+        remedy = f"name another {self._spelled('output')}, or start anew with {self._spelled('overwrite')}"
         try:
             row = json.loads(line)
             index, digest = row["index"], row["settings"]

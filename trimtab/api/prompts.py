@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trimtab.facts.errors import RecipeError
+from trimtab.facts.names import described
 
 if TYPE_CHECKING:
     from trimtab.generate import Completion
@@ -16,8 +17,10 @@ Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages
 
 
-def as_batch(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+def as_batch(given: Prompt | Sequence[Prompt], name: str = "the prompt") -> tuple[list[Prompt], bool]:
     """(prompts, whether several were given): a list of messages is one conversation, any other list is a batch.
+
+    RecipeError, with the argument's `name`, for anything else.
 
     Example:
         >>> as_batch("a"), as_batch([{"role": "user", "content": "a"}])
@@ -29,28 +32,42 @@ def as_batch(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
         return [given], False
     if isinstance(given, Mapping):
         raise RecipeError("a single message is given", 'put it into a list: [{"role": "user", "content": …}]')
+    if isinstance(given, bytes) or not isinstance(given, Iterable):
+        raise RecipeError(
+            f"{name} is {described(given)}",
+            'give a text, a conversation such as [{"role": "user", "content": "…"}], or a list of them',
+        )
     items: list[Any] = list(given)
     if items and all(isinstance(item, Mapping) for item in items):
         return [_checked(items, "the conversation")], False
     batch: list[Prompt] = []
-    for index, item in enumerate(items):
+    for number, item in enumerate(items, 1):
         if isinstance(item, str):
             batch.append(item)
         elif isinstance(item, Sequence) and item and all(isinstance(message, Mapping) for message in item):
-            batch.append(_checked(item, f"prompt {index}"))
+            batch.append(_checked(item, f"prompt {number}"))
         else:
             raise RecipeError(
-                f"prompt {index} is neither a text nor a list of messages ({type(item).__name__})",
+                f"prompt {number} is neither a text nor a list of messages ({type(item).__name__})",
                 'give texts, or conversations such as [{"role": "user", "content": "…"}]',
             )
     return batch, True
 
 
+def check_stream(stream: object) -> None:
+    """RecipeError for a stream that cannot be called, such as `stream=True`."""
+    if stream is not None and not callable(stream):
+        raise RecipeError(
+            f"stream is {described(stream)}",
+            "give a function that is called with each piece of text: stream=print",
+        )
+
+
 def _checked(messages: Messages, name: str) -> Messages:
-    for index, message in enumerate(messages):
+    for number, message in enumerate(messages, 1):
         if not isinstance(message.get("role"), str):
             raise RecipeError(
-                f"message {index} of {name} has no role", 'write {"role": "user", "content": "…"}'
+                f"message {number} of {name} has no role", 'write {"role": "user", "content": "…"}'
             )
     return messages
 

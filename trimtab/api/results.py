@@ -45,7 +45,7 @@ class RunResult:
     """`finished`, `interrupted` or `stopped`; the last two can be resumed."""
     step: int
     reason: str | None = None
-    """Why it finished before its last step (early stopping); None if it did not."""
+    """Why it ended before its last step: early stopping, or what `control.stop` was given; None otherwise."""
 
     def __repr__(self) -> str:
         try:
@@ -94,11 +94,13 @@ class RunResult:
 
     @property
     def best(self) -> Evaluation | None:
-        """The evaluation with the lowest loss after a step, on the set that decides the best checkpoint; None where
-        nothing was evaluated. `run.model("best")` loads that checkpoint."""
+        """The evaluation of the best checkpoint, which `run.model("best")` loads: the lowest loss on the set that
+        decides it. None where nothing was evaluated, or no step improved on the loss before the first one; there is
+        no best checkpoint then."""
         found = self.evaluations
-        scored = [one for one in found if one.name == found[0].name and one.step > 0 and one.loss == one.loss]
-        return min(scored, key=lambda one: one.loss, default=None)
+        scored = [one for one in found if one.name == found[0].name and one.loss == one.loss]
+        best = min(scored, key=lambda one: one.loss, default=None)
+        return None if best is None or best.step == 0 else best
 
     def to_pandas(self) -> Any:
         """`history` as a pandas.DataFrame indexed by step, with columns such as `eval_domain_loss`."""

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.facts.errors import DataError, RecipeError
+from trimtab.facts.names import shortened
 
 if TYPE_CHECKING:
     from trimtab.data.memory import Passed
-    from trimtab.launch import View
     from trimtab.recipe import Recipe
+    from trimtab.run.lifecycle import View
 
 Position = tuple[str | int, ...]
 """Where a source stands in the recipe's data section: ("train", 0)."""
@@ -45,6 +46,7 @@ class DataArgument:
         if data is None:
             pass
         elif isinstance(data, str | Path):
+            _refuse_text(str(data))
             found.section = {"train": str(data)}
         elif isinstance(data, Mapping):
             found.whole, found.section = True, found._mapping(data)
@@ -270,8 +272,17 @@ def _refuse_files(data: Any) -> None:
         )
 
 
+def _refuse_text(data: str) -> None:
+    """A str names a source; one with spaces that names nothing is a text to train on."""
+    if len(data.split()) > 1 and not _exists(data) and not glob.glob(data[:255]):
+        raise DataError(
+            f"data is the text '{shortened(data)}', and a text names a file, a folder or a data set",
+            "give texts to train on as a list: data=[text]",
+        )
+
+
 def _exists(name: str) -> bool:
-    return len(name) < 256 and "\0" not in name and Path(name).exists()
+    return 0 < len(name) < 256 and "\0" not in name and Path(name).exists()
 
 
 def _refuse_texts(values: list[str] | tuple[str, ...], where: Position) -> None:

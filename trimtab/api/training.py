@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 from trimtab.api.model import Model
 from trimtab.api.results import RunResult
 from trimtab.api.rows import DataArgument
+from trimtab.facts.arguments import plain_value
 from trimtab.facts.errors import RecipeError
-from trimtab.facts.names import path_of, shortened
+from trimtab.facts.names import described, path_of
 from trimtab.trainer.callbacks import check_callbacks
 
 if TYPE_CHECKING:
-    from trimtab.launch import Finished
     from trimtab.recipe import Recipe
     from trimtab.report import LiveView
+    from trimtab.run.lifecycle import Finished
 
 
 def train(
@@ -27,7 +28,7 @@ def train(
     data: Any = None,
     data_key: str | None = None,
     model: str | Path | dict[str, Any] | Model | None = None,
-    callbacks: Sequence[Any] = (),
+    callbacks: Sequence[Any] | None = None,
     view: LiveView | None = None,
     **keys: Any,
 ) -> RunResult:
@@ -45,26 +46,32 @@ def train(
         view: shows the run; by default the terminal.
         keys: keys of the recipe, which replace what it says.
 
+    Returns:
+        The run, also where it ended early with everything saved: `status` is "finished", "stopped" (by a callback) or
+        "interrupted". SIGINT (Ctrl-C) and SIGTERM end the training after the current step and raise nothing, so the
+        program goes on behind this call: check `run.status` before the model is used as finished.
+
     Example:
         >>> run = trimtab.train("recipe.yaml", learning_rate=1e-4, max_steps=50)           # doctest: +SKIP
         >>> run = trimtab.train(model="starter", data=["a text", "another"], max_steps=5)  # doctest: +SKIP
         >>> run.final_loss                                                                 # doctest: +SKIP
         1.87
     """
-    from trimtab import launch
-    from trimtab.launch.device import need_torch
-    from trimtab.report import LiveView
-    from trimtab.run import RunFolder
+    from trimtab.run.device import need_torch
 
     need_torch()
-    check_callbacks(callbacks)
+    from trimtab import launch
+    from trimtab.run import RunFolder
+    from trimtab.run.lifecycle import Given
+
+    callbacks = check_callbacks(callbacks)
     built, given = _recipe(recipe, keys, data, model, data_key)
     loaded = model.opened if isinstance(model, Model) else None
-    with view or LiveView() as shown:
+    with _checked_view(view) as shown:
         if given.rows:
             RunFolder(Path(built.output_dir)).check_new()  # before rows are read, which may take long
         built, passed = given.store(built, shown)
-        return _result(launch.train(built, shown, given=launch.Given(passed, callbacks, loaded)))
+        return _result(launch.train(built, shown, given=Given(passed, callbacks, loaded)))
 
 
 def resume(
@@ -72,11 +79,13 @@ def resume(
     *,
     data: Any = None,
     data_key: str | None = None,
-    callbacks: Sequence[Any] = (),
+    callbacks: Sequence[Any] | None = None,
     view: LiveView | None = None,
     **keys: Any,
 ) -> RunResult:
     """Continues a run folder from its last good checkpoint; only keys that may change on resume are taken.
+
+    Returns what `train` returns, after a signal too.
 
     Args:
         folder: the run folder.
@@ -90,22 +99,24 @@ def resume(
     Example:
         >>> trimtab.resume("runs/my-run", save_steps=50)  # doctest: +SKIP
     """
-    from trimtab.launch.device import need_torch
+    from trimtab.run.device import need_torch
 
     need_torch()
     from trimtab import launch
-    from trimtab.launch.here import recipe_of
-    from trimtab.report import LiveView
     from trimtab.run import RunFolder
+    from trimtab.run.lifecycle import Given, recipe_of
 
-    check_callbacks(callbacks)
-    words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()]
+    callbacks = check_callbacks(callbacks)
+    values = {key: plain_value(value, key) for key, value in keys.items()}
+    words = [
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()
+    ]
     given = DataArgument.of(data, data_key)
-    with view or LiveView() as shown:
+    with _checked_view(view) as shown:
         run = RunFolder(path_of(folder, "the run folder"))
         run.open()
         passed = given.store_again(recipe_of(run, words), shown, run.path)
-        return _result(launch.resume(run.path, words, shown, given=launch.Given(passed, callbacks)))
+        return _result(launch.resume(run.path, words, shown, given=Given(passed, callbacks)))
 
 
 def plan_run(
@@ -119,9 +130,21 @@ def plan_run(
 
     The arguments are those of `train`; rows are not read. Not called `plan`: that name is the package that does it.
     """
-    from trimtab import launch
+    from trimtab.run.prepare import prepare
 
-    return launch.prepare(_recipe(recipe, keys, data, model)[0]).plan.to_dict()
+    return prepare(_recipe(recipe, keys, data, model)[0]).plan.to_dict()
+
+
+def _checked_view(view: LiveView | None) -> LiveView:
+    from trimtab.report import LiveView
+
+    if view is None:
+        return LiveView()
+    if not isinstance(view, LiveView):
+        raise RecipeError(
+            f"view is {described(view)}", "give a trimtab.report.LiveView, or None for the terminal"
+        )
+    return view
 
 
 def _result(finished: Finished) -> RunResult:
@@ -152,12 +175,13 @@ def _recipe(
         plain = load(recipe, words).model_dump(mode="json", exclude_unset=True)
     elif recipe is not None and not isinstance(recipe, Mapping):
         raise RecipeError(
-            f"the recipe is {shortened(repr(recipe))}, a {type(recipe).__name__}",
+            f"the recipe is {described(recipe)}",
             "give the path of a YAML file, the name of a recipe that ships with trimtab, or a dict",
         )
     else:
         plain = dict(recipe or {})
         own = plain.get("data")
+        _refuse_objects(plain)
         if data is None and isinstance(own, Mapping) and "train" in own:
             data, own = own, None  # rows may stand in the recipe's own section too
         given = DataArgument.of(data, data_key)
@@ -165,6 +189,7 @@ def _recipe(
             plain["data"] = given.merged(own)
         if model is not None:
             plain["model"] = _model_section(model, plain.get("model"))
+    keys = {key: plain_value(value, key) for key, value in keys.items()}
     for pair in PAIRS:
         passed = [key for key in pair if keys.get(key) is not None]
         if len(passed) == 1:
@@ -174,6 +199,7 @@ def _recipe(
             plain.pop(key, None)
         else:
             plain[key] = value
+    _refuse_missing(plain)
     return build(plain), given
 
 
@@ -189,7 +215,9 @@ def _model_words(model: Any) -> list[str]:
         return []
     if isinstance(model, Model):
         return [f"model.name={_model_name(model)}", "model.revision=null"]
-    return [f"model={model if isinstance(model, str | Path) else json.dumps(_refuse_result(model))}"]
+    return [
+        f"model={model if isinstance(model, str | Path) else json.dumps(plain_value(_checked_model(model), 'model'))}"
+    ]
 
 
 def _model_section(model: Any, own: Any) -> Any:
@@ -201,10 +229,46 @@ def _model_section(model: Any, own: Any) -> Any:
             else {}
         )
         return {**kept, "name": _model_name(model)}
-    return str(model) if isinstance(model, Path) else _refuse_result(model)
+    return str(model) if isinstance(model, Path) else plain_value(_checked_model(model), "model")
 
 
-def _refuse_result(model: Any) -> Any:
+def _checked_model(model: Any) -> Any:
+    """What a recipe's `model` can be; RecipeError for any other object."""
     if isinstance(model, RunResult):
         raise RecipeError(f"model is the result of a run ({model.folder})", "give run.model()")
+    if not isinstance(model, str | Mapping):
+        raise RecipeError(
+            f"model= is {described(model)}",
+            "give a name or a path, a dict like the recipe's `model`, or what trimtab.load returns",
+        )
     return model
+
+
+def _refuse_missing(recipe: Mapping[str, Any]) -> None:
+    """A recipe without model or data, in terms of the arguments; where a key is misspelt, that is the error."""
+    from trimtab.recipe import Recipe
+
+    if not set(recipe) <= set(Recipe.model_fields):
+        return
+    if recipe.get("model") is None:
+        raise RecipeError("there is no model to train", "pass model=, such as model='starter'")
+    if recipe.get("data") is None:
+        raise RecipeError(
+            "there is no data to train on",
+            "pass data=, such as data=['a text', 'another'] or data='texts.jsonl'",
+        )
+
+
+def _refuse_objects(recipe: Mapping[str, Any]) -> None:
+    """Rows and loaded models are passed by name, and cannot be part of a recipe that is a dict."""
+    data, model = recipe.get("data"), recipe.get("model")
+    if data is not None and not isinstance(data, Mapping):
+        raise RecipeError(
+            f"'data' of the recipe is {described(data)}, not a mapping",
+            "pass rows or the name of a source by keyword: trimtab.train(recipe, data=rows)",
+        )
+    if model is not None and not isinstance(model, str | os.PathLike | Mapping):
+        raise RecipeError(
+            f"'model' of the recipe is {described(model)}",
+            "name a model or a folder there, or pass a loaded one by keyword: trimtab.train(recipe, model=model)",
+        )

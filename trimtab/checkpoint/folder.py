@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from trimtab.checkpoint.manifest import Damaged, Manifest, verify
+from trimtab.facts.run_places import is_empty
 
 LATEST = "latest"
 WRITER_LOCK = ".writer.lock"
@@ -43,10 +44,11 @@ def staging_path(root: Path, step: int) -> Path:
 
 
 def step_folders(root: Path) -> list[Path]:
-    """All published checkpoints, by step; empty when the folder does not exist."""
+    """All published checkpoints, by step; empty when the folder does not exist. Empty folders are none."""
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+    named = [path for path in root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+    found = [path for path in named if not is_empty(path)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 

@@ -5,6 +5,7 @@ A file that merely exists survives kill −9 and then blocks the next run; a loc
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -39,6 +40,14 @@ def _lock_now(descriptor: int) -> bool:
     return True
 
 
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file is the one that has this path now."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 def is_held(path: Path) -> bool:
     """Whether somebody holds the lock on a file, which is neither created nor written to.
 
@@ -70,12 +79,18 @@ class FileLock:
         self._descriptor: int | None = None
 
     def try_acquire(self) -> bool:
-        """True when the lock is ours; OSError when the file cannot be opened for writing."""
+        """True when the lock is ours; OSError when the file cannot be opened for writing.
+
+        FileNotFoundError when it was removed or replaced meanwhile: a lock on such a file keeps nobody out.
+        """
         assert self._descriptor is None, f"{self.path} is already locked by this object"
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         if not _lock_now(descriptor):
             os.close(descriptor)
             return False
+        if not _is_at(self.path, descriptor):
+            os.close(descriptor)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
         self._descriptor = descriptor
         _HELD.add(self)
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
@@ -122,6 +137,10 @@ if hasattr(os, "register_at_fork"):
 class RunLock:
     """One process group at a time works in a run folder (rank 0 takes the lock).
 
+    Args:
+        folder: the run folder.
+        elsewhere: the key or flag that names another folder, for messages; None where only this one will do.
+
     Example:
         >>> with RunLock("runs/math"):              # doctest: +SKIP
         ...     train()
@@ -129,28 +148,43 @@ class RunLock:
 
     NAME = ".lock"
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, elsewhere: str | None = "output_dir") -> None:
         self.folder = Path(folder)
+        self.elsewhere = elsewhere
         self._lock = FileLock(self.folder / self.NAME)
 
-    def acquire(self) -> None:
-        """Creates the folder if need be and takes its lock, or raises CheckpointError naming the holder."""
+    def acquire(self, *, create: bool = True) -> None:
+        """Takes the folder's lock, or raises CheckpointError naming the holder.
+
+        A folder that is missing is created, or raises FileNotFoundError without `create`.
+        """
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if create:
+                self.folder.mkdir(parents=True, exist_ok=True)
             taken = self._lock.try_acquire()
             if not taken:  # it may only be looked at (`is_held`)
                 time.sleep(LOOK_SECONDS)
                 taken = self._lock.try_acquire()
+        except FileNotFoundError:
+            if not create:
+                raise
+            raise self._unwritable("it was removed by another process") from None
         except OSError as error:
-            raise CheckpointError(
-                f"cannot write in the run folder {self.folder}: {error.strerror or error}",
-                "choose an output_dir that can be written",
-            ) from error
+            raise self._unwritable(error.strerror or str(error)) from error
         if not taken:
-            raise CheckpointError(
-                f"the run folder {self.folder} is in use by {self._lock.holder()}",
-                "wait for it to end, stop it, or choose another output_dir",
-            )
+            raise self._in_use()
+
+    def _in_use(self) -> CheckpointError:
+        cause = f"the run folder {self.folder} is in use by {self._lock.holder()}"
+        if self.elsewhere is None:
+            return CheckpointError(cause, "wait for it to end, or stop it")
+        return CheckpointError(cause, f"wait for it to end, stop it, or give another {self.elsewhere}")
+
+    def _unwritable(self, why: str) -> CheckpointError:
+        cause = f"cannot write in the run folder {self.folder}: {why}"
+        if self.elsewhere is None:
+            return CheckpointError(cause, "check its rights and those of its files")
+        return CheckpointError(cause, f"give another {self.elsewhere}, in a folder that can be written")
 
     def release(self) -> None:
         """Gives the folder free; harmless when it is not held."""

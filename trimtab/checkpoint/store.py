@@ -179,6 +179,27 @@ class Store:
         self.wait()
         return self._ranks.leader(lambda: sorted(entry.step for _, entry in places.by_age(self.folder)))
 
+    def prune(self, newest: Found) -> None:
+        """Removes checkpoints beyond `keep_last`, as after a save; nothing if `newest` is not the newest one.
+
+        `newest` was read and is good: where it is an older one, those after it are damaged and count for nothing.
+
+        Example:
+            >>> store.prune(store.latest())                                             # doctest: +SKIP
+        """
+
+        def work() -> None:
+            ordered = places.by_age(self.folder)
+            if not ordered or ordered[0][0] != newest.path:
+                return
+            try:
+                for name in places.prune(self.folder, self.keep_last):
+                    self._report(f"removed {name}: save_total_limit is {self.keep_last}")
+            except OSError as error:  # whether there is room is checked before the next save
+                self._report(f"could not remove old checkpoints in {self.folder}: {error.strerror or error}")
+
+        self._ranks.leader(work)
+
     def load(
         self, found: Found, tensors: dict[str, torch.Tensor], *, partial: bool = False
     ) -> dict[str, Any]:
@@ -244,9 +265,9 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
         except OSError as error:
-            raise _explain(error, self.folder, step, needed) from error
+            raise _explain(error, self.folder, step, needed, self.keep_last) from error
         if free < needed:
-            raise _no_space(self.folder, step, needed, free)
+            raise _no_space(self.folder, step, needed, free, self.keep_last)
 
     def _write(self, job: _Job) -> None:
         """The thread's work, on every rank: write, check, publish, prune."""
@@ -263,7 +284,9 @@ class Store:
             gone = self._ranks.leader(lambda: self._publish(staging, job, written))
         except (OSError, TrimtabError) as error:
             known = (
-                _explain(error, self.folder, job.step, job.needed) if isinstance(error, OSError) else error
+                _explain(error, self.folder, job.step, job.needed, self.keep_last)
+                if isinstance(error, OSError)
+                else error
             )
             self._tell(f"the checkpoint of step {job.step} was not written: {known}")
             raise known from error
@@ -349,23 +372,26 @@ def _compare(path: Path, have: dict[str, TensorEntry], want: dict[str, TensorEnt
         )
 
 
-def _no_space(folder: Path, step: int, needed: int, free: int) -> ResourceError:
+def _no_space(folder: Path, step: int, needed: int, free: int, keep_last: int | None) -> ResourceError:
+    # One checkpoint has to stay until the next one is complete, so a limit of 1 cannot be lowered.
+    fewer = "" if keep_last == 1 else " or keep fewer checkpoints (save_total_limit)"
     return ResourceError(
         f"no room for the checkpoint of step {step} in {folder}: it needs {format_bytes(needed)} "
         f"({needed} bytes), {format_bytes(free)} ({free} bytes) are free",
-        "free some space or keep fewer checkpoints (save_total_limit); the earlier checkpoints are intact",
+        f"free some space{fewer}, then resume; the earlier checkpoints are intact",
     )
 
 
-def _explain(error: OSError, folder: Path, step: int, needed: int) -> TrimtabError:
+def _explain(error: OSError, folder: Path, step: int, needed: int, keep_last: int | None) -> TrimtabError:
     if error.errno == errno.EFBIG:
         return ResourceError(
             f"no room for the checkpoint of step {step} in {folder}: a file of it is larger than this "
             f"process or disk allows; the checkpoint needs {format_bytes(needed)} ({needed} bytes)",
-            "raise the file size limit (ulimit -f) or use another disk; the earlier checkpoints are intact",
+            "raise the file size limit (ulimit -f), or move the run folder to another disk, then resume; the "
+            "earlier checkpoints are intact",
         )
     if error.errno in _FULL:
-        return _no_space(folder, step, needed, shutil.disk_usage(folder).free)
+        return _no_space(folder, step, needed, shutil.disk_usage(folder).free, keep_last)
     return CheckpointError(
         f"cannot write the checkpoint of step {step} in {folder}: {error.strerror or error}",
         "check that the folder exists and can be written; the earlier checkpoints were not touched",

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trimtab.cli.input import standard_input
 from trimtab.cli.options import Adapter, Checkpoint, Device, Dtype, Revision
-from trimtab.cli.sampling import Model, Seed, Stop, Temperature, TopK, TopP, check_sampling
+from trimtab.cli.sampling import Model, Seed, Stop, Temperature, TopK, TopP, sampling_options
 from trimtab.cli.verb import new_app
 from trimtab.facts.errors import TrimtabError
 
@@ -63,24 +64,16 @@ def chat(
     Without a terminal every line of standard input is a message or a command, answers go to standard output and
     notices to standard error; an error ends it with its exit code.
     """
-    from trimtab.launch.device import need_torch
+    from trimtab.run.device import need_torch
 
     need_torch()
     from trimtab.api import load
 
-    check_sampling(temperature, top_p, top_k)
+    options = sampling_options(max_new_tokens, temperature, top_p, top_k, stop, seed)
     loaded = load(
         model, revision=revision, checkpoint=checkpoint, adapter=adapter, dtype=dtype, device=device
     )
-    conversation = loaded.chat(
-        system=system,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        stop=stop or [],
-        seed=seed,
-    )
+    conversation = loaded.chat(system=system, **options.keywords())
     positions = loaded.opened.decoder.shape.max_positions
     _say(f"{loaded.opened.name}: {positions} tokens of context; /help lists the commands, Ctrl-D ends")
     Session(conversation, positions, at_terminal=sys.stdin.isatty()).run()
@@ -116,8 +109,9 @@ class Session:
 
     def _lines(self) -> Iterator[str]:
         if not self.at_terminal:
-            yield from sys.stdin
+            yield from standard_input()
             return
+        standard_input()  # `input` reads it
         with contextlib.suppress(ImportError):  # line editing and history, where Python has it
             import readline  # noqa: F401
         while True:

@@ -51,8 +51,8 @@ def demo(
     With `--kill` the run is trained twice: once whole, and once ended by `kill -9` in the middle and resumed. The
     losses of both are compared bit by bit.
     """
-    from trimtab.cli.training import conclude
-    from trimtab.launch.device import need_torch
+    from trimtab.cli.training import conclude, resume_advised
+    from trimtab.run.device import need_torch
 
     need_torch()
     from trimtab import launch
@@ -76,7 +76,7 @@ def demo(
         if step == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with LiveView(console=console, detail="full") as view:
+    with LiveView(console=console, detail="full") as view, resume_advised(folder, new=True):
         finished = launch.train(load(recipe_file("demo"), overrides), view, after_step=after_step)
     code = conclude(finished, console, "full")
     if code == 0:
@@ -97,13 +97,18 @@ def _program() -> str:
 
 def _replace_older(folder: Path) -> None:
     """Empties an older demo's folder, and nothing that is not one, or is still running."""
+    from trimtab.checkpoint.lock import RunLock, is_held
     from trimtab.facts.errors import CheckpointError
     from trimtab.run.folder import RunFolder
 
     run = RunFolder(folder)
-    if not run.began():  # what else is there is for the new run to accept or refuse
+    if not run.began():
+        run.check_new("--folder")
+        if is_held(folder / RunLock.NAME):  # by a demo that has just started
+            with run.lock("--folder"):
+                pass
         return
-    with run.lock():
+    with run.lock("--folder"):
         if not (folder / DEMO_MARK).is_file():
             raise CheckpointError(
                 f"{folder} holds a run that no demo made", "give another --folder, or remove it yourself"

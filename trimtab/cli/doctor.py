@@ -19,7 +19,7 @@ from trimtab import __version__
 from trimtab.cli.verb import new_app
 from trimtab.facts.compilers import compile_obstacle
 from trimtab.facts.devices import host_cores
-from trimtab.facts.errors import ResourceError
+from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.facts.openmp import describe_wait_policy
 from trimtab.facts.units import format_bytes
 from trimtab.report.console import new_console
@@ -45,6 +45,8 @@ REPORTED_PACKAGES = (
     "peft",
     "bitsandbytes",
 )
+PACKAGES_HEADING = "packages"
+"""A line of every report."""
 REPORTED_VARIABLES = (
     "OMP_NUM_THREADS",
     "OMP_WAIT_POLICY",
@@ -85,6 +87,10 @@ def doctor(
             "hardware; no tokens, paths or names.",
         ),
     ] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Let --report replace a file that is not an earlier report."),
+    ] = False,
 ) -> int:
     """Look at this machine: device, versions, threads, attention, disk, and what to do about what is missing.
 
@@ -93,6 +99,8 @@ def doctor(
 
         trimtab doctor --report doctor.txt
     """
+    if report is not None and not overwrite:
+        _refuse_foreign(report)
     console = new_console()
     rows, ready = _findings(folder)
     attention = _attention_rows() if _version("torch") else []
@@ -151,7 +159,7 @@ def _compile_row(kind: str, capability: tuple[int, int] | None) -> str:
 
 
 def _device_rows() -> list[Row]:
-    from trimtab.launch import detect
+    from trimtab.run.device import detect
 
     device = detect()
     memory = format_bytes(device.memory_bytes)
@@ -179,7 +187,7 @@ def _device_rows() -> list[Row]:
 
 def _processor_rows(cores: int) -> list[Row]:
     """Threads, what idle ones do, and how much else the machine is doing."""
-    from trimtab.launch.device import threads
+    from trimtab.run.device import threads
 
     limit = os.environ.get("OMP_NUM_THREADS")
     source = f" (OMP_NUM_THREADS={limit})" if limit else ""
@@ -200,7 +208,7 @@ def _processor_rows(cores: int) -> list[Row]:
 def _attention_rows() -> list[Row]:
     """A heading, the implementation that will be used, then why each of the others will not."""
     from trimtab.kernels.attention.choice import choose
-    from trimtab.launch import detect
+    from trimtab.run.device import detect
 
     device = detect()
     dtype = "bf16" if device.bf16 else "fp32"
@@ -221,13 +229,25 @@ def _attention_rows() -> list[Row]:
     ]
 
 
+def _refuse_foreign(path: Path) -> None:
+    """A RecipeError for a file with content that is not an earlier report."""
+    if not path.is_file():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    if lines and not (lines[0].startswith("trimtab ") and PACKAGES_HEADING in lines):
+        raise RecipeError(
+            f"{path} exists and is not a report of `trimtab doctor`",
+            "name another file with --report, or replace it with --overwrite",
+        )
+
+
 def _write_report(path: Path, rows: list[Row], verdict: str) -> None:
     """The findings as plain text; the folder's path is left out, and only listed variables are read."""
     lines = [f"trimtab {__version__}", f"{platform.platform()}", ""]
     for row in rows:
         text = row.text.split(" free in ")[0] + " free" if row.label == "disk" else row.text
         lines.append(f"{row.label}: {text}" if row.label else text)
-    lines += ["", "packages"]
+    lines += ["", PACKAGES_HEADING]
     lines += [f"  {name} {_version(name) or 'not installed'}" for name in REPORTED_PACKAGES]
     lines += ["", "environment"]
     lines += [f"  {name}={os.environ[name]}" for name in REPORTED_VARIABLES if name in os.environ]

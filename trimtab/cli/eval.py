@@ -60,7 +60,7 @@ def evaluate(
 
     Texts are named as the sources of a recipe are.
     """
-    from trimtab.launch.device import need_torch
+    from trimtab.run.device import need_torch
 
     if not (texts or probe or answers):
         raise RecipeError("there is nothing to measure", "name a text, or leave --no-probe out")

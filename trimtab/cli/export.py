@@ -38,7 +38,7 @@ def hf(
     bf16, the default, is what most tools run; weights that were trained in fp32 are rounded to it, which is said.
     `--dtype fp32` keeps them as they are.
     """
-    from trimtab.launch.device import need_torch
+    from trimtab.run.device import need_torch
 
     need_torch()
     from trimtab.api import check_saving, load
@@ -73,12 +73,14 @@ def peft(
     `adapter_config.json` names the base for the library to load. That cannot be a GGUF file or `starter`: write such
     a base with `trimtab export hf`, and name that folder, or a hub id, with --base.
     """
-    from trimtab.launch.device import need_torch
+    from trimtab.run.device import need_torch
 
     need_torch()
-    from trimtab.api import load
+    from trimtab.adapt.peft_files import CONFIG
+    from trimtab.api import check_saving, load
     from trimtab.report.plain import plain
 
+    check_saving(folder, overwrite=overwrite, holds=CONFIG)
     receipt = load(model, checkpoint=checkpoint, device="cpu", dtype="fp32").save_adapter(
         folder, base_name=base, overwrite=overwrite
     )

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trimtab.cli.input import standard_input
 from trimtab.cli.options import Adapter, Checkpoint, Device, Dtype, Revision
-from trimtab.cli.sampling import Model, Seed, Stop, Temperature, TopK, TopP, check_sampling
+from trimtab.cli.sampling import Model, Seed, Stop, Temperature, TopK, TopP, flag, sampling_options
 from trimtab.cli.verb import new_app
 from trimtab.facts.errors import RecipeError
 
 if TYPE_CHECKING:
     from trimtab import api
+    from trimtab.generate import SamplingKeywords, SamplingOptions
 
 app = new_app()
 
@@ -35,8 +37,11 @@ def generate(
         Path | None, typer.Option(help="With --prompts: the JSON lines file to write, or to go on writing.")
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="With --prompts: how many are generated together.")
-    ] = 16,
+        int | None,
+        typer.Option(
+            min=1, help="With --prompts: how many are generated together; 16 by default.", show_default=False
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="With --prompts: begin the --output file anew.")
     ] = False,
@@ -76,16 +81,17 @@ def generate(
 
     Control characters in what a model writes are shown, never sent to the terminal.
     """
-    from trimtab.launch.device import need_torch
+    from trimtab.run.device import need_torch
 
     need_torch()
     from trimtab.api import load
+    from trimtab.api.model import BATCH_SIZE
 
-    check_sampling(temperature, top_p, top_k)
-    _check_files(prompt, prompts, output, overwrite)
+    options = sampling_options(max_new_tokens, temperature, top_p, top_k, stop, seed)
+    _check_files(prompt, prompts, output, batch_size=batch_size, overwrite=overwrite)
     text = ""
     if prompts is None:
-        text = sys.stdin.read() if prompt is None else prompt
+        text = standard_input().read() if prompt is None else prompt
         if not text.strip() and prompt is None:
             raise RecipeError("no prompt given", "write it behind the model, or pipe it in")
         if system is not None and not chat:
@@ -93,26 +99,31 @@ def generate(
     loaded = load(
         model, revision=revision, checkpoint=checkpoint, adapter=adapter, dtype=dtype, device=device
     )
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "stop": stop or [],
-        "seed": seed,
-    }
     if prompts is not None and output is not None:
-        more = {"chat": chat, "system": system, "batch_size": batch_size, "overwrite": overwrite}
-        return _write_file(loaded, prompts, output, {**options, **more})
+        more = {
+            "chat": chat,
+            "system": system,
+            "batch_size": BATCH_SIZE if batch_size is None else batch_size,
+            "overwrite": overwrite,
+        }
+        return _write_file(loaded, prompts, output, options, more)
     messages = [{"role": "system", "content": system}] if system else []
-    return _stream(loaded, [*messages, {"role": "user", "content": text}] if chat else text, options)
+    return _stream(
+        loaded, [*messages, {"role": "user", "content": text}] if chat else text, options.keywords()
+    )
 
 
-def _check_files(prompt: str | None, prompts: Path | None, output: Path | None, overwrite: bool) -> None:
+def _check_files(
+    prompt: str | None, prompts: Path | None, output: Path | None, *, batch_size: int | None, overwrite: bool
+) -> None:
     if prompts is None:
-        if output is not None or overwrite:
-            flag = "--overwrite" if output is None else "--output"
-            raise RecipeError(f"{flag} is given without --prompts", "add --prompts FILE, or leave it out")
+        flags = {
+            "--output": output is not None,
+            "--batch-size": batch_size is not None,
+            "--overwrite": overwrite,
+        }
+        for name in (name for name, is_given in flags.items() if is_given):
+            raise RecipeError(f"{name} is given without --prompts", "add --prompts FILE, or leave it out")
         return
     if prompt is not None:
         raise RecipeError("a prompt and --prompts are given", "leave one of them out")
@@ -120,7 +131,7 @@ def _check_files(prompt: str | None, prompts: Path | None, output: Path | None, 
         raise RecipeError("--prompts is given without --output", "add --output answers.jsonl")
 
 
-def _stream(loaded: api.Model, asked: Any, options: dict[str, Any]) -> int:
+def _stream(loaded: api.Model, asked: Any, options: SamplingKeywords) -> int:
     from trimtab.facts.units import format_rate
     from trimtab.report.plain import plain
 
@@ -135,7 +146,10 @@ def _stream(loaded: api.Model, asked: Any, options: dict[str, Any]) -> int:
     return 0
 
 
-def _write_file(loaded: api.Model, prompts: Path, output: Path, options: dict[str, Any]) -> int:
+def _write_file(
+    loaded: api.Model, prompts: Path, output: Path, options: SamplingOptions, more: dict[str, Any]
+) -> int:
+    from trimtab.api.batches import generate_file
     from trimtab.report import LiveView
     from trimtab.report.console import new_console
     from trimtab.report.plain import plain
@@ -151,7 +165,9 @@ def _write_file(loaded: api.Model, prompts: Path, output: Path, options: dict[st
             view.working("generating", done, total, "prompts")
 
         try:
-            rows = loaded.generate_file(prompts, output, on_progress=progress, **options)
+            rows = generate_file(
+                loaded.opened, prompts, output, options, on_progress=progress, spelled=flag, **more
+            )
         except KeyboardInterrupt:
             if before:
                 view.message(f"what was written stays in {output}; the same command goes on from there")

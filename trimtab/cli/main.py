@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import errno
-import os
+import itertools
+import shlex
 import sys
 from importlib import import_module
 from typing import Any
@@ -17,6 +18,7 @@ import typer.core
 import typer.main
 
 from trimtab import __version__
+from trimtab.cli import output
 from trimtab.facts.errors import MissingDependency, RecipeError, ResourceError, TrimtabError
 from trimtab.facts.names import shortened
 
@@ -101,11 +103,11 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
     except TrimtabError as error:
         return _fail(str(error), error.exit_code)
-    except UsageProblem as error:
+    except UsageProblem as error:  # `trimtab` alone, which shows the help
         error.show()
         return 2
-    except (typer.Abort, KeyboardInterrupt):
-        return _fail("stopped", 130)
+    except (typer.Abort, KeyboardInterrupt) as error:
+        return _fail(str(error) or "stopped", 130)
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "pyarrow", "psutil"):
             raise
@@ -115,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(str(missing), missing.exit_code)
     except BrokenPipeError:
         # Whoever read our output (`| head`) has enough. Nothing may be flushed into the closed pipe at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        output.drop_output()
         return 128 + 13
     except (OSError, MemoryError, RuntimeError) as error:
         lacking = _lacking(error)
@@ -128,12 +130,47 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     """The verb itself. Not through typer's own `main`, which swallows Ctrl-C and closed pipes."""
     command: Any = typer.main.get_command(app)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     try:
         with command.make_context("trimtab", list(arguments)) as context:
             code = command.invoke(context)
     except typer.Exit as done:
         return int(done.exit_code)
+    except UsageProblem as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        raise _misused(error, arguments) from None
     return code if isinstance(code, int) else 0
+
+
+def _misused(error: Any, arguments: list[str]) -> RecipeError:
+    """A missing argument or value, an unknown option, as an error of trimtab's own form."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else f"trimtab {arguments[0]}"
+    possible = sorted(getattr(error, "possibilities", None) or [])
+    text = f"no such option: {error.option_name}" if possible else " ".join(error.format_message().split())
+    cause = f"{text[:1].lower()}{text[1:]}".rstrip(".")
+    override = _override(getattr(error, "option_name", None), arguments)
+    if override is not None and path in ("trimtab train", "trimtab plan"):
+        return RecipeError(cause, f"keys of the recipe are written without dashes: {override}")
+    near = f"did you mean {' or '.join(possible)}? " if possible else ""
+    return RecipeError(cause, f"{near}see `{path} --help`")
+
+
+def _override(option: str | None, arguments: list[str]) -> str | None:
+    """What `--max_steps 5` was meant to be, `max_steps=5`; None for an option that is not named like a recipe key."""
+    from trimtab.recipe import Recipe
+
+    key = (option or "").lstrip("-").replace("-", "_")
+    if key.partition(".")[0] not in Recipe.model_fields:
+        return None
+    for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        name, equals, value = word.partition("=")
+        if name == option:
+            value = value if equals or following.startswith("-") else following
+            return f"{key}={shlex.quote(value) if value else 'VALUE'}"
+    return f"{key}=VALUE"
 
 
 def _lacking(error: Exception) -> TrimtabError | None:
@@ -141,6 +178,11 @@ def _lacking(error: Exception) -> TrimtabError | None:
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return RecipeError(
             f"'{shortened(str(error.filename))}' is too long for a file name", "give a shorter name"
+        )
+    if isinstance(error, OSError) and error.filename == output.NAME:
+        output.drop_output()
+        return ResourceError(
+            f"{output.NAME}: {error.strerror}", "free some space, or send the output somewhere else"
         )
     if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         where = f" ({error.filename})" if error.filename else ""
@@ -164,6 +206,8 @@ def _fail(text: str, code: int) -> int:
 
 def entry() -> None:
     """The installed script."""
+    output.open_closed_streams()
+    output.name_output()
     raise SystemExit(main())
 
 

@@ -34,7 +34,7 @@ def merge(
 
     The receipt goes where that of `export hf` goes.
     """
-    from trimtab.launch.device import need_torch
+    from trimtab.run.device import need_torch
 
     need_torch()
     from trimtab.api import check_saving, load

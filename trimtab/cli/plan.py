@@ -12,9 +12,9 @@ import typer
 from trimtab.cli.verb import new_app
 
 if TYPE_CHECKING:
-    from trimtab.launch.preparing import Prepared
     from trimtab.plan.longest import Longest
     from trimtab.plan.policies import PolicyCost
+    from trimtab.run.prepare import Prepared
 
 app = new_app()
 
@@ -54,13 +54,13 @@ def plan(
     for the longest `max_seq_length` that `memory_limit`, or the free memory, has room for, and says how it would run.
     `--recompute` lists the policies with the memory that each would save in all layers and the arithmetic it repeats.
     """
-    from trimtab import launch
-    from trimtab.launch.device import has_torch
     from trimtab.plan import check_fits, policy_costs
     from trimtab.recipe import load
     from trimtab.report import LiveView
     from trimtab.report.plain import plain
+    from trimtab.run.device import has_torch
     from trimtab.run.places import missing_sources
+    from trimtab.run.prepare import prepare
 
     if not has_torch():
         print(
@@ -69,7 +69,7 @@ def plan(
             file=sys.stderr,
         )
     wanted = load(recipe, overrides or [])
-    prepared = launch.prepare(wanted)
+    prepared = prepare(wanted)
     for name in missing_sources(wanted):
         print(
             f"note: {plain(name)} does not exist here, so that training would stop at once", file=sys.stderr
@@ -106,8 +106,9 @@ def _longest(prepared: Prepared) -> dict[int, Longest]:
 
 def _print_longest(prepared: Prepared, windows: dict[int, Longest]) -> None:
     from trimtab.facts.units import format_bytes
-    from trimtab.plan.limits import limit_of, sentence
+    from trimtab.plan.limits import limit_of
     from trimtab.plan.longest import STEP
+    from trimtab.plan.resolved import MemoryPlan
 
     words = limit_of(prepared.recipe, prepared.device)[1]
     for batch, found in windows.items():
@@ -117,11 +118,11 @@ def _print_longest(prepared: Prepared, windows: dict[int, Longest]) -> None:
             continue
         positions = prepared.shape.max_positions
         beyond = f"; the model itself has {positions} positions" if found.tokens > positions else ""
-        chosen = {"recompute": list(found.setting.policies), "mlp_tiles": found.setting.mlp_tiles}
+        memory = MemoryPlan(found.setting.policies, found.setting.mlp_tiles)
         host = f" and {format_bytes(found.setting.host)} of the host's" if found.setting.host else ""
         print(
             f"{name}: {found.tokens} tokens in {format_bytes(found.setting.needed)}{host} "
-            f"({sentence(chosen, prepared.shape.num_layers)}); {words}{beyond}"
+            f"({memory.description}); {words}{beyond}"
         )
 
 
@@ -155,13 +156,13 @@ def _print_costs(costs: list[PolicyCost], num_layers: int) -> None:
 def _print_dtypes(prepared: Prepared) -> None:
     from rich.table import Table
 
-    from trimtab.launch.device import need_torch
     from trimtab.report.console import new_console
+    from trimtab.run.device import need_torch
 
     need_torch()
     from trimtab.run.dtypes import list_dtypes
 
-    found = list_dtypes(prepared.shape, prepared.choices)
+    found = list_dtypes(prepared.shape, prepared.resolved)
     modules = Table("module", "weight", "output", "gradient", box=None, padding=(0, 3, 0, 0))
     for row in found.modules:
         modules.add_row(row.name, row.weight or "", row.output, row.gradient or "")

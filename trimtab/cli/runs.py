@@ -21,7 +21,10 @@ app = new_app()
 STYLES = {
     "running": "cyan",
     "finished": "green",
+    "stopped early": "green",
     "stopped": "yellow",
+    "interrupted": "yellow",
+    "failed": "red",
     "not begun": "bright_black",
     "damaged": "red",
 }
@@ -38,9 +41,10 @@ def runs(
 ) -> None:
     """List runs: how far each came, its last loss, its state, what it takes on disk and how old it is.
 
-    States: running (a process works in it), finished, stopped (`trimtab train --resume RUN` goes on), not begun (the
-    start was stopped before the first step; `--resume` starts it), damaged (with the reason). The run that was written
-    to last comes first.
+    States: running (a process works in it), finished, stopped early (by early_stopping_patience), stopped (by a
+    callback), interrupted (`trimtab train --resume RUN` continues it), failed (the loss was not finite), not begun (the
+    start was interrupted before the first step; `--resume` starts it), damaged (with the reason). The run that was
+    written to last comes first.
 
         trimtab runs
         trimtab runs /data/runs --json

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.facts.errors import RecipeError
+if TYPE_CHECKING:
+    from trimtab.generate import SamplingOptions
 
 Temperature = Annotated[
     float | None,
@@ -25,12 +26,25 @@ Model = Annotated[
 ]
 
 
-def check_sampling(temperature: float | None, top_p: float, top_k: int) -> None:
-    """RecipeError, in the words of the command line, for options that would have no effect."""
-    limits = (("--top-p", top_p != 1.0), ("--top-k", top_k != 0))
-    given = [name for name, is_given in limits if is_given]
-    if temperature == 0 and given:
-        raise RecipeError(
-            f"{given[0]} has no effect at --temperature 0, which always takes the likeliest token",
-            f"give --temperature 0.7, or leave {' and '.join(given)} out",
-        )
+def sampling_options(
+    max_new_tokens: int | None,
+    temperature: float | None,
+    top_p: float,
+    top_k: int,
+    stop: list[str] | None,
+    seed: int,
+) -> SamplingOptions:
+    """The flags as one object; its errors name the flags."""
+    from trimtab.generate import SamplingOptions
+
+    return SamplingOptions(max_new_tokens, temperature, top_p, top_k, stop or (), seed, spelled=flag)
+
+
+def flag(name: str) -> str:
+    """How the command line writes an argument's name.
+
+    Example:
+        >>> flag("top_p")
+        '--top-p'
+    """
+    return "--" + name.replace("_", "-")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from trimtab.launch.device import need_torch
+from trimtab.run.device import need_torch
 
 if TYPE_CHECKING:
     from trimtab.report.live import Detail
@@ -28,11 +31,37 @@ def train_and_report(
     detail: Detail = "quiet" if quiet else "short"
     with LiveView(console=console, detail=detail) as view:
         if resume is not None:
-            finished = launch.resume(resume, overrides, view)
+            with resume_advised(resume):
+                finished = launch.resume(resume, overrides, view)
         else:
             assert recipe is not None
-            finished = launch.train(load(recipe, overrides), view)
+            loaded = load(recipe, overrides)
+            with resume_advised(Path(loaded.output_dir), new=True):
+                finished = launch.train(loaded, view)
     return conclude(finished, console, detail)
+
+
+@contextmanager
+def resume_advised(folder: Path, *, new: bool = False) -> Iterator[None]:
+    """Adds the command that goes on with the run to a KeyboardInterrupt, which a second Ctrl-C raises.
+
+    Args:
+        folder: the run folder.
+        new: whether a new run is started; one that was in the folder before is not advised.
+    """
+    from trimtab.run.folder import RunFolder
+
+    path = folder.expanduser()
+    earlier = new and RunFolder.is_run(path)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if earlier or not RunFolder.is_run(path):
+            raise
+        raise KeyboardInterrupt(
+            "stopped at once; go on from the last checkpoint with: trimtab train --resume "
+            + shlex.quote(str(folder))
+        ) from error
 
 
 def conclude(finished: Any, console: Console, detail: Detail) -> int:
@@ -45,9 +74,8 @@ def conclude(finished: Any, console: Console, detail: Detail) -> int:
     write_page(data, finished.folder / "report.html")
     console.print(closing(data, detail))
     if finished.status == "interrupted":
-        go_on = (
-            f"stopped by a signal, everything is saved; go on with: trimtab train --resume {finished.folder}"
-        )
+        folder = shlex.quote(str(finished.folder))
+        go_on = f"stopped by a signal, everything is saved; go on with: trimtab train --resume {folder}"
         console.print(as_text(go_on), soft_wrap=True)
         return 128 + int(finished.signal or 2)
     sys.stdout.flush()

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.data.drafts import sync_folder
 from trimtab.data.fingerprints import digest_of, hash_file, stat_of, write_json
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.units import format_bytes
@@ -204,7 +205,7 @@ class TokenCache:
             if path.exists():
                 shutil.rmtree(path)
             os.rename(part, path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
                 raise
@@ -288,14 +289,6 @@ def _map(path: Path, dtype: np.dtype) -> np.ndarray:
         return np.empty(0, dtype)
     # A plain array over the map: slicing np.memmap itself costs several times more.
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _close_quietly(writer: Writer) -> None:

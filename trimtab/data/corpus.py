@@ -159,7 +159,7 @@ class Corpus:
         if self.num_documents == 1 or len(np.unique(self.records_N["hash"])) == 1:
             if self.masked:
                 raise DataError(
-                    f"{self.shown} is one example, of which no part can be held out",
+                    f"{self.shown} is {self._copies}one example, of which no part can be held out",
                     "give more, name a set under data.eval.domain, or set data.eval_share: 0",
                 )
             return self._split_tail(share if share is not None else 0.1)
@@ -195,7 +195,8 @@ class Corpus:
         rest_N = self.lengths_N[:1] - kept_N
         if kept_N[0] < 2 or rest_N[0] < 2:
             raise DataError(
-                f"{self.shown} is one document of {self.num_tokens} tokens, too short to hold a part out",
+                f"{self.shown} is {self._copies}one document of {self.lengths_N[0]} tokens, too short to hold a part "
+                "out",
                 "give more text, name a set under data.eval.domain, or set data.eval_share: 0",
             )
         start_N, record_N = self.starts_N[:1], self.records_N[:1]
@@ -203,6 +204,11 @@ class Corpus:
             self._replace(start_N, kept_N, record_N, f"head {share}"),
             self._replace(start_N + kept_N, rest_N, record_N, f"tail {share}"),
         )
+
+    @property
+    def _copies(self) -> str:
+        """How often a corpus of one distinct document has it, for messages."""
+        return f"{self.num_documents} copies of " if self.num_documents > 1 else ""
 
     def _replace(
         self, starts_N: np.ndarray, lengths_N: np.ndarray, records_N: np.ndarray, what: str

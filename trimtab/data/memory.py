@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.data.columns import UNSUPPORTED
-from trimtab.data.sources import publish
+from trimtab.data.drafts import draft
 from trimtab.facts.errors import DataError, ResourceError
 
 WINDOW_BYTES = 1 << 26
@@ -147,21 +146,19 @@ def spool_rows(
     if key is not None and (path := spool_path(folder, key)).is_file():
         return Spooled(key, path, reused=True)
     digest, count = hashlib.blake2b(digest_size=16), 0
-    part = folder / f".rows.{os.getpid()}.{id(rows)}.part"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(part, "wb") as file:
+        with draft(folder, "rows") as (file, publish):
             for count, line in enumerate(lines_of(rows, label), 1):
                 data = line.encode() + b"\n"
                 digest.update(data)
                 file.write(data)
                 if count % 10_000 == 0:
                     progress(count)
-        if not count:
-            raise DataError(f"{label} has no rows", ROW_FORMS)
-        name = key or digest.hexdigest()[:NAME_DIGITS]
-        path = spool_path(folder, name)
-        publish(part, path)
+            if not count:
+                raise DataError(f"{label} has no rows", ROW_FORMS)
+            name = key or digest.hexdigest()[:NAME_DIGITS]
+            path = spool_path(folder, name)
+            publish(path)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
             raise
@@ -169,8 +166,6 @@ def spool_rows(
             f"{count} rows of {label} were read and {folder} cannot be written ({error.strerror})",
             "free some space, set data.cache_dir to another folder, or set data.streaming: true with max_steps",
         ) from error
-    finally:
-        part.unlink(missing_ok=True)
     return Spooled(name, path)
 
 

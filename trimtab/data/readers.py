@@ -23,10 +23,10 @@ from trimtab.data.rows import parquet_schema, parquet_values, read_values
 from trimtab.data.sources import ROWS, TABLES, ResolvedSource, SourceFile, SourceSpec
 from trimtab.data.spec import SEGMENT_CHARS, UNKNOWN_SIZE
 from trimtab.facts.errors import DataError
+from trimtab.text.surrogates import replace_surrogates
 
 # Places where byte-level and SentencePiece tokenizers begin a new word anyway, best first.
 _SEAMS = (re.compile(r"(?<=\S)(?= [A-Za-z])"), re.compile(r"(?<=\S\n)(?=\S)"), re.compile(r"(?<=\S)(?= \S)"))
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(slots=True)
@@ -115,9 +115,9 @@ def cut(rows: Iterator[Row], file: int) -> Iterator[Segment]:
     """
     carry, first, repaired = "", True, False
     for row, text, last in rows:
-        if not text.isascii() and _SURROGATE.search(text):
-            text, repaired = _SURROGATE.sub("\ufffd", text), True
-        buffer, at = carry + text if carry else text, 0
+        valid = replace_surrogates(text)
+        repaired = repaired or valid is not text
+        buffer, at = carry + valid if carry else valid, 0
         while len(buffer) - at > SEGMENT_CHARS:
             end = _seam(buffer, at)
             yield Segment(file, row, buffer[at:end], first, False, repaired)

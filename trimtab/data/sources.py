@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import glob
 import json
 import os
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimtab.data.drafts import draft
 from trimtab.data.spec import (
     BAD_ROWS,
     DOCUMENT_MODES,
@@ -53,10 +53,10 @@ class SourceSpec:
     """One source of documents, as a recipe names it.
 
     `source` is a local file, folder or glob; with `files` (a hub data set, already downloaded) it is only the
-    name. `first` keeps the first rows, `weight` says how often the source is seen an epoch (1: once). `format` is
-    what a row is, `columns` where its parts stand if not under their usual names, `variables` what a chat template
-    is told besides the messages; `bad_rows: skip` leaves out rows that cannot be used. `rows` are read instead of
-    files, and `label` is what messages call a source that the user did not name. `began` holds the fingerprints of the
+    name. `first` keeps the first rows, `weight` is how often the source is seen per epoch (1: once). `format` is the
+    format of a row, `columns` maps its parts to columns with other than the usual names, `variables` are passed to the
+    chat template besides the messages; `bad_rows: skip` leaves out rows that cannot be used. `rows` are read instead of
+    files, and `label` names a source in messages that the user did not name. `began` holds the fingerprints of the
     data that a resumed run began with, None for a new run (`fingerprints.as_begun`).
 
     Example:
@@ -159,26 +159,11 @@ def keep_texts(name: str, texts: Iterable[str], folder: Path) -> SourceSpec:
 
 def keep_rows(name: str, rows: Iterable[Mapping[str, Any]], folder: Path) -> SourceSpec:
     """`keep_texts` for rows of any columns, such as {"messages": …}."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path, part = folder / f"{name}.jsonl", folder / f".{name}.{os.getpid()}.part"
-    with open(part, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    publish(part, path)
+    path = folder / f"{name}.jsonl"
+    with draft(folder, name) as (file, publish):
+        file.writelines(f"{json.dumps(row)}\n".encode() for row in rows)
+        publish(path)
     return SourceSpec(name, files=(path,))
-
-
-def publish(part: Path, path: Path) -> None:
-    """Gives a complete file its name, unless the same bytes have it already: another run may be reading them."""
-    try:
-        os.link(part, path)  # never over a file that is there
-    except FileExistsError:
-        if not filecmp.cmp(part, path, shallow=False):
-            os.replace(part, path)
-            return
-    except OSError:  # a file system without links
-        os.replace(part, path)
-        return
-    part.unlink()
 
 
 def resolve(spec: SourceSpec) -> ResolvedSource:
@@ -212,6 +197,16 @@ def resolve(spec: SourceSpec) -> ResolvedSource:
             raise DataError(f"no file matches {spec.source}", "check the pattern; ** goes into folders")
         root = Path(os.path.commonpath([str(p.parent) for p in found]))
         return _from_list(spec, [(p, p.relative_to(root).as_posix()) for p in found])
+    if path.is_symlink():
+        raise DataError(
+            f"{spec.source} is a broken link (to {os.readlink(path)})",
+            "point the link to a file or a folder that exists",
+        )
+    if path.exists():
+        raise DataError(
+            f"{spec.source} is not a regular file but a device, a pipe or a socket, which cannot be read again",
+            "write its content to a file and name that",
+        )
     raise DataError(
         f"{spec.source} does not exist", "give a file, a folder or a glob such as 'texts/**/*.txt'"
     )
@@ -249,12 +244,15 @@ def _from_list(spec: SourceSpec, named: list[tuple[Path, str]]) -> ResolvedSourc
 
 def _from_folder(spec: SourceSpec, root: Path) -> ResolvedSource:
     named: list[tuple[str, Path]] = []
+    broken: list[str] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():
                 named.append((path.relative_to(root).as_posix(), path))
+            elif path.is_symlink() and not path.exists():
+                broken.append(path.relative_to(root).as_posix())
     files, ignored = [], []
     for name, path in sorted(named):
         kind, compression = classify(path)
@@ -266,6 +264,11 @@ def _from_folder(spec: SourceSpec, root: Path) -> ResolvedSource:
         readmes = {file.name for file in files if Path(file.name).stem.lower() == "readme"}
         ignored += sorted(readmes)
         files = [file for file in files if file.name not in readmes]
+    if broken and not files:
+        raise DataError(
+            f"the folder {spec.source} holds no text ({sorted(broken)[0]} in it is a broken link)",
+            "point the link to a file that exists",
+        )
     if not files:
         seen = f"only {', '.join(ignored[:3])}{', …' if len(ignored) > 3 else ''}" if ignored else "nothing"
         raise DataError(

@@ -78,7 +78,7 @@ def mean_losses(decoder: Decoder, rows: Sequence[Row], *, batch_size: int = 8) -
         [3.1, 2.8]
     """
     counts = []
-    for number, (ids, counted) in enumerate(rows):
+    for number, (ids, counted) in enumerate(rows, 1):
         if len(ids) > decoder.shape.max_positions:
             raise ModelError(
                 f"text {number} has {len(ids)} tokens, the model's context {decoder.shape.max_positions}",
@@ -89,7 +89,7 @@ def mean_losses(decoder: Decoder, rows: Sequence[Row], *, batch_size: int = 8) -
             raise DataError(f"text {number} has no token to measure the loss of", "give at least two tokens")
     sums = _scores(decoder, rows, batch_size)
     losses = [-score / count for score, count in zip(sums, counts, strict=True)]
-    for number, value in enumerate(losses):
+    for number, value in enumerate(losses, 1):
         if not math.isfinite(value):
             raise TrainingError(
                 f"the loss of text {number} is {value}",

@@ -37,7 +37,8 @@ def export_merged(
         options: as in `export_hf`.
 
     Raises:
-        ModelError: the merge changes nothing or is not finite, or what was written is not the model.
+        ModelError: the merge changes nothing, is not finite or changes the logits, or what was written is not the
+            model.
     """
     # Before anything is changed: merging cannot be undone.
     check_replaceable(Path(folder), bool(options.get("overwrite")))
@@ -48,14 +49,22 @@ def export_merged(
             'load it with dtype="fp32", or use `trimtab merge`',
         )
     expected_BTV = probe_logits(decoder)
+    if not bool(torch.isfinite(expected_BTV).all()):
+        raise ModelError(
+            "with this adapter the model gives NaN or infinity",
+            "nothing was written; merge an earlier checkpoint (--checkpoint), or train anew with a lower "
+            "learning_rate",
+        )
     merged = merge_adapters(decoder, dtype=dtype)
     found_BTV = probe_logits(decoder)
     rms = float(expected_BTV.square().mean().sqrt())
     worst = float((found_BTV - expected_BTV).abs().max()) / max(rms, torch.finfo(torch.float32).tiny)
     if not worst <= ALLOWED:
         raise ModelError(
-            f"the merged model's logits are {worst:.3g} of their size from those of base and adapter",
-            "nothing was written; merge with the model loaded in fp32, as `trimtab merge` does",
+            f"the merged model's logits are {worst:.3g} of their size from those of base and adapter, and at most "
+            f"{ALLOWED:g} is allowed: large changes lose digits when they are added to the weights",
+            "nothing was written; use the adapter unmerged (`trimtab export peft` writes a run's), or merge an "
+            "earlier checkpoint (--checkpoint)",
         )
     check = Check(
         "merge",

@@ -1,4 +1,4 @@
-"""Devices as numbers: memory, formats, and the arithmetic their makers promise. `launch` detects one."""
+"""Devices as numbers: memory, formats, and the arithmetic their makers promise. `run.device` detects one."""
 
 from __future__ import annotations
 

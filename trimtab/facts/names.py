@@ -63,7 +63,7 @@ def path_of(name: object, what: str, error: type[TrimtabError] = RecipeError) ->
         'a.txt'
     """
     if not isinstance(name, str | os.PathLike):
-        raise error(f"{what} is {_described(name)}", "give a name or a path, as text or a pathlib.Path")
+        raise error(f"{what} is {described(name)}", "give a name or a path, as text or a pathlib.Path")
     text = os.fsdecode(name)
     if not text.strip():
         raise error(f"{what} is empty", "give a name or a path")
@@ -73,5 +73,15 @@ def path_of(name: object, what: str, error: type[TrimtabError] = RecipeError) ->
     return Path(text).expanduser()
 
 
-def _described(value: object) -> str:
-    return "None" if value is None else f"{shortened(repr(value))}, a {type(value).__name__}"
+def described(value: object) -> str:
+    """A value of the wrong type, for messages.
+
+    Example:
+        >>> described(3.5), described(None)
+        ('3.5, a float', 'None')
+    """
+    return "None" if value is None else f"{shortened(repr(value))}, {_article(type(value).__name__)}"
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[:1] in 'aeiouAEIOU' else 'a'} {noun}"

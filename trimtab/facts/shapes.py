@@ -65,6 +65,11 @@ class ModelShape:
         """How many tokens, itself included, a query of this layer sees; None for all before it."""
         return self.sliding_window if layer >= self.num_full_layers else None
 
+    def of_layers(self, layers: range) -> ModelShape:
+        """The shape of a model with only these layers, counted from 0, between the same embeddings and head."""
+        full = len([layer for layer in layers if layer < self.num_full_layers])
+        return dataclasses.replace(self, num_layers=len(layers), num_full_layers=full)
+
     def parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of every trained tensor, in the order of the forward pass."""
         C, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

@@ -1,8 +1,8 @@
 """Generating text: key/value cache, sampling, stop strings, streaming.
 
-from trimtab.generate import generate
+from trimtab.generate import SamplingOptions, generate
 
-done = generate(decoder, tokenizer, "The derivative of x² is", max_new_tokens=32, stream=print)
+done = generate(decoder, tokenizer, "The derivative of x² is", SamplingOptions(max_new_tokens=32), stream=print)
 done.text, done.finish_reason, done.tokens_per_second
 """
 
@@ -16,19 +16,29 @@ if TYPE_CHECKING:
     from trimtab.generate.cache import KVCache, PromptCache
     from trimtab.generate.completion import Completion
     from trimtab.generate.loop import generate, generate_many
-    from trimtab.generate.sampling import Sampling
+    from trimtab.generate.options import SamplingKeywords, SamplingOptions
     from trimtab.generate.stopping import StopStrings
 
 _PLACES = {
     "Completion": "completion",
     "KVCache": "cache",
     "PromptCache": "cache",
-    "Sampling": "sampling",
+    "SamplingKeywords": "options",
+    "SamplingOptions": "options",
     "StopStrings": "stopping",
     "generate": "loop",
     "generate_many": "loop",
 }
 
-__all__ = ["Completion", "KVCache", "PromptCache", "Sampling", "StopStrings", "generate", "generate_many"]
+__all__ = [
+    "Completion",
+    "KVCache",
+    "PromptCache",
+    "SamplingKeywords",
+    "SamplingOptions",
+    "StopStrings",
+    "generate",
+    "generate_many",
+]
 
 __getattr__ = lazily(__name__, _PLACES)

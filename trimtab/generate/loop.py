@@ -14,16 +14,20 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from trimtab.facts.arguments import whole_number
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.generate.cache import KVCache, PromptCache, WeightState
 from trimtab.generate.completion import Completion, Writing
-from trimtab.generate.sampling import Sampling
+from trimtab.generate.options import SamplingOptions
+from trimtab.generate.sampling import pick_tokens
+from trimtab.generate.threads import threads_of_pass
 from trimtab.kernels.attention import Layout
 from trimtab.model.decoder import Decoder
 from trimtab.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 DEFAULT_NEW_TOKENS = 128
+DEFAULT_OPTIONS = SamplingOptions()
 _SPREAD = 64
 """Prompts whose lengths differ by no more share a batch, however much of it is padding."""
 _PREFILL_TOKENS = 8192
@@ -34,13 +38,8 @@ def generate(
     decoder: Decoder,
     tokenizer: Tokenizer,
     prompt: Prompt,
+    options: SamplingOptions = DEFAULT_OPTIONS,
     *,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    stop: Sequence[str] = (),
-    seed: int = 0,
     index: int = 0,
     stream: Callable[[str], None] | None = None,
     cache: PromptCache | None = None,
@@ -51,34 +50,26 @@ def generate(
         decoder: the model, on any device.
         tokenizer: its tokenizer; the model's stop ids end the text.
         prompt: a text (it gets the tokenizer's own beginning), or ids used as they are.
-        max_new_tokens: at most; None for 128, or fewer where the model has no more positions.
-        temperature, top_p, top_k, seed: see `Sampling.resolve`; by default the likeliest token is always taken.
-        stop: texts that end the generation; they are not part of the result.
+        options: length, sampling and stop strings; by default the likeliest token is always taken.
         index: number of the prompt: with the seed, it decides what is drawn.
         stream: called with each piece of text as it is certain; the pieces add up to the result's text.
         cache: keeps keys and values between calls, so that a prompt which begins like the last one (the next
             message of a conversation) is read from where they differ.
 
     Example:
-        >>> generate(decoder, tokenizer, "2 + 2 =", max_new_tokens=4).text     # doctest: +SKIP
+        >>> generate(decoder, tokenizer, "2 + 2 =", SamplingOptions(max_new_tokens=4)).text  # doctest: +SKIP
         ' 4'
     """
-    sampling = Sampling.resolve(temperature, top_k, top_p, seed)
-    writings = _writings(decoder, tokenizer, [prompt], max_new_tokens, stop, stream, index)
-    return _complete(decoder, writings, sampling, batch_size=1, kept=cache)[0]
+    writings = _writings(decoder, tokenizer, [prompt], options, stream, index)
+    return _complete(decoder, writings, options, batch_size=1, kept=cache)[0]
 
 
 def generate_many(
     decoder: Decoder,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
+    options: SamplingOptions = DEFAULT_OPTIONS,
     *,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    stop: Sequence[str] = (),
-    seed: int = 0,
     first_index: int = 0,
     batch_size: int = 64,
 ) -> list[Completion]:
@@ -93,11 +84,10 @@ def generate_many(
     """
     if isinstance(prompts, str):
         raise RecipeError("prompts is one text", "give a list of texts, or call generate")
-    if batch_size < 1:
-        raise RecipeError(f"batch_size is {batch_size}", "give at least 1")
-    sampling = Sampling.resolve(temperature, top_k, top_p, seed)
-    writings = _writings(decoder, tokenizer, prompts, max_new_tokens, stop, None, first_index)
-    return _complete(decoder, writings, sampling, batch_size=batch_size)
+    batch_size = whole_number(batch_size, "batch_size", least=1)
+    first_index = whole_number(first_index, "first_index")
+    writings = _writings(decoder, tokenizer, prompts, options, None, first_index)
+    return _complete(decoder, writings, options, batch_size=batch_size)
 
 
 def check_prompt(
@@ -124,19 +114,17 @@ def _writings(
     decoder: Decoder,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
-    max_new_tokens: int | None,
-    stop: Sequence[str],
+    options: SamplingOptions,
     stream: Callable[[str], None] | None,
     first_index: int,
 ) -> list[Writing]:
     """Check everything that can be checked before the first token."""
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise RecipeError(f"max_new_tokens is {max_new_tokens}", "give at least 1")
+    stop = tuple(options.stop or ())
     writings = []
     for index, prompt in enumerate(prompts, first_index):
         ids = prompt_ids(tokenizer, prompt)
-        name = "the prompt" if len(prompts) == 1 else f"prompt {index}"
-        count = check_prompt(decoder, ids, max_new_tokens, name)
+        name = "the prompt" if len(prompts) == 1 else f"prompt {index + 1}"
+        count = check_prompt(decoder, ids, options.max_new_tokens, name)
         writings.append(Writing(index, ids, count, tokenizer, stop, stream))
     return writings
 
@@ -157,7 +145,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 def _complete(
     decoder: Decoder,
     writings: list[Writing],
-    sampling: Sampling,
+    options: SamplingOptions,
     *,
     batch_size: int,
     kept: PromptCache | None = None,
@@ -167,7 +155,7 @@ def _complete(
     decoder.eval()
     try:
         for rows in _batches(writings, batch_size):
-            _run_batch(decoder, rows, sampling, kept)
+            _run_batch(decoder, rows, options, kept)
     finally:
         decoder.train(was_training)
     seconds = max(time.perf_counter() - start, 1e-9)
@@ -196,7 +184,10 @@ def _batches(writings: list[Writing], batch_size: int) -> Iterator[list[Writing]
 
 
 @torch.no_grad()
-def _run_batch(decoder: Decoder, rows: list[Writing], sampling: Sampling, kept: PromptCache | None) -> None:
+def _run_batch(
+    decoder: Decoder, rows: list[Writing], options: SamplingOptions, kept: PromptCache | None
+) -> None:
+    parameters = decoder.shape.num_parameters
     longest = max(len(row.prompt) for row in rows)
     padding = [longest - len(row.prompt) for row in rows]
     next_BT = [[0] * count + row.prompt for count, row in zip(padding, rows, strict=True)]
@@ -209,8 +200,8 @@ def _run_batch(decoder: Decoder, rows: list[Writing], sampling: Sampling, kept: 
     while True:
         if kept is not None:
             kept.ids += next_BT[0]
-        logits_BV = _last_logits(decoder, next_BT, padding, cache)
-        drawn = sampling.pick(logits_BV, [(row.index, len(row.ids)) for row in rows]).tolist()
+        logits_BV = _last_logits(decoder, next_BT, padding, cache, parameters)
+        drawn = pick_tokens(logits_BV, options, [(row.index, len(row.ids)) for row in rows]).tolist()
         if not bool(torch.isfinite(logits_BV.amax(dim=-1)).all()):
             raise ModelError(
                 "the model's output is not finite", "get the weights again, or load the model in fp32"
@@ -231,7 +222,7 @@ def _run_batch(decoder: Decoder, rows: list[Writing], sampling: Sampling, kept: 
 
 
 def _last_logits(
-    decoder: Decoder, ids_BT: list[list[int]], padding: list[int], cache: KVCache
+    decoder: Decoder, ids_BT: list[list[int]], padding: list[int], cache: KVCache, parameters: int
 ) -> torch.Tensor:
     """Reads tokens into the cache, in chunks where they are many; logits_BV after the last one."""
     device = decoder.head_weight.device
@@ -244,5 +235,7 @@ def _last_logits(
         if any(padding):
             places_BT = torch.arange(start, end) - torch.tensor(padding)[:, None]
             positions_BT, layout = places_BT.clamp(min=0).to(device), Layout.left_padded(padding, end)
-        hidden_BTC = decoder(part_BT.to(device), positions_BT, layout, cache)
-    return decoder.logits(hidden_BTC[:, -1:])[:, 0]
+        with threads_of_pass(parameters, part_BT.numel(), device):
+            hidden_BTC = decoder(part_BT.to(device), positions_BT, layout, cache)
+    with threads_of_pass(parameters, B, device):
+        return decoder.logits(hidden_BTC[:, -1:])[:, 0]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trimtab.facts.errors import RecipeError
-
 
 class StopStrings:
     """Holds back text that may be the beginning of a stop string.
@@ -17,8 +15,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
-            raise RecipeError(f"stop strings are {stops!r}", "give a list of texts that are not empty")
+        assert all(stops), "an empty stop string; SamplingOptions refuses it"
         self._stops = tuple(stops)
         self._held = ""
 

@@ -1,4 +1,4 @@
-"""Starting a run: in this process for now; the same recipe will go to several."""
+"""Starting runs: in this process, and later in several."""
 
 from __future__ import annotations
 
@@ -7,21 +7,10 @@ from typing import TYPE_CHECKING
 from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
-    from trimtab.launch.device import detect
-    from trimtab.launch.here import Finished, Given, View, resume, train
-    from trimtab.launch.preparing import Prepared, prepare
+    from trimtab.launch.local import resume, train
 
-_HOMES = {
-    "Finished": "here",
-    "Given": "here",
-    "View": "here",
-    "detect": "device",
-    "Prepared": "preparing",
-    "prepare": "preparing",
-    "resume": "here",
-    "train": "here",
-}
+_HOMES = {"resume": "local", "train": "local"}
 
-__all__ = ["Finished", "Given", "Prepared", "View", "detect", "prepare", "resume", "train"]
+__all__ = ["resume", "train"]
 
 __getattr__ = lazily(__name__, _HOMES)

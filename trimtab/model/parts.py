@@ -6,6 +6,7 @@ size, H query heads, K key/value heads, D head size, I intermediate size, F = D 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from trimtab.kernels.attention import Layout, attention
 from trimtab.kernels.gated_mlp import gated_activation
 from trimtab.kernels.rms_norm import add_rms_norm, rms_norm
 from trimtab.kernels.rope import rope
+from trimtab.model.labels import in_projection
 
 
 class Cache(Protocol):
@@ -85,16 +87,19 @@ class Attention(nn.Module):
         """[B, T, C] to [B, T, C]; angles of the positions as cos and sin, [B, T, D / 2] each. With a cache, keys and
         values of earlier tokens take part as well."""
         B, T, _ = x_BTC.shape
-        q_BTHD, k_BTKD, v_BTKD = (
-            y.view(B, T, -1, self.head_dim) for y in projected(x_BTC, self.q_proj, self.k_proj, self.v_proj)
-        )
+        with in_projection("attention"):
+            q_BTHD, k_BTKD, v_BTKD = (
+                y.view(B, T, -1, self.head_dim)
+                for y in projected(x_BTC, self.q_proj, self.k_proj, self.v_proj)
+            )
         q_BTHD, k_BSKD = self._placed(q_BTHD, k_BTKD, cos_BTF, sin_BTF)
         v_BSKD = v_BTKD
         if cache is not None:
             k_BSKD, v_BSKD = cache.update(self.layer, k_BSKD, v_BSKD)
         impl = self.impl if layout.is_packed or cache is not None else self.whole
         o_BTHD = attention(q_BTHD, k_BSKD, v_BSKD, layout=layout, window=self.window, impl=impl)
-        return self.o_proj(o_BTHD.reshape(B, T, -1))
+        with in_projection("attention"):
+            return self.o_proj(o_BTHD.reshape(B, T, -1))
 
     def _placed(
         self, q_BTHD: torch.Tensor, k_BTKD: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor
@@ -127,10 +132,27 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(C, width, bias=shape.mlp_bias)
         self.down_proj = nn.Linear(width, C, bias=shape.mlp_bias)
 
-    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        """[B, T, C] to [B, T, C]."""
-        gate_BTI, up_BTI = projected(x_BTC, self.gate_proj, self.up_proj)
-        return self.down_proj(gated_activation(gate_BTI, up_BTI, impl=self.pointwise))
+    def forward(
+        self, x_BTC: torch.Tensor, *, overwrite_gate_inputs: bool = False, output_unused: bool = False
+    ) -> torch.Tensor:
+        """[B, T, C] to [B, T, C].
+
+        Args:
+            x_BTC: The normalized stream.
+            overwrite_gate_inputs: `overwrite_inputs` of `trimtab.kernels.gated_mlp.gated_activation`.
+            output_unused: Whether the caller discards the output, because this call only recomputes what the backward
+                pass reads. Then a `down_proj` that has a method `save_only` (adapters do) skips its product.
+        """
+        with in_projection("gate_up"):
+            gate_BTI, up_BTI = projected(x_BTC, self.gate_proj, self.up_proj)
+        gated_BTI = gated_activation(
+            gate_BTI, up_BTI, impl=self.pointwise, overwrite_inputs=overwrite_gate_inputs
+        )
+        down: Callable[[torch.Tensor], torch.Tensor] = self.down_proj
+        if output_unused and not self._forward_hooks and not self.down_proj._forward_hooks:
+            down = getattr(self.down_proj, "save_only", down)
+        with in_projection("down"):
+            return down(gated_BTI)
 
 
 class Block(nn.Module):
@@ -175,15 +197,21 @@ class Block(nn.Module):
         sin_BTF: torch.Tensor,
         layout: Layout,
         cache: Cache | None = None,
+        *,
+        overwrite_gate_inputs: bool = False,
+        output_unused: bool = False,
     ) -> torch.Tensor:
-        """The block itself, all of it kept for the backward pass."""
+        """The block itself, without recomputation; the last two arguments are `MLP.forward`'s."""
+        mlp = functools.partial(
+            self.mlp, overwrite_gate_inputs=overwrite_gate_inputs, output_unused=output_unused
+        )
         attended_BTC = self.self_attn(self.input_layernorm(x_BTC), cos_BTF, sin_BTF, layout, cache)
         norm = self.post_attention_layernorm
         if self.pointwise == "reference":
             x_BTC = x_BTC + attended_BTC
-            return x_BTC + self.mlp(norm(x_BTC))
+            return x_BTC + mlp(norm(x_BTC))
         normed_BTC, x_BTC = add_rms_norm(attended_BTC, x_BTC, norm.weight, norm.eps, impl=self.pointwise)
-        return x_BTC + self.mlp(normed_BTC)
+        return x_BTC + mlp(normed_BTC)
 
     def attend(
         self, x_BTC: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, layout: Layout
@@ -191,6 +219,6 @@ class Block(nn.Module):
         """The first half alone: the stream with attention added."""
         return x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos_BTF, sin_BTF, layout, None)
 
-    def feed(self, x: torch.Tensor) -> torch.Tensor:
+    def feed(self, x: torch.Tensor, *, output_unused: bool = False) -> torch.Tensor:
         """The second half alone, for any tokens […, C]: the stream with the feed-forward added."""
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x), output_unused=output_unused)

@@ -157,8 +157,13 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     _sync(path)
 
 
-def check_replaceable(folder: Path, overwrite: bool, holds: str = "config.json") -> None:
-    """ModelError for a folder that holds something, unless it may be overwritten and has a file `holds`."""
+def check_replaceable(
+    folder: Path, overwrite: bool, holds: str = "config.json", *, spelled: str = "overwrite=True"
+) -> None:
+    """ModelError for a folder that holds something, unless it may be overwritten and has a file `holds`.
+
+    `spelled` is how the caller's user asks for that; the command line gives its flag.
+    """
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if not folder.exists():
@@ -166,7 +171,7 @@ def check_replaceable(folder: Path, overwrite: bool, holds: str = "config.json")
     if not overwrite:
         raise ModelError(
             f"{folder} exists already",
-            "choose another folder, or say that it may be overwritten (--overwrite)",
+            f"choose another folder, or replace it with {spelled}",
         )
     if not folder.is_dir() or not (folder / holds).is_file():
         what = "a model" if holds == "config.json" else "an adapter"

@@ -87,10 +87,15 @@ def estimate(weights: int, states: int, num_tensors: int, saving: Saving) -> Dis
     return Disk(checkpoint_spec.checkpoint_bytes(weights, states, num_tensors), saving)
 
 
-def check_disk(disk: Disk, free_bytes: int, folder: str) -> None:
+def check_disk(disk: Disk, free_bytes: int, folder: str, *, resumed: bool = False) -> None:
     """Raise a ResourceError if the checkpoints do not fit beside what is on the disk already.
 
-    For a resumed run `free_bytes` includes its own checkpoints, which later ones replace.
+    For a resumed run `free_bytes` includes its own checkpoints, which later ones replace; its folder can only move as
+    a whole.
+
+    Example:
+        >>> saving = Saving(keep=1, save_steps=5, best_steps=None, total_steps=None)
+        >>> check_disk(estimate(1000, 0, 0, saving), 10**9, "runs/a")
     """
     if disk.total_bytes <= free_bytes:
         return
@@ -98,20 +103,24 @@ def check_disk(disk: Disk, free_bytes: int, folder: str) -> None:
     what = (
         "the checkpoint takes" if count == 1 else f"{count} checkpoints, as many as there are at once, take"
     )
+    move = (
+        f"move {folder} to another disk and resume it there" if resumed else "set output_dir to another disk"
+    )
+    fewer = _fewer(disk, free_bytes)
     raise ResourceError(
         f"{what} {format_bytes(disk.total_bytes)} and {folder} has room for {format_bytes(free_bytes)}",
-        f"free some space, set output_dir to another disk{_fewer(disk, free_bytes)}",
+        f"free some space or {move}" if fewer is None else f"free some space, {move}, or {fewer}",
     )
 
 
-def _fewer(disk: Disk, free_bytes: int) -> str:
-    """Keys that make the checkpoints fit, as the rest of a remedy; empty where none do."""
+def _fewer(disk: Disk, free_bytes: int) -> str | None:
+    """Keys that make the checkpoints fit, as the last part of a remedy; None where none do."""
     fitting = free_bytes // disk.checkpoint_bytes
     for keep in range(disk.saving.keep - 1, 0, -1):
         if disk.saving.standing(keep) <= fitting:
-            return f", or set save_total_limit: {keep}"
+            return f"set save_total_limit: {keep}"
     if not fitting:
-        return ""
+        return None
     keys = ["save_steps: null"] if disk.saving.save_steps is not None else []
     keys += ["eval_steps: null"] if disk.saving.best_steps is not None else []
-    return f", or save only at the end ({' and '.join(keys)})"
+    return f"save only at the end ({' and '.join(keys)})"

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from trimtab.adapt import spec_quantized
 from trimtab.adapt.spec import LoraSettings
+from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.facts.units import format_bytes
 from trimtab.kernels.adamw8bit.choice import choose as choose_adamw8bit
 from trimtab.plan.dial import tile_counts
 from trimtab.plan.job import Job
-from trimtab.plan.limits import sentence
 from trimtab.plan.make import Plan
 from trimtab.plan.memory import predict
 from trimtab.recipe.keys import Recipe
@@ -83,11 +82,10 @@ def _for_a_resumed_run(plan: Plan, device: DeviceFacts, there: int) -> str:
 def _needs(plan: Plan) -> str:
     """What the run needs, and, where nothing was named, that no setting of the dial needs less."""
     peak = f"{format_bytes(plan.memory.needed, up=True)} at its peak ({plan.memory.moment})"
-    chosen = plan.choices.get("memory", {})
     auto = plan.recipe.recompute == "auto" and plan.recipe.gradient_checkpointing is None
     if not auto or set(plan.job.layers) & {"none", "pointwise", "selective"}:
         return peak
-    return f"at least {peak}, with recompute: {sentence(chosen, plan.shape.num_layers)},"
+    return f"at least {peak}, with recompute: {plan.resolved.memory_plan.description},"
 
 
 def _has(plan: Plan, device: DeviceFacts, there: int) -> str:
@@ -166,9 +164,9 @@ def _can_be_packed(job: Job) -> bool:
     return True
 
 
-def _nf4(device: DeviceFacts) -> dict[str, Any]:
+def _nf4(device: DeviceFacts) -> Quantization:
     impl = spec_quantized.choose(device=device.kind, triton=device.runs_triton).impl
-    return {"kind": "nf4", "block": spec_quantized.BLOCK, "double": True, "impl": impl}
+    return Quantization("nf4", double=True, impl=impl)
 
 
 def _together(plan: Plan, there: int) -> tuple[list[Remedy], bool]:

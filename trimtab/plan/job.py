@@ -8,13 +8,14 @@ from functools import cached_property
 from typing import Any
 
 from trimtab.adapt.spec import LoraSettings
+from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.shapes import ModelShape
 from trimtab.plan.trained import Trained, trained
 
 
 @dataclass(frozen=True)
 class Job:
-    """What decides the memory of a step: the recipe's keys after every `auto` has been settled."""
+    """What decides the memory of a step: the recipe's keys after every `auto` has been resolved."""
 
     shape: ModelShape
     batch: int
@@ -46,8 +47,8 @@ class Job:
     """Whether layers are compiled whole, so that nothing inside one can be sent to the host."""
     lora: LoraSettings | None = None
     """The adapters' settings, where adapters are trained and all else is frozen."""
-    quantization: dict[str, Any] | None = None
-    """How frozen weights are packed: kind, block, double, impl."""
+    quantization: Quantization | None = None
+    """How frozen weights are quantized."""
     unpacked_layers: int = 0
     """Layers whose packed weights are kept unpacked as well (`trimtab.adapt.unpacked`)."""
 

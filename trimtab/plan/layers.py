@@ -219,10 +219,10 @@ def unpacking_bytes(job: Job) -> int:
     packed = job.quantization
     return spec_quantized.scratch_bytes(
         job.shape,
-        packed["kind"],
-        impl=packed["impl"],
-        block=packed["block"] or spec_quantized.BLOCK,
-        double=packed["double"],
+        packed.kind,
+        impl=packed.impl,
+        block=packed.block_size,
+        double=packed.double,
     )
 
 

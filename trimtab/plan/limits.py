@@ -1,10 +1,8 @@
-"""What a recipe says of memory, settled for one machine: its keys become numbers."""
+"""The memory plan of a run: the recipe's memory keys resolved for one machine."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from trimtab.adapt.spec_recompute import canonical, counted
+from trimtab.adapt.spec_recompute import canonical
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
@@ -13,6 +11,7 @@ from trimtab.plan import dial, unpacked
 from trimtab.plan.job import Job
 from trimtab.plan.memory import CONTEXT, predict
 from trimtab.plan.policies import cost_of, policy_costs
+from trimtab.plan.resolved import MemoryPlan
 from trimtab.recipe.keys import Recipe
 
 
@@ -66,10 +65,10 @@ def by_hand(recipe: Recipe, shape: ModelShape) -> tuple[str, ...] | None:
     return canonical({**counts, "none": counts.get("none", 0) + L - named})
 
 
-def settle(
+def resolve_memory_plan(
     recipe: Recipe, job: Job, device: DeviceFacts, *, tiles: int | None = None, fixed_loss: bool = False
-) -> dict[str, Any]:
-    """What was chosen, in plain data, to be kept with the run.
+) -> MemoryPlan:
+    """Choose what is recomputed, tiled and dequantized, by the recipe's keys and the memory there is.
 
     Args:
         recipe: what is asked.
@@ -78,7 +77,7 @@ def settle(
         tiles: of the feed-forward, where an earlier start has chosen them: they decide how sums are rounded.
         fixed_loss: whether the loss holds what the job says, for the same reason.
     """
-    limit, words = limit_of(recipe, device)
+    limit, basis = limit_of(recipe, device)
     if tiles is None and recipe.mlp_tiles != "auto":
         tiles = recipe.mlp_tiles
     named = by_hand(recipe, job.shape)
@@ -89,18 +88,17 @@ def settle(
         setting, fits = dial.with_policies(job, device, limit, named, tiles=tiles, fixed_loss=fixed_loss)
     if fits and recipe.unpacked_layers == "auto":
         setting = unpacked.unpack(job, setting, limit)
-    chosen = {
-        "recompute": list(setting.policies),
-        "mlp_tiles": setting.mlp_tiles,
-        "loss_memory": setting.loss_memory,
-        "unpacked_layers": setting.unpacked_layers,
-        "limit": limit,
-        "limit_basis": words,
-        "allocator_bytes": limit - CONTEXT[job.device] if recipe.memory_limit is not None else None,
-        "host_bytes": setting.host,
-        "reason": _reason(job, device, setting, named is not None, fits, limit, words),
-    }
-    return {**chosen, "sentence": sentence(chosen, job.shape.num_layers)}
+    return MemoryPlan(
+        recompute=tuple(setting.policies),
+        mlp_tiles=setting.mlp_tiles,
+        loss_memory=setting.loss_memory,
+        unpacked_layers=setting.unpacked_layers,
+        limit=limit,
+        limit_basis=basis,
+        allocator_bytes=limit - CONTEXT[job.device] if recipe.memory_limit is not None else None,
+        host_bytes=setting.host,
+        reason=_reason(job, device, setting, named is not None, fits, limit, basis),
+    )
 
 
 def _reason(
@@ -119,25 +117,3 @@ def _reason(
     _, seconds = cost_of(policy_costs(job, device), setting.policies)
     spare = "" if seconds is None else f" and spare {format_seconds(seconds)} a microbatch, by arithmetic"
     return f"the fastest that fits {words}; keeping everything would take {format_bytes(plain)}{spare}"
-
-
-def sentence(chosen: dict[str, Any], num_layers: int) -> str:
-    """The choice for people: "20 layers block, 8 none".
-
-    Example:
-        >>> sentence({"recompute": ["block", "none", "none"], "mlp_tiles": 4}, 3)
-        '1 layer block, 2 none; feed-forward in 4 tiles'
-        >>> sentence({"recompute": ["none"] * 3, "mlp_tiles": 1, "unpacked_layers": 2}, 3)
-        'none in all 3 layers; weights of 2 also unpacked'
-    """
-    counts = counted(tuple(chosen["recompute"]))
-    if len(counts) == 1:
-        text = f"{next(iter(counts))} in all {num_layers} layers"
-    else:
-        parts = [f"{count} {policy}" for policy, count in counts.items()]
-        first = next(iter(counts.values()))
-        text = ", ".join([parts[0].replace(" ", " layer " if first == 1 else " layers ", 1), *parts[1:]])
-    if chosen["mlp_tiles"] > 1:
-        text += f"; feed-forward in {chosen['mlp_tiles']} tiles"
-    also = chosen.get("unpacked_layers", 0)  # not in the folders of runs made before there was a choice
-    return text + (f"; weights of {also} also unpacked" if also else "")

@@ -51,12 +51,13 @@ def longest_context(job: Job, device: DeviceFacts, limit: int) -> Longest:
 
     Example:
         >>> from trimtab.adapt.spec import LoraSettings
+        >>> from trimtab.adapt.spec_quantized import Quantization
         >>> from trimtab.facts.shapes import ModelShape
         >>> llama = ModelShape("llama", 128256, 4096, 14336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
         >>> job = Job(llama, batch=1, tokens=4096, accumulation=1, dtype="bf16", weights_dtype="bf16",
         ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="triton", device="cuda",
         ...           pointwise="triton", loss_impl="triton", lora=LoraSettings(r=32),
-        ...           quantization={"kind": "nf4", "block": 64, "double": True, "impl": "triton"})
+        ...           quantization=Quantization("nf4", double=True, impl="triton"))
         >>> gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
         >>> longest_context(job, gpu, 24 * 10**9).tokens > 100_000
         True

@@ -1,20 +1,21 @@
-"""The plan of a run: what it will take, added up from what the rooms declare. Imports no torch."""
+"""The plan of a run: what it will take, added up from what the packages declare. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import ModelShape
 from trimtab.plan import data as plan_data
 from trimtab.plan import disk as plan_disk
-from trimtab.plan import limits as plan_limits
 from trimtab.plan import memory as plan_memory
 from trimtab.plan import time as plan_time
 from trimtab.plan.data import DataFacts
 from trimtab.plan.job import Job
+from trimtab.plan.limits import limit_of
+from trimtab.plan.resolved import Resolved
+from trimtab.plan.resolved_json import resolved_to_dict
 from trimtab.recipe.keys import Recipe
 from trimtab.recipe.rules import has_domain_set
 
@@ -34,7 +35,7 @@ class Plan:
     data: dict[str, Any]
     time: plan_time.Time
     disk: plan_disk.Disk
-    choices: dict[str, Any]
+    resolved: Resolved
     notes: tuple[str, ...]
     limit: int
     """Bytes that the run may take on its device."""
@@ -62,7 +63,7 @@ class Plan:
             "data": self.data,
             "time": self.time.to_dict(),
             "disk": self.disk.to_dict(),
-            "choices": self.choices,
+            "choices": resolved_to_dict(self.resolved),
             "notes": list(self.notes),
         }
 
@@ -70,10 +71,10 @@ class Plan:
 def make_plan(
     recipe: Recipe,
     shape: ModelShape,
+    resolved: Resolved,
     *,
     device: DeviceFacts,
     data: DataFacts | None = None,
-    choices: dict[str, Any],
     num_devices: int = 1,
 ) -> Plan:
     """Predict a run.
@@ -81,28 +82,26 @@ def make_plan(
     Args:
         recipe: what is asked.
         shape: the model's shape.
+        resolved: what every `auto` of the recipe came to, the memory plan included.
         device: the device it will run on.
         data: what is known of the packed data; None before it was looked at.
-        choices: what every `auto` of the recipe came to: "dtype", "weights_dtype", "gradient_dtype" by
-            name and "attention" as `{"impl", "reason", "rejected"}`. They are kept in the plan as they are;
-            "memory" is settled here where it is not given.
         num_devices: devices that share the batch.
 
     Example:
         >>> from trimtab.facts.devices import DeviceFacts
+        >>> from trimtab.plan.resolved import *
         >>> from trimtab.recipe import loads
         >>> tiny = ModelShape("llama", 512, 64, 128, 2, num_heads=4, num_kv_heads=2, head_dim=16)
-        >>> plan = make_plan(loads("model: tiny\\ndata: {train: x}"), tiny,
-        ...                  device=DeviceFacts("a laptop", "cpu", memory_bytes=8 * 2**30),
-        ...                  choices={"dtype": "fp32", "weights_dtype": "fp32", "gradient_dtype": "fp32",
-        ...                           "attention": {"impl": "sdpa_flash", "reason": "", "rejected": []}})
+        >>> fp32 = PrecisionConfig("fp32", "fp32", "fp32")
+        >>> resolved = Resolved("cpu", threads=2, deterministic=False, precision=fp32,
+        ...                     attention=AttentionConfig.uniform(2, "sdpa_flash"), memory=MemoryPlan(("none", "none")),
+        ...                     optimizer=OptimizerConfig("adamw_torch_fused"))
+        >>> plan = make_plan(loads("model: tiny\\ndata: {train: x}"), tiny, resolved,
+        ...                  device=DeviceFacts("a laptop", "cpu", memory_bytes=8 * 2**30))
         >>> plan.memory.peak.weights
         558336
     """
-    job = job_of(recipe, shape, device, choices)
-    if "memory" not in choices:
-        choices = {**choices, "memory": plan_limits.settle(recipe, job, device)}
-        job = job_of(recipe, shape, device, choices)
+    job = job_of(recipe, shape, device, resolved)
     memory = plan_memory.predict(job)
     num_tensors = len(job.trained.parameters)
     disk = plan_disk.estimate(
@@ -121,12 +120,9 @@ def make_plan(
         data=plan_data.describe(recipe, data, num_devices),
         time=_time(recipe, job, device, data, num_devices),
         disk=disk,
-        choices={
-            **choices,
-            "optimizer": choices.get("optimizer") or {"name": recipe.optim, "reason": "named in the recipe"},
-        },
+        resolved=resolved,
         notes=tuple(_notes(recipe, job, device)),
-        limit=plan_limits.limit_of(recipe, device)[0],
+        limit=limit_of(recipe, device)[0],
     )
 
 
@@ -151,42 +147,35 @@ def _time(
     )
 
 
-def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, choices: dict[str, Any]) -> Job:
+def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved) -> Job:
     """What decides the memory of a step, from the recipe and what its `auto` keys came to."""
+    precision, memory = resolved.precision, resolved.memory
+    attention = resolved.attention.only
     return Job(
         shape=shape,
         batch=recipe.per_device_train_batch_size,
         tokens=recipe.max_seq_length,
         accumulation=recipe.gradient_accumulation_steps,
-        dtype=choices["dtype"],
-        weights_dtype=choices["weights_dtype"],
-        gradient_dtype=choices["gradient_dtype"],
-        optimizer=recipe.optim,
-        optimizer_impl=choices.get("optimizer", {}).get("impl", "reference"),
+        dtype=precision.dtype,
+        weights_dtype=precision.weights_dtype,
+        gradient_dtype=precision.gradient_dtype,
+        optimizer=resolved.optimizer.name,
+        optimizer_impl=resolved.optimizer.impl,
         in_backward=recipe.optim_in_backward,
-        compiled=recipe.torch_compile is True,
-        loss_impl=choices.get("loss", {}).get("impl", "chunked"),
-        loss_memory=_loss_memory(choices),
-        attention=choices["attention"].get("whole", choices["attention"]["impl"]),
+        compiled=resolved.compile.enabled,
+        loss_impl=resolved.loss.impl,
+        loss_memory=resolved.loss.memory_bytes if memory is None else memory.loss_memory,
+        attention=attention.packed if recipe.packing else attention.unpacked,
         device=device.kind,
         bf16=device.bf16,
         packed=recipe.packing,
-        policies=tuple(choices.get("memory", {}).get("recompute", ())),
-        mlp_tiles=choices.get("memory", {}).get("mlp_tiles", 1),
-        pointwise=choices.get("pointwise", {}).get("impl", "reference"),
-        lora=None if choices.get("lora") is None else LoraSettings.from_dict(choices["lora"]),
-        quantization=choices.get("quantization"),
-        unpacked_layers=choices.get("memory", {}).get("unpacked_layers", 0),
+        policies=() if memory is None else memory.recompute,
+        mlp_tiles=1 if memory is None else memory.mlp_tiles,
+        pointwise=resolved.pointwise.impl,
+        lora=resolved.lora,
+        quantization=resolved.quantization,
+        unpacked_layers=0 if memory is None else memory.unpacked_layers,
     )
-
-
-def _loss_memory(choices: dict[str, Any]) -> int | None:
-    """What the loss may hold: as it was settled with the layers, or as it was chosen before that."""
-    memory = choices.get("memory", {})
-    held: int | None = (
-        memory["loss_memory"] if "loss_memory" in memory else choices.get("loss", {}).get("memory_bytes")
-    )
-    return held
 
 
 def _saving(recipe: Recipe, steps: int | None) -> plan_disk.Saving:

@@ -33,6 +33,24 @@ class Time:
         return asdict(self)
 
 
+def flops_per_token(
+    shape: ModelShape,
+    tokens: int,
+    layers: Sequence[str],
+    *,
+    mlp_tiles: int = 1,
+    lora: LoraSettings | None = None,
+) -> float:
+    """FLOPs per token of forward, backward and recomputation; the arguments are those of `estimate`."""
+    per_token = model_spec.flops_per_token(shape, tokens)
+    if lora is not None:
+        per_token += adapt_spec.flops_per_token(shape, lora) - adapt_spec.frozen_flops_per_token(shape, lora)
+    for layer, policy in enumerate(layers):
+        again = spec_recompute.again(shape, policy, tokens, layer=layer, mlp_tiles=mlp_tiles)
+        per_token += again.products + again.attention
+    return per_token
+
+
 def estimate(
     shape: ModelShape,
     device: DeviceFacts,
@@ -58,12 +76,7 @@ def estimate(
         num_devices: devices that share the work.
         lora: the adapters, where the model's own weights have no gradients.
     """
-    per_token = model_spec.flops_per_token(shape, tokens)
-    if lora is not None:
-        per_token += adapt_spec.flops_per_token(shape, lora) - adapt_spec.frozen_flops_per_token(shape, lora)
-    for layer, policy in enumerate(layers):
-        again = spec_recompute.again(shape, policy, tokens, layer=layer, mlp_tiles=mlp_tiles)
-        per_token += again.products + again.attention
+    per_token = flops_per_token(shape, tokens, layers, mlp_tiles=mlp_tiles, lora=lora)
     flops = None if processed is None else per_token * processed
     ceiling = device.ceiling(dtype)
     if ceiling is None:

@@ -6,11 +6,11 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from trimtab.adapt import spec as adapt_spec
 from trimtab.adapt import spec_quantized
 from trimtab.adapt.spec import LoraSettings
+from trimtab.adapt.spec_quantized import Quantization
 from trimtab.adapt.targets import EMBEDDING, HEAD
 from trimtab.facts.dtypes import nbytes
 from trimtab.facts.shapes import ModelShape
@@ -137,7 +137,7 @@ def trained(
     weights_dtype: str,
     gradient_dtype: str,
     lora: LoraSettings | None = None,
-    quantization: dict[str, Any] | None = None,
+    quantization: Quantization | None = None,
 ) -> Trained:
     """The parts of a model that a run trains: all of it, or adapters on frozen weights, packed or not.
 
@@ -146,7 +146,7 @@ def trained(
         weights_dtype: of its own weights.
         gradient_dtype: in which gradients of bf16 weights are added up; those of fp32 weights are fp32.
         lora: the adapters' settings, or None where everything is trained.
-        quantization: how frozen weights are packed (`Choices.quantization`), or None.
+        quantization: how frozen weights are quantized, or None.
     """
     if lora is None:
         whole = [Parameter(name, dims, weights_dtype, gradient_dtype) for name, dims in shape.parameters()]
@@ -157,10 +157,10 @@ def trained(
     if quantization is not None:
         standing = spec_quantized.weight_bytes(
             shape,
-            quantization["kind"],
+            quantization.kind,
             weights_dtype,
-            block=quantization["block"] or spec_quantized.BLOCK,
-            double=quantization["double"],
+            block=quantization.block_size,
+            double=quantization.double,
         )
     parts = [
         Parameter(name, dims, dtype, "fp32" if dtype == "fp32" else gradient_dtype)

@@ -38,13 +38,14 @@ def unpack(job: Job, setting: Setting, limit: int) -> Setting:
 
     Example:
         >>> from trimtab.adapt.spec import LoraSettings
+        >>> from trimtab.adapt.spec_quantized import Quantization
         >>> from trimtab.facts.devices import DeviceFacts
         >>> from trimtab.plan.dial import choose
         >>> llama = ModelShape("llama", 128256, 4096, 14336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
         >>> job = Job(llama, batch=1, tokens=2048, accumulation=1, dtype="bf16", weights_dtype="bf16",
         ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="triton", device="cuda",
         ...           pointwise="triton", loss_impl="triton", lora=LoraSettings(r=16),
-        ...           quantization={"kind": "nf4", "block": 64, "double": True, "impl": "triton"})
+        ...           quantization=Quantization("nf4", double=True, impl="triton"))
         >>> gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
         >>> for gigabytes in (12, 24, 80):
         ...     limit = gigabytes * 10**9

@@ -334,7 +334,7 @@ class Recipe(Section):
     device: Annotated[Device, Field(examples=["auto", "cpu", "cuda", "cuda:1"])] = "auto"
     """Where to train. `auto` uses a CUDA GPU if there is one. `cuda:1` is the second visible GPU, `cuda` the
     current one (the first, unless the process chose another). A resumed run may continue on another GPU."""
-    num_threads: Annotated[Count | None, Field(examples=[8])] = None
+    num_threads: Annotated[Count | None, Field(le=1024, examples=[8])] = None
     """CPU threads of torch's operations (`torch.set_num_threads`); takes precedence over `OMP_NUM_THREADS`. By default
     torch decides: `OMP_NUM_THREADS`, or one thread per core. The number is kept with the run: another one may add up
     sums in another order and so change the last bits of the losses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path as FilePath
@@ -40,9 +41,12 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
     try:
         text = file.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
+        near = difflib.get_close_matches(file.stem, ours, n=1, cutoff=0.7) if file.name == str(path) else []
         raise RecipeError(
             f"there is no recipe at {file}",
-            f"check the path, or name one that ships with trimtab: {', '.join(ours)}",
+            f"did you mean {near[0]}, which ships with trimtab? For a file check the path"
+            if near
+            else f"check the path, or name one that ships with trimtab: {', '.join(ours)}",
         ) from error
     except IsADirectoryError as error:
         raise RecipeError(f"{file} is a folder", "give the recipe file inside it") from error

@@ -272,12 +272,12 @@ def _quantized(recipe: Recipe) -> Iterator[str]:
             )
     elif recipe.unpacked_layers not in ("auto", 0):
         yield (
-            f"unpacked_layers: {recipe.unpacked_layers} is of weights in few bits, and here none are; leave it out "
+            f"unpacked_layers: {recipe.unpacked_layers} has no effect without quantized weights; leave it out "
             "(unpacked_layers=null), or set load_in_4bit: true or load_in_8bit: true"
         )
     if not recipe.bnb_4bit_use_double_quant and not recipe.load_in_4bit:
         yield (
-            "bnb_4bit_use_double_quant is of load_in_4bit, which is not set; leave it out "
+            "bnb_4bit_use_double_quant has no effect without load_in_4bit: true; leave it out "
             "(bnb_4bit_use_double_quant=null), or set load_in_4bit: true"
         )
 

@@ -81,11 +81,12 @@ def _losses(data: RunData) -> list[Line]:
 
 
 def _smoothed(values: list[float]) -> list[float]:
-    """Mean over a twentieth of the run around each step, which does not lag behind; passes over what is not finite.
+    """Mean over a twentieth of the run around each step, over as much of it as there is at both ends; passes over what
+    is not finite.
 
     Example:
         >>> _smoothed([3.0, 1.0, 2.0, 9.0])
-        [3.0, 2.0, 4.0, 9.0]
+        [2.0, 2.0, 4.0, 5.5]
     """
     half = max(1, len(values) // 40)
     sums, counts = [0.0], [0]
@@ -95,8 +96,7 @@ def _smoothed(values: list[float]) -> list[float]:
         counts.append(counts[-1] + finite)
     found = []
     for i in range(len(values)):
-        reach = min(half, i, len(values) - 1 - i)
-        low, high = i - reach, i + reach + 1
+        low, high = max(0, i - half), min(len(values), i + half + 1)
         number = counts[high] - counts[low]
         found.append((sums[high] - sums[low]) / number if number else math.nan)
     return found
@@ -117,5 +117,6 @@ def _thinned(points: list[Point]) -> list[Point]:
         part = points[start : start + stretch]
         # Not finite counts as greatest, so that a gap stays a gap.
         by_value = sorted(part, key=lambda p: p[1] if math.isfinite(p[1]) else math.inf)
-        kept += sorted({by_value[0], by_value[-1]}, key=lambda p: p[0])
+        last = part[-1:] if start + stretch >= len(points) else []  # the legend names the last value
+        kept += sorted({by_value[0], by_value[-1], *last}, key=lambda p: p[0])
     return kept

@@ -7,6 +7,7 @@ needs no style attribute, which the page's policy forbids.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from trimtab.report.charts import Chart, Line
 
 WIDTH, HEIGHT = 2000, 1000
 """Units of the viewBox; about half a pixel on a wide screen."""
+LARGEST = 1e307
+"""Of the values that are drawn; larger ones are drawn there."""
 HEADROOM = 0.04
 """Of the range of values, left free above and below the lines."""
 
@@ -64,12 +67,15 @@ def draw(chart: Chart) -> Drawing | None:
         >>> draw(Chart("a", "A", [Line("a", "train", [(0, 1.0), (10, 3.0)])], large=True)).strokes[0].path
         'M0,963L2000,37'
     """
-    finite = [(x, y) for line in chart.lines for x, y in line.points if math.isfinite(y)]
+    lines = [
+        dataclasses.replace(line, points=[(x, _clamped(y)) for x, y in line.points]) for line in chart.lines
+    ]
+    finite = [(x, y) for line in lines for x, y in line.points if math.isfinite(y)]
     if not finite:
         return None
     x_range = _x_range([x for x, _ in finite])
     y_range = _y_range([y for _, y in finite], from_zero=not chart.large)
-    strokes = [_stroke(line, x_range, y_range) for line in chart.lines]
+    strokes = [_stroke(line, x_range, y_range) for line in lines]
     x_ticks = [
         _tick(_step(v), v, x_range, WIDTH) for v in ticks(*x_range, 8 if chart.large else 4, whole=True)
     ]
@@ -87,7 +93,7 @@ def draw(chart: Chart) -> Drawing | None:
                 "x": [x for x, _ in line.points],
                 "y": [float(f"{y:.5g}") if math.isfinite(y) else None for _, y in line.points],
             }
-            for line in chart.lines
+            for line in lines
         ],
     }
     return Drawing(
@@ -104,10 +110,13 @@ def _y_range(values: list[float], *, from_zero: bool) -> tuple[float, float]:
     low, high = min(values), max(values)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    # Halves: the difference of two floats may be beyond the largest one.
-    room = 2 * HEADROOM * (high / 2 - low / 2) or HEADROOM * abs(high) or 1.0
-    bottom = low if from_zero and low == 0 else low - room
-    return max(bottom, -1e308), min(high + room, 1e308)
+    room = HEADROOM * (high - low) or HEADROOM * abs(high) or 1.0
+    return low if from_zero and low == 0 else low - room, high + room
+
+
+def _clamped(y: float) -> float:
+    """A value whose differences to others are finite as well."""
+    return min(max(y, -LARGEST), LARGEST) if math.isfinite(y) else y
 
 
 def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:

@@ -49,7 +49,8 @@ class LiveView:
         self._training: Training | None = None
         self._working: dict[str, Working] = {}
         self._printed: dict[str, float] = {}
-        self._first_losses: dict[str, float] = {}
+        self.first_losses: dict[str, float] = {}
+        """First loss of each evaluated set, against which later ones are compared; a resumed run's are in its log."""
         self._predicted_peak = 0
         self._counted = ""
 
@@ -91,7 +92,7 @@ class LiveView:
             self._train(record)
         elif kind == "eval":
             loss, name = float(record["loss"]), record["name"]
-            first = self._first_losses.setdefault(name, loss)
+            first = self.first_losses.setdefault(name, loss)
             change = "" if first == loss else f" ({signed(loss - first)})"
             perplexity = f"perplexity {float(record['perplexity']):.2f}"
             self._at_step(record, f"{name} loss {loss:.4f}{change}, {perplexity}", "bold" if change else "")

@@ -198,11 +198,16 @@ def _how(data: RunData) -> dict[str, Any]:
         "choices": {k: _said(v) for k, v in data.choices.items() if isinstance(v, simple)},
         "planned": _planned(data),
         "notes": notes if isinstance(notes, list) else [],
-        "events": data.of("event"),
+        "events": [{**event, "tone": _tone(event)} for event in data.of("event")],
         "environment": environment,
         "recipe": data.recipe,
         "flaws": data.flaws(),
     }
+
+
+def _tone(event: dict[str, Any]) -> str:
+    """The style of an event: a warning for a loss that is not finite, a neutral notice for all else."""
+    return "warn" if str(event["message"]).startswith("not finite") else "notice"
 
 
 def _said(value: str | int | float | bool) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.facts.errors import CheckpointError
+from trimtab.facts.run_places import is_empty
 from trimtab.facts.units import format_gaps
 
 VERSION = 1
@@ -30,6 +31,8 @@ class RunData:
     recipe: str
     records: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     damaged_lines: int = 0
+    environment_flaw: str | None = None
+    """Why environment.json could not be read; the rest of the report does not need it."""
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """Records of one kind, in order; NaN and infinities are floats in them."""
@@ -50,7 +53,7 @@ class RunData:
         return rows[-1] if rows else None
 
     def flaws(self) -> list[str]:
-        """What is damaged in metrics.jsonl or missing from it, a sentence each.
+        """What is damaged in metrics.jsonl or missing from it, and a damaged environment.json, a sentence each.
 
         Every step has a record, and a checkpoint of a step proves that it was trained.
         """
@@ -64,6 +67,8 @@ class RunData:
         missing = format_gaps(steps, last)
         if missing:
             said.append(f"metrics.jsonl lacks steps {missing} of {last}: they are not shown")
+        if self.environment_flaw:
+            said.append(f"{self.environment_flaw}: versions and machine are not shown")
         return said
 
     @property
@@ -76,7 +81,7 @@ class RunData:
 def _last_checkpoint(folder: Path) -> int:
     """The greatest step among the names of a run's checkpoints; 0 where there are none."""
     found = (folder / "checkpoints").glob("step-*")
-    numbers = [path.name.removeprefix("step-") for path in found]
+    numbers = [path.name.removeprefix("step-") for path in found if not is_empty(path)]
     return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
@@ -107,9 +112,13 @@ def read_run(folder: Path) -> RunData:
         folder,
         plan=_plan(folder / "plan.json"),
         choices=_json(folder / "choices.json"),
-        environment=_json(folder / "environment.json"),
+        environment={},
         recipe=_text(folder / "recipe.yaml"),
     )
+    try:
+        data.environment = _json(folder / "environment.json")
+    except CheckpointError as error:
+        data.environment_flaw = error.cause
     try:
         with metrics.open(encoding="utf-8", errors="replace", newline="\n") as lines:
             for line in lines:

@@ -103,12 +103,15 @@ class Change:
     def _points(self) -> str:
         if not math.isfinite(self.after - self.before):
             return "—"
-        # Of the rounded shares, so that the row adds up to what it shows.
-        points = round(self.after * 100) - round(self.before * 100)
-        return f"{signed(points, 0) if points else '±0'} points"
+        if self.items is None:  # of the rounded shares, so that the row adds up to what it shows
+            points: float = round(self.after * 100) - round(self.before * 100)
+        else:
+            points = round(100 * (self.after - self.before), 1)
+        digits = 0 if points == round(points) else 1
+        return f"{signed(points, digits) if points else '±0'} points"
 
     def text(self) -> str:
-        """`2.000 → 1.500 (−0.500)`; `3 of 90 → 41 of 90 (+42 points)`."""
+        """`2.000 → 1.500 (−0.500)`; `3 of 90 → 41 of 90 (+42.2 points)`."""
         before, after, difference = self.shown()
         return f"{before} → {after} ({difference})"
 

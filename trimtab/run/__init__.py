@@ -1,4 +1,4 @@
-"""The one place that knows all training rooms: it resolves a recipe's choices and puts a run together."""
+"""The only package that knows every training package: it resolves a recipe and builds the run."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING
 from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
-    from trimtab.run.assembling import Run, assemble
-    from trimtab.run.choices import Choices
+    from trimtab.run.build import Run, build_model, build_run
     from trimtab.run.folder import RunFolder
     from trimtab.run.sources import OpenedModel, open_model
 
 _HOMES = {
-    "Choices": "choices",
     "OpenedModel": "sources",
-    "Run": "assembling",
+    "Run": "build",
     "RunFolder": "folder",
-    "assemble": "assembling",
+    "build_model": "build",
+    "build_run": "build",
     "open_model": "sources",
 }
 
-__all__ = ["Choices", "OpenedModel", "Run", "RunFolder", "assemble", "open_model"]
+__all__ = ["OpenedModel", "Run", "RunFolder", "build_model", "build_run", "open_model"]
 
 __getattr__ = lazily(__name__, _HOMES)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab.adapt.spec import LoraSettings
 from trimtab.checkpoint.manifest import digest
 from trimtab.facts.errors import CheckpointError, ModelError, RecipeError
 from trimtab.facts.shapes import ModelShape
@@ -15,14 +14,7 @@ from trimtab.hub.resolved import looks_local
 from trimtab.model.source import read_shape, source_kind
 from trimtab.recipe import Recipe
 from trimtab.run.checksums import remembered
-from trimtab.run.choices import Choices
 from trimtab.run.places import STARTER
-
-
-def settings_of(choices: Choices | Mapping[str, Any]) -> LoraSettings | None:
-    """The adapters' settings of a run, or None where every weight is trained."""
-    plain = choices.lora if isinstance(choices, Choices) else choices.get("lora")
-    return None if plain is None else LoraSettings.from_dict(plain)
 
 
 def weight_paths(place: Path) -> list[Path]:

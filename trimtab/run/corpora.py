@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -388,5 +389,5 @@ def cache_folder(named: str | None) -> Path:
 def _is_hub_id(name: str) -> bool:
     """`org/name` that is no path here, nor looks like one; a data file's suffix makes it a path too."""
     return "/" in name and not (
-        Path(name).exists() or looks_local(name) or classify(Path(name))[0] is not None
+        os.path.lexists(name) or looks_local(name) or classify(Path(name))[0] is not None
     )

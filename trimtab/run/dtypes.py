@@ -1,6 +1,6 @@
 """What runs in which number format: measured on one layer of the model, not read off a table.
 
-for row in list_dtypes(shape, choices).modules:
+for row in list_dtypes(shape, resolved).modules:
     print(row.name, row.weight, row.output, row.gradient)
 """
 
@@ -17,16 +17,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trimtab.adapt import LoraSettings, add_adapters, trained_parameters
+from trimtab.adapt import LoraSettings, trained_parameters
 from trimtab.adapt.spec import resolve
 from trimtab.adapt.targets import short_names
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.shapes import ModelShape
-from trimtab.model import build, init_weights
-from trimtab.run.adapters import settings_of
-from trimtab.run.choices import Choices
-from trimtab.run.precision import autocast_of, set_gradient_format
-from trimtab.run.quantizing import lay_out
+from trimtab.model import init_weights
+from trimtab.parallel import Mesh
+from trimtab.plan.resolved import Resolved
+from trimtab.run.build import autocast_of, build_model, set_gradient_dtype
 
 NAMES = {getattr(torch, long): short for short, long in TORCH_NAMES.items()}
 VOCABULARY = 64
@@ -73,25 +72,30 @@ def _formats(values: Any) -> str:
     return ", ".join(dict.fromkeys(found))
 
 
-def list_dtypes(shape: ModelShape, choices: Choices) -> Dtypes:
-    """Runs forward and backward of one layer with a run's choices and lists the formats.
+def list_dtypes(shape: ModelShape, resolved: Resolved) -> Dtypes:
+    """Runs forward and backward of one layer with a run's configuration and lists the formats.
 
     The layer has the model's own widths; depth and vocabulary, which change no format, are cut down.
 
     Example:
-        >>> found = list_dtypes(shape, choices)                                      # doctest: +SKIP
+        >>> found = list_dtypes(shape, resolved)                                     # doctest: +SKIP
         >>> found.operations["mm"], found.loss                                       # doctest: +SKIP
         (['bf16 → bf16'], 'fp32')
     """
     small = dataclasses.replace(shape, num_layers=1, vocab_size=min(shape.vocab_size, VOCABULARY))
-    device = torch.device(choices.device)
-    decoder = build(small, dtype=choices.weights_dtype, device="meta", attention=choices.attention["impl"])
-    lay_out(decoder, choices.quantization, None, device)
-    settings = _of_one_layer(shape, choices)
-    if settings is not None:
-        add_adapters(decoder, settings)
-    init_weights(decoder.to_empty(device=device), 0)
-    set_gradient_format(decoder, choices)
+    device = torch.device(resolved.device)
+    plain = Resolved(
+        resolved.device,
+        resolved.threads,
+        resolved.deterministic,
+        resolved.precision,
+        resolved.attention.of_layers(range(1)),
+        resolved.optimizer,
+        lora=_of_one_layer(shape, resolved.lora),
+        quantization=resolved.quantization,
+    )
+    decoder = init_weights(build_model(small, plain, Mesh.single()), 0)
+    set_gradient_dtype(decoder, resolved)
     outputs: dict[str, str] = {}
 
     def hook(name: str) -> Callable[..., None]:
@@ -105,7 +109,7 @@ def list_dtypes(shape: ModelShape, choices: Choices) -> Dtypes:
     ]
     ids_BT = torch.arange(16, device=device)[None] % small.vocab_size
     with _Operations() as operations:
-        with autocast_of(choices)():
+        with autocast_of(resolved)():
             loss = decoder.loss(ids_BT, ids_BT)
         loss.backward()
     for handle in handles:
@@ -125,9 +129,8 @@ def list_dtypes(shape: ModelShape, choices: Choices) -> Dtypes:
     )
 
 
-def _of_one_layer(shape: ModelShape, choices: Choices) -> LoraSettings | None:
+def _of_one_layer(shape: ModelShape, settings: LoraSettings | None) -> LoraSettings | None:
     """A run's adapters on the one layer that is looked at: the same kinds of modules, whichever layers have them."""
-    settings = settings_of(choices)
     if settings is None:
         return None
     names = short_names(target.name for target in resolve(shape, settings))

@@ -11,20 +11,22 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trimtab import evaluate
 from trimtab.data import Batch
 from trimtab.facts.errors import RecipeError
-from trimtab.generate import generate_many
+from trimtab.generate import SamplingOptions, generate_many
 from trimtab.model import Decoder
 from trimtab.run.corpora import Watcher, open_for_eval
-from trimtab.run.sources import OpenedModel
 from trimtab.run.torch_setup import on_device_of
 from trimtab.starter import ProbeItem, Problem, check, math_problems, probe_items
 from trimtab.text import Tokenizer
+
+if TYPE_CHECKING:
+    from trimtab.run.sources import OpenedModel
 
 ANSWERS_SEED = 30_000
 """The held-out problems are the same for every run, so that runs can be compared."""
@@ -115,9 +117,7 @@ class Evaluation:
             self.decoder,
             self.tokenizer,
             list(prompts),
-            max_new_tokens=max_new_tokens,
-            temperature=0.0,
-            stop=stop,
+            SamplingOptions(max_new_tokens=max_new_tokens, stop=stop),
         )
         return [completion.text for completion in found]
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shlex
 import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint import RunLock
+from trimtab.checkpoint.folder import step_folders
+from trimtab.checkpoint.lock import is_held
 from trimtab.facts.errors import CheckpointError, ResourceError
 
 OURS = (
@@ -101,7 +105,7 @@ class RunFolder:
 
     def began(self) -> bool:
         """Whether anything was learnt here: a checkpoint, or a logged step."""
-        if any(self.checkpoints.glob("step-*")):
+        if step_folders(self.checkpoints):
             return True
         if not self.metrics.is_file():
             return False
@@ -112,22 +116,25 @@ class RunFolder:
         """What the run's checkpoints take on the disk; 0 where there are none."""
         return sum(path.stat().st_size for path in self.checkpoints.glob("step-*/*") if path.is_file())
 
-    def check_new(self) -> None:
-        """Refuses a folder that a new run would spoil: one with a run, or with anything that is not ours."""
+    def check_new(self, key: str = "output_dir") -> None:
+        """Refuses a folder that a new run would spoil: one with a run, or with anything that is not ours.
+
+        `key` is what names the folder, for messages.
+        """
         if self.began():
             raise CheckpointError(
                 f"{self.path} already holds a run",
-                f"continue it with `trimtab train --resume {self.path}`, or give another output_dir",
+                f"continue it with {self.resuming()}, or give another {key}",
             )
         if not self.path.exists():
             return
         if not self.path.is_dir():
-            raise CheckpointError(f"{self.path} is a file, not a folder", "give another output_dir")
+            raise CheckpointError(f"{self.path} is a file, not a folder", f"give another {key}")
         found = sorted(p.name for p in self.path.iterdir())
         foreign = [name for name in found if not _is_ours(name)]
         if foreign or (found and RunLock.NAME not in found):
             raise CheckpointError(
-                f"{self.path} is not empty ({(foreign or found)[0]} is in it)", "give another output_dir"
+                f"{self.path} is not empty ({(foreign or found)[0]} is in it)", f"give another {key}"
             )
 
     @contextmanager
@@ -138,9 +145,9 @@ class RunFolder:
         start that is killed at any instant leaves a folder that `resume` can begin again, or none at all. From the
         first step on there is something to keep: the loop saves before any error leaves it.
         """
-        own = not self.path.exists() or self.recipe.exists()
-        self._appear(recipe)
-        with self.lock():
+        lock, own = self._take(recipe)
+        with ExitStack() as held:
+            held.callback(lock.release)
             self.check_new()
             write_text(self.recipe, recipe)
             self._clear()
@@ -162,26 +169,48 @@ class RunFolder:
             if not self.began():
                 self._clear(keep=(*KEPT, "start"))
 
-    def _appear(self, recipe: str) -> None:
-        """Publishes the folder, with lock file and recipe in it, by one rename; does nothing where files are there."""
+    def _take(self, recipe: str) -> tuple[RunLock, bool]:
+        """(the folder's lock, held; whether a run made the folder, so that a failed start removes it)."""
+        while True:
+            # Looked at twice: another start that fails removes its folder as a whole.
+            theirs = self.path.exists() and not self.recipe.exists() and self.path.exists()
+            lock = self._appear(recipe)
+            if lock is not None:
+                return lock, not theirs
+            lock = self.lock("output_dir")
+            try:
+                lock.acquire(create=False)
+            except FileNotFoundError:  # removed just now
+                continue
+            return lock, not theirs
+
+    def _appear(self, recipe: str) -> RunLock | None:
+        """Publishes the folder, with recipe and lock file in it, by one rename; returns its lock, held since before.
+
+        Returns None where files are there already, or another process was quicker.
+        """
         try:
-            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-                return
+            with suppress(FileNotFoundError):
+                if (not self.path.is_dir() and self.path.exists()) or any(self.path.iterdir()):
+                    return None
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            for path in self.path.parent.iterdir():
-                if path.name.startswith(self._draft_prefix):
-                    shutil.rmtree(path, ignore_errors=True)
+            self._remove_drafts()
             draft = self._draft()
             draft.mkdir()
+            lock = RunLock(draft)
             try:
-                (draft / RunLock.NAME).touch()
+                lock.acquire()
                 write_text(draft / "recipe.yaml", recipe)
                 os.rename(draft, self.path)
+            except BaseException:
+                lock.release()
+                raise
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
+            return lock
         except OSError as error:
-            if self.path.is_dir():  # somebody else was quicker; whose it is, the lock decides
-                return
+            if self.path.is_dir() or error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return None  # another process was quicker; the lock decides whose it is
             raise CheckpointError(
                 f"cannot write in the run folder {self.path}: {error.strerror or error}",
                 "choose an output_dir that can be written",
@@ -202,7 +231,16 @@ class RunFolder:
         return f".{self.path.name}.starting-"
 
     def _draft(self) -> Path:
-        return self.path.parent / f"{self._draft_prefix}{os.getpid()}"
+        return self.path.parent / f"{self._draft_prefix}{os.getpid()}-{time.monotonic_ns()}"
+
+    def _remove_drafts(self) -> None:
+        """Removes what killed starts left; the draft of a process that lives, or whose lock is held, is its own."""
+        for path in self.path.parent.iterdir():
+            if not path.name.startswith(self._draft_prefix) or is_held(path / RunLock.NAME):
+                continue
+            pid = path.name.removeprefix(self._draft_prefix).partition("-")[0]
+            if not (pid.isdecimal() and _lives(int(pid))):
+                shutil.rmtree(path, ignore_errors=True)
 
     def foreign(self) -> list[str]:
         """Names in the folder that no run writes."""
@@ -228,9 +266,9 @@ class RunFolder:
             else:
                 path.unlink()
 
-    def lock(self) -> RunLock:
-        """One process at a time: `with folder.lock():`."""
-        return RunLock(self.path)
+    def lock(self, elsewhere: str | None = None) -> RunLock:
+        """One process at a time: `with folder.lock():`. `elsewhere` is the key that names another folder."""
+        return RunLock(self.path, elsewhere=elsewhere)
 
     def open(self) -> None:
         """Checks that a run can be continued here, or begun again from its recipe; says what is missing if not."""
@@ -268,10 +306,27 @@ class RunFolder:
             return CheckpointError(cause, "restore both files from a copy")
         return CheckpointError(cause, f"restore it from a copy, or train it again: {self.anew()}")
 
+    def resuming(self) -> str:
+        """The command that continues this run."""
+        return f"`trimtab train --resume {shlex.quote(str(self.path))}`"
+
     def anew(self) -> str:
         """The command that trains this folder's recipe from its beginning in another folder."""
         again = shlex.quote(f"{self.path}-again")
         return f"`trimtab train {shlex.quote(str(self.recipe))} output_dir={again}`"
+
+
+def _lives(pid: int) -> bool:
+    """Whether another process of this machine has this id; a draft with our own was left by an earlier process."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _is_ours(name: str) -> bool:
@@ -295,8 +350,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """`write_text` of readable JSON, its keys in their order."""
-    write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    """`write_text` of readable JSON, its keys in their order.
+
+    Names of files that are not UTF-8 hold surrogates, which are escaped: `read_json` returns the same names.
+    """
+    readable = json.dumps(data, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+    write_text(path, readable + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

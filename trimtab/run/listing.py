@@ -11,10 +11,13 @@ from typing import Any, Literal
 
 from trimtab.checkpoint.folder import by_age, step_folders
 from trimtab.checkpoint.lock import RunLock, is_held
-from trimtab.facts.errors import CheckpointError
+from trimtab.facts.errors import CheckpointError, RecipeError
+from trimtab.run.choices import damage
 from trimtab.run.folder import RunFolder, read_json
 
-State = Literal["running", "finished", "stopped", "not begun", "damaged"]
+State = Literal[
+    "running", "finished", "stopped early", "stopped", "interrupted", "failed", "not begun", "damaged"
+]
 DEPTH = 3
 """Folders of folders are looked into so deep: runs/project/run."""
 TAIL_BYTES = 1 << 18
@@ -32,8 +35,10 @@ class RunSummary:
 
     path: Path
     state: State
-    """`running`: a process holds its lock. `finished`: all steps are trained and saved. `stopped`: it can be resumed.
-    `not begun`: its start was stopped before the first step; resuming starts it. `damaged`: see `problem`."""
+    """`running`: a process holds its lock. `finished`: all steps are trained and saved. `stopped early`: early stopping
+    ended it. `stopped`: a callback did. `failed`: its loss was not finite. `interrupted`: a signal, a kill or an error
+    ended it before its last step; resuming continues it. `not begun`: its start was interrupted before the first step;
+    resuming starts it. `damaged`: see `problem`."""
     step: int
     """Steps trained, by the record and the newest checkpoint."""
     total_steps: int | None
@@ -63,6 +68,10 @@ def runs(folder: str | Path = "runs") -> list[RunSummary]:
         >>> trimtab.runs("runs")[0].state  # doctest: +SKIP
         'finished'
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise RecipeError(
+            f"folder is {folder!r}", 'give the path of a folder with runs in it, such as "runs"'
+        )
     root = Path(folder).expanduser()
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
@@ -75,7 +84,7 @@ def summarize(path: Path) -> RunSummary:
     """One run folder, from its small files; checkpoints are judged by manifest and sizes."""
     run = RunFolder(path)
     size, updated = _measure(path)
-    train, ended = _tail(run.metrics)
+    train, end = _tail(run.metrics)
     checkpoint, damage = _newest(run)
     problem = damage or _problem(run, train)
     total = None
@@ -87,7 +96,9 @@ def summarize(path: Path) -> RunSummary:
     loss = train.get("loss")
     return RunSummary(
         path=path,
-        state=_state(run, problem, finished=ended and checkpoint is not None and checkpoint >= step),
+        state=_state(
+            run, problem, end if checkpoint is not None and checkpoint >= step else None, step, total
+        ),
         step=step,
         total_steps=total,
         loss=float(loss) if isinstance(loss, int | float | str) else None,
@@ -98,14 +109,18 @@ def summarize(path: Path) -> RunSummary:
     )
 
 
-def _state(run: RunFolder, problem: str | None, *, finished: bool) -> State:
+def _state(run: RunFolder, problem: str | None, end: State | None, step: int, total: int | None) -> State:
+    """The state of a run whose log ends as `end` says.
+
+    A run that was extended has the record of its first end and fewer steps than it is to have now.
+    """
     if is_held(run.path / RunLock.NAME):
         return "running"
     if problem is not None:
         return "damaged"
-    if finished:
-        return "finished"
-    return "stopped" if run.choices.is_file() and run.began() else "not begun"
+    if end is not None and (end != "finished" or total is None or step >= total):
+        return end
+    return "interrupted" if run.choices.is_file() and run.began() else "not begun"
 
 
 def _run_folders(root: Path, depth: int) -> Iterator[Path]:
@@ -123,7 +138,9 @@ def _problem(run: RunFolder, train: dict[str, Any]) -> str | None:
     """What keeps a run from being resumed, as far as its small files tell."""
     try:
         if run.choices.is_file():
-            read_json(run.choices)
+            wrong = damage(read_json(run.choices))
+            if wrong is not None:
+                return f"choices.json {wrong}"
         elif run.began():
             return "choices.json is missing"
     except CheckpointError:
@@ -151,16 +168,20 @@ def _has_saved(metrics: Path) -> bool:
         return any(b'"kind": "checkpoint"' in line for line in lines)
 
 
-def _tail(metrics: Path) -> tuple[dict[str, Any], bool]:
-    """(the last training record, whether the run came to its end after it)."""
+def _tail(metrics: Path) -> tuple[dict[str, Any], State | None]:
+    """(the last training record, how the run ended after it, where the log says so)."""
     if not metrics.is_file():
-        return {}, False
+        return {}, None
     with metrics.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        lines = file.read().splitlines()
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL_BYTES))
+        tail = file.read()
+        if size > TAIL_BYTES and b'"kind": "train"' not in tail:  # results of many documents come after it
+            file.seek(0)
+            tail = file.read()
     train: dict[str, Any] = {}
-    ended = False
-    for line in lines:
+    end: State | None = None
+    for line in tail.splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -168,10 +189,22 @@ def _tail(metrics: Path) -> tuple[dict[str, Any], bool]:
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             continue
         if row.get("kind") == "train":
-            train, ended = row, False
+            train, end = row, None
         elif row.get("kind") == "memory" and row.get("when") == "after":
-            ended = True
-    return train, ended
+            end = end or "finished"
+        elif row.get("kind") == "event":
+            end = _end_of(str(row.get("message"))) or end
+    return train, end
+
+
+def _end_of(message: str) -> State | None:
+    """How a run ended, by the events that the loop records at an end (`trainer/loop.py`)."""
+    ends: dict[str, State] = {
+        "stopped early at step ": "stopped early",
+        "stopped by a callback": "stopped",
+        "not finite at step ": "failed",
+    }
+    return next((state for begin, state in ends.items() if message.startswith(begin)), None)
 
 
 def _count(value: Any) -> int | None:

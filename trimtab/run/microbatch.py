@@ -12,14 +12,15 @@ import torch
 from trimtab.data import Batch
 from trimtab.kernels.attention.layout import Bounds, Layout, Ready
 from trimtab.model import Decoder
+from trimtab.trainer.microstep import LossSum
 
 
 class MicrobatchLoss:
-    """A microbatch to the sum of its token losses, a 0-dim fp32 tensor on the device.
+    """A microbatch to the sum of its token losses, a 0-dim fp32 tensor on the device, and their number.
 
     Example:
         >>> loss = MicrobatchLoss(decoder, torch.device("cuda"), nullcontext, packing=True)  # doctest: +SKIP
-        >>> loss(batch).backward()  # doctest: +SKIP
+        >>> loss(batch).total.backward()  # doctest: +SKIP
     """
 
     def __init__(
@@ -36,13 +37,14 @@ class MicrobatchLoss:
         # What training adds to the cross-entropy; evaluation calls the decoder's loss without them.
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
+    def __call__(self, batch: Batch) -> LossSum:
         """The loss, whatever reads the layout."""
         # Before the move: a packed layout's offsets are found without the GPU. A document alone in its window
         # needs none: the padding comes after it, where no token of its looks.
         layout = Layout.packed(batch.documents_BT) if self.packing else Layout.causal()
         moved = batch.to(self.device)
-        return self._loss(moved.input_ids_BT, moved.labels_BT, moved.positions_BT, layout)
+        total = self._loss(moved.input_ids_BT, moved.labels_BT, moved.positions_BT, layout)
+        return LossSum(total, batch.num_targets)
 
     def inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
         """On the host, all [B, T], whatever documents there are. Not for "varlen" and "flex", whose forms of a layout

@@ -80,7 +80,7 @@ def absolute(recipe: Recipe) -> Recipe:
     if plain.get("lora"):
         plain["lora"]["adapter"] = _absolute(plain["lora"].get("adapter"))
     plain["output_dir"] = str(Path(plain["output_dir"]).expanduser())
-    # Defaults stay defaults: what nobody asked for may be adapted to the model (`launch.preparing`).
+    # Defaults stay defaults: what nobody asked for may be adapted to the model (`run.prepare`).
     given = {*recipe.model_fields_set, "output_dir"}
     return build({key: value for key, value in plain.items() if key in given})
 

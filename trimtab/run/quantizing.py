@@ -1,15 +1,16 @@
-"""A run's frozen weights in few bits, as its choices have it: laid out on meta, alike the files they come from."""
+"""A run's frozen weights in few bits, as resolved for the run: laid out on meta, alike the files they come from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from trimtab.adapt import keep_unpacked, quantize_layout, spec_quantized
 from trimtab.adapt.quantized import quantized_layers
+from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.devices import HOST_RESERVE, host_memory
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.units import format_bytes
@@ -20,19 +21,19 @@ from trimtab.model.weights import packed_names, stored_packing
 
 
 def lay_out(
-    decoder: Decoder, quantization: Mapping[str, Any] | None, weights: Path | None, device: torch.device | str
+    decoder: Decoder, quantization: Quantization | None, weights: Path | None, device: torch.device | str
 ) -> None:
     """Replaces a decoder's linear layers, on meta, by the quantized ones that a run chose, if it did.
 
     Args:
         decoder: without memory yet.
-        quantization: a run's choice (`Choices.quantization`).
+        quantization: as the run resolved it.
         weights: where they will be read from, None for fresh ones. Files that are quantized already must be so alike.
         device: where they will lie.
     """
     if quantization is None:
         return
-    kind, double, block = quantization["kind"], quantization["double"], quantization["block"]
+    kind, double, block = quantization.kind, quantization.double, quantization.block_size
     stored = None if weights is None else stored_packing(weights)
     if stored is not None:
         _check_stored(stored.kind, stored.double, kind, double, weights)
@@ -40,10 +41,10 @@ def lay_out(
     quantize_layout(
         decoder,
         kind,
-        block=block or spec_quantized.BLOCK,
+        block=block,
         double=double,
-        dtype=torch_dtype(quantization["dtype"]),
-        impl=quantization["impl"],
+        dtype=torch_dtype(quantization.dtype),
+        impl=quantization.impl,
         device=device,
     )
     if stored is not None and weights is not None:
@@ -78,14 +79,12 @@ def _check_stored(
         )
 
 
-def requantized(quantization: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any] | None:
+def requantized(quantization: Quantization | None, device: torch.device) -> Quantization | None:
     """A run's choice on this machine's device: the same bytes, read by the code that runs here."""
     if quantization is None:
         return None
-    return {
-        **quantization,
-        "impl": spec_quantized.choose(device=device.type, triton=runs_triton(device)).impl,
-    }
+    impl = spec_quantized.choose(device=device.type, triton=runs_triton(device)).impl
+    return dataclasses.replace(quantization, impl=impl)
 
 
 def unpack_for_cpu(decoder: Decoder, on_event: Callable[[str], None]) -> None:

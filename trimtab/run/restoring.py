@@ -6,57 +6,34 @@ one, which the `checkpoint` records of metrics.jsonl tell.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from trimtab.checkpoint import Found, Store
+from trimtab.checkpoint.folder import step_folders
 from trimtab.facts.errors import CheckpointError
 from trimtab.facts.units import format_gaps
 from trimtab.recipe import Recipe
-from trimtab.run.folder import RunFolder, read_json
+from trimtab.run.folder import RunFolder
+from trimtab.run.record import had_saved, read_record, rows
 from trimtab.trainer import MetricsLog, NoLog
 from trimtab.trainer.metrics_log import Cut
 
-SAVED = "checkpoint"
-"""Kind of the record that is written when a checkpoint has been published."""
-LOGS_CHECKPOINTS = "logs_checkpoints"
-"""Key of choices.json: true in runs whose metrics.jsonl has such records from the beginning."""
 
-
-@dataclass(frozen=True)
-class Record:
-    """What metrics.jsonl says of a run, as far as it matters for continuing."""
-
-    last_step: int = 0
-    """Of the training steps in it."""
-    saved_step: int | None = None
-    """Of the last checkpoint that was published; None where none was, or where that was not recorded."""
-    finished: bool = False
-    """Whether a run came to its end."""
-
-
-def read_record(metrics: Path) -> Record:
-    """The record of a run; an empty one where there is no file. Lines that cannot be read are passed over.
+def first_losses(metrics: Path) -> dict[str, float]:
+    """The first loss of each evaluated set that a run's log has; empty for a new run.
 
     Example:
-        >>> read_record(Path("runs/demo/metrics.jsonl")).last_step  # doctest: +SKIP
-        100
+        >>> first_losses(Path("runs/demo/metrics.jsonl"))  # doctest: +SKIP
+        {'domain': 2.31}
     """
-    last, saved, finished = 0, None, False
-    for row in _rows(metrics):
-        step = row.get("step")
-        if not isinstance(step, int):
-            continue
-        if row.get("kind") == "train":
-            last = max(last, step)
-        elif row.get("kind") == SAVED:
-            saved = max(saved or 0, step)
-        elif row.get("kind") == "memory" and row.get("when") == "after":
-            finished = True
-    return Record(last, saved, finished)
+    found: dict[str, float] = {}
+    for row in rows(metrics):
+        if row.get("kind") == "eval" and isinstance(row.get("name"), str):
+            with suppress(KeyError, TypeError, ValueError):  # a damaged record, which the report counts
+                found.setdefault(row["name"], float(row["loss"]))
+    return found
 
 
 def find_checkpoint(store: Store, folder: RunFolder, recipe: Recipe) -> Found | None:
@@ -68,10 +45,10 @@ def find_checkpoint(store: Store, folder: RunFolder, recipe: Recipe) -> Found | 
     if found is not None:
         return found
     remedy = f"restore a checkpoint from a copy, or train the recipe again: {folder.anew()}"
-    if any(folder.checkpoints.glob("step-*")):
+    if step_folders(folder.checkpoints):
         raise CheckpointError(f"every checkpoint in {folder.checkpoints} is damaged", remedy)
     record = read_record(folder.metrics)
-    if not _had_saved(record, recipe, logged=read_json(folder.choices).get(LOGS_CHECKPOINTS) is True):
+    if not had_saved(folder, recipe.save_steps):
         return None
     state = "is empty" if folder.checkpoints.is_dir() else "is missing"
     at = record.last_step if record.saved_step is None else record.saved_step
@@ -80,16 +57,6 @@ def find_checkpoint(store: Store, folder: RunFolder, recipe: Recipe) -> Found | 
         f"{folder.checkpoints} {state}: there is nothing to continue from, and metrics.jsonl stays as it is",
         f"{remedy}; or remove {folder.metrics} to begin at step 0 in this folder",
     )
-
-
-def _had_saved(record: Record, recipe: Recipe, *, logged: bool) -> bool:
-    """Whether a run has published a checkpoint. Runs made before that was recorded are judged by their steps."""
-    if record.saved_step is not None:
-        return True
-    if logged:
-        return False
-    # The second save waits until the first is written.
-    return record.finished or (recipe.save_steps is not None and record.last_step > 2 * recipe.save_steps)
 
 
 def cut_log(
@@ -128,16 +95,3 @@ def flaws(cut: Cut, step: int, metrics: Path) -> list[str]:
             f"{metrics} lacks steps {missing} of the {step} that were trained: the report will not show them"
         )
     return said
-
-
-def _rows(metrics: Path) -> Iterable[dict[str, Any]]:
-    if not metrics.is_file():
-        return
-    with metrics.open("rb") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict):
-                yield row

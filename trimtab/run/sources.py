@@ -11,20 +11,20 @@ from typing import Any
 import torch
 
 from trimtab import text
-from trimtab.adapt import active_adapters, add_adapters, load_adapter, trained_parameters, use_adapters
+from trimtab.adapt import active_adapters, load_adapter, trained_parameters, use_adapters
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.spec import DEFAULT, LoraSettings, trained
+from trimtab.adapt.spec_quantized import Quantization
 from trimtab.adapt.tokens import fill_grown
 from trimtab.adapt.whole import keep_whole
 from trimtab.checkpoint import Found, Store, read_manifest
+from trimtab.checkpoint.folder import step_folders
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import CheckpointError, ModelError, RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.shapes_hf import config_from_shape
-from trimtab.kernels.attention.choice import choose
 from trimtab.model import (
     Decoder,
-    build,
     check_weights,
     init_weights,
     load_weights,
@@ -33,11 +33,17 @@ from trimtab.model import (
     read_token_ids,
 )
 from trimtab.model.weights import Provenance
+from trimtab.parallel import Mesh
+from trimtab.plan.resolved_json import adapters_from_dict
 from trimtab.run.adapter_tokens import tokenizer_beside, with_its_tokens
-from trimtab.run.adapters import check_adapter_base, check_base, settings_of
-from trimtab.run.folder import RunFolder, read_json, write_json
+from trimtab.run.adapters import check_adapter_base, check_base
+from trimtab.run.build import build_model
+from trimtab.run.choices import read_choices
+from trimtab.run.folder import RunFolder, write_json
 from trimtab.run.places import STARTER, model_folder, own_start
-from trimtab.run.quantizing import lay_out, requantized
+from trimtab.run.quantizing import requantized
+from trimtab.run.record import had_saved
+from trimtab.run.resolve import resolve_inference
 from trimtab.text import Tokenizer
 
 GGUF_FLOATS = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
@@ -114,29 +120,16 @@ def open_model(
     texts = folder
     if adapter is not None and not is_run:
         shape, texts = with_its_tokens(shape, folder, Path(adapter))
-    choice = choose(
-        device=device.type,
-        capability=capability,
-        dtype=dtype,
-        head_dim=shape.head_dim,
-        packed=True,
-        window=shape.sliding_window,
-        training=False,
-        requested="auto",
-        tokens=1,  # generation asks for one token after another
-    )
+    resolved = resolve_inference(shape, str(device), dtype=dtype, capability=capability)
     tokenizer = load_tokenizer(texts, shape)
 
     def new_decoder(
         settings: LoraSettings | None = None,
-        quantization: dict[str, Any] | None = None,
+        quantization: Quantization | None = None,
         place: Path | None = None,
     ) -> Decoder:
-        decoder = build(shape, dtype=dtype, device="meta", attention=choice.impl)
-        lay_out(decoder, requantized(quantization, device), place, device)
-        if settings is not None:
-            add_adapters(decoder, settings)
-        return decoder.to_empty(device=device).eval()
+        adapted = dataclasses.replace(resolved, lora=settings, quantization=requantized(quantization, device))
+        return build_model(shape, adapted, Mesh.single(), weights=place).eval()
 
     opened: OpenedModel
     if is_run:
@@ -168,9 +161,9 @@ def _open_run(
     on_event: Callable[[str], None],
 ) -> OpenedModel:
     """A run's model at a checkpoint: all of it from there, or adapters from there on the base that it names."""
-    kept = read_json(run.choices)
-    settings = settings_of(kept)
-    found = _find_checkpoint(run, checkpoint, on_event)
+    kept = read_choices(run, ("recipe",))
+    settings, quantization = adapters_from_dict(kept)
+    found = _find_checkpoint(run, checkpoint, kept["recipe"].get("save_steps"), on_event)
     base = read_manifest(found.path).base
     if settings is None:
         _check_stored(dict(shape.parameters()), shape.num_layers, found)
@@ -183,7 +176,7 @@ def _open_run(
         if base.get("init") != "random":
             place, _ = model_folder(own_start(base["source"], run.path), revision=kept.get("model_commit"))
             check_base(base, place)
-        decoder = new_decoder(settings, kept.get("quantization"), place)
+        decoder = new_decoder(settings, quantization, place)
         _load_base(decoder, base, place)
     formats = _load_checkpoint(decoder, run, found, on_event)
     model, variables = kept["recipe"]["model"], kept["recipe"]["data"].get("chat_template_kwargs", {})
@@ -223,7 +216,9 @@ def put_adapter(
         on_event(f"the adapter says it was made for {found.base_name}; its sizes fit {opened.name}")
 
 
-def _find_checkpoint(run: RunFolder, which: str, on_event: Callable[[str], None]) -> Found:
+def _find_checkpoint(
+    run: RunFolder, which: str, save_steps: int | None, on_event: Callable[[str], None]
+) -> Found:
     with Store(run.checkpoints, on_event=on_event) as store:
         if which == "latest":
             found = store.latest()
@@ -236,12 +231,17 @@ def _find_checkpoint(run: RunFolder, which: str, on_event: Callable[[str], None]
         if found is not None:
             return found
         cause = f"{run.path} has no good checkpoint ({which})"
-        steps = ", ".join(str(step) for step in store.steps() if str(step) != which)
+        steps = [str(step) for step in store.steps() if str(step) != which]
     if steps and which != "latest":
-        raise CheckpointError(cause, f"there are latest and the steps {steps}")
-    if any(run.checkpoints.glob("step-*")):
+        listed = "step" if len(steps) == 1 else "one of the steps"
+        raise CheckpointError(cause, f"use latest or {listed} {', '.join(steps)}")
+    if step_folders(run.checkpoints):
         raise CheckpointError(cause, "all are damaged: restore one from a copy, or train anew")
-    raise CheckpointError(cause, f"train it until it has saved one: `trimtab train --resume {run.path}`")
+    if had_saved(run, save_steps):  # resuming is refused: there is nothing to continue from
+        raise CheckpointError(
+            cause, f"restore a checkpoint from a copy, or train the recipe again: {run.anew()}"
+        )
+    raise CheckpointError(cause, f"train it until it has saved one: {run.resuming()}")
 
 
 def _check_stored(wanted: dict[str, tuple[int, ...]], num_layers: int, found: Found) -> None:

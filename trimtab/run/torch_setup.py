@@ -13,27 +13,27 @@ from typing import Any
 import torch
 
 from trimtab.adapt import workspace
-from trimtab.run.choices import Choices
+from trimtab.plan.resolved import Resolved
 
 
-def set_up_torch(choices: Choices) -> None:
+def set_up_torch(resolved: Resolved) -> None:
     """Once, before the model is made; within `torch_put_back` it ends with the run."""
-    torch.set_num_threads(choices.threads)
-    if choices.device != "cuda":
+    torch.set_num_threads(resolved.threads)
+    if resolved.device != "cuda":
         return
-    if choices.deterministic:
+    if resolved.deterministic:
         # cuBLAS repeats its sums only with workspaces of a fixed size, and reads them when it first runs.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # A debugging aid that costs a pass over every new tensor.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     # Either way: of what was chosen for a run that need not repeat its bits, some kernels cannot.
-    torch.use_deterministic_algorithms(choices.deterministic)
+    torch.use_deterministic_algorithms(resolved.deterministic)
     if sys.platform == "linux" and not _own_allocator_settings():
         # Without it, memory in pieces between tensors is lost to the step: tenths of a GiB of a few.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch.cuda.init()
     torch.cuda.reset_peak_memory_stats()
-    cap = choices.memory["allocator_bytes"]
+    cap = resolved.memory_plan.allocator_bytes
     if cap is not None:
         torch.cuda.empty_cache()
         # Beside what the process holds already, and within what it is allowed.

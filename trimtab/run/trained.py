@@ -6,11 +6,13 @@ import shlex
 from pathlib import Path
 
 from trimtab.checkpoint import Manifest, verify
-from trimtab.checkpoint.folder import by_age
+from trimtab.checkpoint.folder import by_age, step_folders
 from trimtab.checkpoint.manifest import Damaged
 from trimtab.facts.errors import CheckpointError, ModelError
 from trimtab.facts.run_places import CHECKPOINTS, is_checkpoint
+from trimtab.run.choices import read_choices
 from trimtab.run.folder import RunFolder
+from trimtab.run.record import had_saved
 
 _POINTER_BYTES = 64
 
@@ -67,11 +69,14 @@ def _latest(run: RunFolder) -> Path:
     good = by_age(run.checkpoints)
     if good:
         return good[0][0]
-    quoted = shlex.quote(str(run.path))
-    raise CheckpointError(
-        f"{run.path} has no good checkpoint to start from",
-        f"train it until it has saved one (`trimtab train --resume {quoted}`), or name another model",
-    )
+    cause = f"{run.path} has no good checkpoint to start from"
+    kept = read_choices(run, ("recipe",)) if run.choices.is_file() else None
+    # Resuming is refused where checkpoints are damaged or gone.
+    if step_folders(run.checkpoints) or (kept and had_saved(run, kept["recipe"].get("save_steps"))):
+        raise CheckpointError(
+            cause, f"restore one from a copy, train its recipe again ({run.anew()}), or name another model"
+        )
+    raise CheckpointError(cause, f"train it until it has saved one ({run.resuming()}), or name another model")
 
 
 def _adapters(run: Path) -> ModelError:

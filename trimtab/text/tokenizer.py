@@ -6,6 +6,8 @@ post-processor would: a model that never sees an end never learns to stop.
 
 **Special tokens in the text.** Text that spells a special token ("<|im_end|>") becomes that token, as in
 Hugging Face's tokenizers; chat prompts depend on it.
+
+**Text that is not valid Unicode.** Lone surrogates become U+FFFD, in prompts as in training data.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import tokenizers
 from trimtab.facts.errors import ModelError
 from trimtab.text.chat import DEFAULT_LIMITS, Limits, render_chats
 from trimtab.text.long_text import PIECE_CHARS, LongText
+from trimtab.text.surrogates import replace_surrogates
 
 _PIECES_AT_ONCE = 8
 """64 K characters each: about 100 MB while they are worked on, and work for eight cores."""
@@ -103,12 +106,14 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone, nothing set before or after it; memory stays small for any length."""
+        text = replace_surrogates(text)
         if len(text) > PIECE_CHARS:
             return self._encode_long(text)
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on all cores; the caller bounds how much text a batch holds."""
+        texts = [replace_surrogates(text) for text in texts]
         long = {i for i, text in enumerate(texts) if len(text) > PIECE_CHARS}
         short = [text for i, text in enumerate(texts) if i not in long]
         encoded = iter(self.backend.encode_batch_fast(short, add_special_tokens=False))

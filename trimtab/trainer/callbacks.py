@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,17 @@ class Control:
         self.step = 0
         """Optimizer steps done."""
         self.reason: str | None = None
-        """Why the run is to stop; None while it goes on."""
+        """Why the run is to stop, empty where no reason was given; None while it goes on."""
 
-    def stop(self, reason: str = "") -> None:
-        """Ends the run after this step: everything is saved, its status is `stopped`, and it can be resumed."""
-        self.reason = reason
+    def stop(self, reason: str | None = None) -> None:
+        """Ends the run after this step: everything is saved, its status is `stopped`, and it can be resumed.
+
+        Called before the first step (in `on_train_begin`, or in `on_eval` of the first evaluation), no step is trained.
+
+        Args:
+            reason: recorded in metrics.jsonl and returned as `RunResult.reason`.
+        """
+        self.reason = "" if reason is None else str(reason)
 
 
 class Callback:
@@ -63,20 +71,59 @@ class Callback:
 HOOKS = ("on_train_begin", "on_step_end", "on_log", "on_eval", "on_save", "on_train_end")
 
 
-def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """A RecipeError for what cannot be a callback.
+def check_callbacks(callbacks: Sequence[Any] | None) -> Sequence[Any]:
+    """The callbacks, none for None; RecipeError for an object that is none, or has a method that cannot be called.
 
     Example:
-        >>> check_callbacks([Callback()])
+        >>> check_callbacks(None)
+        ()
     """
+    if callbacks is None:
+        return ()
     remedy = f"give a list of objects with methods such as on_log (see trimtab.Callback): {', '.join(HOOKS)}"
     if not isinstance(callbacks, list | tuple):
         raise RecipeError(f"callbacks is a {type(callbacks).__name__}, not a list", remedy)
     for index, one in enumerate(callbacks):
         if isinstance(one, type):
             raise RecipeError(f"callbacks[{index}] is the class {one.__name__}", f"give {one.__name__}()")
+        _refuse_misspelt(one, index)
+        _refuse_uncallable(one, index)
         if not any(callable(getattr(one, hook, None)) for hook in HOOKS):
             raise RecipeError(f"callbacks[{index}] is a {type(one).__name__} without such methods", remedy)
+    return callbacks
+
+
+def _refuse_misspelt(callback: Any, index: int) -> None:
+    """Any method that begins with `on_` is meant to be called: a RecipeError for one that never is."""
+    for name in dir(callback):
+        if name.startswith("on_") and name not in HOOKS and callable(getattr(callback, name, None)):
+            near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.7)
+            raise RecipeError(
+                f"callbacks[{index}] has a method {name}, which is never called",
+                f"did you mean {near[0]}? A method of your own is named without on_ in front"
+                if near
+                else f"use one of {', '.join(HOOKS)}; a method of your own is named without on_ in front",
+            )
+
+
+def _refuse_uncallable(callback: Any, index: int) -> None:
+    """A RecipeError for a method that does not accept the arguments it is called with."""
+    for hook in HOOKS:
+        method = getattr(callback, hook, None)
+        if not callable(method):
+            continue
+        expected = list(inspect.signature(getattr(Callback, hook)).parameters)
+        try:
+            signature = inspect.signature(method)
+        except ValueError:  # a method written in C may have none
+            continue
+        try:
+            signature.bind(*expected[1:])
+        except TypeError as error:
+            raise RecipeError(
+                f"callbacks[{index}].{hook} cannot be called with ({', '.join(expected[1:])}): {error}",
+                f"define it as {hook}({', '.join(expected)})",
+            ) from None
 
 
 class Callbacks:

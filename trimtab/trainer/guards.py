@@ -49,7 +49,7 @@ def _explain_here(job: Job, microbatches: Sequence[Any], num_targets: int, step:
         paused = nullcontext() if job.in_backward is None else job.in_backward.paused()
         plain = nullcontext() if job.compiled is None else job.compiled.paused()
         with Watch(job.model, getattr(batch, "documents_BT", None)) as watch, paused, plain:
-            loss = accumulate(job, [batch], num_targets, 1.0, step=step, first=index)
+            loss = accumulate(job, [batch], num_targets, 1.0, step=step, first=index, eager=True)
         bad_gradients = [n for n, p in job.parameters.items() if _has_bad(p.grad)]
         for parameter in job.parameters.values():
             parameter.grad = None

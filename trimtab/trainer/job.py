@@ -11,6 +11,7 @@ import torch
 
 from trimtab.trainer.callbacks import Callbacks
 from trimtab.trainer.early_stopping import EarlyStopping
+from trimtab.trainer.microstep import MicroStep
 
 
 class Batch(Protocol):
@@ -90,13 +91,6 @@ class Compiled(Protocol):
     def paused(self) -> AbstractContextManager[None]: ...
 
 
-class Graphs(Protocol):
-    """Forward and backward of a microbatch in one launch (`trainer.graphs`)."""
-
-    def backward(self, batch: Any, factor: float) -> torch.Tensor: ...
-    def release(self) -> None: ...
-
-
 class Observer(Protocol):
     """Whoever watches: the terminal, TensorBoard, a test."""
 
@@ -144,7 +138,7 @@ class Outcome:
     state: TrainState
     signal: int | None = None
     reason: str | None = None
-    """Why a run finished before its last step; None if it did not."""
+    """Why a run ended before its last step (early stopping, or what a callback gave); None if nothing says."""
 
 
 @dataclass
@@ -154,8 +148,8 @@ class Job:
     model: torch.nn.Module
     parameters: dict[str, torch.nn.Parameter]
     """Those that are trained, by name; the model may have others."""
-    loss: Callable[[Any], torch.Tensor]
-    """A microbatch to the sum of its token losses, fp32, on the device."""
+    microstep: MicroStep
+    """Forward and backward of a microbatch."""
     optimizer: Optimizer
     learning_rate: Callable[[int], float]
     """Step (from 0) to learning rate."""
@@ -183,8 +177,6 @@ class Job:
     """Where it is given, backward itself updates the weights and leaves no gradients."""
     compiled: Compiled | None = None
     """Where the model is compiled: (programs, seconds it took) in this process, and how to run without."""
-    graphs: Graphs | None = None
-    """Where it is given, it runs forward and backward of each microbatch; `loss` and autograd serve what is rare."""
     observers: Sequence[Observer] = field(default_factory=list)
     before_microbatch: Callable[[int, int], None] | None = None
     """Called with the step (from 0) and the microbatch's number in it: what is random in a model follows from them."""

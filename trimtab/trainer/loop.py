@@ -60,12 +60,16 @@ class _Loop:
         with StopSignals() as signals, self.rescued():
             if self.callbacks is not None:
                 self.callbacks.begin(state.step)
+            if self.stops_before_training():
+                return self.stopped(signals.received, by_callback=True)
             self.begin()
             if self.callbacks is not None:
                 self.callbacks.tell()
             self.clock = time.perf_counter()
             if self.stops_early():
                 return self.stopped_early(set())
+            if self.stops_before_training():
+                return self.stopped(signals.received, by_callback=True)
             while state.step < cadence.total_steps:
                 self.step()
                 if self.steps_here == 1:
@@ -134,6 +138,12 @@ class _Loop:
     def stop_asked(self) -> bool:
         return self.callbacks is not None and self.callbacks.stopping
 
+    def stops_before_training(self) -> bool:
+        """Whether a callback stopped the run before its first step here; all processes of a mesh decide alike."""
+        if self.state.step >= self.job.cadence.total_steps:
+            return False
+        return bool(self.job.mesh.sum_int(int(self.stop_asked)))
+
     def tell_callbacks(self) -> None:
         """Calls the user's callbacks, which may stop the run or raise: the step's own work is done."""
         if self.callbacks is None:
@@ -148,7 +158,7 @@ class _Loop:
         """Measures a fresh state, and one that was saved because its evaluation failed."""
         state, cadence = self.state, self.job.cadence
         if state.step == 0:
-            if cadence.eval_on_start:
+            if cadence.eval_on_start and state.measured < 0:
                 self.evaluate()
         elif state.measured < state.step and cadence.due(cadence.eval_steps, state.step):
             self.publish({"best"} if self.evaluate() else set(), wait=True)
@@ -315,8 +325,7 @@ class _Loop:
             if job.in_backward is not None:
                 saved += ", with what a backward pass had updated before it met the first such gradient"
         self.saved_step = state.step
-        if job.graphs is not None:
-            job.graphs.release()
+        job.microstep.release()
         found = explain(job, job.loader.next_step(), max(1, entry["num_targets"]), state.step)
         where = found or "only when the step's microbatches are taken together"
         self.emit(
@@ -334,8 +343,7 @@ class _Loop:
         self.flush()
         if job.evaluate is None:
             return False
-        if job.graphs is not None:
-            job.graphs.release()  # what evaluation needs shall not come on top of a step's memory
+        job.microstep.release()  # what evaluation needs shall not come on top of a step's memory
         records = []
         for record in job.evaluate(state.step):
             self.tell(record)
@@ -387,19 +395,19 @@ class _Loop:
         self.note("on_save", state.step)
 
     def stopped(self, signal: int | None, *, by_callback: bool) -> Outcome:
-        """Saves everything; the run can be resumed."""
+        """Saves everything, before the first step too; the run can be resumed."""
         self.flush()
         self.save(set(), wait=True)
         self.job.store.wait()
+        reason = None
         if by_callback and self.callbacks is not None:
-            reason = self.callbacks.control.reason or "no reason given"
-            self.emit(
-                {"kind": "event", "step": self.state.step, "message": f"stopped by a callback: {reason}"}
-            )
+            reason = self.callbacks.control.reason or None
+            message = f"stopped by a callback: {reason or 'no reason given'}"
+            self.emit({"kind": "event", "step": self.state.step, "message": message})
             self.job.log.sync()
         if self.callbacks is not None:
             self.callbacks.end()
-        return Outcome("stopped" if by_callback else "interrupted", self.state, signal)
+        return Outcome("stopped" if by_callback else "interrupted", self.state, signal, reason)
 
     def memory_now(self) -> int:
         if self.job.device.type == "cuda":

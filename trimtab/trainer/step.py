@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trimtab.trainer.job import Graphs, Job
+from trimtab.trainer.job import Job
 
 
 def forward_backward(
@@ -26,7 +26,7 @@ def forward_backward(
     the same signature. `scale` is fp16's loss scale, 1 otherwise. `before_backward` is told each loss. `step` counts
     from 0.
     """
-    total = accumulate(job, microbatches, num_targets, scale, before_backward, step=step, graphs=job.graphs)
+    total = accumulate(job, microbatches, num_targets, scale, before_backward, step=step)
     job.mesh.sum_gradients(job.parameters.values())
     return job.mesh.sum_(total) / num_targets
 
@@ -40,22 +40,15 @@ def accumulate(
     *,
     step: int = 0,
     first: int = 0,
-    graphs: Graphs | None = None,
+    eager: bool = False,
 ) -> torch.Tensor:
     """This process's part of `forward_backward`: the sum of its token losses; no other process is waited for.
 
-    `first` is the number in its step of the first microbatch given. With `graphs` a microbatch is one launch.
+    `first` is the number in its step of the first microbatch given; `eager` uses no CUDA graphs.
     """
     total = torch.zeros((), dtype=torch.float32, device=job.device)
     for index, batch in enumerate(microbatches, first):
         if job.before_microbatch is not None:
             job.before_microbatch(step, index)
-        if graphs is not None:
-            total += graphs.backward(batch, scale / num_targets)
-            continue
-        loss_sum = job.loss(batch)
-        if before_backward is not None:
-            before_backward(loss_sum.detach())
-        (loss_sum * (scale / num_targets)).backward()
-        total += loss_sum.detach()
+        total += job.microstep.backward(batch, scale / num_targets, before_backward, eager=eager)
     return total

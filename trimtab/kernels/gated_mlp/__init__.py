@@ -12,24 +12,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.kernels.gated_mlp.overwriting import overwriting
 from trimtab.kernels.gated_mlp.spec import ACTIVATIONS, IMPLS
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ACTIVATIONS", "IMPLS", "gated_activation", "overwriting"]
+__all__ = ["ACTIVATIONS", "IMPLS", "gated_activation"]
 
 
 def gated_activation(
-    gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu", impl: str = "reference"
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    *,
+    activation: str = "silu",
+    impl: str = "reference",
+    overwrite_inputs: bool = False,
 ) -> torch.Tensor:
-    """act(gate) · up, element by element.
+    """act(gate) · up, elementwise.
 
     Args:
         gate, up: The same shape and dtype; views into one product's output are taken as they are.
-        activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU).
+        activation: "silu" (SwiGLU), which trimtab's decoder uses; "gelu_tanh" or "gelu" (GeGLU) for models that users
+            write themselves, no recipe reaches them.
         impl: "reference" (torch) or "triton" (fp32 inside, rounded once).
+        overwrite_inputs: Whether the backward pass of "triton" may write the gradients over gate and up, which lowers
+            the peak by one tensor of this shape. For activation checkpointing, where gate and up are recomputed for a
+            single backward pass and nothing else reads them; a second backward pass over the same tensors raises.
+            Views of one tensor, and tensors that are being traced, are never overwritten. "reference" ignores it.
 
     Returns:
         A contiguous tensor of that shape and dtype.
@@ -52,6 +61,6 @@ def gated_activation(
     elif impl == "triton":
         from trimtab.kernels.gated_mlp.impl_triton import gated_activation as fused
 
-        return fused(gate, up, activation)
+        return fused(gate, up, activation, overwrite_inputs)
     else:
         raise ModelError(f"there is no gated activation called {impl!r}", f"use one of {', '.join(IMPLS)}")

@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from trimtab.kernels.gated_mlp.overwriting import allowed
 from trimtab.kernels.gated_mlp.spec import BLOCK, WARPS
 from trimtab.kernels.launching import as_rows, check_device, once_differentiable
 
@@ -66,7 +65,7 @@ def _rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [as_rows(x) for x in tensors]
 
 
-def _forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def _forward(gate: torch.Tensor, up: torch.Tensor, activation: str, overwrite_inputs: bool) -> torch.Tensor:
     check_device(_forward_kernel, gate)
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if gate.numel():
@@ -113,7 +112,10 @@ def _differentiate_into(
         )  # fmt: skip
 
 
-torch.library.define("trimtab::gated_activation", "(Tensor gate, Tensor up, str activation) -> Tensor")
+torch.library.define(
+    "trimtab::gated_activation",
+    "(Tensor gate, Tensor up, str activation, bool overwrite_inputs) -> Tensor",
+)
 torch.library.define(
     "trimtab::gated_activation_backward",
     "(Tensor g, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
@@ -128,7 +130,7 @@ torch.library.impl("trimtab::gated_activation_backward_", ("cpu", "cuda"), _back
 
 
 @torch.library.register_fake("trimtab::gated_activation")
-def _(gate, up, activation):  # type: ignore[no-untyped-def]
+def _(gate, up, activation, overwrite_inputs):  # type: ignore[no-untyped-def]
     return gate.new_empty(gate.shape)
 
 
@@ -142,34 +144,36 @@ def _(g, gate, up, activation):  # type: ignore[no-untyped-def]
     return None
 
 
-def _may_overwrite(gate: torch.Tensor, up: torch.Tensor) -> bool:
-    """Whether both are whole tensors of their own; those of a graph in the making are not."""
-    if not allowed() or type(gate) is not torch.Tensor:
+def _can_overwrite(gate: torch.Tensor, up: torch.Tensor) -> bool:
+    """Whether each owns its storage and is contiguous; False for parameters and for tensors that are being traced."""
+    if type(gate) is not torch.Tensor:
         return False
     apart = gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr()
     return apart and gate.is_contiguous() and up.is_contiguous()
 
 
-def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    gate, up, ctx.activation = inputs
-    ctx.overwrite = _may_overwrite(gate, up)
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    gate, up, ctx.activation, overwrite_inputs = inputs
+    ctx.overwrite = overwrite_inputs and _can_overwrite(gate, up)
     ctx.save_for_backward(gate, up)
 
 
 def _differentiate(ctx, g):  # type: ignore[no-untyped-def]
     gate, up = ctx.saved_tensors
     if not ctx.overwrite:
-        return *torch.ops.trimtab.gated_activation_backward(g, gate, up, ctx.activation), None
+        return *torch.ops.trimtab.gated_activation_backward(g, gate, up, ctx.activation), None, None
     torch.ops.trimtab.gated_activation_backward_(g, gate, up, ctx.activation)
-    torch.autograd.graph.increment_version([gate, up])  # a second backward pass is told, and stops
-    return gate.detach(), up.detach(), None
+    torch.autograd.graph.increment_version([gate, up])  # so that a second backward pass raises
+    return gate.detach(), up.detach(), None, None
 
 
-torch.library.register_autograd("trimtab::gated_activation", _differentiate, setup_context=_keep)
+torch.library.register_autograd("trimtab::gated_activation", _differentiate, setup_context=_save)
 torch.library.register_autograd("trimtab::gated_activation_backward", once_differentiable)
 
 
-def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """See the door."""
-    out: torch.Tensor = torch.ops.trimtab.gated_activation(gate, up, activation)
+def gated_activation(
+    gate: torch.Tensor, up: torch.Tensor, activation: str, overwrite_inputs: bool
+) -> torch.Tensor:
+    """See `trimtab.kernels.gated_mlp.gated_activation`."""
+    out: torch.Tensor = torch.ops.trimtab.gated_activation(gate, up, activation, overwrite_inputs)
     return out

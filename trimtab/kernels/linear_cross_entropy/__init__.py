@@ -50,10 +50,12 @@ def linear_cross_entropy(
             (the full logits).
         reduction: "sum", "mean" over the tokens that have a target (0 if there are none), or "none".
         token_weights_N: Factors of the tokens' losses, not differentiated. "mean" still divides by the number
-            of tokens with a target, not by the sum of the weights.
+            of tokens with a target, not by the sum of the weights. For training loops that users write themselves; no
+            recipe sets it.
         label_smoothing: Share of the target that is spread evenly over the vocabulary.
         z_loss: Coefficient of the squared log-sum-exp that is added to each token's loss.
-        softcap: Bound that logits are squeezed into by `softcap · tanh(logits / softcap)`.
+        softcap: Bound that logits are squeezed into by `softcap · tanh(logits / softcap)`. For models that users write
+            themselves; no recipe sets it.
         chunk_tokens: Rows of logits held at once; by default `spec.chunk_tokens(N, V)` for "chunked" and
             what `memory_bytes` allows for "triton". Where this makes more than 48 chunks, "triton" sums the gradient
             of a 16-bit weight in fp32, which takes 4 bytes per element of weight while it is computed.

@@ -7,6 +7,9 @@
 
 The gradient of hidden is that of one shard: the ranks' sum is the whole. Weight's and bias's are complete. All
 ranks combine the same numbers in the same order, so their losses have the same bits.
+
+For authors of vocabulary-parallel (tensor-parallel) training loops, who gather the partials with their own process
+group. No recipe splits the vocabulary, and trimtab's decoder does not use this module.
 """
 
 # N tokens, C hidden size, V entries of the shard, S shards

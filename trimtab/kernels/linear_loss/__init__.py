@@ -5,6 +5,7 @@
 
 `fn` is plain torch; its derivative comes from autograd, a chunk of tokens at a time. Cross-entropy has a folder
 of its own (`linear_cross_entropy`), which is faster; `losses.py` here has distillation and a clipped policy loss.
+No recipe uses this package: it is for training loops that users write themselves.
 """
 
 # N tokens, n tokens of a chunk, C hidden size, V vocabulary
@@ -33,6 +34,8 @@ def linear_loss(
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
     """Σ_n fn(logits_n, …), differentiable in hidden, weight, bias and the tensors by token.
+
+    For training loops that users write themselves, with a loss of their own; no recipe uses it.
 
     Args:
         hidden_NC: Hidden states, in weight's dtype.

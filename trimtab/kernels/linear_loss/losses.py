@@ -1,4 +1,7 @@
-"""Losses on the general form: distillation from a teacher, and the clipped policy loss of GRPO and PPO."""
+"""Losses on the general form: distillation from a teacher, and the clipped policy loss of GRPO and PPO.
+
+For training loops that users write themselves; no recipe uses them.
+"""
 
 # N tokens, n tokens of a chunk, C and D hidden sizes of student and teacher, V vocabulary
 

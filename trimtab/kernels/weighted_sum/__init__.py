@@ -1,5 +1,7 @@
 """A weighted sum over each row: the smallest operation here, and the pattern for a new one.
 
+For contributors who read or copy it (docs/writing-a-kernel.md); no recipe and no model uses it.
+
 y_n = Σ_d x_nd · w_d
 ∂L/∂x_nd = g_n · w_d            ∂L/∂w_d = Σ_n g_n · x_nd            with g = ∂L/∂y
 """

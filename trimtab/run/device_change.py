@@ -11,10 +11,11 @@ from typing import Any
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.shapes import ModelShape
-from trimtab.launch.device import detect, threads
+from trimtab.plan.resolved import Resolved
 from trimtab.recipe import Recipe
 from trimtab.recipe.resume import WITH_DEVICE
-from trimtab.run.choices import Choices, choose_all
+from trimtab.run.device import detect, threads
+from trimtab.run.resolve import resolve_backends
 
 
 def asks_for_device(before: Recipe, recipe: Recipe, overrides: Sequence[str]) -> bool:
@@ -23,7 +24,7 @@ def asks_for_device(before: Recipe, recipe: Recipe, overrides: Sequence[str]) ->
     return named or recipe.device != before.device
 
 
-def device_of(kept: Choices, recipe: Recipe, run: Path, *, asked: bool) -> DeviceFacts:
+def device_of(kept: Resolved, recipe: Recipe, run: Path, *, asked: bool) -> DeviceFacts:
     """The device that a run goes on with: the one that the resume asks for, otherwise the one it has."""
     if asked:
         return detect(recipe.device)
@@ -41,21 +42,21 @@ def device_of(kept: Choices, recipe: Recipe, run: Path, *, asked: bool) -> Devic
         ) from error
 
 
-def moved(kept: Choices, recipe: Recipe, shape: ModelShape, device: DeviceFacts) -> Choices:
-    """The choices of a run for another device: number formats and adapters stay, implementations are chosen anew."""
-    if kept.dtype == "bf16" and device.kind == "cuda" and not device.bf16:
+def moved(kept: Resolved, recipe: Recipe, shape: ModelShape, device: DeviceFacts) -> Resolved:
+    """The configuration of a run for another device: formats and adapters stay, implementations are chosen anew."""
+    if kept.precision.dtype == "bf16" and device.kind == "cuda" and not device.bf16:
         raise ResourceError(
             f"the run computes in bf16, which {device.name} does not", "go on with device=cpu, or another GPU"
         )
     formats = {
-        "dtype": kept.dtype,
-        "weights_dtype": kept.weights_dtype,
-        "gradient_dtype": kept.gradient_dtype,
+        "dtype": kept.precision.dtype,
+        "weights_dtype": kept.precision.weights_dtype,
+        "gradient_dtype": kept.precision.gradient_dtype,
     }
     lora = recipe.lora
-    if lora is not None and lora.adapter is not None:  # what it brought is in the choices
+    if lora is not None and lora.adapter is not None:  # what it brought was resolved when the run began
         lora = type(lora)()
-    chosen = choose_all(recipe.model_copy(update={**formats, "lora": lora}), shape, device, threads())
+    chosen = resolve_backends(recipe.model_copy(update={**formats, "lora": lora}), shape, device, threads())
     return dataclasses.replace(chosen, lora=kept.lora, deterministic=kept.deterministic)
 
 
@@ -70,9 +71,9 @@ def with_device(kept: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     return {**kept, "recipe": plain}
 
 
-def describe_move(old: str, new: Choices) -> str:
+def describe_move(old: str, new: Resolved) -> str:
     """What another device means for a run, in a sentence."""
     return (
-        f"device: {old} → {new.device}: implementations are chosen anew (attention: {new.attention['impl']}); from "
+        f"device: {old} → {new.device}: implementations are chosen anew (attention: {new.attention.only.packed}); from "
         f"here on losses are not bit-equal to those of an unstopped run on {old}"
     )

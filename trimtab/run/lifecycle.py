@@ -1,4 +1,4 @@
-"""A run in this process: prepare, plan, refuse or go, and continue."""
+"""From recipe to finished run: prepare, plan, refuse or build and train; and how a run folder is continued."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ from typing import Any, Protocol
 import torch
 
 from trimtab import text
+from trimtab.checkpoint import Found, Store
+from trimtab.checkpoint.folder import step_folders
 from trimtab.data.memory import Passed
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.run_places import is_checkpoint
-from trimtab.launch.device import current_gpu, need_trackers
-from trimtab.launch.moving import asks_for_device, describe_move, device_of, moved, with_device
-from trimtab.launch.preparing import Frozen, Prepared, prepare, unwritten_tokens
 from trimtab.model import read_shape
 from trimtab.parallel import Mesh
 from trimtab.plan import Plan, check_disk, check_fits, make_plan, total_steps
+from trimtab.plan.resolved_json import VERSION, resolved_from_dict, resolved_to_dict
 from trimtab.recipe import Recipe, build, check_resume, dump, load, loads, to_dict
-from trimtab.run import adapters, assembling, corpora, sources
-from trimtab.run.choices import Choices
+from trimtab.run import adapters, corpora, sources
+from trimtab.run import build as building
+from trimtab.run.choices import read_choices
+from trimtab.run.device import current_gpu, need_trackers
+from trimtab.run.device_change import asks_for_device, describe_move, device_of, moved, with_device
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
-from trimtab.run.lengths import Length, describe_change, read_lengths
+from trimtab.run.lengths import Length, check_length, describe_change, read_lengths
 from trimtab.run.places import START, absolute, model_folder, own_start, shape_of, tokenizer_of
-from trimtab.run.restoring import LOGS_CHECKPOINTS
+from trimtab.run.prepare import Frozen, Prepared, prepare, unwritten_tokens
+from trimtab.run.record import LOGS_CHECKPOINTS
+from trimtab.run.restoring import find_checkpoint, first_losses
 from trimtab.run.sources import OpenedModel
 from trimtab.run.starting import check_start, start_from
 from trimtab.run.torch_setup import torch_put_back
 from trimtab.run.trained import check_bytes
 from trimtab.text import Tokenizer
 
-VERSION = 1
-"""Of choices.json; readers of old versions stay."""
 MEMORY_KEYS = ("memory_limit", "recompute", "gradient_checkpointing", "unpacked_layers")
 """A resume that changes one of these chooses anew what layers keep."""
 
@@ -48,6 +51,7 @@ class View(Protocol):
 
     total_steps: int
     logging_steps: int
+    first_losses: dict[str, float]
 
     def plan(self, plan: dict[str, Any]) -> None: ...
     def message(self, text: str) -> None: ...
@@ -76,7 +80,7 @@ class Finished:
     step: int
     signal: int | None = None
     reason: str | None = None
-    """Why it finished before its last step (early stopping); None if it did not."""
+    """Why it ended before its last step (early stopping, or what a callback gave); None if nothing says."""
 
 
 def train(
@@ -158,13 +162,14 @@ def resume(
         folder.open()  # it may have changed before the lock was ours
         if not folder.choices.is_file():
             return _begin_again(folder, overrides, view, after_step=after_step, given=given or Given())
-        kept = _kept(folder)
+        kept = read_choices(folder)
         recipe, before = recipe_of(folder, overrides), build(kept["recipe"])
         asked = asks_for_device(before, recipe, overrides)
         check_resume(before, recipe, run=str(path), overrides=overrides)
-        choices = Choices.from_dict(kept)
-        device = device_of(choices, recipe, path, asked=asked)
-        other = device.kind != choices.device
+        shape = read_shape(folder.model)
+        resolved = resolved_from_dict(kept, shape.num_layers)
+        device = device_of(resolved, recipe, path, asked=asked)
+        other = device.kind != resolved.device
         around.enter_context(current_gpu(recipe.device))
         around.enter_context(torch_put_back())
         need_trackers(recipe.report_to)
@@ -175,8 +180,8 @@ def resume(
             )
         changed = any(getattr(before, key) != getattr(recipe, key) for key in MEMORY_KEYS)
         if other:
-            choices = moved(choices, recipe, read_shape(folder.model), device)
-        frozen = Frozen(choices, folder.model, kept["model_commit"], device, changed, moved=other)
+            resolved = moved(resolved, recipe, shape, device)
+        frozen = Frozen(resolved, folder.model, kept["model_commit"], device, changed, moved=other)
         prepared = prepare(recipe, frozen)
         if changed or other:
             check_fits(prepared.plan, prepared.device, resumed=True)
@@ -231,22 +236,7 @@ def recipe_of(folder: RunFolder, overrides: Sequence[str]) -> Recipe:
     """
     if folder.recipe.is_file():
         return load(folder.recipe, overrides)
-    return loads(dump(build(_kept(folder)["recipe"])), overrides)
-
-
-def _kept(folder: RunFolder) -> dict[str, Any]:
-    """choices.json, complete."""
-    kept = read_json(folder.choices)
-    if kept.get("version", 0) > VERSION:
-        raise CheckpointError(f"{folder.path} is of a newer trimtab", "continue it with that version")
-    fields = ("model_commit", "tokenizer_commit", "data", "recipe", *Choices.needed())
-    missing = [name for name in fields if name not in kept]
-    if missing:
-        raise CheckpointError(
-            f"{folder.choices} lacks {', '.join(missing)}",
-            f"restore it from a copy, or train it again: {folder.anew()}",
-        )
-    return kept
+    return loads(dump(build(read_choices(folder)["recipe"])), overrides)
 
 
 def _go(
@@ -258,8 +248,9 @@ def _go(
     after_step: Callable[[int], None] | None,
     given: Given,
 ) -> Finished:
-    recipe, choices, shape = prepared.recipe, prepared.choices, prepared.shape
+    recipe, resolved, shape = prepared.recipe, prepared.resolved, prepared.shape
     tokenizer_commit = None
+    found = _checkpoint(folder, recipe, view) if kept is not None else None
     if kept is None:
         tokenizer_commit = _begin(prepared, folder)
         unwritten = unwritten_tokens(prepared)
@@ -267,8 +258,11 @@ def _go(
             view.message(unwritten)
     tokenizer = sources.load_tokenizer(folder.model, shape)
     opened = corpora.open_corpora(recipe, tokenizer, view, kept=kept and kept["data"], passed=given.rows)
-    plan = make_plan(recipe, shape, device=prepared.device, data=opened.facts, choices=choices.to_dict())
-    check_disk(plan.disk, shutil.disk_usage(folder.path).free + folder.checkpoint_bytes(), str(folder.path))
+    plan = make_plan(recipe, shape, resolved, device=prepared.device, data=opened.facts)
+    free = shutil.disk_usage(folder.path).free + folder.checkpoint_bytes()
+    check_disk(plan.disk, free, str(folder.path), resumed=kept is not None)
+    if found is not None:
+        check_length(recipe, found.step, opened.total_steps(Mesh.world()))
     view.plan(plan.to_dict())
     for note in (*plan.notes, *opened.notes()):
         view.message(note)
@@ -281,17 +275,19 @@ def _go(
         view.record(example)
         tokenizer = _stopping(example, tokenizer, folder, view)
     planned = _lengths(kept, opened)
-    run = assembling.assemble(
+    run = building.build_run(
         recipe,
-        choices,
+        resolved,
         shape,
+        Mesh.world(),
         weights=weights,
         tokenizer=tokenizer,
         corpora=opened,
         folder=folder,
-        observers=[view, *assembling.trackers(recipe, folder, to_dict(recipe))],
+        observers=[view, *building.trackers(recipe, folder, to_dict(recipe))],
         on_event=view.message,
         resume=kept is not None,
+        found=found,
         base=base,
         callbacks=given.callbacks,
         lengths=planned,
@@ -301,7 +297,7 @@ def _go(
         _keep_new(prepared, folder, run, plan, weights, pins)
     else:
         _keep_changes(prepared, folder, run, plan, kept, planned, view)
-    if example is not None and run.state.step == 0:
+    if example is not None and run.state.step == 0 and found is None:
         run.job.log.append(example)
     run.job.after_step = after_step
     _prepare_view(view, run, folder)
@@ -309,10 +305,17 @@ def _go(
     return Finished(folder.path, outcome.status, outcome.state.step, outcome.signal, outcome.reason)
 
 
-def _prepare_view(view: View, run: assembling.Run, folder: RunFolder) -> None:
-    """Passes on how many steps there are, and how to extend a run that has no more."""
+def _checkpoint(folder: RunFolder, recipe: Recipe, view: View) -> Found | None:
+    """The checkpoint to continue from; raises, before anything else is read or shown, where none is left."""
+    with Store(folder.checkpoints, on_event=view.message) as store:
+        return find_checkpoint(store, folder, recipe)
+
+
+def _prepare_view(view: View, run: building.Run, folder: RunFolder) -> None:
+    """Passes on how many steps there are, what was measured first, and how to extend a run that has no more."""
     view.total_steps = total = run.job.cadence.total_steps
     view.logging_steps = run.job.cadence.logging_steps
+    view.first_losses = first_losses(folder.metrics)
     if run.state.step >= total:
         view.message(
             f"the run has all of its {total} steps; train it longer with `trimtab train --resume "
@@ -323,16 +326,16 @@ def _prepare_view(view: View, run: assembling.Run, folder: RunFolder) -> None:
 def _keep_new(
     prepared: Prepared,
     folder: RunFolder,
-    run: assembling.Run,
+    run: building.Run,
     plan: Plan,
     weights: Path,
     pins: dict[str, Any],
 ) -> None:
     """Everything that a new run's folder keeps of its beginning."""
-    recipe, choices = prepared.recipe, prepared.choices
+    recipe, resolved = prepared.recipe, prepared.resolved
     write_text(folder.recipe, dump(recipe))
     write_json(folder.plan, plan.to_dict())
-    write_json(folder.environment, environment(torch.device(choices.device)))
+    write_json(folder.environment, environment(torch.device(resolved.device)))
     pins = {
         "version": VERSION,
         "model_commit": prepared.commit,
@@ -343,24 +346,24 @@ def _keep_new(
         LOGS_CHECKPOINTS: True,
     }
     # Last, when weights and data are known to be good: a folder with choices.json can be continued.
-    write_json(folder.choices, {**choices.to_dict(), **pins})
+    write_json(folder.choices, {**resolved_to_dict(resolved), **pins})
 
 
 def _keep_changes(
     prepared: Prepared,
     folder: RunFolder,
-    run: assembling.Run,
+    run: building.Run,
     plan: Plan,
     kept: dict[str, Any],
     planned: Sequence[Length],
     view: View,
 ) -> None:
     """What a resume changes of a run, in its folder and said."""
-    recipe, choices = prepared.recipe, prepared.choices
+    recipe, resolved = prepared.recipe, prepared.resolved
     said, now = [], dict(kept)
-    if kept["device"] != choices.device:
-        said.append(describe_move(kept["device"], choices))
-        now |= choices.to_dict()
+    if kept["device"] != resolved.device:
+        said.append(describe_move(kept["device"], resolved))
+        now |= {**resolved_to_dict(resolved), "version": VERSION}
     change = describe_change(recipe, planned, run.lengths)
     if change is not None:
         _refuse_early_stopped(run)
@@ -375,7 +378,7 @@ def _keep_changes(
         run.job.log.append({"kind": "event", "step": run.state.step, "message": message})
 
 
-def _refuse_early_stopped(run: assembling.Run) -> None:
+def _refuse_early_stopped(run: building.Run) -> None:
     """More steps change nothing for a run that early stopping ended: it would stop again at once."""
     stopping, state = run.job.early_stopping, run.state
     if stopping is not None and stopping.reached(state.stale):
@@ -419,14 +422,14 @@ def _begin(prepared: Prepared, folder: RunFolder) -> str | None:
     tokenizer, commit = tokenizer_of(prepared.recipe, prepared.model, prepared.commit)
     text.check_fits(tokenizer, prepared.shape.vocab_size)
     sources.save_skeleton(
-        prepared.model, prepared.shape, tokenizer, folder.model, prepared.choices.weights_dtype
+        prepared.model, prepared.shape, tokenizer, folder.model, prepared.resolved.precision.weights_dtype
     )
     return commit
 
 
 def _base(prepared: Prepared, weights: Path, kept: dict[str, Any] | None) -> dict[str, Any] | None:
     """The frozen weights of a run with adapters by name and checksum; a resumed run must find the same ones."""
-    if prepared.choices.lora is None:
+    if prepared.resolved.lora is None:
         return None
     if kept is None:
         return adapters.name_base(prepared.recipe, weights, prepared.commit)
@@ -448,13 +451,13 @@ def _started_from(
         check_bytes(weights)
     elif kept.get("started_from"):
         adapters.check_base(kept["started_from"], weights)
-    return None if prepared.choices.lora else adapters.name_base(prepared.recipe, weights, None)
+    return None if prepared.resolved.lora else adapters.name_base(prepared.recipe, weights, None)
 
 
 def _weights(prepared: Prepared, folder: RunFolder) -> Path:
     """Where the pretrained weights lie, fetched now if this start reads them."""
     recipe = prepared.recipe
-    saved = prepared.choices.lora is None and any(folder.checkpoints.glob("step-*"))
+    saved = prepared.resolved.lora is None and bool(step_folders(folder.checkpoints))
     if recipe.model.init == "random" or saved:
         return prepared.model
     place, _ = model_folder(own_start(recipe.model.name, folder.path), revision=prepared.commit)

@@ -5,30 +5,27 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trimtab.adapt.targets import EMBEDDING, HEAD
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
-from trimtab.launch.device import detect, threads
 from trimtab.model.source import read_shape
 from trimtab.plan import Plan, make_plan
-from trimtab.plan.limits import settle
-from trimtab.plan.make import job_of
+from trimtab.plan.resolved import Resolved
 from trimtab.recipe import Recipe
 from trimtab.run.adapter_tokens import check_same_tokens
-from trimtab.run.choices import Choices, choose_all
+from trimtab.run.device import detect, threads
 from trimtab.run.places import model_folder, shape_of
-from trimtab.run.recording import choose_graphs
 from trimtab.run.replay import check_replay
+from trimtab.run.resolve import resolve_graphs, resolve_memory, resolve_memory_again, resolve_recipe
 
 
 @dataclass(frozen=True)
 class Frozen:
     """What a run folder keeps of its beginning."""
 
-    choices: Choices
+    resolved: Resolved
     model: Path
     """The folder with the run's own config and tokenizer."""
     commit: str | None
@@ -50,7 +47,7 @@ class Prepared:
     model: Path
     """Folder or GGUF file with config and tokenizer."""
     commit: str | None
-    choices: Choices
+    resolved: Resolved
     plan: Plan
 
 
@@ -68,20 +65,26 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None) -> Prepared:
         check_replay(recipe, model)
         if "max_seq_length" not in recipe.model_fields_set and recipe.max_seq_length > shape.max_positions:
             recipe = recipe.model_copy(update={"max_seq_length": shape.max_positions})
-        choices = choose_all(recipe, shape, device, threads())
+        resolved = resolve_recipe(recipe, shape, device, threads())
     else:
         device, model, commit = frozen.device, frozen.model, frozen.commit
-        shape, choices = read_shape(model), frozen.choices
-        if recipe.num_threads is not None:
-            choices = dataclasses.replace(choices, threads=recipe.num_threads)
-    said = choices.to_dict()
-    said["memory"] = _memory(recipe, frozen, shape, device, said)
-    plan = make_plan(recipe, shape, device=device, choices=said)
+        shape = read_shape(model)
+        resolved = _resolve_resumed(recipe, shape, frozen)
+    plan = make_plan(recipe, shape, resolved, device=device)
     _check_rates(plan)
-    graphs = choose_graphs(plan)
-    plan = dataclasses.replace(plan, choices={**plan.choices, "graphs": graphs})
-    choices = dataclasses.replace(choices, memory=said["memory"], graphs=graphs)
-    return Prepared(recipe, device, shape, model, commit, choices, plan)
+    return Prepared(recipe, device, shape, model, commit, resolved, plan)
+
+
+def _resolve_resumed(recipe: Recipe, shape: ModelShape, frozen: Frozen) -> Resolved:
+    """The configuration that a run began with, and what a resume may change of it."""
+    resolved, device = frozen.resolved, frozen.device
+    if recipe.num_threads is not None:
+        resolved = dataclasses.replace(resolved, threads=recipe.num_threads)
+    if frozen.moved:
+        resolved = resolve_memory(recipe, shape, device, resolved)
+    elif resolved.memory is None or frozen.memory_changed:
+        resolved = resolve_memory_again(recipe, shape, device, resolved)
+    return resolve_graphs(recipe, shape, device, resolved)
 
 
 def _check_rates(plan: Plan) -> None:
@@ -106,21 +109,3 @@ def unwritten_tokens(prepared: Prepared) -> str | None:
         "model.added_tokens: the model learns to read them and not to write them, as its head is not trained; "
         "name lm_head in lora.modules_to_save as well for both"
     )
-
-
-def _memory(
-    recipe: Recipe, frozen: Frozen | None, shape: ModelShape, device: DeviceFacts, choices: dict[str, Any]
-) -> dict[str, Any]:
-    """What layers keep: as it was when the run began, or chosen anew where a resume asks for something else.
-
-    The tiles and the loss's chunks stay: they decide in which order sums are rounded.
-    """
-    if frozen is not None and frozen.moved:
-        frozen = None
-    kept = frozen.choices.memory if frozen is not None else {}
-    if kept and frozen is not None and not frozen.memory_changed:
-        return kept
-    choices = {**choices, "memory": {"loss_memory": kept["loss_memory"]} if kept else {}}
-    tiles = kept["mlp_tiles"] if kept else (1 if frozen is not None else None)
-    job = job_of(recipe, shape, device, choices)
-    return settle(recipe, job, device, tiles=tiles, fixed_loss=frozen is not None)

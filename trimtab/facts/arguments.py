@@ -1,0 +1,104 @@
+"""Arguments of Python functions, checked: a value of another type is refused by its name, before it is used."""
+
+from __future__ import annotations
+
+import difflib
+import numbers
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trimtab.facts.errors import RecipeError
+from trimtab.facts.names import described
+
+
+def whole_number(value: object, name: str, *, least: int | None = None) -> int:
+    """An int, numpy's included; RecipeError for anything else, such as 3.5, "3" or True.
+
+    Args:
+        value: what the user passed.
+        name: the argument, for the message.
+        least: the smallest that is accepted; None for any.
+
+    Example:
+        >>> whole_number(3, "max_new_tokens", least=1)
+        3
+    """
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        number = int(value)
+        if least is None or number >= least:
+            return number
+        raise RecipeError(f"{name} is {number}", f"give at least {least}")
+    remedy = "give a whole number" if least is None else f"give a whole number of at least {least}"
+    raise RecipeError(f"{name} is {described(value)}", remedy)
+
+
+def real_number(value: object, name: str, remedy: str) -> float:
+    """An int or a float, numpy's included; RecipeError with the remedy for anything else.
+
+    Example:
+        >>> real_number(0.7, "temperature", "give 0 or more")
+        0.7
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value)
+    raise RecipeError(f"{name} is {described(value)}", remedy)
+
+
+def text_or_none(value: object, name: str) -> str | None:
+    """A str or None; RecipeError for anything else.
+
+    Example:
+        >>> text_or_none("Answer briefly.", "system")
+        'Answer briefly.'
+    """
+    if value is None or isinstance(value, str):
+        return value
+    raise RecipeError(f"{name} is {described(value)}", "give a text, or None")
+
+
+def plain_value(value: object, name: str) -> Any:
+    """A recipe's value as JSON has it: numpy's numbers, paths, dtypes and devices become numbers and texts.
+
+    RecipeError for an object that no recipe can hold.
+
+    Example:
+        >>> from pathlib import Path
+        >>> plain_value({"name": Path("models/a")}, "model")
+        {'name': 'models/a'}
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(inner, f"{name}.{key}") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(inner, f"{name}[{index}]") for index, inner in enumerate(value)]
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
+        return str(value)
+    raise RecipeError(
+        f"{name} is {described(value)}", "give what a recipe can hold: text, numbers, lists, dicts"
+    )
+
+
+def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """RecipeError for the first name that is not known, with the nearest one that is.
+
+    Example:
+        >>> refuse_unknown(["seed"], ["seed", "stop"], "option")
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            raise RecipeError(
+                f"there is no {what} {name!r}",
+                f"did you mean {near[0]!r}?" if near else f"these are known: {', '.join(names)}",
+            )

@@ -1,0 +1,128 @@
+"""The options of generating text: one list of them, validated in one place. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import InitVar, asdict, dataclass
+from typing import TypedDict, cast
+
+from trimtab.facts.arguments import real_number, refuse_unknown, whole_number
+from trimtab.facts.errors import RecipeError
+from trimtab.facts.names import described
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of `SamplingOptions` as keyword arguments."""
+
+    max_new_tokens: int | None
+    temperature: float | None
+    top_p: float
+    top_k: int
+    stop: str | Sequence[str] | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How text is generated: which token is drawn, and when it ends. Raises RecipeError for values that cannot be used.
+
+    Args:
+        spelled: how error messages write an option's name; the command line gives its flags.
+
+    Example:
+        >>> SamplingOptions(top_p=0.9).sampling_temperature, SamplingOptions().sampling_temperature
+        (1.0, 0.0)
+    """
+
+    max_new_tokens: int | None = None
+    """At most so many; None for 128 (512 in a conversation), or fewer where the model has no more positions."""
+    temperature: float | None = None
+    """0 takes the likeliest token, 1 draws from the model's own distribution; None: see `sampling_temperature`."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together reach this probability."""
+    top_k: int = 0
+    """Only the k likeliest tokens; 0 for all."""
+    stop: str | Sequence[str] | None = ()
+    """A text or several that end the generation; they are not part of the result. Becomes a tuple."""
+    seed: int = 0
+    """The same seed draws the same text."""
+    spelled: InitVar[Callable[[str], str]] = str
+
+    def __post_init__(self, spelled: Callable[[str], str]) -> None:
+        checked = {
+            "max_new_tokens": None
+            if self.max_new_tokens is None
+            else whole_number(self.max_new_tokens, spelled("max_new_tokens"), least=1),
+            "temperature": None
+            if self.temperature is None
+            else _in_range(
+                self.temperature,
+                spelled("temperature"),
+                "give a number: 0 (always the likeliest token) or more",
+            ),
+            "top_p": _in_range(self.top_p, spelled("top_p"), "give a number above 0, at most 1", most=1.0),
+            "top_k": whole_number(self.top_k, spelled("top_k"), least=0),
+            "stop": _stop_strings(self.stop, spelled("stop")),
+            "seed": whole_number(self.seed, spelled("seed")),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        limits = [spelled(name) for name in self._limits()]
+        if self.temperature == 0 and limits:
+            warm = spelled("temperature")
+            raise RecipeError(
+                f"{limits[0]} has no effect at {warm} 0, which always takes the likeliest token",
+                f"give {warm} 0.7, or leave {' and '.join(limits)} out",
+            )
+
+    @property
+    def sampling_temperature(self) -> float:
+        """The temperature in use: without one it is 1 if top_p or top_k is given, otherwise 0."""
+        if self.temperature is None:
+            return 1.0 if self._limits() else 0.0
+        return self.temperature
+
+    def keywords(self) -> SamplingKeywords:
+        """All options as keyword arguments, for the methods of `trimtab.Model`.
+
+        Example:
+            >>> SamplingOptions(**SamplingOptions(seed=7).keywords()).seed
+            7
+        """
+        return cast("SamplingKeywords", asdict(self))
+
+    @classmethod
+    def of(cls, given: SamplingKeywords) -> SamplingOptions:
+        """The options that a method takes as `**sampling`; RecipeError for one that does not exist.
+
+        Example:
+            >>> SamplingOptions.of({"seed": 7}).seed
+            7
+        """
+        refuse_unknown(given, SamplingKeywords.__annotations__, "option")
+        return cls(**given)
+
+    def _limits(self) -> list[str]:
+        """The given options that take tokens out of the distribution."""
+        return [name for name, given in (("top_p", self.top_p != 1.0), ("top_k", self.top_k != 0)) if given]
+
+
+def _in_range(value: object, name: str, remedy: str, most: float | None = None) -> float:
+    """A temperature (from 0, finite), or with `most` a share (above 0, at most that)."""
+    number = real_number(value, name, remedy)
+    good = 0 <= number < float("inf") if most is None else 0 < number <= most
+    if not good:
+        raise RecipeError(f"{name} is {number}", remedy)
+    return number
+
+
+def _stop_strings(stop: object, name: str) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    texts = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, Iterable) else [None]
+    found = tuple(one for one in texts if isinstance(one, str) and one)
+    if len(found) != len(texts):
+        raise RecipeError(
+            f"{name} is {described(stop)}", "give a text or a list of texts, none of them empty"
+        )
+    return found

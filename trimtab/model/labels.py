@@ -1,0 +1,48 @@
+"""Labels on the matrix products of a block, by which a recompute policy tells them apart.
+
+A label is metadata: it changes nothing that is computed. It is attached with `torch.fx.traceback.annotate`, so that it
+holds for operators that run in eager mode and, in a compiled block, for the nodes of the traced graph.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch.fx import traceback
+
+_PROJECTION, _FACTOR = "trimtab_projection", "trimtab_factor"
+
+
+class ProductLabel(NamedTuple):
+    """Which matrix product an operator is part of.
+
+    Example:
+        >>> with in_projection("down"), with_factor("adapter_a"):
+        ...     current_label()
+        ProductLabel(projection='down', factor='adapter_a')
+        >>> current_label()
+        ProductLabel(projection=None, factor='weight')
+    """
+
+    projection: str | None
+    """"attention" (q, k, v and o), "gate_up" or "down"; None outside all of them."""
+    factor: str
+    """What the input is multiplied with: "weight", "adapter_a" or "adapter_b"."""
+
+
+def in_projection(name: str) -> AbstractContextManager[None]:
+    """Labels the operators inside with a projection of the block; without gradients there is nothing to tell apart."""
+    return traceback.annotate({_PROJECTION: name}) if torch.is_grad_enabled() else nullcontext()
+
+
+def with_factor(name: str) -> AbstractContextManager[None]:
+    """Labels the operators inside with the factor of their products; those without this label have "weight"."""
+    return traceback.annotate({_FACTOR: name})
+
+
+def current_label() -> ProductLabel:
+    """The label of an operator, asked while it is dispatched or traced."""
+    custom = traceback.get_current_meta().get("custom") or {}
+    return ProductLabel(custom.get(_PROJECTION), custom.get(_FACTOR, "weight"))

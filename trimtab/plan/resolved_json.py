@@ -1,0 +1,170 @@
+"""The resolved configuration as JSON, for choices.json and plan.json of a run folder. Reads every earlier version."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trimtab.adapt.spec import LoraSettings
+from trimtab.adapt.spec_quantized import Quantization
+from trimtab.plan.resolved import (
+    AttentionConfig,
+    CompileConfig,
+    CudaGraphsConfig,
+    LayerAttention,
+    LossConfig,
+    MemoryPlan,
+    OptimizerConfig,
+    ParallelConfig,
+    PointwiseConfig,
+    PrecisionConfig,
+    Resolved,
+)
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Section = TypeVar("Section", bound="DataclassInstance")
+VERSION = 2
+"""Of choices.json. Version 1 had no `parallel`; its first runs also lack the sections that are optional below."""
+REQUIRED = (
+    "device",
+    "dtype",
+    "weights_dtype",
+    "gradient_dtype",
+    "attention",
+    "precision",
+    "threads",
+    "deterministic",
+)
+"""Keys that every version has."""
+
+
+def resolved_to_dict(resolved: Resolved) -> dict[str, Any]:
+    """Plain data; `resolved_from_dict` is the inverse."""
+    precision, loss = resolved.precision, resolved.loss
+    objective = {"label_smoothing": loss.label_smoothing, "z_loss": loss.z_loss}
+    return {
+        "device": resolved.device,
+        "dtype": precision.dtype,
+        "weights_dtype": precision.weights_dtype,
+        "gradient_dtype": precision.gradient_dtype,
+        "attention": _attention_to_dict(resolved.attention),
+        "precision": precision.description,
+        "threads": resolved.threads,
+        "deterministic": resolved.deterministic,
+        "optimizer": dataclasses.asdict(resolved.optimizer),
+        "compile": _switch_to_dict(resolved.compile),
+        "loss": {
+            "impl": loss.impl,
+            "memory_bytes": loss.memory_bytes,
+            "reason": loss.reason,
+            **{name: value for name, value in objective.items() if value},
+        },
+        "pointwise": dataclasses.asdict(resolved.pointwise),
+        "graphs": _switch_to_dict(resolved.graphs),
+        "memory": None if resolved.memory is None else memory_to_dict(resolved.memory),
+        "lora": None if resolved.lora is None else resolved.lora.to_dict(),
+        "quantization": None if resolved.quantization is None else dataclasses.asdict(resolved.quantization),
+        "parallel": dataclasses.asdict(resolved.parallel),
+    }
+
+
+def resolved_from_dict(data: Mapping[str, Any], num_layers: int) -> Resolved:
+    """A resolved configuration from choices.json; other keys of that file are ignored.
+
+    Args:
+        data: with at least the keys `REQUIRED`, and the `recipe` where a run began before `optimizer` was written.
+        num_layers: of the model: the file names an attention backend once where all layers share it.
+    """
+    lora, quantization = adapters_from_dict(data)
+    loss = _section(LossConfig, data.get("loss"))
+    memory = data.get("memory")
+    return Resolved(
+        device=data["device"],
+        threads=data["threads"],
+        deterministic=data["deterministic"],
+        precision=PrecisionConfig(
+            data["dtype"], data["weights_dtype"], data["gradient_dtype"], data["precision"]
+        ),
+        attention=_attention_from_dict(data["attention"], num_layers),
+        optimizer=_optimizer_from_dict(data),
+        loss=loss,
+        pointwise=_section(PointwiseConfig, data.get("pointwise")),
+        compile=_section(CompileConfig, _enabled(data.get("compile"))),
+        graphs=_section(CudaGraphsConfig, _enabled(data.get("graphs"))),
+        # The first memory plans left the loss what was chosen for it alone.
+        memory=memory_from_dict({"loss_memory": loss.memory_bytes, **memory}) if memory else None,
+        lora=lora,
+        quantization=quantization,
+        parallel=_section(ParallelConfig, data.get("parallel")),
+    )
+
+
+def adapters_from_dict(data: Mapping[str, Any]) -> tuple[LoraSettings | None, Quantization | None]:
+    """The adapters and the quantization of frozen weights from choices.json, whatever else the file has.
+
+    Example:
+        >>> adapters_from_dict({"lora": {"r": 8}, "quantization": {"kind": "int8", "block": 0}})[1].kind
+        'int8'
+    """
+    lora, quantization = data.get("lora"), data.get("quantization")
+    return (
+        None if lora is None else LoraSettings.from_dict(lora),
+        None if quantization is None else _section(Quantization, quantization),
+    )
+
+
+def memory_to_dict(memory: MemoryPlan) -> dict[str, Any]:
+    """Plain data, with the plan's description in words."""
+    plain = dataclasses.asdict(memory)
+    return {**plain, "recompute": list(memory.recompute), "sentence": memory.description}
+
+
+def memory_from_dict(data: Mapping[str, Any]) -> MemoryPlan:
+    """The inverse of `memory_to_dict`."""
+    return _section(MemoryPlan, {**data, "recompute": tuple(data["recompute"])})
+
+
+def _section(kind: type[Section], data: Mapping[str, Any] | None) -> Section:
+    """One section of the file; defaults for what it lacks, and other keys are ignored."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in (data or {}).items() if name in names})
+
+
+def _optimizer_from_dict(data: Mapping[str, Any]) -> OptimizerConfig:
+    """Runs that began before there was a choice of implementations have the recipe's optimizer alone."""
+    if data.get("optimizer"):
+        return _section(OptimizerConfig, data["optimizer"])
+    name = data["recipe"]["optim"]
+    return OptimizerConfig(name, "reference" if name == "adamw_8bit" else "torch", "named in the recipe")
+
+
+def _attention_to_dict(attention: AttentionConfig) -> dict[str, Any]:
+    plain: dict[str, Any] = {"reason": attention.reason, "rejected": [list(r) for r in attention.rejected]}
+    if len(set(attention.layers)) > 1:
+        return {**plain, "layers": [dataclasses.asdict(layer) for layer in attention.layers]}
+    layer = attention.only
+    different = {} if layer.packed == layer.unpacked else {"whole": layer.unpacked}
+    return {"impl": layer.packed, **plain, **different}
+
+
+def _attention_from_dict(data: Mapping[str, Any], num_layers: int) -> AttentionConfig:
+    if "layers" in data:
+        layers = tuple(LayerAttention(**layer) for layer in data["layers"])
+    else:
+        layers = AttentionConfig.uniform(num_layers, data["impl"], data.get("whole")).layers
+    rejected = tuple((impl, reason) for impl, reason in data.get("rejected", ()))
+    return AttentionConfig(layers, data.get("reason", ""), rejected)
+
+
+def _switch_to_dict(config: CompileConfig | CudaGraphsConfig) -> dict[str, Any]:
+    """`enabled` is called `on` in the file."""
+    plain = dataclasses.asdict(config)
+    return {"on": plain.pop("enabled"), **plain}
+
+
+def _enabled(data: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The inverse of `_switch_to_dict`, for what there is of it."""
+    return {{"on": "enabled"}.get(name, name): value for name, value in (data or {}).items()}

@@ -1,0 +1,443 @@
+"""A run, built from its recipe and resolved configuration in one visible order.
+
+The model is built on the meta device; no step changes a parameter's name:
+
+    description → quantized layers → adapters → recompute → compile
+
+Then memory is allocated and weights are read (or left to a checkpoint), and optimizer, data and loop follow. Training,
+evaluation, generation, export and benchmarks build models with `build_model`, and microbatches with `build_microstep`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab import optim
+from trimtab.adapt import (
+    Regions,
+    add_adapters,
+    compile_regions,
+    init_adapters,
+    keep_unpacked,
+    recompute,
+    trained_parameters,
+)
+from trimtab.adapt.held import Held
+from trimtab.adapt.lora import set_masks
+from trimtab.adapt.peft_config import read_adapter_folder
+from trimtab.adapt.peft_files import fill_adapter
+from trimtab.adapt.targets import EMBEDDING, HEAD
+from trimtab.adapt.tokens import fill_grown
+from trimtab.checkpoint import Found, Store
+from trimtab.checkpoint.folder import step_name
+from trimtab.facts.errors import RecipeError, TrimtabError
+from trimtab.facts.shapes import ModelShape
+from trimtab.model import Decoder, build, check_weights, init_weights, load_weights, read_shape
+from trimtab.model.building import torch_dtype
+from trimtab.parallel import Mesh
+from trimtab.plan.resolved import Resolved
+from trimtab.recipe import Recipe
+from trimtab.run.adapters import check_adapter_base
+from trimtab.run.corpora import Corpora
+from trimtab.run.evaluation import ANSWERS_SEED, Evaluation
+from trimtab.run.folder import RunFolder
+from trimtab.run.lengths import Length, extend, learning_rate
+from trimtab.run.microbatch import MicrobatchLoss
+from trimtab.run.quantizing import lay_out
+from trimtab.run.record import SAVED
+from trimtab.run.restoring import cut_log
+from trimtab.run.torch_setup import set_up_torch
+from trimtab.starter import FIELDS, math_problems, probe_items
+from trimtab.text import Tokenizer
+from trimtab.trainer import Cadence, Job, MetricsLog, NoLog, Outcome, TrainState, train
+from trimtab.trainer.callbacks import Callbacks, Control
+from trimtab.trainer.early_stopping import EarlyStopping
+from trimtab.trainer.graphs import Graphs
+from trimtab.trainer.job import Observer
+from trimtab.trainer.microstep import MicroStep
+from trimtab.trainer.scaling import LossScaler
+
+FIRST_LOSS_SCALE = 65536.0
+"""fp16 begins here, as torch's own scaler does; overflows halve it."""
+
+
+@dataclass
+class Run:
+    """A run that is ready to go: `run.train()`."""
+
+    job: Job
+    state: TrainState
+    scaler: LossScaler | None
+    folder: RunFolder
+    lengths: tuple[Length, ...]
+    """How many steps it has, and had before a resume changed that."""
+
+    def train(self) -> Outcome:
+        """From where it stands to its end; then everything it held open is closed."""
+        job = self.job
+        with closing(job.loader), closing(job.log), closing(job.store):
+            return train(job, self.state, self.scaler)
+
+
+def build_model(
+    shape: ModelShape,
+    resolved: Resolved,
+    mesh: Mesh,
+    *,
+    layers: range | None = None,
+    weights: Path | None = None,
+) -> Decoder:
+    """A model with memory on its device and no values yet.
+
+    Args:
+        shape: the model's shape.
+        resolved: number formats, backends, quantization, adapters, memory plan.
+        mesh: the processes that the run is planned for; each holds the whole model.
+        layers: build only these layers, between the same embeddings and head; all if None.
+        weights: where the values will be read from; quantized files must match the configuration. None for others.
+
+    Example:
+        >>> build_model(shape, resolved, Mesh.single(), layers=range(1)).shape.num_layers  # doctest: +SKIP
+        1
+    """
+    assert mesh.size == resolved.parallel.data, "the mesh is not the one that the run was resolved for"
+    if layers is not None:
+        shape, resolved = shape.of_layers(layers), resolved.of_layers(layers)
+    memory, attention = resolved.memory, resolved.attention.only
+    decoder = build(
+        shape,
+        dtype=resolved.precision.weights_dtype,
+        device="meta",
+        attention=attention.packed,
+        whole=attention.unpacked,
+        loss_impl=resolved.loss.impl,
+        loss_memory=resolved.loss.memory_bytes if memory is None else memory.loss_memory,
+        pointwise=resolved.pointwise.impl,
+    )
+    lay_out(decoder, resolved.quantization, weights, resolved.device)
+    if resolved.lora is not None:
+        add_adapters(decoder, resolved.lora)
+    if memory is not None:
+        recompute.apply(decoder, memory.recompute, mlp_tiles=memory.mlp_tiles)
+    if resolved.compile.enabled:
+        compile_regions(decoder, dynamic=resolved.compile.dynamic)
+    return decoder.to_empty(device=resolved.device)
+
+
+def build_training_model(
+    recipe: Recipe, resolved: Resolved, shape: ModelShape, mesh: Mesh, weights: Path, *, fresh: bool = True
+) -> Decoder:
+    """The model that a run trains, with its values.
+
+    A checkpoint (not `fresh`) brings what is trained; frozen weights are always read from where they come from.
+    """
+    random = recipe.model.init == "random"
+    read_weights = fresh or resolved.lora is not None
+    stored = shape
+    if read_weights and not random:
+        stored = read_shape(weights)  # of fewer tokens, where some were added
+        check_weights(stored, weights)
+    decoder = build_model(shape, resolved, mesh, weights=None if random else weights)
+    if read_weights and random:
+        init_weights(decoder, recipe.seed)
+    elif read_weights:
+        fill_grown(decoder, stored, lambda: load_weights(decoder, weights))
+    if resolved.lora is not None and fresh:
+        _init_adapters(recipe, decoder, weights)
+    set_gradient_dtype(decoder, resolved)
+    return decoder
+
+
+def _init_adapters(recipe: Recipe, decoder: Decoder, weights: Path) -> None:
+    """The values that adapters start from: fresh ones, or those of the adapter that the recipe names."""
+    assert recipe.lora is not None
+    if recipe.lora.adapter is None:
+        init_adapters(decoder, recipe.seed)
+        return
+    found = read_adapter_folder(recipe.lora.adapter)
+    if recipe.model.init != "random":
+        check_adapter_base(found.base, weights, found.folder)
+    fill_adapter(decoder, found, switchable=False)
+
+
+def keep_dequantized(decoder: Decoder, resolved: Resolved) -> None:
+    """Dequantized copies of the layers that the memory plan names; once all is loaded, whose peak they would raise."""
+    layers = resolved.memory_plan.unpacked_layers
+    keep_unpacked(decoder, layers, dtype=torch_dtype(resolved.precision.dtype))
+
+
+def set_gradient_dtype(model: torch.nn.Module, resolved: Resolved) -> None:
+    """Accumulate gradients of bf16 weights in fp32 unless the recipe says otherwise."""
+    precision = resolved.precision
+    if precision.weights_dtype == "bf16" and precision.gradient_dtype == "fp32":
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.dtype == torch.bfloat16:
+                parameter.grad_dtype = torch.float32
+
+
+def autocast_of(resolved: Resolved) -> Callable[[], Any]:
+    """A context in which the model computes in the run's dtype; one that does nothing if the weights have it.
+
+    Without a cache of casts: it would hold those of all layers until the pass ends, of recomputed layers as well, and
+    only a tiled feed-forward, which casts for each tile, reads a weight twice.
+    """
+    precision = resolved.precision
+    if precision.dtype == precision.weights_dtype:
+        return contextlib.nullcontext
+    dtype = torch_dtype(precision.dtype)
+    return lambda: torch.autocast(resolved.device, dtype=dtype, cache_enabled=False)
+
+
+def build_microstep(
+    decoder: Decoder,
+    parameters: dict[str, torch.nn.Parameter],
+    resolved: Resolved,
+    mesh: Mesh,
+    *,
+    packing: bool,
+    on_event: Callable[[str], None] = print,
+) -> MicroStep:
+    """Forward and backward of a microbatch, captured as CUDA graphs where that was resolved.
+
+    Args:
+        decoder: the model.
+        parameters: those that are trained, by name.
+        resolved: precision, objective, CUDA graphs.
+        mesh: the processes of the run; several capture no graphs.
+        packing: whether sequences hold several documents.
+        on_event: called with one-line messages.
+    """
+    loss = MicrobatchLoss(
+        decoder,
+        torch.device(resolved.device),
+        autocast_of(resolved),
+        packing=packing,
+        label_smoothing=resolved.loss.label_smoothing,
+        z_loss=resolved.loss.z_loss,
+    )
+    graphs = None
+    if resolved.graphs.enabled and mesh.size > 1:
+        on_event("steps are not captured as CUDA graphs: there are several processes")
+    elif resolved.graphs.enabled:
+        graphs = Graphs(loss, parameters, loss.device, held=Held(decoder), on_event=on_event)
+    return MicroStep(loss, graphs)
+
+
+def build_optimizer(recipe: Recipe, resolved: Resolved, parameters: dict[str, torch.nn.Parameter]) -> Any:
+    """The optimizer over what is trained, by name."""
+    return optim.build(
+        resolved.optimizer.name,
+        parameters.items(),
+        lr=recipe.learning_rate,
+        betas=(recipe.adam_beta1, recipe.adam_beta2),
+        eps=recipe.adam_epsilon,
+        weight_decay=recipe.weight_decay,
+        decay_all=recipe.decay_all,
+        seed=recipe.seed,
+        impl=resolved.optimizer.impl,
+        lr_scales=_learning_rate_scales(recipe, parameters),
+    )
+
+
+def _learning_rate_scales(recipe: Recipe, parameters: dict[str, torch.nn.Parameter]) -> dict[str, float]:
+    """`embedding_learning_rate` as a factor of the others' learning rate, by parameter."""
+    own = recipe.embedding_learning_rate
+    if own is None:
+        return {}
+    own_rate = (f"{EMBEDDING}.", f"{HEAD}.")
+    return {name: own / recipe.learning_rate for name in parameters if name.startswith(own_rate)}
+
+
+def build_in_backward(recipe: Recipe, resolved: Resolved, optimizer: Any, mesh: Mesh) -> Any:
+    """Updates inside the backward pass, where the recipe asks for them; None elsewhere."""
+    if not recipe.optim_in_backward:
+        return None
+    if mesh.size > 1 or resolved.precision.dtype == "fp16":
+        raise RecipeError(
+            "optim_in_backward: true works in one process and without loss scaling: every process's gradients have "
+            "to be added up before they are used",
+            "set optim_in_backward: false",
+        )
+    return optim.InBackward(optimizer)
+
+
+def build_run(
+    recipe: Recipe,
+    resolved: Resolved,
+    shape: ModelShape,
+    mesh: Mesh,
+    *,
+    weights: Path,
+    tokenizer: Tokenizer,
+    corpora: Corpora,
+    folder: RunFolder,
+    observers: Sequence[Observer] = (),
+    on_event: Callable[[str], None] = print,
+    resume: bool = False,
+    found: Found | None = None,
+    base: dict[str, Any] | None = None,
+    callbacks: Sequence[Any] = (),
+    lengths: Sequence[Length] = (),
+) -> Run:
+    """A run that is ready to train.
+
+    Args:
+        recipe: what was asked for.
+        resolved: what `auto` was decided to be.
+        shape: the model's shape.
+        mesh: the processes that it is spread over.
+        weights: the folder or GGUF file with the pretrained weights.
+        tokenizer: the model's.
+        corpora: the opened data.
+        folder: the run folder.
+        observers: who is told about metrics.
+        on_event: told one-line messages.
+        resume: continue instead of starting.
+        found: the checkpoint to continue from (`restoring.find_checkpoint`); None begins again at step 0.
+        base: where the frozen weights come from, for a run that trains adapters (`adapters.name_base`).
+        callbacks: the user's own (`trainer.callbacks`).
+        lengths: how many steps the run was planned for so far; none for a new run.
+    """
+    device = torch.device(resolved.device)
+    set_up_torch(resolved)
+
+    def published(step: int) -> None:
+        with suppress(TrimtabError):  # a log that cannot be written is met, and said, by the loop
+            log.append({"kind": SAVED, "step": step})
+
+    store = Store(
+        folder.checkpoints,
+        keep_last=recipe.save_total_limit,
+        on_event=on_event,
+        on_published=published,
+        base=base,
+    )
+    decoder = build_training_model(recipe, resolved, shape, mesh, weights, fresh=found is None)
+    keep_dequantized(decoder, resolved)
+    parameters = trained_parameters(decoder)
+    log = MetricsLog(folder.metrics) if mesh.is_main else NoLog()
+    optimizer = build_optimizer(recipe, resolved, parameters)
+    total_steps = corpora.total_steps(mesh)
+    now = extend(lengths, found.step if found else 0, total_steps)
+    microstep = build_microstep(
+        decoder, parameters, resolved, mesh, packing=recipe.packing, on_event=on_event
+    )
+    evaluation = _evaluation(recipe, decoder, tokenizer, corpora, total_steps, autocast_of(resolved))
+    job = Job(
+        model=decoder,
+        parameters=parameters,
+        microstep=microstep,
+        optimizer=optimizer,
+        in_backward=build_in_backward(recipe, resolved, optimizer, mesh),
+        learning_rate=learning_rate(recipe, now),
+        global_norm=optim.global_norm,
+        clip_factor=lambda norm: optim.clip_factor(norm, recipe.max_grad_norm),
+        loader=corpora.loader(mesh),
+        store=store,
+        log=log,
+        mesh=mesh,
+        cadence=Cadence(
+            total_steps,
+            recipe.logging_steps,
+            recipe.eval_steps or 0,
+            recipe.save_steps or 0,
+            recipe.eval_on_start,
+        ),
+        device=device,
+        evaluate=evaluation,
+        best_of=next(iter(evaluation.sets), None),
+        evaluate_end=evaluation.at_end,
+        early_stopping=_early_stopping(recipe),
+        loss_scale=FIRST_LOSS_SCALE if resolved.precision.dtype == "fp16" else None,
+        observers=observers,
+        compiled=Regions(decoder) if decoder.regions is not None else None,
+        before_microbatch=_masks(recipe, decoder, device, mesh),
+        callbacks=_callbacks(callbacks, folder, total_steps),
+    )
+    run = Run(job, TrainState(), None, folder, now)
+    if resume:
+        _restore(run, store, found, on_event)
+    return run
+
+
+def _early_stopping(recipe: Recipe) -> EarlyStopping | None:
+    if recipe.early_stopping_patience is None:
+        return None
+    return EarlyStopping(recipe.early_stopping_patience, recipe.early_stopping_threshold)
+
+
+def _callbacks(callbacks: Sequence[Any], folder: RunFolder, total_steps: int) -> Callbacks | None:
+    if not callbacks:
+        return None
+    control = Control(folder.path, total_steps)
+    return Callbacks(callbacks, control, lambda step: folder.checkpoints / step_name(step))
+
+
+def _masks(
+    recipe: Recipe, decoder: Decoder, device: torch.device, mesh: Mesh
+) -> Callable[[int, int], None] | None:
+    """Writes the keys of the adapters' dropout masks before each microbatch; None where nothing is dropped."""
+    masks = set_masks(decoder, device)
+    if masks is None:
+        return None
+    return lambda step, microbatch: masks.set(recipe.seed, step, microbatch, mesh.rank)
+
+
+def _evaluation(
+    recipe: Recipe,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    corpora: Corpora,
+    total_steps: int,
+    autocast: Callable[[], Any],
+) -> Evaluation:
+    problems = (
+        math_problems(ANSWERS_SEED, recipe.answers, FIELDS[recipe.answers_field]) if recipe.answers else ()
+    )
+    return Evaluation(
+        decoder,
+        tokenizer,
+        total_steps,
+        sets=corpora.eval_batches(),
+        probe_items=probe_items() if recipe.probe else (),
+        problems=problems,
+        prompts=recipe.prompts,
+        autocast=autocast,
+    )
+
+
+def trackers(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) -> list[Observer]:
+    """The tools that `report_to` names, ready to be told metrics."""
+    from trimtab.trainer.tracking import TensorBoardSink, WandbSink
+
+    found: list[Observer] = []
+    if "tensorboard" in recipe.report_to:
+        found.append(TensorBoardSink(folder.path / "tensorboard"))
+    if "wandb" in recipe.report_to:
+        found.append(WandbSink(folder.path, folder.path.name, config))
+    return found
+
+
+def _restore(run: Run, store: Store, found: Found | None, on_event: Callable[[str], None]) -> None:
+    """Fills a run from a checkpoint and cuts its log back to it."""
+    job = run.job
+    assert isinstance(job.log, MetricsLog | NoLog)
+    if found is None:
+        job.log.cut_back(-1)
+        on_event("no checkpoint was saved yet: beginning again at step 0")
+        return
+    scalars = store.load(found, job.tensors())
+    store.prune(found)  # a lower save_total_limit frees its space before the next checkpoint is written
+    run.state = TrainState(**{"measured": found.step, **scalars["state"]})  # older checkpoints do not say
+    run.scaler = LossScaler(**scalars["scaler"]) if scalars["scaler"] else None
+    job.optimizer.restore_scalars(scalars["optimizer"])
+    job.loader.restore(scalars["loader"])
+    cut_log(job.log, found, run.folder, on_event)
+    on_event(f"continuing from step {found.step}")

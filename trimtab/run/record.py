@@ -1,0 +1,84 @@
+"""What metrics.jsonl says of a run's checkpoints. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.run.folder import RunFolder, read_json
+
+SAVED = "checkpoint"
+"""Kind of the record that is written when a checkpoint has been published."""
+LOGS_CHECKPOINTS = "logs_checkpoints"
+"""Key of choices.json: true in runs whose metrics.jsonl has such records from the beginning."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What metrics.jsonl says of a run, as far as it matters for continuing."""
+
+    last_step: int = 0
+    """Of the training steps in it."""
+    saved_step: int | None = None
+    """Of the last checkpoint that was published; None where none was, or where that was not recorded."""
+    finished: bool = False
+    """Whether a run came to its end."""
+
+
+def read_record(metrics: Path) -> Record:
+    """The record of a run; an empty one where there is no file. Lines that cannot be read are passed over.
+
+    Example:
+        >>> read_record(Path("runs/demo/metrics.jsonl")).last_step  # doctest: +SKIP
+        100
+    """
+    last, saved, finished = 0, None, False
+    for row in rows(metrics):
+        step = row.get("step")
+        if not isinstance(step, int):
+            continue
+        if row.get("kind") == "train":
+            last = max(last, step)
+        elif row.get("kind") == SAVED:
+            saved = max(saved or 0, step)
+        elif row.get("kind") == "memory" and row.get("when") == "after":
+            finished = True
+    return Record(last, saved, finished)
+
+
+def had_saved(folder: RunFolder, save_steps: int | None) -> bool:
+    """Whether a run has published a checkpoint. Runs made before that was recorded are judged by their steps.
+
+    Example:
+        >>> had_saved(RunFolder(Path("runs/demo")), 100)  # doctest: +SKIP
+        True
+    """
+    record = read_record(folder.metrics)
+    if record.saved_step is not None:
+        return True
+    if read_json(folder.choices).get(LOGS_CHECKPOINTS) is True:
+        return False
+    # The second save waits until the first is written.
+    return record.finished or (save_steps is not None and record.last_step > 2 * save_steps)
+
+
+def rows(metrics: Path) -> Iterator[dict[str, Any]]:
+    """Every record of a log in order; none where there is no file, and lines that cannot be read are passed over.
+
+    Example:
+        >>> [row["step"] for row in rows(Path("runs/demo/metrics.jsonl")) if row["kind"] == "eval"]  # doctest: +SKIP
+        [0, 100]
+    """
+    if not metrics.is_file():
+        return
+    with metrics.open("rb") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict):
+                yield row

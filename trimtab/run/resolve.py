@@ -1,0 +1,339 @@
+"""Every `auto` of a recipe, decided once for a model on a machine.
+
+`resolve_backends` decides number formats, implementations, adapters and quantization; `resolve_memory` then chooses
+what is recomputed, and `resolve_cuda_graphs` whether steps are captured. The result is kept in the run folder, so that
+a resumed run decides nothing anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from trimtab.adapt import spec_quantized
+from trimtab.adapt.peft_config import fitted, read_adapter_folder
+from trimtab.adapt.spec import LoraSettings, check_trainable, resolve
+from trimtab.adapt.spec_quantized import Quantization
+from trimtab.adapt.targets import EMBEDDING, select_modules
+from trimtab.facts.compilers import compile_obstacle
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.errors import ModelError, RecipeError, ResourceError
+from trimtab.facts.shapes import ModelShape
+from trimtab.kernels.adamw8bit.choice import choose as choose_adamw8bit
+from trimtab.kernels.attention.choice import choose
+from trimtab.kernels.linear_cross_entropy.choice import choose as choose_loss
+from trimtab.plan.job import Job
+from trimtab.plan.limits import resolve_memory_plan
+from trimtab.plan.make import job_of
+from trimtab.plan.resolved import (
+    AttentionConfig,
+    CompileConfig,
+    CudaGraphsConfig,
+    LayerAttention,
+    LossConfig,
+    OptimizerConfig,
+    PointwiseConfig,
+    PrecisionConfig,
+    Resolved,
+)
+from trimtab.plan.time import flops_per_token
+from trimtab.recipe import Recipe
+
+WORTH_SECONDS = 2.0
+"""CUDA graphs are not captured where a microbatch's arithmetic takes longer: the GPU is busy while the host launches
+the next kernels. Launching the 7700 kernels of an 8B model with adapters and recomputed layers took 0.9 s (H200)."""
+
+
+def resolve_recipe(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: int) -> Resolved:
+    """The complete configuration of a new run; a request that cannot be met is an error, never replaced.
+
+    Args:
+        recipe: what is asked.
+        shape: the model's shape.
+        device: where it runs.
+        threads: CPU threads that torch uses by default; the recipe's `num_threads` takes precedence.
+    """
+    resolved = resolve_backends(recipe, shape, device, threads)
+    return resolve_graphs(recipe, shape, device, resolve_memory(recipe, shape, device, resolved))
+
+
+def resolve_memory(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved) -> Resolved:
+    """The configuration with a memory plan for this device."""
+    memory = resolve_memory_plan(recipe, job_of(recipe, shape, device, resolved), device)
+    return dataclasses.replace(resolved, memory=memory)
+
+
+def resolve_memory_again(
+    recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved
+) -> Resolved:
+    """The configuration of a run that began, with another memory plan, for a resume that changes its memory keys.
+
+    Tiles and the memory of the loss stay: they decide in which order sums are rounded.
+    """
+    before, tiles = resolved.memory, 1
+    job = job_of(recipe, shape, device, dataclasses.replace(resolved, memory=None))
+    if before is not None:
+        job, tiles = job.changed(loss_memory=before.loss_memory), before.mlp_tiles
+    memory = resolve_memory_plan(recipe, job, device, tiles=tiles, fixed_loss=True)
+    return dataclasses.replace(resolved, memory=memory)
+
+
+def resolve_graphs(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved) -> Resolved:
+    """The configuration with the decision about CUDA graphs, which every start makes anew."""
+    graphs = resolve_cuda_graphs(recipe, job_of(recipe, shape, device, resolved), device)
+    return dataclasses.replace(resolved, graphs=graphs)
+
+
+def resolve_cuda_graphs(recipe: Recipe, job: Job, device: DeviceFacts) -> CudaGraphsConfig:
+    """Whether forward and backward are captured as CUDA graphs; RecipeError where the recipe asks for what cannot be.
+
+    The numbers are the same either way, so that a resumed run may decide anew.
+    """
+    obstacle = _graphs_obstacle(recipe, job, device)
+    if recipe.cuda_graphs is True:
+        if obstacle is not None:
+            raise RecipeError(f"cuda_graphs: true cannot work here: {obstacle}", "set cuda_graphs: auto")
+        return CudaGraphsConfig(True, "named in the recipe")
+    if recipe.cuda_graphs is False:
+        return CudaGraphsConfig(False, "named in the recipe")
+    if obstacle is not None:
+        return CudaGraphsConfig(False, obstacle)
+    ceiling = device.ceiling(job.dtype)
+    if ceiling is not None:
+        flops = flops_per_token(job.shape, job.tokens, job.layers, mlp_tiles=job.mlp_tiles, lora=job.lora)
+        seconds = flops * job.batch * job.tokens / ceiling[0]
+        if seconds > WORTH_SECONDS:
+            reason = (
+                f"a microbatch takes {seconds:.1f} s at least, beside which launching kernels costs nothing"
+            )
+            return CudaGraphsConfig(False, reason)
+    return CudaGraphsConfig(True, "forward and backward of a microbatch in one launch")
+
+
+def _graphs_obstacle(recipe: Recipe, job: Job, device: DeviceFacts) -> str | None:
+    if device.kind != "cuda":
+        return "they are CUDA's"
+    if job.in_backward:
+        return "an optimizer in backward takes numbers from the host"
+    if recipe.group_by_length:
+        return "group_by_length makes microbatches of many lengths, and a graph has one"
+    if recipe.packing and job.attention in ("varlen", "flex"):
+        return f"{job.attention} attention reads tensors whose size depends on the documents"
+    return None
+
+
+def resolve_inference(
+    shape: ModelShape, device: str, *, dtype: str, capability: tuple[int, int] | None = None
+) -> Resolved:
+    """The configuration of a model that is not trained: for evaluation, generation and export.
+
+    Args:
+        shape: the model's shape.
+        device: cpu, cuda, cuda:1, …
+        dtype: number format of weights and arithmetic.
+        capability: a CUDA device's compute capability.
+    """
+    attention = choose(
+        device=device.partition(":")[0],
+        capability=capability,
+        dtype=dtype,
+        head_dim=shape.head_dim,
+        packed=True,
+        window=shape.sliding_window,
+        training=False,
+        requested="auto",
+        tokens=1,  # generation asks for one token after another
+    )
+    layers = (LayerAttention(attention.impl, attention.impl),) * shape.num_layers
+    return Resolved(
+        device=device,
+        threads=0,
+        deterministic=False,
+        precision=PrecisionConfig(dtype, dtype, dtype),
+        attention=AttentionConfig(layers, attention.reason, tuple(attention.rejected)),
+        optimizer=OptimizerConfig("none", "none", "nothing is trained"),
+    )
+
+
+def resolve_backends(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: int) -> Resolved:
+    """Everything but memory plan and CUDA graphs."""
+    if recipe.max_seq_length > shape.max_positions:
+        raise ModelError(
+            f"max_seq_length {recipe.max_seq_length} is beyond the model's {shape.max_positions} positions",
+            f"set max_seq_length to at most {shape.max_positions}",
+        )
+    dtype = _compute_dtype(recipe, device)
+    weights = recipe.weights_dtype
+    if weights == "auto":
+        weights = "bf16" if dtype == "bf16" else "fp32"
+    gradients = recipe.gradient_dtype
+    if weights == "fp32" and gradients == "bf16":
+        raise RecipeError(
+            f"gradient_dtype: bf16 needs weights in bf16, and {device.name} trains in {dtype} on fp32 weights",
+            "set gradient_dtype: fp32, or dtype: bf16 if this device should compute in bf16 all the same",
+        )
+    settings, quantization = _lora(recipe, shape), _quantization(recipe, device, weights)
+    if settings is not None and quantization is not None:
+        spec_quantized.check_whole(select_modules(shape, settings.modules_to_save))
+    attention = _attention(recipe, shape, device, dtype)
+    loss = choose_loss(
+        triton=device.runs_triton,
+        memory_bytes=device.memory_bytes,
+        dtype=dtype,
+        tokens=recipe.per_device_train_batch_size * recipe.max_seq_length,
+        vocabulary=shape.vocab_size,
+    )
+    return Resolved(
+        device=device.kind,
+        threads=recipe.num_threads or threads,
+        deterministic=recipe.deterministic,
+        precision=PrecisionConfig(
+            dtype, weights, gradients, _describe_precision(dtype, weights, gradients, settings, quantization)
+        ),
+        attention=attention,
+        optimizer=_optimizer(recipe, device),
+        compile=_compile(recipe, device, attention.only.packed),
+        loss=LossConfig(
+            *loss, label_smoothing=recipe.label_smoothing_factor or 0.0, z_loss=recipe.z_loss or 0.0
+        ),
+        pointwise=_pointwise(device, autocast=dtype != weights),
+        lora=settings,
+        quantization=quantization,
+    )
+
+
+def _lora(recipe: Recipe, shape: ModelShape) -> LoraSettings | None:
+    """What a recipe says of adapters, or what the adapter that it starts from says, checked against the model."""
+    lora = recipe.lora
+    if lora is None:
+        return None
+    if lora.adapter is not None:
+        settings = fitted(shape, read_adapter_folder(lora.adapter)).settings
+        check_trainable(shape, settings, lora.adapter)
+        if recipe.model.added_tokens and EMBEDDING not in settings.modules_to_save:
+            raise RecipeError(
+                f"model.added_tokens gives the embedding rows that lora.adapter: {lora.adapter} does not train",
+                "leave the tokens out, or train a fresh adapter with embed_tokens in lora.modules_to_save",
+            )
+        return settings
+    settings = LoraSettings.from_dict(lora.model_dump(exclude={"adapter"}))
+    resolve(shape, settings)
+    check_trainable(shape, settings)
+    select_modules(shape, settings.modules_to_save)
+    return settings
+
+
+def _quantization(recipe: Recipe, device: DeviceFacts, weights: str) -> Quantization | None:
+    """How frozen weights are quantized, the format they are rounded to before, and which code reads them; or None."""
+    if not (recipe.load_in_4bit or recipe.load_in_8bit):
+        return None
+    chosen = spec_quantized.choose(device=device.kind, triton=device.runs_triton)
+    nf4 = recipe.load_in_4bit
+    return Quantization(
+        kind="nf4" if nf4 else "int8",
+        block=spec_quantized.BLOCK if nf4 else 0,
+        double=nf4 and recipe.bnb_4bit_use_double_quant,
+        dtype=weights,
+        impl=chosen.impl,
+        reason=chosen.reason,
+    )
+
+
+def _attention(recipe: Recipe, shape: ModelShape, device: DeviceFacts, dtype: str) -> AttentionConfig:
+    """The backend for packed sequences, which evaluation always has, and, where training sequences are never packed,
+    the one for those."""
+    job: dict[str, Any] = {
+        "device": device.kind,
+        "capability": device.capability,
+        "dtype": dtype,
+        "head_dim": shape.head_dim,
+        "window": _shortest_window(shape, recipe.max_seq_length),
+        "training": True,
+        "requested": recipe.model.attn_implementation,
+        "deterministic": recipe.deterministic,
+        "tokens": recipe.max_seq_length,
+        "triton": device.triton,
+    }
+    packed = choose(packed=True, **job)
+    unpacked, reason = packed.impl, packed.reason
+    if not recipe.packing and recipe.model.attn_implementation == "auto":
+        other = choose(packed=False, **job)
+        if other.impl != packed.impl:
+            unpacked = other.impl
+            reason = f"{other.reason}; {packed.impl} where measured texts are packed"
+    layers = (LayerAttention(packed.impl, unpacked),) * shape.num_layers
+    return AttentionConfig(layers, reason, tuple(packed.rejected))
+
+
+def _optimizer(recipe: Recipe, device: DeviceFacts) -> OptimizerConfig:
+    if recipe.optim != "adamw_8bit":
+        return OptimizerConfig(recipe.optim, "torch", "named in the recipe")
+    choice = choose_adamw8bit(
+        device=device.kind, triton=device.runs_triton, requested=recipe.optim_implementation
+    )
+    return OptimizerConfig(recipe.optim, choice.impl, choice.reason)
+
+
+def _compile(recipe: Recipe, device: DeviceFacts, attention: str) -> CompileConfig:
+    """Whether blocks are compiled, and whether for one length or for all."""
+    obstacle = compile_obstacle(device.kind, device.capability)
+    if recipe.torch_compile is True and obstacle is not None:
+        raise ResourceError(f"torch_compile: true cannot work here: {obstacle}", "set torch_compile: auto")
+    # Windows have one length unless they are grouped; varlen's offsets are as many as a batch has documents.
+    dynamic = recipe.group_by_length or (recipe.packing and attention == "varlen")
+    if recipe.torch_compile != "auto":
+        return CompileConfig(recipe.torch_compile, dynamic, "named in the recipe")
+    if device.kind != "cuda":
+        reason = "compiling gains little on a CPU"
+    else:
+        reason = obstacle or "steps in one launch, of fused kernels, leave it nothing to gain"
+    return CompileConfig(False, dynamic, reason)
+
+
+def _pointwise(device: DeviceFacts, *, autocast: bool) -> PointwiseConfig:
+    if not device.runs_triton:
+        return PointwiseConfig("reference", "torch's own operations, on any device")
+    if autocast:  # the residual stream is fp32 and what is added to it 16 bits: the kernels take one format
+        return PointwiseConfig("reference", "torch's own operations, which autocast knows")
+    return PointwiseConfig("triton", "norms, rotary positions and gates in one kernel each")
+
+
+def _shortest_window(shape: ModelShape, length: int) -> int | None:
+    windows = [w for w in (shape.window(i) for i in range(shape.num_layers)) if w is not None and w < length]
+    return min(windows) if windows else None
+
+
+def _compute_dtype(recipe: Recipe, device: DeviceFacts) -> str:
+    if recipe.dtype == "auto":
+        return "bf16" if device.bf16 else "fp32"
+    if recipe.dtype == "bf16" and device.kind == "cuda" and not device.bf16:
+        raise ResourceError(
+            f"{device.name} does not compute in bf16 (that needs capability 8.0)",
+            "set dtype: fp16 (with loss scaling) or dtype: fp32",
+        )
+    return recipe.dtype
+
+
+def _describe_precision(
+    dtype: str, weights: str, gradients: str, lora: LoraSettings | None, quantization: Quantization | None
+) -> str:
+    if quantization is not None and lora is not None:
+        scales = ", its scales in 8 bits" if quantization.double else ""
+        return (
+            f"matrix products in {dtype}, frozen weights of the blocks in {quantization.kind}{scales} (read by "
+            f"{quantization.impl}), the others in {weights}, adapters and their gradients in {lora.dtype}; "
+            "norms, softmax and loss in fp32"
+        )
+    if dtype == weights == "fp32" and (lora is None or lora.dtype == "fp32"):
+        return "everything in fp32"
+    if lora is not None:
+        return (
+            f"matrix products in {dtype}, frozen weights in {weights}, adapters and their gradients in {lora.dtype}; "
+            "norms, softmax and loss in fp32"
+        )
+    rounding = ", updates rounded stochastically" if weights == "bf16" else ""
+    scaling = ", loss scaled" if dtype == "fp16" else ""
+    return (
+        f"matrix products in {dtype}, weights in {weights}{rounding}, gradients added up in {gradients}{scaling}; "
+        "norms, softmax and loss in fp32"
+    )
