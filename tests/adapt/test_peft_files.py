@@ -31,7 +31,9 @@ from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.peft_files import fill_adapter, own_tensors
 from trimtab.adapt.spec import adapter_parameters
 from trimtab.checkpoint.manifest import digests
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError, ModelError, RecipeError
+from trimtab.facts.files import FileDigest
 from trimtab.run.adapters import check_adapter_base, check_base
 
 CASES = {
@@ -356,13 +358,12 @@ def test_records_of_a_base_that_cannot_be(record: str, tmp_path: Path) -> None:
 def test_another_base_says_what_can_be_done(tmp_path: Path) -> None:
     place = save_base(tmp_path / "base", TIED)
     size = (place / "model.safetensors").stat().st_size
-    base_record = {"source": "some/base", "revision": "abc", "files": {}}
     for files, different in (
         ({}, "other names"),
-        ({"model.safetensors": {"size": size + 1, "sha256": ""}}, "another size"),
-        ({"model.safetensors": {"size": size, "sha256": ""}}, "other content"),
+        ({"model.safetensors": FileDigest(size + 1, "")}, "another size"),
+        ({"model.safetensors": FileDigest(size, "")}, "other content"),
     ):
-        record = {**base_record, "files": files}
+        record = BaseWeights("some/base", "abc", files)
         with pytest.raises(CheckpointError, match=different) as run:
             check_base(record, place)
         assert run.value.remedy == (
@@ -374,12 +375,8 @@ def test_another_base_says_what_can_be_done(tmp_path: Path) -> None:
     check_base(name_base_of(place), place)
 
 
-def name_base_of(place: Path) -> dict:
-    found = digests([place / "model.safetensors"])
-    return {
-        "source": "some/base",
-        "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in found.items()},
-    }
+def name_base_of(place: Path) -> BaseWeights:
+    return BaseWeights("some/base", files=digests([place / "model.safetensors"]))
 
 
 def test_an_adapter_for_another_base(tmp_path: Path) -> None:

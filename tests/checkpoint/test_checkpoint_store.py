@@ -23,7 +23,9 @@ from trimtab.checkpoint import manifest as manifests
 from trimtab.checkpoint import scalars as plain
 from trimtab.checkpoint import tensors as files
 from trimtab.checkpoint.spec import checkpoint_bytes, host_bytes
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError, ResourceError
+from trimtab.facts.files import FileDigest
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64,
@@ -334,7 +336,7 @@ def test_a_later_format_is_an_error_and_not_passed_over(
         patched.setattr(manifests, "VERSION", 3)
         patched.setitem(manifests._READERS, 3, manifests._READERS[2])
         patched.setattr(
-            store, "_base", {"source": "somewhere"}
+            store, "_base", BaseWeights("somewhere")
         )  # a checkpoint without one stays at version 1
         store.save(2, state_of(2), {}, wait=True)
     for use in (store.latest, store.best, lambda: store.save(3, state_of(3), {}, wait=True)):
@@ -344,11 +346,7 @@ def test_a_later_format_is_an_error_and_not_passed_over(
 
 
 def test_the_base_of_adapters_is_named(tmp_path: Path) -> None:
-    base = {
-        "source": "a/b",
-        "revision": "abc",
-        "files": {"model.safetensors": {"size": 3, "sha256": "0" * 64}},
-    }
+    base = BaseWeights("a/b", "abc", {"model.safetensors": FileDigest(3, "0" * 64)})
     with Store(tmp_path, base=base) as named:
         named.save(1, state_of(1), {}, wait=True)
         assert manifests.read_manifest(found_latest(named).path).base == base

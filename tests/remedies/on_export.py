@@ -15,6 +15,7 @@ from trimtab.checkpoint import RunLock, Store
 from trimtab.checkpoint import folder as places
 from trimtab.checkpoint.lock import FileLock
 from trimtab.export import export_hf, export_merged, export_peft
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.text.added import with_tokens
 
 
@@ -54,7 +55,7 @@ def whole(w: World, dtype: str) -> object:
         decoder = adapted_of(w.model, modules_to_save=("norm",))
         with torch.no_grad():
             decoder.model.norm.weight.add_(1e-4)
-        export_peft(decoder, folder, base={"source": str(w.model)})
+        export_peft(decoder, folder, base=BaseWeights(str(w.model)))
     model = trimtab.load(str(w.model), adapter=str(folder), dtype=dtype)
     return model.save_adapter(w.tmp / "again")
 
@@ -79,7 +80,7 @@ def overflowing(w: World, size: float) -> object:
         for name, parameter in decoder.named_parameters():
             if "lora_B" in name:
                 parameter.fill_(size)
-    return export_peft(decoder, w.tmp / "adapter", base={"source": str(w.model)})
+    return export_peft(decoder, w.tmp / "adapter", base=BaseWeights(str(w.model)))
 
 
 def follow_earlier(w: World, remedy: str) -> None:

@@ -64,11 +64,11 @@ def only_text(content: str) -> Callable[[World], object]:
     return provoke
 
 
-READ = "facts/shapes_hf.py:read_json: download or export the model again"
+READ = "facts/shapes_hf.py:read_model_json: download or export the model again"
 case(READ, only_text("{"), downloaded_again)
 case(READ, only_text("[1]"), downloaded_again)
 case(
-    "facts/shapes_hf.py:read_json: download it again: a model's JSON files are smaller",
+    "facts/shapes_hf.py:read_model_json: download it again: a model's JSON files are smaller",
     only_text(" " * (65 << 20)),
     downloaded_again,
 )

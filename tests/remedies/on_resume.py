@@ -152,7 +152,7 @@ def incomplete(w: World) -> object:
 
 
 case(
-    f"run/choices.py:read_choices: {AGAIN}",
+    f"run/choices.py:_damaged: {AGAIN}",
     incomplete,
     lambda w, remedy: follow_back_or_again(w, remedy, "choices.json"),
 )

@@ -16,6 +16,7 @@ from trimtab.adapt import active_adapters, merge_adapters, trained_parameters, u
 from trimtab.adapt.lora import place_adapters
 from trimtab.adapt.peft_files import settings_of
 from trimtab.export import export_merged, export_peft
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.model.decoder import Decoder
 
@@ -126,7 +127,7 @@ def test_what_was_trained_and_moved_since_is_what_counts(home: Path, tmp_path: P
     with torch.no_grad():
         norm += 0.5
     trained = norm.detach().clone()
-    export_peft(decoder, tmp_path / "out", base={"source": "x"})
+    export_peft(decoder, tmp_path / "out", base=BaseWeights("x"))
     assert torch.equal(norm, trained)
     again = opened(home / "model", adapter=tmp_path / "out").opened.decoder
     assert torch.equal(again.get_parameter("model.norm.weight"), trained)
@@ -177,12 +178,12 @@ def test_an_export_leaves_the_model_as_it_was(home: Path, tmp_path: Path) -> Non
         decoder = opened(home / name / "run").opened.decoder
         before, learning = logits_of(decoder), set(trained_parameters(decoder))
         decoder.train()
-        export_peft(decoder, tmp_path / name, base={"source": "x"}, receipt=tmp_path / f"{name}.json")
+        export_peft(decoder, tmp_path / name, base=BaseWeights("x"), receipt=tmp_path / f"{name}.json")
         assert decoder.training
         assert set(trained_parameters(decoder)) == learning
         assert torch.equal(logits_of(decoder.eval()), before)
         export_peft(
-            decoder, tmp_path / f"{name}-2", base={"source": "x"}, receipt=tmp_path / f"{name}-2.json"
+            decoder, tmp_path / f"{name}-2", base=BaseWeights("x"), receipt=tmp_path / f"{name}-2.json"
         )
         first, second = (json.loads((tmp_path / f"{n}.json").read_text()) for n in (name, f"{name}-2"))
         assert first["logits_sha256"] == second["logits_sha256"], "nothing is dropped in training mode either"
@@ -202,5 +203,5 @@ def test_an_adapter_may_be_called_as_the_check_calls_its_own(home: Path, tmp_pat
     for name, parameter in source.named_parameters():
         if ".lora_" in name:
             ours[name.replace("default", "read_back")].data.copy_(parameter.data)
-    export_peft(decoder, tmp_path / "out", base={"source": "x"}, adapter="read_back")
+    export_peft(decoder, tmp_path / "out", base=BaseWeights("x"), adapter="read_back")
     assert active_adapters(decoder) == ["read_back"]

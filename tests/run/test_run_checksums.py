@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.checkpoint import manifest
 from trimtab.data import fingerprints
+from trimtab.facts import files
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError
 from trimtab.run import checksums
 from trimtab.run.adapters import check_base
@@ -21,13 +22,13 @@ from trimtab.run.checksums import remembered
 def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Names of the files that were read, as they are. Small files are worth a note here, and files settle at once."""
     found: list[str] = []
-    plain = manifest.digest
+    plain = files.digest
 
-    def noted(path: Path, *, sync: bool = False) -> manifest.File:
+    def noted(path: Path) -> files.FileDigest:
         found.append(path.name)
-        return plain(path, sync=sync)
+        return plain(path)
 
-    monkeypatch.setattr(manifest, "digest", noted)
+    monkeypatch.setattr(checksums, "digest", noted)
     monkeypatch.setattr(checksums, "WORTH", 4)
     monkeypatch.setattr(fingerprints, "SETTLED_NS", -(10**12))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -52,7 +53,7 @@ def notes(tmp_path: Path) -> list[Path]:
 
 def test_a_file_is_read_once_and_again_when_it_was_written_to(tmp_path: Path, reads: list[str]) -> None:
     paths = weights(tmp_path / "base", b"first", b"second")
-    expected = {path.name: manifest.File(path.stat().st_size, sha256(path.read_bytes())) for path in paths}
+    expected = {path.name: files.FileDigest(path.stat().st_size, sha256(path.read_bytes())) for path in paths}
     assert remembered(paths) == expected
     assert sorted(reads) == [path.name for path in paths]
     reads.clear()
@@ -112,15 +113,15 @@ def test_what_is_written_while_it_is_read_is_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path,) = weights(tmp_path / "base", b"before")
-    plain = manifest.digest
+    plain = files.digest
 
-    def written_meanwhile(path: Path, *, sync: bool = False) -> manifest.File:
-        found = plain(path, sync=sync)
+    def written_meanwhile(path: Path) -> files.FileDigest:
+        found = plain(path)
         time.sleep(0.05)
         path.write_bytes(b"behind")
         return found
 
-    monkeypatch.setattr(manifest, "digest", written_meanwhile)
+    monkeypatch.setattr(checksums, "digest", written_meanwhile)
     remembered([path])
     assert notes(tmp_path) == []
 
@@ -188,7 +189,7 @@ def test_a_base_is_checked_without_reading_it_twice(tmp_path: Path, reads: list[
     place.mkdir()
     path = place / "model.safetensors"
     path.write_bytes(b"weights")
-    base = {"source": "some/base", "files": {path.name: {"size": 7, "sha256": sha256(b"weights")}}}
+    base = BaseWeights("some/base", files={path.name: files.FileDigest(7, sha256(b"weights"))})
     for _ in range(3):
         check_base(base, place)
     assert reads == [path.name]

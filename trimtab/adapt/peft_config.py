@@ -11,6 +11,7 @@ from typing import Any
 from trimtab.adapt import targets
 from trimtab.adapt.peft_reading import CONFIG, FACTORS_A, WEIGHTS, read_config, read_header
 from trimtab.adapt.spec import LoraSettings, resolve
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.facts.shapes import ModelShape
 
@@ -24,7 +25,7 @@ class AdapterFolder:
     whole: tuple[str, ...]
     """Parameters that it replaces as a whole, by our names."""
     base_name: str | None
-    base: dict[str, Any] | None
+    base: BaseWeights | None
     """Source, revision and checksums of the base, where trimtab wrote it."""
     ranks: Mapping[str, int]
     """Of each module, as the weights have it."""

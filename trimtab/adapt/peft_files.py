@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -31,7 +29,9 @@ from trimtab.adapt.peft_config import (
 from trimtab.adapt.peft_reading import BASE_KEY, CONFIG, PREFIX, WEIGHTS
 from trimtab.adapt.spec import DEFAULT, LoraSettings
 from trimtab.adapt.whole import keep_whole
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import ModelError, RecipeError
+from trimtab.facts.files import write_json
 from trimtab.model.decoder import Decoder
 from trimtab.model.save import write_tensors
 
@@ -83,7 +83,7 @@ def save_adapter(
     adapter: str = DEFAULT,
     base_name: str,
     revision: str | None = None,
-    base: Mapping[str, Any] | None = None,
+    base: BaseWeights | None = None,
 ) -> list[Path]:
     """Write adapter_config.json and adapter_model.safetensors into a folder that exists; the files written.
 
@@ -108,7 +108,7 @@ def save_adapter(
             )
     metadata = {"format": "pt"}
     if base is not None:
-        metadata[BASE_KEY] = json.dumps(base, sort_keys=True)
+        metadata[BASE_KEY] = json.dumps(base.to_dict(), sort_keys=True)
     config = config_of(
         decoder.shape,
         settings,
@@ -116,7 +116,7 @@ def save_adapter(
         revision=revision,
         tied_head=PREFIX + HEAD_KEY in stored and decoder.shape.tie_embeddings,
     )
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / CONFIG, config)
     write_tensors(stored, folder / WEIGHTS, metadata)
     return [folder / CONFIG, folder / WEIGHTS]
 

@@ -11,7 +11,9 @@ from safetensors import SafetensorError, safe_open
 
 from trimtab.adapt import targets
 from trimtab.adapt.settings_rules import ANY_STRENGTH, NAMES, RANK, SHARE, SWITCH, Rule
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import ModelError
+from trimtab.facts.files import read_json_object
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -99,11 +101,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder} is not an adapter's folder (no {CONFIG} in it)", "give one that peft or "
                          "`trimtab export peft` wrote")  # fmt: skip
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config = read_json_object(path)
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read ({error})", "get the adapter again") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
+    if config.get("peft_type") != "LORA":
+        kind = config.get("peft_type")
         raise ModelError(
             f"{path} describes no LoRA adapter (peft_type {_short(kind)})",
             "give a LoRA adapter, or merge this one with peft first",
@@ -149,7 +151,7 @@ class Header(NamedTuple):
 
     dims: dict[str, list[int]]
     dtypes: dict[str, str]
-    base: dict[str, Any] | None
+    base: BaseWeights | None
     """Source, revision and checksums of the base, where trimtab wrote the file."""
 
 
@@ -188,27 +190,12 @@ def _check_tensor(path: Path, key: str, dims: list[int], dtype: str) -> None:
         raise ModelError(f"{path}: {key} has the size {dims}", "it must be a matrix; get the adapter again")
 
 
-def _base_record(path: Path, text: str) -> dict[str, Any]:
+def _base_record(path: Path, text: str) -> BaseWeights:
     try:
-        base = json.loads(text)
-    except (ValueError, RecursionError):
-        base = None
-    if not _is_base(base):
+        return BaseWeights.from_dict(json.loads(text))
+    except (ValueError, RecursionError) as error:
         raise ModelError(
             f"{path}: {BASE_KEY} in its header is {_short(text)}",
             "it must be JSON with the base's source, revision and files, each with size and sha256; export the "
             "adapter again",
-        )
-    return dict(base)
-
-
-def _is_base(base: Any) -> bool:
-    if not (
-        isinstance(base, dict) and isinstance(base.get("source"), str) and _is_text(base.get("revision"))
-    ):
-        return False
-    files = base.get("files")
-    return isinstance(files, dict) and all(
-        isinstance(file, dict) and type(file.get("size")) is int and isinstance(file.get("sha256"), str)
-        for file in files.values()
-    )
+        ) from error

@@ -20,6 +20,7 @@ from trimtab.api.prompts import (
     texts_of,
 )
 from trimtab.facts.arguments import text_or_none, whole_number
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.dtypes import dtype_alias
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.names import path_of
@@ -304,7 +305,7 @@ class Model:
 
         opened = self.opened
         adapter = text_or_none(adapter, "adapter") or self._used_adapter()
-        base = opened.base or {"source": opened.name}
+        base = opened.base or BaseWeights(opened.name)
         if base_name is not None:
             base_name = check_base_name(base_name, opened.decoder.shape)
         elif (problem := unloadable_by_peft(base, opened.folder)) is not None:
@@ -362,7 +363,10 @@ class Model:
         """(folder, receipt) to write, checked; the body runs on the model's device."""
         target = path_of(folder, "the folder")
         _check_dtype(dtype_alias(dtype))
-        places = [self.opened.folder, Path((self.opened.base or {}).get("source", self.opened.folder))]
+        places = [
+            self.opened.folder,
+            Path(self.opened.base.source) if self.opened.base else self.opened.folder,
+        ]
         if any(place.resolve().is_relative_to(target.resolve()) for place in places):
             raise RecipeError(
                 f"{target} is where the model itself comes from, and would be replaced", "name another folder"
@@ -394,7 +398,7 @@ class Model:
             "source": {
                 "model": opened.name,
                 "step": opened.step,
-                **({"base": opened.base} if opened.base else {}),
+                **({"base": opened.base.to_dict()} if opened.base else {}),
             },
             "overwrite": overwrite,
         }

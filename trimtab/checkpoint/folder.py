@@ -2,7 +2,7 @@
 
     step-00000100/   complete: nothing gets this name before it was written, synced, checksummed and re-opened
     latest, best     text files with a name in them, for people and scripts; the manifests decide
-    .tmp-…           being written or being deleted; worthless once its writer is dead
+    .tmp-…           being written or being deleted; worthless once its writer is dead (.latest.tmp-… likewise)
     .replaced-…      the old one while a step is saved a second time; comes back if the new one did not arrive
     .writer.lock     held while somebody writes
 
@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from trimtab.checkpoint.manifest import Damaged, Manifest, verify
+from trimtab.facts.files import sync_folder, write_atomic
 from trimtab.facts.run_places import is_empty
 
 LATEST = "latest"
 WRITER_LOCK = ".writer.lock"
 _TEMPORARY = ".tmp-"
+_POINTER_DRAFT = re.compile(r"\.\w+\.tmp-[0-9a-f]+")
 _REPLACED = ".replaced-"
 _POINTER_BYTES = 64
 _STEP = re.compile(r"step-(\d{8,})")
@@ -67,33 +69,6 @@ def by_age(root: Path, report: Callable[[str], None] | None = None) -> list[tupl
     return sorted(good, key=lambda entry: entry[1].sequence, reverse=True)
 
 
-def write_synced(path: Path, text: str) -> None:
-    """Writes a file and forces it to the disk."""
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Puts `text` into `path` so that at every instant it holds the old content or the new, whole."""
-    draft = path.parent / f"{_TEMPORARY}{path.name}-{os.getpid()}"
-    write_synced(draft, text)
-    os.replace(draft, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Forces names and renames in a folder to the disk; Windows does so by itself and cannot be asked."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def publish(root: Path, staging: Path, step: int) -> Path:
     """Gives a complete, synced staging folder its name."""
     target = root / step_name(step)
@@ -114,7 +89,7 @@ def point(root: Path) -> None:
     pointers = _pointers(by_age(root))
     for name, target in pointers.items():
         if _read_pointer(root / name) != target.name:
-            replace_file(root / name, target.name + "\n")
+            write_atomic(root / name, target.name + "\n")
     for path in root.iterdir():
         if path.name.isidentifier() and path.name not in pointers and _STEP.fullmatch(_read_pointer(path)):
             path.unlink()
@@ -154,7 +129,7 @@ def clear_up(root: Path) -> list[str]:
         original = root / path.name.removeprefix(_REPLACED)
         if path.name.startswith(_REPLACED) and not original.exists():
             os.rename(path, original)
-        elif path.name.startswith((_TEMPORARY, _REPLACED)):
+        elif path.name.startswith((_TEMPORARY, _REPLACED)) or _POINTER_DRAFT.fullmatch(path.name):
             if path.is_dir() and not path.is_symlink():
                 discard(path)
             else:

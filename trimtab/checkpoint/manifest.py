@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError
+from trimtab.facts.files import FileDigest, digest, read_json_object, sync_file
 from trimtab.facts.units import format_bytes
 
 FORMAT = "trimtab-checkpoint"
@@ -36,14 +38,6 @@ class TooNew(CheckpointError):
 
 
 @dataclass(frozen=True)
-class File:
-    """A file's size in bytes and the sha256 of its content."""
-
-    size: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class TensorEntry:
     """A tensor's dtype by torch's name (`bfloat16`) and its whole, unsharded shape."""
 
@@ -58,11 +52,10 @@ class Manifest:
     step: int
     sequence: int
     tags: tuple[str, ...]
-    files: dict[str, File]
+    files: dict[str, FileDigest]
     tensors: dict[str, TensorEntry]
-    base: dict[str, Any] | None = None
-    """Of a run that trains adapters: where the frozen weights, which are not in it, come from (source, revision, and
-    size and sha256 of each file)."""
+    base: BaseWeights | None = None
+    """Of a run that trains adapters: where the frozen weights, which are not in it, come from."""
 
     @property
     def nbytes(self) -> int:
@@ -70,23 +63,20 @@ class Manifest:
         return sum(file.size for file in self.files.values())
 
 
-def digest(path: Path, *, sync: bool = False) -> File:
-    """Size and sha256 of a file, streamed; `sync` first forces it to the disk."""
-    # fsync wants a writable descriptor on Windows.
-    with path.open("r+b") if sync else path.open("rb") as stream:
-        if sync:
-            os.fsync(stream.fileno())
-        checksum = hashlib.file_digest(stream, "sha256").hexdigest()
-        return File(size=stream.tell(), sha256=checksum)
-
-
-def digests(paths: Iterable[Path], *, sync: bool = False) -> dict[str, File]:
-    """`digest` of several files at once: hashing releases the interpreter's lock."""
+def digests(paths: Iterable[Path], *, sync: bool = False) -> dict[str, FileDigest]:
+    """Size and sha256 of several files at once (hashing releases the interpreter's lock); `sync` first forces them to
+    the disk."""
     ordered = sorted(paths)
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         return dict(
-            zip((p.name for p in ordered), pool.map(lambda p: digest(p, sync=sync), ordered), strict=True)
+            zip((p.name for p in ordered), pool.map(lambda p: _digest(p, sync), ordered), strict=True)
         )
+
+
+def _digest(path: Path, sync: bool) -> FileDigest:
+    if sync:
+        sync_file(path)
+    return digest(path)
 
 
 def to_text(manifest: Manifest) -> str:
@@ -101,7 +91,7 @@ def to_text(manifest: Manifest) -> str:
         "tensors": {name: [t.dtype, list(t.shape)] for name, t in sorted(manifest.tensors.items())},
     }
     if manifest.base is not None:
-        body["base"] = manifest.base
+        body["base"] = manifest.base.to_dict()
     return json.dumps({**body, "sha256": _own_checksum(body)}, indent=1)
 
 
@@ -112,12 +102,12 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = read_json_object(path)
     except OSError as error:
         raise Damaged(f"{folder.name}/{NAME} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise Damaged(f"{folder.name}/{NAME} is cut or changed ({error})") from error
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
+    if body.get("format") != FORMAT:
         raise Damaged(f"{folder.name}/{NAME} is not a checkpoint's manifest")
     if body.pop("sha256", None) != _own_checksum(body):
         raise Damaged(f"{folder.name}/{NAME} does not match its own checksum")
@@ -169,13 +159,13 @@ def _read_1(body: dict[str, Any]) -> Manifest:
         step=body["step"],
         sequence=body["sequence"],
         tags=tuple(body["tags"]),
-        files={name: File(entry["size"], entry["sha256"]) for name, entry in body["files"].items()},
+        files={name: FileDigest(entry["size"], entry["sha256"]) for name, entry in body["files"].items()},
         tensors={name: TensorEntry(dtype, tuple(shape)) for name, (dtype, shape) in body["tensors"].items()},
     )
 
 
 def _read_2(body: dict[str, Any]) -> Manifest:
-    return dataclasses.replace(_read_1(body), base=body["base"])
+    return dataclasses.replace(_read_1(body), base=BaseWeights.from_dict(body["base"]))
 
 
 # Readers of old versions stay; a new version adds its own here.

@@ -20,10 +20,12 @@ from trimtab.checkpoint import manifest as manifests
 from trimtab.checkpoint import scalars as plain
 from trimtab.checkpoint import tensors as files
 from trimtab.checkpoint.lock import FileLock
-from trimtab.checkpoint.manifest import Damaged, File, Manifest, TensorEntry
+from trimtab.checkpoint.manifest import Damaged, Manifest, TensorEntry
 from trimtab.checkpoint.ranks import Ranks
 from trimtab.checkpoint.spec import FILE_BYTES, STATE_BYTES, TENSOR_OVERHEAD
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError, ResourceError, TrimtabError
+from trimtab.facts.files import FileDigest, digest, write_atomic
 from trimtab.facts.units import format_bytes, format_seconds
 
 BEST = "best"
@@ -77,7 +79,7 @@ class Store:
         on_event: Callable[[str], None] = print,
         on_published: Callable[[int], None] | None = None,
         file_bytes: int = FILE_BYTES,
-        base: dict[str, Any] | None = None,
+        base: BaseWeights | None = None,
     ) -> None:
         assert keep_last is None or keep_last >= 1, "keep at least the last checkpoint, or None for all"
         self.folder = Path(folder)
@@ -278,7 +280,7 @@ class Store:
             staging = self._ranks.leader(lambda: self._begin(job, lock))
             files.write(staging, job.copies, self._ranks, self._file_bytes)
             assert staging is not None
-            written: dict[str, File] = {}
+            written: dict[str, FileDigest] = {}
             for part in self._ranks.together(lambda: self._check(staging, job)):
                 written.update(part)
             gone = self._ranks.leader(lambda: self._publish(staging, job, written))
@@ -311,15 +313,15 @@ class Store:
         staging.mkdir()
         return staging
 
-    def _check(self, staging: Path, job: _Job) -> dict[str, File]:
+    def _check(self, staging: Path, job: _Job) -> dict[str, FileDigest]:
         own = files.own_files(staging, self._ranks)
         written = manifests.digests(own, sync=True)
         files.read_back(own, job.copies)
         return written
 
-    def _publish(self, staging: Path, job: _Job, written: dict[str, File]) -> list[str]:
-        places.write_synced(staging / manifests.STATE, job.state)
-        written[manifests.STATE] = manifests.digest(staging / manifests.STATE)
+    def _publish(self, staging: Path, job: _Job, written: dict[str, FileDigest]) -> list[str]:
+        write_atomic(staging / manifests.STATE, job.state)
+        written[manifests.STATE] = digest(staging / manifests.STATE)
         tags = set(job.tags)
         sequence = 1
         for path, old in places.by_age(self.folder):
@@ -329,8 +331,7 @@ class Store:
                     old.tags
                 )  # the state of a step, saved again at the end of a run, is still the best
         manifest = Manifest(job.step, sequence, tuple(sorted(tags)), written, job.table, self._base)
-        places.write_synced(staging / manifests.NAME, manifests.to_text(manifest))
-        places.sync_folder(staging)
+        write_atomic(staging / manifests.NAME, manifests.to_text(manifest))  # and syncs the folder
         manifests.verify(staging, checksums=False)
         self._published = places.publish(self.folder, staging, job.step).name
         if self._on_published is not None:

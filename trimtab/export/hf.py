@@ -20,12 +20,13 @@ import torch
 from trimtab.export.reader import STORED_NAMES, read_tensors
 from trimtab.export.receipt import Check, Receipt
 from trimtab.facts.errors import ModelError
+from trimtab.facts.files import sha256_of
 from trimtab.facts.units import format_count
 from trimtab.model.building import build, torch_dtype
 from trimtab.model.decoder import Decoder
 from trimtab.model.save import MAX_SHARD_BYTES, check_space, staged_folder, write_model
 from trimtab.model.source import read_shape
-from trimtab.model.weights import load_weights, sha256_of
+from trimtab.model.weights import load_weights
 from trimtab.text import Tokenizer
 from trimtab.text import load as load_tokenizer
 
@@ -82,7 +83,7 @@ def export_hf(
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,
             config_extra={**_token_ids(tokenizer), **(config_extra or {})},
-            generation_config=generation_config or first_and_last(tokenizer),
+            generation_config=generation_config or (first_and_last(tokenizer) if tokenizer else None),
         )
         checks = [_check_layout(decoder, staging, dtype), _check_weights(decoder, staging, dtype)]
         check, token_ids, digest = _check_logits(decoder, staging, dtype)
@@ -233,10 +234,8 @@ def _token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
 
 
-def first_and_last(tokenizer: Tokenizer | None) -> dict[str, Any] | None:
-    """Where writing begins and ends, as transformers reads it; None without a tokenizer."""
-    if tokenizer is None:
-        return None
+def first_and_last(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Where writing begins and ends, as transformers reads it."""
     stops = sorted(tokenizer.stop_ids)
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": stops[0] if len(stops) == 1 else stops or None}
 

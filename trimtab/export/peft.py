@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -20,11 +19,12 @@ from trimtab.adapt.whole import rounded_modules
 from trimtab.export.hf import digest_of, first_and_last, probe_ids, probe_logits, versions
 from trimtab.export.reader import read_tensors
 from trimtab.export.receipt import Check, Receipt
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import ModelError
+from trimtab.facts.files import sha256_of, write_json
 from trimtab.facts.units import format_count
 from trimtab.model.decoder import Decoder
 from trimtab.model.save import staged_folder
-from trimtab.model.weights import sha256_of
 from trimtab.text import Tokenizer
 
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -36,7 +36,7 @@ def export_peft(
     decoder: Decoder,
     folder: str | Path,
     *,
-    base: Mapping[str, Any],
+    base: BaseWeights,
     base_name: str | None = None,
     adapter: str = DEFAULT,
     receipt: str | Path | None = None,
@@ -52,7 +52,7 @@ def export_peft(
     Args:
         decoder: with the adapter on it.
         folder: must not exist, or be empty, unless `overwrite` (then it must hold an adapter).
-        base: source, revision and checksums of the base; `{"source": NAME}` where no more is known.
+        base: the weights that the adapter belongs to; `BaseWeights(NAME)` where no more is known.
         base_name: another hub id or folder for peft to load the base from (`base_model_name_or_path`); the source's
             name if None.
         adapter: which one.
@@ -66,7 +66,7 @@ def export_peft(
     """
     folder = Path(folder)
     # Revision and checksums of the source say nothing about another place.
-    elsewhere = base_name not in (None, base["source"])
+    elsewhere = base_name not in (None, base.source)
     rounded = rounded_modules(decoder, adapter)
     if rounded:
         held = str(decoder.get_parameter(rounded[0]).dtype).removeprefix("torch.")
@@ -79,9 +79,9 @@ def export_peft(
             decoder,
             staging,
             adapter=adapter,
-            base_name=base_name or str(base["source"]),
-            revision=None if elsewhere else base.get("revision"),
-            base=base if base.get("files") and not elsewhere else None,
+            base_name=base_name or base.source,
+            revision=None if elsewhere else base.revision,
+            base=base if base.files and not elsewhere else None,
         )
         tensors = stored_tensors(decoder, adapter)
         checks = [_check_bytes(tensors, staging)]
@@ -89,8 +89,7 @@ def export_peft(
         checks.append(check)
         if tokenizer is not None:
             tokenizer.save(staging)
-            stops = json.dumps(first_and_last(tokenizer), indent=2) + "\n"
-            (staging / "generation_config.json").write_text(stops, encoding="utf-8")
+            write_json(staging / "generation_config.json", first_and_last(tokenizer))
         files = {
             path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
             for path in sorted(staging.iterdir())
@@ -107,7 +106,7 @@ def export_peft(
         token_ids=probe_ids(decoder),
         logits_sha256=digest,
         versions=versions(),
-        source={**(source or {}), "base": dict(base)},
+        source={**(source or {}), "base": base.to_dict()},
     )
     if receipt is not None:
         result.write(receipt)

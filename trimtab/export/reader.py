@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.facts.errors import ModelError
+from trimtab.facts.files import read_json_object
 
 STORED_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp64": "F64"}
 _REMEDY = "check the disk and try again"
@@ -49,7 +50,7 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
             found[name] = tensor
             homes[name] = path.name
     index = folder / "model.safetensors.index.json"
-    if index.is_file() and json.loads(index.read_text(encoding="utf-8"))["weight_map"] != homes:
+    if index.is_file() and read_json_object(index)["weight_map"] != homes:
         raise ModelError(f"{index} does not describe the files beside it", _REMEDY)
     return found
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from trimtab.facts.files import write_json
 
 RECEIPT_VERSION = 1
 
@@ -85,7 +86,5 @@ class Receipt:
         """Write the receipt; the file appears whole or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        staging = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-        staging.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        staging.replace(path)
+        write_json(path, self.to_dict())
         return path

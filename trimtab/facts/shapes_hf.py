@@ -7,13 +7,13 @@ and 5, vLLM and llama.cpp's converter all read it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trimtab.facts.errors import ModelError
+from trimtab.facts.files import read_json_object
 from trimtab.facts.run_places import config_folder
 from trimtab.facts.shapes import FAMILIES, ModelShape, RopeScaling, check
 
@@ -47,10 +47,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = config_folder(Path(folder)) / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json", "give a Hugging Face model folder or a .gguf file")
-    return read_json(path)
+    return read_model_json(path)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_model_json(path: Path) -> dict[str, Any]:
     """A JSON file that must hold an object."""
     if path.stat().st_size > _MAX_CONFIG_BYTES:
         raise ModelError(
@@ -58,12 +58,11 @@ def read_json(path: Path) -> dict[str, Any]:
             "download it again: a model's JSON files are smaller",
         )
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as err:  # not JSON, not UTF-8, or numbers of thousands of digits
-        raise ModelError(f"{path} is not valid JSON ({err})", "download or export the model again") from err
-    if not isinstance(data, dict):
-        raise ModelError(f"{path} holds a {type(data).__name__}", "download or export the model again")
-    return data
+        return read_json_object(path)
+    except ValueError as err:  # not JSON, not UTF-8, or numbers of thousands of digits
+        raise ModelError(
+            f"{path} holds no JSON object ({err})", "download or export the model again"
+        ) from err
 
 
 def shape_from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:

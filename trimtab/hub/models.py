@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from trimtab.facts.errors import HubError, ModelError
+from trimtab.facts.files import read_json_object
 from trimtab.facts.names import path_of
 from trimtab.hub.repository import Access, Repository, open_repository
 from trimtab.hub.resolved import Resolved, check_name, looks_local
@@ -155,6 +155,5 @@ def _weight_files(repository: Repository) -> list[str]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    weight_map: dict[str, str] = content["weight_map"]
+    weight_map: dict[str, str] = read_json_object(path)["weight_map"]
     return weight_map

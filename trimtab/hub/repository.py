@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import json
 import shutil
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +21,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 
 from trimtab.facts.errors import HubError, ResourceError
+from trimtab.facts.files import read_json_object, write_json
 from trimtab.facts.names import shortened, unusable_name
 from trimtab.facts.units import format_bytes
 from trimtab.hub.faults import explained
@@ -186,20 +185,17 @@ def _write_record(repository: Repository, key: str) -> None:
     path = _record_path(repository.kind, repository.repo_id, key, repository.access)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"version": _VERSION, "commit": repository.commit, "files": repository.sizes}
-    # Not tempfile, whose files are for their owner alone: others who share the cache read the record too.
-    temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-    temporary.write_text(json.dumps(content), encoding="utf-8")
-    temporary.replace(path)
+    write_json(path, content, durable=False)
 
 
 def _read_record(
     kind: Literal["model", "dataset"], repo_id: str, revision: str, access: Access
 ) -> Repository | None:
     try:
-        content = json.loads(_record_path(kind, repo_id, revision, access).read_text(encoding="utf-8"))
+        content = read_json_object(_record_path(kind, repo_id, revision, access))
     except (OSError, ValueError):
         return None
-    if not isinstance(content, dict) or content.get("version") != _VERSION:
+    if content.get("version") != _VERSION:
         return None
     sizes = {check_name(name, repo_id): size for name, size in content["files"].items()}
     return Repository(kind, repo_id, revision, content["commit"], sizes, access)

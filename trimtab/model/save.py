@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import stat
 import uuid
@@ -18,6 +16,7 @@ from safetensors.torch import save_file
 
 from trimtab.facts.dtypes import TORCH_NAMES, nbytes
 from trimtab.facts.errors import ModelError, ResourceError
+from trimtab.facts.files import sync_file, sync_folder, temporary_path, write_json
 from trimtab.facts.shapes_hf import config_from_shape
 from trimtab.facts.units import format_bytes
 from trimtab.model.building import torch_dtype
@@ -128,19 +127,19 @@ def staged_folder(folder: Path, *, overwrite: bool = False, holds: str = "config
     A folder is only overwritten if it has a file `holds`, by which it is known to be of the kind that replaces it.
     """
     check_replaceable(folder, overwrite, holds)
-    staging = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
+    staging = temporary_path(folder)
     try:
         staging.mkdir(parents=True)
     except OSError as err:
         raise ResourceError(f"{folder.parent} cannot be written ({err})", "choose another folder") from err
     try:
         yield staging
-        _sync(staging)
+        sync_folder(staging)
         old = folder.with_name(f".{folder.name}.old-{uuid.uuid4().hex[:8]}") if folder.exists() else None
         if old is not None:
             folder.rename(old)
         staging.rename(folder)
-        _sync(folder.parent)
+        sync_folder(folder.parent)
         if old is not None:
             shutil.rmtree(old)
     except OSError as err:
@@ -149,12 +148,6 @@ def staged_folder(folder: Path, *, overwrite: bool = False, holds: str = "config
         ) from err
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Readable JSON, synced to the disk."""
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    _sync(path)
 
 
 def check_replaceable(
@@ -219,13 +212,4 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path, header: Mapping[
     except SafetensorError as err:
         raise ResourceError(f"{path.name} could not be written ({err})", "check the disk's space") from err
     path.chmod(mode)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Through to the disk, so that a folder that exists is a folder that survives a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_file(path)

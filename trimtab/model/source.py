@@ -10,7 +10,7 @@ from trimtab.facts.gguf_header import GGUFHeader, is_gguf, read_gguf_header
 from trimtab.facts.run_places import config_folder
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.shapes_gguf import shape_from_gguf
-from trimtab.facts.shapes_hf import read_config, read_json, shape_from_config
+from trimtab.facts.shapes_hf import read_config, read_model_json, shape_from_config
 
 SourceKind = Literal["hf", "gguf"]
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -87,7 +87,7 @@ def read_token_ids(path: str | Path) -> dict[str, Any]:
 def read_generation_config(path: str | Path) -> dict[str, Any] | None:
     """A Hugging Face folder's `generation_config.json`, or None."""
     file = config_folder(Path(path)) / "generation_config.json"
-    return read_json(file) if file.is_file() else None
+    return read_model_json(file) if file.is_file() else None
 
 
 def _rope_divisors(header: GGUFHeader) -> list[float] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 
 from trimtab.facts.errors import ModelError
+from trimtab.facts.files import sha256_of
 from trimtab.facts.shapes import ModelShape, check
 from trimtab.kernels import int8, nf4
 from trimtab.kernels.int8 import Int8Tensor
@@ -62,12 +62,6 @@ class Provenance:
         """sha256 of every file, read now: a second or two a GB."""
         folder = self.path if self.path.is_dir() else self.path.parent
         return {name: sha256_of(folder / name) for name in self.files}
-
-
-def sha256_of(path: Path) -> str:
-    """A file's sha256 in hexadecimal, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_weights(shape: ModelShape, path: str | Path) -> None:

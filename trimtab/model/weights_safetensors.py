@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from trimtab.facts.errors import ModelError
 from trimtab.facts.run_places import PARAMETERS, is_checkpoint
 from trimtab.facts.shapes import ModelShape
-from trimtab.facts.shapes_hf import read_json
+from trimtab.facts.shapes_hf import read_model_json
 from trimtab.model import weights_packed as packed
 from trimtab.model.decoder import Decoder
 from trimtab.model.families import family
@@ -153,7 +153,7 @@ def _stored_keys(opened: Any, folder: Path) -> list[tuple[str, str]]:
 
 def _indexed_files(folder: Path) -> list[str]:
     where = folder / INDEX
-    weight_map = read_json(where).get("weight_map")
+    weight_map = read_model_json(where).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{where} has no weight_map", "download the index again")
     names = sorted({str(file) for file in weight_map.values()})

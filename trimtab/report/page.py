@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.facts.errors import ResourceError
+from trimtab.facts.files import write_atomic
 from trimtab.facts.units import format_bytes, format_count, format_seconds
 from trimtab.report import summary, verdicts
 from trimtab.report.buckets import shown_buckets, total
@@ -32,13 +32,10 @@ def write_page(data: RunData, target: Path) -> None:
         >>> write_page(read_run(Path("runs/demo")), Path("report.html"))  # doctest: +SKIP
     """
     text = render(data)
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     try:
-        # One kind of newline everywhere: the policy's hashes are of the scripts as a browser reads them.
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        temporary.replace(target)
+        # Newlines as they are: the policy's hashes are of the scripts as a browser reads them.
+        write_atomic(target, text)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ResourceError(
             f"{target} cannot be written: {error.strerror}", "give another place with --out"
         ) from error

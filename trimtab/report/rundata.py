@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.facts.errors import CheckpointError
+from trimtab.facts.files import read_json_object
 from trimtab.facts.run_places import is_empty
 from trimtab.facts.units import format_gaps
 
@@ -150,14 +151,13 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(_text(path))
-    except (ValueError, RecursionError) as error:
+        return read_json_object(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except ValueError as error:
         raise CheckpointError(
             f"{path} is damaged: {error}", "restore it from a copy, or remove it"
         ) from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is damaged: not a JSON object", "restore it from a copy, or remove it")
-    return found
 
 
 def _plan(path: Path) -> dict[str, Any]:

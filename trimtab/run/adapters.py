@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from trimtab.checkpoint.manifest import digest
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError, ModelError, RecipeError
+from trimtab.facts.files import digest
 from trimtab.facts.shapes import ModelShape
 from trimtab.hub.resolved import looks_local
 from trimtab.model.source import read_shape, source_kind
@@ -26,36 +25,33 @@ def weight_paths(place: Path) -> list[Path]:
     return [place / name for name in weight_files(place)]
 
 
-def name_base(recipe: Recipe, place: Path, commit: str | None) -> dict[str, Any]:
-    """The frozen weights of a run in plain data: source, revision, size and sha256 of each file.
+def name_base(recipe: Recipe, place: Path, commit: str | None) -> BaseWeights:
+    """The frozen weights of a run: source, revision, size and sha256 of each file.
 
     Reads every file that is not known yet, several at a time: a second or so for two GB. Fresh weights are named by
     their seed.
     """
-    base: dict[str, Any] = {"source": recipe.model.name, "revision": commit, "files": {}}
     if recipe.model.init == "random":
-        return {**base, "init": "random", "seed": recipe.seed}
-    found = remembered(weight_paths(place))
-    base["files"] = {name: {"size": file.size, "sha256": file.sha256} for name, file in found.items()}
-    return base
+        return BaseWeights(recipe.model.name, commit, seed=recipe.seed)
+    return BaseWeights(recipe.model.name, commit, remembered(weight_paths(place)))
 
 
-def unloadable_by_peft(base: Mapping[str, Any], place: Path) -> str | None:
+def unloadable_by_peft(base: BaseWeights, place: Path) -> str | None:
     """Why peft cannot load an adapter's base by its name, and what to do; None where it can.
 
     Args:
-        base: as `name_base` has it; `{"source": NAME}` where no more is known.
+        base: the frozen weights; without files where no more than their name is known.
         place: where the model was opened from.
     """
-    source = str(base["source"])
-    if base.get("init") == "random":
+    source = base.source
+    if base.is_random:
         return (
-            f"peft cannot load the base: its weights were made from seed {base['seed']}; "
+            f"peft cannot load the base: its weights were made from seed {base.seed}; "
             "`trimtab merge` writes them with the adapter in one folder"
         )
     if source == STARTER:
         what = "the model that ships with trimtab"
-    elif place.suffix == ".gguf" or any(name.endswith(".gguf") for name in base.get("files", {})):
+    elif place.suffix == ".gguf" or any(name.endswith(".gguf") for name in base.files):
         what = "a GGUF file"
     else:
         return None
@@ -96,7 +92,7 @@ def check_base_name(name: str, shape: ModelShape) -> str:
     return str(path.resolve())
 
 
-def check_base(base: Mapping[str, Any], place: Path) -> None:
+def check_base(base: BaseWeights, place: Path) -> None:
     """CheckpointError unless the weights at a place are, byte for byte, those that a checkpoint was trained on."""
     different = _difference(base, place)
     if different is not None:
@@ -106,30 +102,30 @@ def check_base(base: Mapping[str, Any], place: Path) -> None:
         )
 
 
-def _named(base: Mapping[str, Any]) -> str:
-    at = f" at revision {base['revision']}" if base.get("revision") else ""
-    return f"{base['source']}{at}"
+def _named(base: BaseWeights) -> str:
+    at = f" at revision {base.revision}" if base.revision else ""
+    return f"{base.source}{at}"
 
 
-def _difference(base: Mapping[str, Any], place: Path) -> str | None:
+def _difference(base: BaseWeights, place: Path) -> str | None:
     """In what the weights at a place are others than a base's, or None; the cheap comparisons first."""
-    if base.get("init") == "random":
+    if base.is_random:
         return None
     paths = {path.name: path for path in weight_paths(place)}
-    wanted = base["files"]
+    wanted = base.files
     if set(paths) != set(wanted):
         return "its files have other names"
     for name, path in paths.items():
-        if path.stat().st_size != wanted[name]["size"]:
+        if path.stat().st_size != wanted[name].size:
             return f"{name} has another size"
     for name, file in remembered(paths.values()).items():
-        checksum = wanted[name]["sha256"]
+        checksum = wanted[name].sha256
         if file.sha256 != checksum and digest(paths[name]).sha256 != checksum:  # a note alone refuses nothing
             return f"{name} has other content"
     return None
 
 
-def check_adapter_base(base: Mapping[str, Any] | None, place: Path, folder: Path) -> None:
+def check_adapter_base(base: BaseWeights | None, place: Path, folder: Path) -> None:
     """ModelError for an adapter that trimtab wrote for other weights than those at a place."""
     if base is None:
         return

@@ -37,6 +37,7 @@ from trimtab.adapt.targets import EMBEDDING, HEAD
 from trimtab.adapt.tokens import fill_grown
 from trimtab.checkpoint import Found, Store
 from trimtab.checkpoint.folder import step_name
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import RecipeError, TrimtabError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import Decoder, build, check_weights, init_weights, load_weights, read_shape
@@ -45,10 +46,11 @@ from trimtab.parallel import Mesh
 from trimtab.plan.resolved import Resolved
 from trimtab.recipe import Recipe
 from trimtab.run.adapters import check_adapter_base
+from trimtab.run.choices import Length
 from trimtab.run.corpora import Corpora
 from trimtab.run.evaluation import ANSWERS_SEED, Evaluation
 from trimtab.run.folder import RunFolder
-from trimtab.run.lengths import Length, extend, learning_rate
+from trimtab.run.lengths import extend, learning_rate
 from trimtab.run.microbatch import MicrobatchLoss
 from trimtab.run.quantizing import lay_out
 from trimtab.run.record import SAVED
@@ -282,7 +284,7 @@ def build_run(
     on_event: Callable[[str], None] = print,
     resume: bool = False,
     found: Found | None = None,
-    base: dict[str, Any] | None = None,
+    base: BaseWeights | None = None,
     callbacks: Sequence[Any] = (),
     lengths: Sequence[Length] = (),
 ) -> Run:

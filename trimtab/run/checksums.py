@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from trimtab.checkpoint import manifest
 from trimtab.data import fingerprints
+from trimtab.facts.files import FileDigest, digest
 
 WORTH = 1 << 26
 """Bytes from which on a file is worth a note: less is read in a moment."""
 
 
-def remembered(paths: Iterable[Path], folder: Path | None = None) -> dict[str, manifest.File]:
+def remembered(paths: Iterable[Path], folder: Path | None = None) -> dict[str, FileDigest]:
     """Size and sha256 of files by their names, read where there is no note of them that holds.
 
     Args:
@@ -31,12 +31,12 @@ def remembered(paths: Iterable[Path], folder: Path | None = None) -> dict[str, m
         return dict(zip((path.name for path in ordered), found, strict=True))
 
 
-def _file(path: Path, memory: Path | None) -> manifest.File:
+def _file(path: Path, memory: Path | None) -> FileDigest:
     stat = fingerprints.stat_of(path)
     if stat[0] < WORTH:
-        return manifest.digest(path)
-    checksum = fingerprints.remembered(path, stat, memory, lambda path: manifest.digest(path).sha256)
-    return manifest.File(stat[0], checksum)
+        return digest(path)
+    checksum = fingerprints.remembered(path, stat, memory, lambda path: digest(path).sha256)
+    return FileDigest(stat[0], checksum)
 
 
 def _cache() -> Path | None:

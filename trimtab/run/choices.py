@@ -1,16 +1,31 @@
-"""choices.json of a run folder: read and validated. No torch."""
+"""choices.json of a run folder: what a run was begun with, typed; read, validated and written. No torch."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from trimtab.adapt.spec import LoraSettings
+from trimtab.adapt.spec_quantized import Quantization
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError
-from trimtab.plan.resolved_json import REQUIRED, VERSION
-from trimtab.run.folder import RunFolder, read_json
+from trimtab.plan.resolved import Resolved
+from trimtab.plan.resolved_json import (
+    REQUIRED,
+    VERSION,
+    adapters_from_dict,
+    resolved_from_dict,
+    resolved_to_dict,
+)
+from trimtab.recipe import Recipe, build, to_dict
+from trimtab.run.folder import RunFolder, read_json, write_json
+from trimtab.run.record import LOGS_CHECKPOINTS
 
 FIELDS = ("model_commit", "tokenizer_commit", "data", "recipe", *REQUIRED)
 """What a run needs to be continued; its model can be opened with the recipe alone."""
+OWN_TEXT_FIRST = "own_text_first"
 _TYPES: dict[str, type] = {
     "data": dict,
     "recipe": dict,
@@ -24,40 +39,185 @@ _TYPES: dict[str, type] = {
 }
 
 
-def read_choices(folder: RunFolder, fields: Sequence[str] = FIELDS) -> dict[str, Any]:
-    """Returns a run's choices.json, which has `fields`.
+@dataclass(frozen=True)
+class Length:
+    """From `step` on, a run was planned for `total` steps."""
 
-    Raises CheckpointError where it is damaged or was written by a newer trimtab.
+    step: int
+    total: int
+
+
+@dataclass(frozen=True)
+class DataPins:
+    """The data that a run began with; a resumed run reads the same."""
+
+    commits: Mapping[str, str | None]
+    """Of hub data sets."""
+    manifests: Sequence[Mapping[str, Any]]
+    """Fingerprints of all files, by corpus, as `data` writes them."""
+    own_text_first: bool = False
+    """Whether the first step has a sequence of a train source; runs of earlier versions may begin with replay alone."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For choices.json."""
+        return {
+            "commits": dict(self.commits),
+            "manifests": [dict(manifest) for manifest in self.manifests],
+            OWN_TEXT_FIRST: self.own_text_first,
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> DataPins:
+        """The inverse of `to_dict`; for files of earlier versions too."""
+        return DataPins(data["commits"], data["manifests"], data.get(OWN_TEXT_FIRST) is True)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a run was begun with."""
+
+    resolved: Resolved
+    recipe: Recipe
+    model_commit: str | None
+    """Of a hub id."""
+    tokenizer_commit: str | None
+    data: DataPins
+    base: BaseWeights | None = None
+    """The frozen weights of a run that trains adapters."""
+    started_from: BaseWeights | None = None
+    """The checkpoint of another run that the first weights were read from."""
+    lengths: tuple[Length, ...] = ()
+    """How many steps it was planned for; empty for runs made before that was kept."""
+    logs_checkpoints: bool = True
+    """Whether metrics.jsonl has a record of each checkpoint from the beginning."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of choices.json."""
+        return {
+            **resolved_to_dict(self.resolved),
+            "version": VERSION,
+            "model_commit": self.model_commit,
+            "tokenizer_commit": self.tokenizer_commit,
+            "data": self.data.to_dict(),
+            "base": None if self.base is None else self.base.to_dict(),
+            "recipe": to_dict(self.recipe),
+            "started_from": None if self.started_from is None else self.started_from.to_dict(),
+            "lengths": [dataclasses.asdict(length) for length in self.lengths],
+            LOGS_CHECKPOINTS: self.logs_checkpoints,
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any], num_layers: int) -> Choices:
+        """The inverse of `to_dict`; for files of earlier versions too.
+
+        Args:
+            data: a file without `damage`.
+            num_layers: of the run's model.
+        """
+        base, started_from = data.get("base"), data.get("started_from")
+        return Choices(
+            resolved_from_dict(data, num_layers),
+            build(data["recipe"]),
+            data["model_commit"],
+            data["tokenizer_commit"],
+            DataPins.from_dict(data["data"]),
+            None if base is None else BaseWeights.from_dict(base),
+            None if started_from is None else BaseWeights.from_dict(started_from),
+            tuple(Length(entry["step"], entry["total"]) for entry in data.get("lengths") or ()),
+            data.get(LOGS_CHECKPOINTS) is True,
+        )
+
+
+@dataclass(frozen=True)
+class ModelChoices:
+    """What opening the model of a run needs of choices.json; every version of the file has it."""
+
+    lora: LoraSettings | None
+    quantization: Quantization | None
+    model_commit: str | None
+    save_steps: int | None
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
+    own_tokenizer: bool = False
+    """Whether the recipe names a tokenizer, tokens or a chat template other than the model's."""
+
+
+def read_choices(folder: RunFolder, num_layers: int) -> Choices:
+    """What a run was begun with; `num_layers` are its model's.
+
+    Raises CheckpointError where choices.json is damaged or was written by a newer trimtab.
 
     Example:
-        >>> read_choices(RunFolder(Path("runs/demo")))["device"]  # doctest: +SKIP
+        >>> read_choices(RunFolder(Path("runs/demo")), 4).resolved.device  # doctest: +SKIP
         'cpu'
     """
-    kept = read_json(folder.choices)
-    wrong = damage(kept, fields)
+    data = _read(folder, FIELDS)
+    try:
+        return Choices.from_dict(data, num_layers)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(folder, f"is damaged ({error!r})") from error
+
+
+def read_model_choices(folder: RunFolder) -> ModelChoices:
+    """What opening a run's model needs; raises CheckpointError as `read_choices` does.
+
+    Example:
+        >>> read_model_choices(RunFolder(Path("runs/demo"))).lora is None  # doctest: +SKIP
+        True
+    """
+    data = _read(folder, ("recipe",))
+    recipe = data["recipe"]
+    lora, quantization = adapters_from_dict(data)
+    return ModelChoices(
+        lora,
+        quantization,
+        data.get("model_commit"),
+        recipe.get("save_steps"),
+        recipe["data"].get("chat_template_kwargs", {}),
+        any(recipe["model"].get(key) for key in ("tokenizer", "added_tokens", "chat_template")),
+    )
+
+
+def read_recipe(folder: RunFolder) -> Recipe:
+    """The recipe that a run was begun with."""
+    return build(_read(folder, FIELDS)["recipe"])
+
+
+def write_choices(folder: RunFolder, choices: Choices) -> None:
+    """Writes choices.json; from then on the folder is a run that can be continued."""
+    write_json(folder.choices, choices.to_dict())
+
+
+def _read(folder: RunFolder, fields: Sequence[str]) -> dict[str, Any]:
+    data = read_json(folder.choices)
+    wrong = damage(data, fields)
     if wrong is not None:
-        raise CheckpointError(
-            f"{folder.choices} {wrong}", f"restore it from a copy, or train it again: {folder.anew()}"
-        )
-    if kept.get("version", 0) > VERSION:
+        raise _damaged(folder, wrong)
+    if data.get("version", 0) > VERSION:
         raise CheckpointError(f"{folder.path} is of a newer trimtab", "use that version")
-    return kept
+    return data
 
 
-def damage(kept: Mapping[str, Any], fields: Sequence[str] = FIELDS) -> str | None:
+def _damaged(folder: RunFolder, wrong: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder.choices} {wrong}", f"restore it from a copy, or train it again: {folder.anew()}"
+    )
+
+
+def damage(data: Mapping[str, Any], fields: Sequence[str] = FIELDS) -> str | None:
     """What is wrong with the content of choices.json; None for nothing, or where a newer trimtab wrote it.
 
     Example:
         >>> damage({"version": None})
         'has no valid version'
     """
-    version = kept.get("version", 0)
+    version = data.get("version", 0)
     if type(version) is not int:
         return "has no valid version"
     if version > VERSION:
         return None
-    missing = [name for name in fields if name not in kept]
+    missing = [name for name in fields if name not in data]
     if missing:
         return f"lacks {', '.join(missing)}"
-    invalid = [name for name, kind in _TYPES.items() if name in fields and type(kept[name]) is not kind]
+    invalid = [name for name, kind in _TYPES.items() if name in fields and type(data[name]) is not kind]
     return f"has no valid {' and '.join(invalid)}" if invalid else None

@@ -22,6 +22,7 @@ from trimtab.parallel import Mesh
 from trimtab.plan import DataFacts, total_steps
 from trimtab.recipe import Recipe
 from trimtab.recipe.keys import Data, Source
+from trimtab.run.choices import DataPins
 from trimtab.text import Tokenizer
 
 STARTER_PREFIX = "starter:"
@@ -32,8 +33,6 @@ GENERATED_DOCUMENTS = {"train": 20_000, "heldout": 400}
 STARTER_SEED = 1
 MEMORY_PREFIX = "memory:"
 """Before the name of rows that were passed from Python (`data.memory`)."""
-OWN_TEXT_FIRST = "own_text_first"
-"""Key of a run's pins: true in runs whose first step has a window of a train source."""
 QUIET_BYTES = 2**27
 """Reading and checking less than this takes no time worth a line."""
 
@@ -122,13 +121,9 @@ class Corpora:
             for name, corpora in self.evaluation.items()
         }
 
-    def pins(self) -> dict[str, Any]:
+    def pins(self) -> DataPins:
         """For choices.json: commits of hub data sets, fingerprints of all files, and the order of the first step."""
-        return {
-            "commits": self.commits,
-            "manifests": [corpus.manifest() for corpus in self.all()],
-            OWN_TEXT_FIRST: self.own_text_first,
-        }
+        return DataPins(self.commits, [corpus.manifest() for corpus in self.all()], self.own_text_first)
 
     def all(self) -> list[Any]:
         """Every corpus, in an order that follows from the recipe."""
@@ -141,7 +136,7 @@ def open_corpora(
     tokenizer: Tokenizer,
     watcher: Watcher,
     *,
-    kept: dict[str, Any] | None = None,
+    kept: DataPins | None = None,
     passed: Mapping[str, Passed] | None = None,
 ) -> Corpora:
     """Opens everything a recipe's `data` names.
@@ -175,10 +170,10 @@ def open_corpora(
         ]
         evaluation = {"domain": held, **evaluation}
     replay = [(_without(corpus, evaluation), weight) for corpus, weight in replay]
-    own_text_first = kept is None or kept.get(OWN_TEXT_FIRST) is True
+    own_text_first = kept is None or kept.own_text_first
     opened = Corpora(recipe, train, replay, evaluation, opening.commits, own_text_first)
     if kept is not None:
-        for corpus, manifest in zip(opened.all(), kept["manifests"], strict=True):
+        for corpus, manifest in zip(opened.all(), kept.manifests, strict=True):
             corpus.check(manifest)
     return opened
 
@@ -247,7 +242,7 @@ class _Opening:
         section: Data | None,
         tokenizer: Tokenizer,
         watcher: Watcher,
-        kept: dict[str, Any] | None = None,
+        kept: DataPins | None = None,
         cache_dir: Path | None = None,
         passed: Mapping[str, Passed] | None = None,
     ) -> None:
@@ -256,8 +251,8 @@ class _Opening:
         self.streaming = section is not None and section.streaming
         self.num_proc = section.num_proc if section else None
         self.variables = section.chat_template_kwargs if section else tokenizer.template_variables
-        self.kept_commits = kept["commits"] if kept else {}
-        self.began = frozenset(one["fingerprint"] for one in kept["manifests"]) if kept else None
+        self.kept_commits = kept.commits if kept else {}
+        self.began = frozenset(one["fingerprint"] for one in kept.manifests) if kept else None
         self.commits: dict[str, str | None] = {}
         self.cache_dir = cache_folder(section.cache_dir if section else str(cache_dir) if cache_dir else None)
 

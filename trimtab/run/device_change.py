@@ -6,13 +6,12 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.shapes import ModelShape
 from trimtab.plan.resolved import Resolved
-from trimtab.recipe import Recipe
+from trimtab.recipe import Recipe, build, to_dict
 from trimtab.recipe.resume import WITH_DEVICE
 from trimtab.run.device import detect, threads
 from trimtab.run.resolve import resolve_backends
@@ -60,15 +59,15 @@ def moved(kept: Resolved, recipe: Recipe, shape: ModelShape, device: DeviceFacts
     return dataclasses.replace(chosen, lora=kept.lora, deterministic=kept.deterministic)
 
 
-def with_device(kept: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """A choices.json whose recipe names the device, and what may change with it, as a resume does."""
-    plain = {**kept["recipe"], "model": dict(kept["recipe"]["model"])}
+def with_device(began: Recipe, recipe: Recipe) -> Recipe:
+    """The recipe that a run began with, naming the device, and what may change with it, as a resume does."""
+    plain = to_dict(began)
     for key in ("device", *WITH_DEVICE):
         section, _, last = key.rpartition(".")
         (plain[section] if section else plain)[last] = getattr(
             getattr(recipe, section) if section else recipe, last
         )
-    return {**kept, "recipe": plain}
+    return build(plain)
 
 
 def describe_move(old: str, new: Resolved) -> str:

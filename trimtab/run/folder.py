@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shlex
@@ -18,6 +17,7 @@ from typing import Any
 from trimtab.checkpoint import RunLock
 from trimtab.checkpoint.folder import step_folders
 from trimtab.checkpoint.lock import is_held
+from trimtab.facts import files
 from trimtab.facts.errors import CheckpointError, ResourceError
 
 OURS = (
@@ -38,7 +38,9 @@ KEPT = (RunLock.NAME, "recipe.yaml")
 """What stays to the last when a folder is emptied."""
 LATER = ("receipts", "report.html", ".demo")
 """What a run, or a demo, adds to it."""
-_ON_THE_WAY = re.compile(r"\.[a-z]+\.(?:(?:yaml|json|html)\.tmp-\d+|jsonl\.tmp)|\.start\.tmp-[0-9a-f]+")
+_ON_THE_WAY = re.compile(
+    r"\.[a-z]+\.(?:(?:yaml|jsonl?|html)\.tmp-[0-9a-f]+|jsonl\.tmp)|\.start\.tmp-[0-9a-f]+"
+)
 """Names of files and folders whose writer was killed before they got their own."""
 
 
@@ -335,37 +337,31 @@ def _is_ours(name: str) -> bool:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a small file so that a reader sees the old one or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    with _writing(path):
+        files.write_atomic(path, text)
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """`write_text` of readable JSON, its keys in their order."""
+    with _writing(path):
+        files.write_json(path, data)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        yield
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ResourceError(
             f"{path} cannot be written: {error.strerror}", "free some space or check rights"
         ) from error
 
 
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    """`write_text` of readable JSON, its keys in their order.
-
-    Names of files that are not UTF-8 hold surrogates, which are escaped: `read_json` returns the same names.
-    """
-    readable = json.dumps(data, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
-    write_text(path, readable + "\n")
-
-
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of ours; damage is said plainly."""
+    """A JSON object from a file of a run folder; CheckpointError where it is damaged."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return files.read_json_object(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}", "restore it or start the run anew"
         ) from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object", "restore it or start the run anew")
-    return data

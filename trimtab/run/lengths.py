@@ -7,31 +7,12 @@ steps in between with the learning rates they had.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from trimtab import optim
 from trimtab.facts.errors import RecipeError
 from trimtab.recipe import Recipe
 from trimtab.recipe.rules import FLAT_SCHEDULES
-
-
-@dataclass(frozen=True)
-class Length:
-    """From `step` on, a run was planned for `total` steps."""
-
-    step: int
-    total: int
-
-    def to_dict(self) -> dict[str, int]:
-        """For choices.json."""
-        return asdict(self)
-
-
-def read_lengths(kept: dict[str, Any], planned: int) -> tuple[Length, ...]:
-    """The lengths that choices.json has; runs made before it had them were planned for `planned` steps."""
-    found = kept.get("lengths") or [{"step": 0, "total": planned}]
-    return tuple(Length(entry["step"], entry["total"]) for entry in found)
+from trimtab.run.choices import Length
 
 
 def extend(lengths: Sequence[Length], step: int, total: int) -> tuple[Length, ...]:

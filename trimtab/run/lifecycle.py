@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import shutil
@@ -17,24 +18,23 @@ from trimtab import text
 from trimtab.checkpoint import Found, Store
 from trimtab.checkpoint.folder import step_folders
 from trimtab.data.memory import Passed
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.run_places import is_checkpoint
 from trimtab.model import read_shape
 from trimtab.parallel import Mesh
 from trimtab.plan import Plan, check_disk, check_fits, make_plan, total_steps
-from trimtab.plan.resolved_json import VERSION, resolved_from_dict, resolved_to_dict
-from trimtab.recipe import Recipe, build, check_resume, dump, load, loads, to_dict
+from trimtab.recipe import Recipe, check_resume, dump, load, loads, to_dict
 from trimtab.run import adapters, corpora, sources
 from trimtab.run import build as building
-from trimtab.run.choices import read_choices
+from trimtab.run.choices import Choices, Length, read_choices, read_recipe, write_choices
 from trimtab.run.device import current_gpu, need_trackers
 from trimtab.run.device_change import asks_for_device, describe_move, device_of, moved, with_device
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
-from trimtab.run.lengths import Length, check_length, describe_change, read_lengths
+from trimtab.run.lengths import check_length, describe_change
 from trimtab.run.places import START, absolute, model_folder, own_start, shape_of, tokenizer_of
 from trimtab.run.prepare import Frozen, Prepared, prepare, unwritten_tokens
-from trimtab.run.record import LOGS_CHECKPOINTS
 from trimtab.run.restoring import find_checkpoint, first_losses
 from trimtab.run.sources import OpenedModel
 from trimtab.run.starting import check_start, start_from
@@ -162,31 +162,31 @@ def resume(
         folder.open()  # it may have changed before the lock was ours
         if not folder.choices.is_file():
             return _begin_again(folder, overrides, view, after_step=after_step, given=given or Given())
-        kept = read_choices(folder)
-        recipe, before = recipe_of(folder, overrides), build(kept["recipe"])
+        before, recipe = read_recipe(folder), recipe_of(folder, overrides)
         asked = asks_for_device(before, recipe, overrides)
         check_resume(before, recipe, run=str(path), overrides=overrides)
         shape = read_shape(folder.model)
-        resolved = resolved_from_dict(kept, shape.num_layers)
+        kept = read_choices(folder, shape.num_layers)
+        resolved = kept.resolved
         device = device_of(resolved, recipe, path, asked=asked)
         other = device.kind != resolved.device
         around.enter_context(current_gpu(recipe.device))
         around.enter_context(torch_put_back())
         need_trackers(recipe.report_to)
-        _tell_threads(kept["threads"], recipe, view)
-        if kept["deterministic"] is False and device.kind == "cuda" and not other:
+        _tell_threads(resolved.threads, recipe, view)
+        if not resolved.deterministic and device.kind == "cuda" and not other:
             view.message(
                 "deterministic is off: on a GPU losses may differ in the last bits from an unstopped run"
             )
         changed = any(getattr(before, key) != getattr(recipe, key) for key in MEMORY_KEYS)
         if other:
             resolved = moved(resolved, recipe, shape, device)
-        frozen = Frozen(resolved, folder.model, kept["model_commit"], device, changed, moved=other)
+        frozen = Frozen(resolved, folder.model, kept.model_commit, device, changed, moved=other)
         prepared = prepare(recipe, frozen)
         if changed or other:
             check_fits(prepared.plan, prepared.device, resumed=True)
         if asked:
-            kept = with_device(kept, recipe)
+            kept = dataclasses.replace(kept, recipe=with_device(kept.recipe, recipe))
         return _go(prepared, folder, view, kept=kept, after_step=after_step, given=given or Given())
 
 
@@ -236,7 +236,7 @@ def recipe_of(folder: RunFolder, overrides: Sequence[str]) -> Recipe:
     """
     if folder.recipe.is_file():
         return load(folder.recipe, overrides)
-    return loads(dump(build(read_choices(folder)["recipe"])), overrides)
+    return loads(dump(read_recipe(folder)), overrides)
 
 
 def _go(
@@ -244,7 +244,7 @@ def _go(
     folder: RunFolder,
     view: View,
     *,
-    kept: dict[str, Any] | None,
+    kept: Choices | None,
     after_step: Callable[[int], None] | None,
     given: Given,
 ) -> Finished:
@@ -257,7 +257,9 @@ def _go(
         if unwritten is not None:
             view.message(unwritten)
     tokenizer = sources.load_tokenizer(folder.model, shape)
-    opened = corpora.open_corpora(recipe, tokenizer, view, kept=kept and kept["data"], passed=given.rows)
+    opened = corpora.open_corpora(
+        recipe, tokenizer, view, kept=kept.data if kept else None, passed=given.rows
+    )
     plan = make_plan(recipe, shape, resolved, device=prepared.device, data=opened.facts)
     free = shutil.disk_usage(folder.path).free + folder.checkpoint_bytes()
     check_disk(plan.disk, free, str(folder.path), resumed=kept is not None)
@@ -293,8 +295,17 @@ def _go(
         lengths=planned,
     )
     if kept is None:
-        pins = {"tokenizer_commit": tokenizer_commit, "data": opened.pins(), "base": base}
-        _keep_new(prepared, folder, run, plan, weights, pins)
+        choices = Choices(
+            resolved,
+            recipe,
+            prepared.commit,
+            tokenizer_commit,
+            opened.pins(),
+            base,
+            _started_from(prepared, weights),
+            run.lengths,
+        )
+        _keep_new(folder, choices, plan)
     else:
         _keep_changes(prepared, folder, run, plan, kept, planned, view)
     if example is not None and run.state.step == 0 and found is None:
@@ -323,30 +334,13 @@ def _prepare_view(view: View, run: building.Run, folder: RunFolder) -> None:
         )
 
 
-def _keep_new(
-    prepared: Prepared,
-    folder: RunFolder,
-    run: building.Run,
-    plan: Plan,
-    weights: Path,
-    pins: dict[str, Any],
-) -> None:
-    """Everything that a new run's folder keeps of its beginning."""
-    recipe, resolved = prepared.recipe, prepared.resolved
-    write_text(folder.recipe, dump(recipe))
+def _keep_new(folder: RunFolder, choices: Choices, plan: Plan) -> None:
+    """Writes everything that a new run's folder keeps of its beginning."""
+    write_text(folder.recipe, dump(choices.recipe))
     write_json(folder.plan, plan.to_dict())
-    write_json(folder.environment, environment(torch.device(resolved.device)))
-    pins = {
-        "version": VERSION,
-        "model_commit": prepared.commit,
-        **pins,
-        "recipe": to_dict(recipe),
-        "started_from": _started_from(prepared, weights),
-        "lengths": [length.to_dict() for length in run.lengths],
-        LOGS_CHECKPOINTS: True,
-    }
+    write_json(folder.environment, environment(torch.device(choices.resolved.device)))
     # Last, when weights and data are known to be good: a folder with choices.json can be continued.
-    write_json(folder.choices, {**resolved_to_dict(resolved), **pins})
+    write_choices(folder, choices)
 
 
 def _keep_changes(
@@ -354,25 +348,24 @@ def _keep_changes(
     folder: RunFolder,
     run: building.Run,
     plan: Plan,
-    kept: dict[str, Any],
+    kept: Choices,
     planned: Sequence[Length],
     view: View,
 ) -> None:
     """What a resume changes of a run, in its folder and said."""
     recipe, resolved = prepared.recipe, prepared.resolved
-    said, now = [], dict(kept)
-    if kept["device"] != resolved.device:
-        said.append(describe_move(kept["device"], resolved))
-        now |= {**resolved_to_dict(resolved), "version": VERSION}
+    said, now = [], dataclasses.replace(kept, lengths=run.lengths)
+    if kept.resolved.device != resolved.device:
+        said.append(describe_move(kept.resolved.device, resolved))
+        now = dataclasses.replace(now, resolved=resolved)
     change = describe_change(recipe, planned, run.lengths)
     if change is not None:
         _refuse_early_stopped(run)
         said.append(change)
-    now["lengths"] = [length.to_dict() for length in run.lengths]
     write_text(folder.recipe, dump(recipe))
     write_json(folder.plan, plan.to_dict())
-    if now != read_json(folder.choices):
-        write_json(folder.choices, now)
+    if now.to_dict() != read_json(folder.choices):
+        write_choices(folder, now)
     for message in said:
         view.message(message)
         run.job.log.append({"kind": "event", "step": run.state.step, "message": message})
@@ -389,13 +382,13 @@ def _refuse_early_stopped(run: building.Run) -> None:
         )
 
 
-def _lengths(kept: dict[str, Any] | None, opened: corpora.Corpora) -> tuple[Length, ...]:
+def _lengths(kept: Choices | None, opened: corpora.Corpora) -> tuple[Length, ...]:
     """How many steps a run that is continued was planned for; none for a new one."""
-    if kept is None:
-        return ()
-    planned = total_steps(build(kept["recipe"]), opened.facts, Mesh.world().size)
+    if kept is None or kept.lengths:
+        return kept.lengths if kept else ()
+    planned = total_steps(kept.recipe, opened.facts, Mesh.world().size)
     assert planned is not None, "a streamed recipe without max_steps does not validate"
-    return read_lengths(kept, planned)
+    return (Length(0, planned),)
 
 
 def _stopping(example: dict[str, Any], tokenizer: Tokenizer, folder: RunFolder, view: View) -> Tokenizer:
@@ -427,19 +420,18 @@ def _begin(prepared: Prepared, folder: RunFolder) -> str | None:
     return commit
 
 
-def _base(prepared: Prepared, weights: Path, kept: dict[str, Any] | None) -> dict[str, Any] | None:
+def _base(prepared: Prepared, weights: Path, kept: Choices | None) -> BaseWeights | None:
     """The frozen weights of a run with adapters by name and checksum; a resumed run must find the same ones."""
     if prepared.resolved.lora is None:
         return None
     if kept is None:
         return adapters.name_base(prepared.recipe, weights, prepared.commit)
-    adapters.check_base(kept["base"], weights)
-    return dict(kept["base"])
+    assert kept.base is not None, "a run with adapters names its base"
+    adapters.check_base(kept.base, weights)
+    return kept.base
 
 
-def _started_from(
-    prepared: Prepared, weights: Path, kept: dict[str, Any] | None = None
-) -> dict[str, Any] | None:
+def _started_from(prepared: Prepared, weights: Path, kept: Choices | None = None) -> BaseWeights | None:
     """The checkpoint of another run that the first weights are read from, by name and checksums; None for others.
 
     A run that is taken up again before it saved reads it a second time, and must find the same one. With adapters it is
@@ -449,8 +441,8 @@ def _started_from(
         return None
     if kept is None:
         check_bytes(weights)
-    elif kept.get("started_from"):
-        adapters.check_base(kept["started_from"], weights)
+    elif kept.started_from is not None:
+        adapters.check_base(kept.started_from, weights)
     return None if prepared.resolved.lora else adapters.name_base(prepared.recipe, weights, None)
 
 

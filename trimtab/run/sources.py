@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from trimtab.adapt.tokens import fill_grown
 from trimtab.adapt.whole import keep_whole
 from trimtab.checkpoint import Found, Store, read_manifest
 from trimtab.checkpoint.folder import step_folders
+from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import CheckpointError, ModelError, RecipeError
 from trimtab.facts.shapes import ModelShape
@@ -34,11 +34,10 @@ from trimtab.model import (
 )
 from trimtab.model.weights import Provenance
 from trimtab.parallel import Mesh
-from trimtab.plan.resolved_json import adapters_from_dict
 from trimtab.run.adapter_tokens import tokenizer_beside, with_its_tokens
 from trimtab.run.adapters import check_adapter_base, check_base
 from trimtab.run.build import build_model
-from trimtab.run.choices import read_choices
+from trimtab.run.choices import read_model_choices
 from trimtab.run.folder import RunFolder, write_json
 from trimtab.run.places import STARTER, model_folder, own_start
 from trimtab.run.quantizing import requantized
@@ -63,7 +62,7 @@ class OpenedModel:
     """The checkpoint's step, for a run folder."""
     formats: tuple[str, ...] = ()
     """Number formats that the weights are stored in: fp32, bf16, …, or GGUF's own names (Q4_1)."""
-    base: dict[str, Any] | None = None
+    base: BaseWeights | None = None
     """Of a run with adapters: source, revision and checksums of the weights below them."""
     own_tokenizer: bool = False
     """Whether the tokenizer is another than the base's: more tokens, another chat template."""
@@ -161,9 +160,9 @@ def _open_run(
     on_event: Callable[[str], None],
 ) -> OpenedModel:
     """A run's model at a checkpoint: all of it from there, or adapters from there on the base that it names."""
-    kept = read_choices(run, ("recipe",))
-    settings, quantization = adapters_from_dict(kept)
-    found = _find_checkpoint(run, checkpoint, kept["recipe"].get("save_steps"), on_event)
+    kept = read_model_choices(run)
+    settings = kept.lora
+    found = _find_checkpoint(run, checkpoint, kept.save_steps, on_event)
     base = read_manifest(found.path).base
     if settings is None:
         _check_stored(dict(shape.parameters()), shape.num_layers, found)
@@ -173,23 +172,23 @@ def _open_run(
         wanted = {name: dims for name, dims, _ in trained(shape, settings, "fp32")}
         _check_stored(wanted, 0, found)
         place = None
-        if base.get("init") != "random":
-            place, _ = model_folder(own_start(base["source"], run.path), revision=kept.get("model_commit"))
+        if not base.is_random:
+            place, _ = model_folder(own_start(base.source, run.path), revision=kept.model_commit)
             check_base(base, place)
-        decoder = new_decoder(settings, quantization, place)
+        decoder = new_decoder(settings, kept.quantization, place)
         _load_base(decoder, base, place)
     formats = _load_checkpoint(decoder, run, found, on_event)
-    model, variables = kept["recipe"]["model"], kept["recipe"]["data"].get("chat_template_kwargs", {})
-    tokenizer = dataclasses.replace(tokenizer, template_variables=variables)
-    own = any(model.get(key) for key in ("tokenizer", "added_tokens", "chat_template"))
+    tokenizer = dataclasses.replace(tokenizer, template_variables=kept.template_variables)
+    own = kept.own_tokenizer
     tokens = {DEFAULT} if own and settings is not None else set()
     return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, own, tokens)
 
 
-def _load_base(decoder: Decoder, base: dict[str, Any], place: Path | None) -> None:
+def _load_base(decoder: Decoder, base: BaseWeights, place: Path | None) -> None:
     """The frozen weights below a run's adapters, byte for byte those that it was trained on."""
     if place is None:
-        init_weights(decoder, base["seed"])
+        assert base.seed is not None
+        init_weights(decoder, base.seed)
         return
     stored = read_shape(place)
     check_weights(stored, place)
@@ -203,10 +202,10 @@ def put_adapter(
     found = read_adapter_folder(folder)
     if opened.base is None:
         check_adapter_base(found.base, opened.folder, folder)
-    elif found.base is not None and found.base["files"] != opened.base["files"]:
+    elif found.base is not None and found.base.files != opened.base.files:
         raise ModelError(
             f"the adapter {folder} is for another base than {opened.name}",
-            f"it was trained on {found.base['source']}; put it on that one",
+            f"it was trained on {found.base.source}; put it on that one",
         )
     load_adapter(opened.decoder, folder, adapter=name)
     opened.decoder.eval()

@@ -10,7 +10,7 @@ from trimtab.checkpoint.folder import by_age, step_folders
 from trimtab.checkpoint.manifest import Damaged
 from trimtab.facts.errors import CheckpointError, ModelError
 from trimtab.facts.run_places import CHECKPOINTS, is_checkpoint
-from trimtab.run.choices import read_choices
+from trimtab.run.choices import read_model_choices
 from trimtab.run.folder import RunFolder
 from trimtab.run.record import had_saved
 
@@ -70,9 +70,9 @@ def _latest(run: RunFolder) -> Path:
     if good:
         return good[0][0]
     cause = f"{run.path} has no good checkpoint to start from"
-    kept = read_choices(run, ("recipe",)) if run.choices.is_file() else None
+    kept = read_model_choices(run) if run.choices.is_file() else None
     # Resuming is refused where checkpoints are damaged or gone.
-    if step_folders(run.checkpoints) or (kept and had_saved(run, kept["recipe"].get("save_steps"))):
+    if step_folders(run.checkpoints) or (kept and had_saved(run, kept.save_steps)):
         raise CheckpointError(
             cause, f"restore one from a copy, train its recipe again ({run.anew()}), or name another model"
         )

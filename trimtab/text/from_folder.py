@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from trimtab.facts.errors import ModelError
+from trimtab.facts.files import read_json_object
 from trimtab.facts.names import shortened
 from trimtab.text.from_gguf import set_affixes
 from trimtab.text.tokenizer import Tokenizer
@@ -75,12 +75,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON ({error})", "download it again") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds no JSON object", "download it again")
-    return content
+        return read_json_object(path)
+    except ValueError as error:
+        raise ModelError(f"{path} holds no JSON object ({error})", "download it again") from None
 
 
 def _special_tokens(config: dict[str, Any], mapped: dict[str, Any]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from typing import Any
 import tokenizers
 
 from trimtab.facts.errors import ModelError
+from trimtab.facts.files import write_atomic
 from trimtab.text.chat import DEFAULT_LIMITS, Limits, render_chats
 from trimtab.text.long_text import PIECE_CHARS, LongText
 from trimtab.text.surrogates import replace_surrogates
@@ -215,7 +216,7 @@ class Tokenizer:
             contents["chat_template.jinja"] = self.chat_template
         written = []
         for name, content in contents.items():
-            (folder / name).write_text(content, encoding="utf-8", newline="")
+            write_atomic(folder / name, content)
             written.append(folder / name)
         return written
 

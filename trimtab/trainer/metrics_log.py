@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from trimtab.facts.errors import CheckpointError, ResourceError, TrimtabError
+from trimtab.facts.files import write_atomic
 
 
 @dataclass(frozen=True)
@@ -129,20 +130,11 @@ class MetricsLog:
                 os.ftruncate(self._file.fileno(), whole)
 
     def _replace(self, content: bytes) -> None:
-        draft = self.path.with_name(f".{self.path.name}.tmp")
-        with draft.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
         self._file.close()
-        os.replace(draft, self.path)
-        if os.name != "nt":
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        self._file = self.path.open("ab", buffering=0)
+        try:
+            write_atomic(self.path, content)
+        finally:
+            self._file = self.path.open("ab", buffering=0)
 
 
 class NoLog:

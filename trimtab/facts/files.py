@@ -1,0 +1,130 @@
+"""Files that appear whole or not at all, JSON objects, and checksums. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+def temporary_path(path: Path) -> Path:
+    """A hidden name beside `path`, for what will be renamed to it; every call returns another one.
+
+    Example:
+        >>> temporary_path(Path("runs/plan.json")).name.startswith(".plan.json.tmp-")
+        True
+    """
+    return path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+
+
+def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> None:
+    """Writes a file through a temporary name: readers see the old content or the new, never a part.
+
+    Args:
+        path: the file; its folder exists.
+        content: text is written as UTF-8, line ends as they are.
+        durable: force content and name to the disk before returning, so that they survive a power cut.
+
+    Raises:
+        OSError: the file cannot be written. The old file is still there, and the temporary one is gone.
+
+    Example:
+        >>> write_atomic(Path("runs/a/recipe.yaml"), "seed: 1\\n")  # doctest: +SKIP
+    """
+    data = content.encode() if isinstance(content, str) else content
+    temporary = temporary_path(path)
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = True) -> None:
+    """`write_atomic` of readable JSON, its keys in their order.
+
+    File names that are not UTF-8 hold surrogates, which are escaped: `read_json_object` returns the same names.
+
+    Example:
+        >>> write_json(Path("runs/a/plan.json"), {"steps": 100})  # doctest: +SKIP
+    """
+    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    write_atomic(path, text.encode("utf-8", "backslashreplace"), durable=durable)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not JSON, not UTF-8, nested too deeply, or holds something else than an object.
+
+    Example:
+        >>> read_json_object(Path("runs/a/plan.json"))["steps"]  # doctest: +SKIP
+        100
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"it holds a {type(data).__name__}")
+    return data
+
+
+def sync_file(path: Path) -> None:
+    """Forces a file's content to the disk."""
+    with path.open("r+b") as file:  # Windows wants a descriptor that can be written
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Forces names and renames in a folder to the disk; Windows does so by itself and cannot be asked."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """Size and SHA-256 of a file."""
+
+    size: int
+    sha256: str
+
+
+def digest(path: Path) -> FileDigest:
+    """Size and SHA-256 of a file.
+
+    Example:
+        >>> digest(Path("model.safetensors")).size  # doctest: +SKIP
+        269060552
+    """
+    return FileDigest(path.stat().st_size, sha256_of(path))
+
+
+def sha256_of(path: Path) -> str:
+    """A file's SHA-256 in hexadecimal, read in pieces.
+
+    Example:
+        >>> sha256_of(Path("model.safetensors"))[:8]  # doctest: +SKIP
+        '9f86d081'
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
