@@ -34,7 +34,7 @@ from trimtab.checkpoint.manifest import digests
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError, ModelError, RecipeError
 from trimtab.facts.files import FileDigest
-from trimtab.run.adapters import check_adapter_base, check_base
+from trimtab.run.base_weights import check_adapter_base, check_base
 
 CASES = {
     "all-linear": (TIED, {"r": 4, "lora_alpha": 8}),

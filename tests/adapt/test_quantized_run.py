@@ -18,7 +18,7 @@ from trimtab.adapt.quantized import describe, quantized_layers
 from trimtab.facts.errors import RecipeError
 from trimtab.recipe import load
 from trimtab.run.lifecycle import resume, train
-from trimtab.run.sources import open_model
+from trimtab.run.models import open_model
 
 
 class Quiet:

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimtab.checkpoint import Found, Store
-from trimtab.checkpoint import folder as places
+from trimtab.checkpoint import Found, Store, layout
 from trimtab.checkpoint.lock import FileLock
 from trimtab.facts.errors import CheckpointError, ResourceError
 
@@ -160,7 +159,7 @@ def test_leftovers_go_unless_somebody_is_writing(tmp_path: Path) -> None:
     leftover = tmp_path / ".tmp-step-00000002-999999"
     leftover.mkdir()
     (leftover / "half.safetensors").write_bytes(b"half")
-    writer = FileLock(tmp_path / places.WRITER_LOCK)
+    writer = FileLock(tmp_path / layout.WRITER_LOCK)
     assert writer.try_acquire()
     assert open_and_check(tmp_path)[1] == []
     assert leftover.exists()

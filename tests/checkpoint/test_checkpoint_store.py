@@ -17,8 +17,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from trimtab.checkpoint import Found, Store, read_manifest
-from trimtab.checkpoint import folder as places
+from trimtab.checkpoint import Found, Store, layout, read_manifest
 from trimtab.checkpoint import manifest as manifests
 from trimtab.checkpoint import scalars as plain
 from trimtab.checkpoint import tensors as files
@@ -185,14 +184,14 @@ def test_keep_last_prunes_and_spares_the_best(store: Store) -> None:
     for step in range(1, 7):
         store.save(step, state_of(step), {}, tags={"best"} if step == 2 else ())
     store.wait()
-    assert [path.name[-1] for path in places.step_folders(store.folder)] == ["2", "5", "6"]
+    assert [path.name[-1] for path in layout.step_folders(store.folder)] == ["2", "5", "6"]
     best = store.best()
     assert best is not None
     assert best.step == 2
     assert (store.folder / "latest").read_text() == "step-00000006\n"
     assert (store.folder / "best").read_text() == "step-00000002\n"
     store.save(7, state_of(7), {}, tags={"best"}, wait=True)
-    assert [path.name[-1] for path in places.step_folders(store.folder)] == ["6", "7"]
+    assert [path.name[-1] for path in layout.step_folders(store.folder)] == ["6", "7"]
 
 
 def test_keeping_all_and_keeping_one(tmp_path: Path) -> None:
@@ -201,7 +200,7 @@ def test_keeping_all_and_keeping_one(tmp_path: Path) -> None:
         with Store(folder, keep_last=keep_last, on_event=lambda _: None) as store:
             for step in (1, 2, 3):
                 store.save(step, state_of(step), {})
-        assert [path.name[-1] for path in places.step_folders(folder)] == names
+        assert [path.name[-1] for path in layout.step_folders(folder)] == names
 
 
 def test_latest_is_the_last_published_even_after_going_back(store: Store) -> None:
@@ -395,7 +394,7 @@ print(peak() - before)
 
 def test_the_spec_and_the_manifest_import_no_torch() -> None:
     code = (
-        "import sys, trimtab.checkpoint.spec, trimtab.checkpoint.manifest, trimtab.checkpoint.folder;"
+        "import sys, trimtab.checkpoint.spec, trimtab.checkpoint.manifest, trimtab.checkpoint.layout;"
         "from trimtab.checkpoint import RunLock; sys.exit('torch' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -307,7 +307,7 @@ def test_lack_of_memory_is_said_plainly(cli: Call, world: World, monkeypatch: py
             "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: tried"
         )
 
-    monkeypatch.setattr("trimtab.run.sources.build_model", fail)
+    monkeypatch.setattr("trimtab.run.models.build_model", fail)
     cli("generate", world.run, "the cat").refused(6, "memory")
 
 
@@ -317,7 +317,7 @@ def test_a_mistake_of_ours_keeps_its_traceback(world: World, monkeypatch: pytest
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("trimtab.run.sources.build_model", fail)
+    monkeypatch.setattr("trimtab.run.models.build_model", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["generate", str(world.run), "the cat"])
 

@@ -87,7 +87,7 @@ def test_sizes_that_nobody_stored_are_named_and_not_allocated(
     for folder in (model_copy, run / "model"):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 10**12}))
-    monkeypatch.setattr("trimtab.run.sources.build_model", None)  # nothing may get so far
+    monkeypatch.setattr("trimtab.run.models.build_model", None)  # nothing may get so far
     cli("generate", model_copy, "x").refused(4, "model.safetensors", "vocab_size is 1000000000000")
     cli("generate", run, "x").refused(5, "step-0000", "config", "1000000000000")
 

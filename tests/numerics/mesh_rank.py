@@ -25,8 +25,8 @@ from trimtab.plan.resolved import ParallelConfig
 from trimtab.recipe import load
 from trimtab.run import RunFolder, build_run
 from trimtab.run.corpora import open_corpora
+from trimtab.run.models import save_skeleton
 from trimtab.run.prepare import prepare
-from trimtab.run.sources import save_skeleton
 
 
 def poison(run: object, rank: int, at: int = 3) -> None:

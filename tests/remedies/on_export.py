@@ -11,8 +11,7 @@ from shared import adapted_of, decoder_of
 import trimtab
 from trimtab import text
 from trimtab.adapt import active_adapters, save_adapter
-from trimtab.checkpoint import RunLock, Store
-from trimtab.checkpoint import folder as places
+from trimtab.checkpoint import RunLock, Store, layout
 from trimtab.checkpoint.lock import FileLock
 from trimtab.export import export_hf, export_merged, export_peft
 from trimtab.facts.base_weights import BaseWeights
@@ -192,7 +191,7 @@ case(
 def written_by_another(w: World) -> None:
     folder = w.tmp / "checkpoints"
     folder.mkdir()
-    w.kept["lock"] = FileLock(folder / places.WRITER_LOCK)
+    w.kept["lock"] = FileLock(folder / layout.WRITER_LOCK)
     assert w.kept["lock"].try_acquire()
     saved(folder)
 

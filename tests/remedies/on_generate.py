@@ -366,7 +366,7 @@ def exported(w: World, base: object, folder: str = "adapter") -> str:
 
 
 case(
-    "run/adapters.py:check_base_name: write the base there first: `trimtab export hf BASE FOLDER`",
+    "run/base_weights.py:check_base_name: write the base there first: `trimtab export hf BASE FOLDER`",
     lambda w: exported(w, w.tmp / "absent"),
     lambda w, remedy: (
         w.cli("export", "hf", w.model, w.tmp / "absent"),
@@ -374,7 +374,7 @@ case(
     ),
 )
 case(
-    "run/adapters.py:check_base_name: name the model that the adapter was trained on",
+    "run/base_weights.py:check_base_name: name the model that the adapter was trained on",
     lambda w: exported(w, w.shared("wide")),
     lambda w, remedy: exported(w, w.model),
 )
@@ -387,7 +387,7 @@ def follow_made(w: World, remedy: str) -> None:
 
 
 case(
-    "run/adapters.py:check_base_name: make one: `trimtab export hf {} FOLDER`, then `--base FOLDER`",
+    "run/base_weights.py:check_base_name: make one: `trimtab export hf {} FOLDER`, then `--base FOLDER`",
     lambda w: exported(w, w.shared("run") / "run"),
     follow_made,
 )

@@ -16,9 +16,9 @@ from trimtab.model import read_shape
 from trimtab.plan.resolved import Resolved
 from trimtab.plan.resolved_json import resolved_from_dict
 from trimtab.recipe import load, loads
-from trimtab.run.device_change import device_of, moved
 from trimtab.run.folder import read_json
 from trimtab.run.resolve import resolve_backends
+from trimtab.run.resume import device_of, moved
 
 
 def commands(w: World, remedy: str, *more: str) -> None:
@@ -92,7 +92,7 @@ def on_gpu(w: World) -> object:
 
 
 case(
-    "run/device_change.py:device_of: `trimtab doctor` says why; to go on without one: `trimtab train --resume {} "
+    "run/resume.py:device_of: `trimtab doctor` says why; to go on without one: `trimtab train --resume {} "
     "device=cpu`",
     on_gpu,
     lambda w, remedy: commands(w, remedy),
@@ -109,7 +109,7 @@ def on_device(w: World, device: DeviceFacts) -> object:
 
 
 case(
-    "run/device_change.py:moved: go on with device=cpu, or another GPU",
+    "run/resume.py:moved: go on with device=cpu, or another GPU",
     lambda w: on_device(w, OLD_GPU),
     lambda w, remedy: (on_device(w, CPU), on_device(w, NEW_GPU)),
 )
@@ -258,7 +258,7 @@ def follow_checkpoints(w: World, remedy: str) -> None:
 
 RESTORE = "restore a checkpoint from a copy, or train the recipe again: {}"
 case(
-    f"run/restoring.py:find_checkpoint: {RESTORE}",
+    f"run/resume.py:find_checkpoint: {RESTORE}",
     lambda w: resume(w, "max_steps=5", folder=damaged(w)),
     follow_checkpoints,
 )
@@ -277,7 +277,7 @@ def follow_gone(w: World, remedy: str) -> None:
 
 
 case(
-    "run/restoring.py:find_checkpoint: {}; or remove {} to begin at step 0 in this folder",
+    "run/resume.py:find_checkpoint: {}; or remove {} to begin at step 0 in this folder",
     gone,
     follow_gone,
 )
@@ -307,7 +307,7 @@ def follow_adapters(w: World, remedy: str) -> None:
 
 
 case(
-    "run/trained.py:_adapters: merge them with `trimtab merge {} MODEL` and set model.name=MODEL; or go on with the "
+    "run/locate.py:_adapters: merge them with `trimtab merge {} MODEL` and set model.name=MODEL; or go on with the "
     "adapter: `trimtab export peft {} ADAPTER`, then set lora.adapter=ADAPTER and the model that it was trained on",
     lambda w: begun_from(w, lora_run_of(w)),
     follow_adapters,
@@ -324,7 +324,7 @@ def damage_latest(w: World) -> Path:
 
 
 case(
-    "run/trained.py:_checked: name another checkpoint of that run, or another model",
+    "run/locate.py:_checked: name another checkpoint of that run, or another model",
     lambda w: begun_from(w, damage_latest(w)),
     lambda w, remedy: (begun_from(w, min((run(w) / "checkpoints").glob("step-*"))), begun_from(w, w.model)),
 )
@@ -338,7 +338,7 @@ def pointer(w: World) -> Path:
 
 
 case(
-    "run/trained.py:_pointed: name the checkpoint's folder, or the run folder",
+    "run/locate.py:_pointed: name the checkpoint's folder, or the run folder",
     lambda w: begun_from(w, pointer(w)),
     lambda w, remedy: (begun_from(w, latest(w)), begun_from(w, run(w))),
 )
@@ -358,7 +358,7 @@ def follow_unsaved(w: World, remedy: str) -> None:
 
 
 case(
-    "run/trained.py:_latest: train it until it has saved one ({}), or name another model",
+    "run/locate.py:_latest: train it until it has saved one ({}), or name another model",
     unsaved,
     follow_unsaved,
 )
@@ -379,7 +379,7 @@ def follow_lost(w: World, remedy: str) -> None:
 
 
 case(
-    "run/trained.py:_latest: restore one from a copy, train its recipe again ({}), or name another model",
+    "run/locate.py:_latest: restore one from a copy, train its recipe again ({}), or name another model",
     lost,
     follow_lost,
 )

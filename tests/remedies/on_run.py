@@ -105,27 +105,27 @@ def follow_states(w: World, remedy: str) -> None:
 
 
 case(
-    "run/sources.py:_find_checkpoint: use latest or {} {}",
+    "run/models.py:_find_checkpoint: use latest or {} {}",
     lambda w: generate(w, "--checkpoint", 999),
     follow_states,
 )
 case(
-    "run/sources.py:_find_checkpoint: use latest, best or a step number",
+    "run/models.py:_find_checkpoint: use latest, best or a step number",
     lambda w: generate(w, "--checkpoint", "newest"),
     lambda w, remedy: (generate(w, "--checkpoint", "latest"), generate(w, "--checkpoint", 4)),
 )
 case(
-    "run/sources.py:open_model: leave the revision out; a run's states are chosen with checkpoint",
+    "run/models.py:open_model: leave the revision out; a run's states are chosen with checkpoint",
     lambda w: trimtab.load(str(run(w)), revision="main"),
     lambda w, remedy: (trimtab.load(str(run(w))), trimtab.load(str(run(w)), checkpoint=4)),
 )
 case(
-    "run/sources.py:open_model: leave the revision out",
+    "run/models.py:open_model: leave the revision out",
     lambda w: trimtab.load(str(w.model), revision="main"),
     lambda w, remedy: trimtab.load(str(w.model)),
 )
 case(
-    "run/sources.py:open_model: leave the checkpoint out; a hub id's states are chosen with revision",
+    "run/models.py:open_model: leave the checkpoint out; a hub id's states are chosen with revision",
     lambda w: generate(w, "--checkpoint", 4, model=w.model),
     lambda w, remedy: generate(w, model=w.model),
 )
@@ -143,7 +143,7 @@ def restore(w: World) -> None:
 
 
 case(
-    "run/sources.py:_find_checkpoint: all are damaged: restore one from a copy, or train anew",
+    "run/models.py:_find_checkpoint: all are damaged: restore one from a copy, or train anew",
     lambda w: (damage_all(w), generate(w)),
     lambda w, remedy: (restore(w), generate(w), w.train(max_steps=1)),
 )
@@ -163,7 +163,7 @@ def follow_command(w: World, remedy: str) -> None:
 
 
 case(
-    "run/sources.py:_find_checkpoint: train it until it has saved one: {}",
+    "run/models.py:_find_checkpoint: train it until it has saved one: {}",
     unsaved,
     follow_command,
 )
@@ -184,7 +184,7 @@ def follow_lost(w: World, remedy: str) -> None:
 
 
 case(
-    "run/sources.py:_find_checkpoint: restore a checkpoint from a copy, or train the recipe again: {}",
+    "run/models.py:_find_checkpoint: restore a checkpoint from a copy, or train the recipe again: {}",
     lost,
     follow_lost,
 )
@@ -202,7 +202,7 @@ def config_back(w: World, remedy: str) -> None:
 
 
 STORED = (
-    "run/sources.py:_check_stored: the checkpoint or the run folder's model/config.json is of another model; put the "
+    "run/models.py:_check_stored: the checkpoint or the run folder's model/config.json is of another model; put the "
     "right one back"
 )
 case(STORED, lambda w: other_config(w, num_hidden_layers=999), config_back)
@@ -232,12 +232,12 @@ def named_in(remedy: str) -> str:
 
 
 case(
-    "run/sources.py:open_model: give its base model and the adapter",
+    "run/models.py:open_model: give its base model and the adapter",
     lambda w: trimtab.load(str(w.shared("lora run") / "run"), adapter=str(exported(w))),
     lambda w, remedy: trimtab.load(str(w.model), adapter=str(exported(w))),
 )
 case(
-    "run/adapters.py:check_adapter_base: it was trained on {}; give that model",
+    "run/base_weights.py:check_adapter_base: it was trained on {}; give that model",
     lambda w: trimtab.load(str(another(w)), adapter=str(exported(w))),
     lambda w, remedy: trimtab.load(named_in(remedy), adapter=str(exported(w))),
 )
@@ -252,7 +252,7 @@ def other_lora_run(w: World) -> Path:
 
 
 case(
-    "run/sources.py:put_adapter: it was trained on {}; put it on that one",
+    "run/models.py:put_adapter: it was trained on {}; put it on that one",
     lambda w: trimtab.load(str(other_lora_run(w))).add_adapter(exported(w), "second"),
     lambda w, remedy: trimtab.load(named_in(remedy)).add_adapter(exported(w), "second"),
 )
@@ -272,7 +272,7 @@ def follow_base_back(w: World, remedy: str) -> None:
 
 
 case(
-    "run/adapters.py:check_base: it was trained on {}; put those weights back to that place",
+    "run/base_weights.py:check_base: it was trained on {}; put those weights back to that place",
     moved_base,
     follow_base_back,
 )
@@ -463,7 +463,7 @@ def replayed(w: World, *overrides: str) -> str:
 
 
 case(
-    "run/replay.py:check_replay: set data.replay=null to train without replay, or name general text of your own: "
+    "run/prepare.py:check_replay: set data.replay=null to train without replay, or name general text of your own: "
     "data.replay.sources=[./general-text]",
     replayed,
     lambda w, remedy: [replayed(w, words) for words in re.findall(r"data\.replay\S*=\S+", remedy)],

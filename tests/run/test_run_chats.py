@@ -20,7 +20,7 @@ from trimtab.model import build, load_weights, read_shape
 from trimtab.recipe import build as build_recipe
 from trimtab.recipe import load
 from trimtab.report import read_run
-from trimtab.run.places import absolute
+from trimtab.run.locate import absolute
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from trimtab import launch
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.recipe import load
 from trimtab.run.device import current_gpu, detect
-from trimtab.run.device_change import device_of
 from trimtab.run.prepare import Frozen, prepare
+from trimtab.run.resume import resume_device
 from trimtab.run.torch_setup import on_device_of
 
 
@@ -129,15 +129,15 @@ def test_a_resumed_run_takes_the_gpu_that_is_named_now(
     began = prepare(recipe)
     assert began.resolved.device == "cuda"
     named = load(write_recipe(tmp_path, device="cuda:1"))
-    device = device_of(began.resolved, named, tmp_path, asked=True)
+    device = resume_device(began.resolved, named, tmp_path, asked=True)
     elsewhere = prepare(named, Frozen(began.resolved, began.model, None, device))
     assert (elsewhere.device.name, elsewhere.resolved) == ("GPU 1", began.resolved)
-    assert device_of(began.resolved, named, tmp_path, asked=False).name == "GPU 1"
+    assert resume_device(began.resolved, named, tmp_path, asked=False).name == "GPU 1"
     unnamed = load(write_recipe(tmp_path, device="auto"))
-    assert device_of(began.resolved, unnamed, tmp_path, asked=False).name == "GPU 0"
+    assert resume_device(began.resolved, unnamed, tmp_path, asked=False).name == "GPU 0"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ResourceError, match="device=cpu"):
-        device_of(began.resolved, unnamed, tmp_path, asked=False)
+        resume_device(began.resolved, unnamed, tmp_path, asked=False)
 
 
 def test_models_on_several_gpus_are_each_used_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

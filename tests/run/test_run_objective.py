@@ -22,8 +22,8 @@ from trimtab.report.plan_panel import plan_panel
 from trimtab.run import corpora
 from trimtab.run.build import build_training_model
 from trimtab.run.folder import read_json
+from trimtab.run.models import load_tokenizer
 from trimtab.run.prepare import prepare
-from trimtab.run.sources import load_tokenizer
 
 SMOOTHING, Z_LOSS = 0.2, 0.01
 BOTH = {"label_smoothing_factor": SMOOTHING, "z_loss": Z_LOSS}

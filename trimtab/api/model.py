@@ -265,7 +265,7 @@ class Model:
     def add_adapter(self, folder: str | Path, name: str) -> None:
         """Puts one more adapter on the model, from a folder of peft's or of `save_adapter`, and uses it."""
         from trimtab.run.adapter_tokens import check_known
-        from trimtab.run.sources import put_adapter
+        from trimtab.run.models import put_adapter
 
         place = path_of(folder, "the adapter")
         check_known(place, self.opened.tokenizer)
@@ -301,7 +301,7 @@ class Model:
             overwrite: replace a folder that holds an adapter.
         """
         from trimtab.export import export_peft
-        from trimtab.run.adapters import check_base_name, unloadable_by_peft
+        from trimtab.run.base_weights import check_base_name, unloadable_by_peft
 
         opened = self.opened
         adapter = text_or_none(adapter, "adapter") or self._used_adapter()

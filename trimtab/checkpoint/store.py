@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trimtab.checkpoint import folder as places
+from trimtab.checkpoint import layout
 from trimtab.checkpoint import manifest as manifests
 from trimtab.checkpoint import scalars as plain
 from trimtab.checkpoint import tensors as files
@@ -113,7 +113,7 @@ class Store:
         assert step >= 0
         for tag in tags:
             assert tag.isidentifier(), f"{tag!r} cannot be a tag"
-            assert tag != places.LATEST, "the latest checkpoint is known without a tag"
+            assert tag != layout.LATEST, "the latest checkpoint is known without a tag"
         own = files.describe(tensors)
         state = plain.encode(scalars)
         if self._pending is not None and not self._pending[1].done():
@@ -179,7 +179,7 @@ class Store:
     def steps(self) -> list[int]:
         """Steps of the checkpoints whose manifest and file sizes are right, in order; bytes are not read."""
         self.wait()
-        return self._ranks.leader(lambda: sorted(entry.step for _, entry in places.by_age(self.folder)))
+        return self._ranks.leader(lambda: sorted(entry.step for _, entry in layout.by_age(self.folder)))
 
     def prune(self, newest: Found) -> None:
         """Removes checkpoints beyond `keep_last`, as after a save; nothing if `newest` is not the newest one.
@@ -191,11 +191,11 @@ class Store:
         """
 
         def work() -> None:
-            ordered = places.by_age(self.folder)
+            ordered = layout.by_age(self.folder)
             if not ordered or ordered[0][0] != newest.path:
                 return
             try:
-                for name in places.prune(self.folder, self.keep_last):
+                for name in layout.prune(self.folder, self.keep_last):
                     self._report(f"removed {name}: save_total_limit is {self.keep_last}")
             except OSError as error:  # whether there is room is checked before the next save
                 self._report(f"could not remove old checkpoints in {self.folder}: {error.strerror or error}")
@@ -239,7 +239,7 @@ class Store:
         if not self.folder.is_dir():
             return None
         self._clear_up()
-        for path, manifest in places.by_age(self.folder, self._report):
+        for path, manifest in layout.by_age(self.folder, self._report):
             if (tag is not None and tag not in manifest.tags) or step not in (None, manifest.step):
                 continue
             try:
@@ -251,10 +251,10 @@ class Store:
         return None
 
     def _clear_up(self) -> None:
-        lock = FileLock(self.folder / places.WRITER_LOCK)
+        lock = FileLock(self.folder / layout.WRITER_LOCK)
         try:
             if lock.try_acquire():
-                for name in places.clear_up(self.folder):
+                for name in layout.clear_up(self.folder):
                     self._report(f"removed {name}, left by an interrupted save")
         except OSError as error:
             # An archive that cannot be written, or a full disk, can still be read.
@@ -274,7 +274,7 @@ class Store:
     def _write(self, job: _Job) -> None:
         """The thread's work, on every rank: write, check, publish, prune."""
         started = time.monotonic()
-        lock = FileLock(self.folder / places.WRITER_LOCK)
+        lock = FileLock(self.folder / layout.WRITER_LOCK)
         staging: Path | None = None
         try:
             staging = self._ranks.leader(lambda: self._begin(job, lock))
@@ -300,7 +300,7 @@ class Store:
         size = format_bytes(sum(file.size for file in written.values()))
         took = format_seconds(time.monotonic() - started)
         removed = f", removed {', '.join(gone)}" if gone else ""
-        self._tell(f"saved {places.step_name(job.step)} ({size} in {took}){removed}")
+        self._tell(f"saved {layout.step_name(job.step)} ({size} in {took}){removed}")
 
     def _begin(self, job: _Job, lock: FileLock) -> Path:
         if not lock.try_acquire():
@@ -308,8 +308,8 @@ class Store:
                 f"{lock.holder()} is writing a checkpoint in {self.folder}",
                 "let one run at a time use the folder",
             )
-        places.clear_up(self.folder)
-        staging = places.staging_path(self.folder, job.step)
+        layout.clear_up(self.folder)
+        staging = layout.staging_path(self.folder, job.step)
         staging.mkdir()
         return staging
 
@@ -324,20 +324,20 @@ class Store:
         written[manifests.STATE] = digest(staging / manifests.STATE)
         tags = set(job.tags)
         sequence = 1
-        for path, old in places.by_age(self.folder):
+        for path, old in layout.by_age(self.folder):
             sequence = max(sequence, old.sequence + 1)
-            if path.name == places.step_name(job.step) == self._published:
+            if path.name == layout.step_name(job.step) == self._published:
                 tags |= set(
                     old.tags
                 )  # the state of a step, saved again at the end of a run, is still the best
         manifest = Manifest(job.step, sequence, tuple(sorted(tags)), written, job.table, self._base)
         write_atomic(staging / manifests.NAME, manifests.to_text(manifest))  # and syncs the folder
         manifests.verify(staging, checksums=False)
-        self._published = places.publish(self.folder, staging, job.step).name
+        self._published = layout.publish(self.folder, staging, job.step).name
         if self._on_published is not None:
             self._on_published(job.step)
-        places.point(self.folder)
-        return places.prune(self.folder, self.keep_last)
+        layout.point(self.folder)
+        return layout.prune(self.folder, self.keep_last)
 
     def _tell(self, message: str) -> None:
         if self._ranks.leads:

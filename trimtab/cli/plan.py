@@ -59,7 +59,7 @@ def plan(
     from trimtab.report import LiveView
     from trimtab.report.plain import plain
     from trimtab.run.device import has_torch
-    from trimtab.run.places import missing_sources
+    from trimtab.run.locate import missing_sources
     from trimtab.run.prepare import prepare
 
     if not has_torch():

@@ -14,7 +14,7 @@ from typing import Any
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.files import read_json_object
-from trimtab.facts.run_places import config_folder
+from trimtab.facts.run_layout import config_folder
 from trimtab.facts.shapes import FAMILIES, ModelShape, RopeScaling, check
 
 ARCHITECTURES: dict[str, str] = {

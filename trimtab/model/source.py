@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.gguf_header import GGUFHeader, is_gguf, read_gguf_header
-from trimtab.facts.run_places import config_folder
+from trimtab.facts.run_layout import config_folder
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.shapes_gguf import shape_from_gguf
 from trimtab.facts.shapes_hf import read_config, read_model_json, shape_from_config

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from trimtab.facts.errors import ModelError
-from trimtab.facts.run_places import PARAMETERS, is_checkpoint
+from trimtab.facts.run_layout import PARAMETERS, is_checkpoint
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.shapes_hf import read_model_json
 from trimtab.model import weights_packed as packed

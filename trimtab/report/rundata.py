@@ -11,7 +11,7 @@ from typing import Any
 
 from trimtab.facts.errors import CheckpointError
 from trimtab.facts.files import read_json_object
-from trimtab.facts.run_places import is_empty
+from trimtab.facts.run_layout import is_empty
 from trimtab.facts.units import format_gaps
 
 VERSION = 1

@@ -9,15 +9,15 @@ from trimtab.facts.lazy import lazily
 if TYPE_CHECKING:
     from trimtab.run.build import Run, build_model, build_run
     from trimtab.run.folder import RunFolder
-    from trimtab.run.sources import OpenedModel, open_model
+    from trimtab.run.models import OpenedModel, open_model
 
 _HOMES = {
-    "OpenedModel": "sources",
+    "OpenedModel": "models",
     "Run": "build",
     "RunFolder": "folder",
     "build_model": "build",
     "build_run": "build",
-    "open_model": "sources",
+    "open_model": "models",
 }
 
 __all__ = ["OpenedModel", "Run", "RunFolder", "build_model", "build_run", "open_model"]

@@ -9,7 +9,7 @@ from trimtab import text
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.recipe import Recipe
-from trimtab.run.places import tokenizer_of
+from trimtab.run.locate import tokenizer_of
 from trimtab.text import Tokenizer
 
 

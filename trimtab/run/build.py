@@ -36,7 +36,7 @@ from trimtab.adapt.peft_files import fill_adapter
 from trimtab.adapt.targets import EMBEDDING, HEAD
 from trimtab.adapt.tokens import fill_grown
 from trimtab.checkpoint import Found, Store
-from trimtab.checkpoint.folder import step_name
+from trimtab.checkpoint.layout import step_name
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import RecipeError, TrimtabError
 from trimtab.facts.shapes import ModelShape
@@ -45,7 +45,7 @@ from trimtab.model.building import torch_dtype
 from trimtab.parallel import Mesh
 from trimtab.plan.resolved import Resolved
 from trimtab.recipe import Recipe
-from trimtab.run.adapters import check_adapter_base
+from trimtab.run.base_weights import check_adapter_base
 from trimtab.run.choices import Length
 from trimtab.run.corpora import Corpora
 from trimtab.run.evaluation import ANSWERS_SEED, Evaluation
@@ -54,7 +54,7 @@ from trimtab.run.lengths import extend, learning_rate
 from trimtab.run.microbatch import MicrobatchLoss
 from trimtab.run.quantizing import lay_out
 from trimtab.run.record import SAVED
-from trimtab.run.restoring import cut_log
+from trimtab.run.resume import cut_log
 from trimtab.run.torch_setup import set_up_torch
 from trimtab.starter import FIELDS, math_problems, probe_items
 from trimtab.text import Tokenizer
@@ -302,8 +302,8 @@ def build_run(
         observers: who is told about metrics.
         on_event: told one-line messages.
         resume: continue instead of starting.
-        found: the checkpoint to continue from (`restoring.find_checkpoint`); None begins again at step 0.
-        base: where the frozen weights come from, for a run that trains adapters (`adapters.name_base`).
+        found: the checkpoint to continue from (`resume.find_checkpoint`); None begins again at step 0.
+        base: where the frozen weights come from, for a run that trains adapters (`base_weights.name_base`).
         callbacks: the user's own (`trainer.callbacks`).
         lengths: how many steps the run was planned for so far; none for a new run.
     """

@@ -26,7 +26,7 @@ from trimtab.starter import ProbeItem, Problem, check, math_problems, probe_item
 from trimtab.text import Tokenizer
 
 if TYPE_CHECKING:
-    from trimtab.run.sources import OpenedModel
+    from trimtab.run.models import OpenedModel
 
 ANSWERS_SEED = 30_000
 """The held-out problems are the same for every run, so that runs can be compared."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint import RunLock
-from trimtab.checkpoint.folder import step_folders
+from trimtab.checkpoint.layout import step_folders
 from trimtab.checkpoint.lock import is_held
 from trimtab.facts import files
 from trimtab.facts.errors import CheckpointError, ResourceError

@@ -16,30 +16,36 @@ import torch
 
 from trimtab import text
 from trimtab.checkpoint import Found, Store
-from trimtab.checkpoint.folder import step_folders
+from trimtab.checkpoint.layout import step_folders
 from trimtab.data.memory import Passed
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError, RecipeError
-from trimtab.facts.run_places import is_checkpoint
+from trimtab.facts.run_layout import is_checkpoint
 from trimtab.model import read_shape
 from trimtab.parallel import Mesh
 from trimtab.plan import Plan, check_disk, check_fits, make_plan, total_steps
 from trimtab.recipe import Recipe, check_resume, dump, load, loads, to_dict
-from trimtab.run import adapters, corpora, sources
+from trimtab.run import base_weights, corpora, models
 from trimtab.run import build as building
 from trimtab.run.choices import Choices, Length, read_choices, read_recipe, write_choices
 from trimtab.run.device import current_gpu, need_trackers
-from trimtab.run.device_change import asks_for_device, describe_move, device_of, moved, with_device
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
 from trimtab.run.lengths import check_length, describe_change
-from trimtab.run.places import START, absolute, model_folder, own_start, shape_of, tokenizer_of
+from trimtab.run.locate import START, absolute, check_bytes, model_folder, own_start, shape_of, tokenizer_of
+from trimtab.run.models import OpenedModel
 from trimtab.run.prepare import Frozen, Prepared, prepare, unwritten_tokens
-from trimtab.run.restoring import find_checkpoint, first_losses
-from trimtab.run.sources import OpenedModel
+from trimtab.run.resume import (
+    asks_for_device,
+    describe_move,
+    find_checkpoint,
+    first_losses,
+    resolve_for_device,
+    resume_device,
+    with_device,
+)
 from trimtab.run.starting import check_start, start_from
 from trimtab.run.torch_setup import torch_put_back
-from trimtab.run.trained import check_bytes
 from trimtab.text import Tokenizer
 
 MEMORY_KEYS = ("memory_limit", "recompute", "gradient_checkpointing", "unpacked_layers")
@@ -168,7 +174,7 @@ def resume(
         shape = read_shape(folder.model)
         kept = read_choices(folder, shape.num_layers)
         resolved = kept.resolved
-        device = device_of(resolved, recipe, path, asked=asked)
+        device = resume_device(resolved, recipe, path, asked=asked)
         other = device.kind != resolved.device
         around.enter_context(current_gpu(recipe.device))
         around.enter_context(torch_put_back())
@@ -180,7 +186,7 @@ def resume(
             )
         changed = any(getattr(before, key) != getattr(recipe, key) for key in MEMORY_KEYS)
         if other:
-            resolved = moved(resolved, recipe, shape, device)
+            resolved = resolve_for_device(resolved, recipe, shape, device)
         frozen = Frozen(resolved, folder.model, kept.model_commit, device, changed, moved=other)
         prepared = prepare(recipe, frozen)
         if changed or other:
@@ -256,7 +262,7 @@ def _go(
         unwritten = unwritten_tokens(prepared)
         if unwritten is not None:
             view.message(unwritten)
-    tokenizer = sources.load_tokenizer(folder.model, shape)
+    tokenizer = models.load_tokenizer(folder.model, shape)
     opened = corpora.open_corpora(
         recipe, tokenizer, view, kept=kept.data if kept else None, passed=given.rows
     )
@@ -407,14 +413,14 @@ def _stopping(example: dict[str, Any], tokenizer: Tokenizer, folder: RunFolder, 
     if new:
         words = " and ".join(str(tokenizer.backend.id_to_token(end)) for end in new)
         view.message(f"answers end with {words}: the model's writing stops there too")
-    return sources.keep_stops(folder.model, tokenizer, new)
+    return models.keep_stops(folder.model, tokenizer, new)
 
 
 def _begin(prepared: Prepared, folder: RunFolder) -> str | None:
     """Config and tokenizer into the run folder, from which this start and every later one reads them."""
     tokenizer, commit = tokenizer_of(prepared.recipe, prepared.model, prepared.commit)
     text.check_fits(tokenizer, prepared.shape.vocab_size)
-    sources.save_skeleton(
+    models.save_skeleton(
         prepared.model, prepared.shape, tokenizer, folder.model, prepared.resolved.precision.weights_dtype
     )
     return commit
@@ -425,9 +431,9 @@ def _base(prepared: Prepared, weights: Path, kept: Choices | None) -> BaseWeight
     if prepared.resolved.lora is None:
         return None
     if kept is None:
-        return adapters.name_base(prepared.recipe, weights, prepared.commit)
+        return base_weights.name_base(prepared.recipe, weights, prepared.commit)
     assert kept.base is not None, "a run with adapters names its base"
-    adapters.check_base(kept.base, weights)
+    base_weights.check_base(kept.base, weights)
     return kept.base
 
 
@@ -442,8 +448,8 @@ def _started_from(prepared: Prepared, weights: Path, kept: Choices | None = None
     if kept is None:
         check_bytes(weights)
     elif kept.started_from is not None:
-        adapters.check_base(kept.started_from, weights)
-    return None if prepared.resolved.lora else adapters.name_base(prepared.recipe, weights, None)
+        base_weights.check_base(kept.started_from, weights)
+    return None if prepared.resolved.lora else base_weights.name_base(prepared.recipe, weights, None)
 
 
 def _weights(prepared: Prepared, folder: RunFolder) -> Path:

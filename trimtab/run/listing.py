@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trimtab.checkpoint.folder import by_age, step_folders
+from trimtab.checkpoint.layout import by_age, step_folders
 from trimtab.checkpoint.lock import RunLock, is_held
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.run.choices import damage

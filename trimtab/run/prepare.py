@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from trimtab import text
 from trimtab.adapt.targets import EMBEDDING, HEAD
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
@@ -14,11 +15,11 @@ from trimtab.model.source import read_shape
 from trimtab.plan import Plan, make_plan
 from trimtab.plan.resolved import Resolved
 from trimtab.recipe import Recipe
-from trimtab.run.adapter_tokens import check_same_tokens
+from trimtab.run.adapter_tokens import check_same_tokens, unknown_tokens
 from trimtab.run.device import detect, threads
-from trimtab.run.places import model_folder, shape_of
-from trimtab.run.replay import check_replay
+from trimtab.run.locate import STARTER, model_folder, shape_of, tokenizer_of
 from trimtab.run.resolve import resolve_graphs, resolve_memory, resolve_memory_again, resolve_recipe
+from trimtab.starter import base_folder
 
 
 @dataclass(frozen=True)
@@ -108,4 +109,28 @@ def unwritten_tokens(prepared: Prepared) -> str | None:
     return (
         "model.added_tokens: the model learns to read them and not to write them, as its head is not trained; "
         "name lm_head in lora.modules_to_save as well for both"
+    )
+
+
+REPLAY = "starter:replay"
+"""Text of the kind that the starter was pretrained on."""
+
+
+def check_replay(recipe: Recipe, model: Path) -> None:
+    """RecipeError where `starter:replay` would be mixed into the training of another model than the starter.
+
+    A model that came from the starter has its tokenizer, and keeps its replay.
+    """
+    replay = recipe.data.replay
+    if replay is None or recipe.model.name == STARTER:
+        return
+    if all(source.source != REPLAY for source in replay.sources):
+        return
+    if not unknown_tokens(text.load(base_folder()), tokenizer_of(recipe, model, None)[0]):
+        return
+    raise RecipeError(
+        f"data.replay mixes in {REPLAY}, which is text that the starter was pretrained on, and model.name is "
+        f"{recipe.model.name}",
+        "set data.replay=null to train without replay, or name general text of your own: "
+        "data.replay.sources=[./general-text]",
     )

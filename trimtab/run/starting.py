@@ -12,8 +12,8 @@ from trimtab.facts.units import format_bytes
 from trimtab.model import read_generation_config, read_shape, read_token_ids, save_folder
 from trimtab.model.weights import changed_weight
 from trimtab.recipe import Recipe
-from trimtab.run.places import START
-from trimtab.run.sources import OpenedModel
+from trimtab.run.locate import START
+from trimtab.run.models import OpenedModel
 
 
 def check_start(recipe: Recipe, opened: OpenedModel) -> None:

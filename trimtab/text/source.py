@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.gguf_header import is_gguf
-from trimtab.facts.run_places import config_folder
+from trimtab.facts.run_layout import config_folder
 from trimtab.text.tokenizer import Tokenizer
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trimtab.parallel import Mesh
 from trimtab.trainer.callbacks import Callbacks
 from trimtab.trainer.early_stopping import EarlyStopping
 from trimtab.trainer.microstep import MicroStep
@@ -47,7 +48,7 @@ class InBackward(Protocol):
     def paused(self) -> AbstractContextManager[None]: ...
 
 
-class Store(Protocol):
+class CheckpointStore(Protocol):
     """Where checkpoints go."""
 
     def save(
@@ -69,19 +70,6 @@ class Log(Protocol):
     def append(self, record: dict[str, Any]) -> None: ...
     def sync(self) -> None: ...
     def close(self) -> None: ...
-
-
-class Mesh(Protocol):
-    """The processes this run is spread over."""
-
-    @property
-    def is_main(self) -> bool: ...
-    @property
-    def size(self) -> int: ...
-    def sum_int(self, value: int) -> int: ...
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor: ...
-    def sum_gradients(self, parameters: Any) -> None: ...
-    def first_text(self, text: str | None) -> str | None: ...
 
 
 class Compiled(Protocol):
@@ -158,7 +146,7 @@ class Job:
     clip_factor: Callable[[torch.Tensor], torch.Tensor]
     """That norm to the factor that gradients are multiplied with, on the device."""
     loader: Loader
-    store: Store
+    store: CheckpointStore
     log: Log
     mesh: Mesh
     cadence: Cadence

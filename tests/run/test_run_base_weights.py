@@ -13,9 +13,8 @@ from trimtab.data import fingerprints
 from trimtab.facts import files
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError
-from trimtab.run import checksums
-from trimtab.run.adapters import check_base
-from trimtab.run.checksums import remembered
+from trimtab.run import base_weights
+from trimtab.run.base_weights import cached_digests, check_base
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +27,8 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         found.append(path.name)
         return plain(path)
 
-    monkeypatch.setattr(checksums, "digest", noted)
-    monkeypatch.setattr(checksums, "WORTH", 4)
+    monkeypatch.setattr(base_weights, "digest", noted)
+    monkeypatch.setattr(base_weights, "WORTH", 4)
     monkeypatch.setattr(fingerprints, "SETTLED_NS", -(10**12))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return found
@@ -54,40 +53,40 @@ def notes(tmp_path: Path) -> list[Path]:
 def test_a_file_is_read_once_and_again_when_it_was_written_to(tmp_path: Path, reads: list[str]) -> None:
     paths = weights(tmp_path / "base", b"first", b"second")
     expected = {path.name: files.FileDigest(path.stat().st_size, sha256(path.read_bytes())) for path in paths}
-    assert remembered(paths) == expected
+    assert cached_digests(paths) == expected
     assert sorted(reads) == [path.name for path in paths]
     reads.clear()
-    assert remembered(reversed(paths)) == expected
-    assert list(remembered(reversed(paths))) == sorted(expected)
+    assert cached_digests(reversed(paths)) == expected
+    assert list(cached_digests(reversed(paths))) == sorted(expected)
     assert reads == []
     assert [path.suffix for path in notes(tmp_path)] == [".json", ".json"], "nothing half written is left"
     paths[1].write_bytes(b"SECOND")
-    assert remembered(paths)[paths[1].name].sha256 == sha256(b"SECOND")
+    assert cached_digests(paths)[paths[1].name].sha256 == sha256(b"SECOND")
     assert reads == [paths[1].name]
 
 
 def test_a_write_that_puts_the_time_back_is_seen(tmp_path: Path, reads: list[str]) -> None:
     """As `rsync --times --inplace` and `touch -r` do."""
     (path,) = weights(tmp_path / "base", b"before")
-    remembered([path])
+    cached_digests([path])
     stat = path.stat()
     time.sleep(0.05)
     path.write_bytes(b"behind")
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
-    assert remembered([path])[path.name].sha256 == sha256(b"behind")
+    assert cached_digests([path])[path.name].sha256 == sha256(b"behind")
 
 
 def test_another_file_in_its_place_is_seen(tmp_path: Path, reads: list[str]) -> None:
     one, two = weights(tmp_path / "base", b"one of them", b"the other 1")
     link = tmp_path / "base" / "link"
     link.symlink_to(one)
-    assert remembered([link])["link"].sha256 == sha256(b"one of them")
+    assert cached_digests([link])["link"].sha256 == sha256(b"one of them")
     link.unlink()
     link.symlink_to(two)
-    assert remembered([link])["link"].sha256 == sha256(b"the other 1")
+    assert cached_digests([link])["link"].sha256 == sha256(b"the other 1")
     os.replace(two, one)
-    assert remembered([one])[one.name].sha256 == sha256(b"the other 1")
+    assert cached_digests([one])[one.name].sha256 == sha256(b"the other 1")
 
 
 def test_what_was_written_just_now_is_not_remembered(
@@ -95,17 +94,17 @@ def test_what_was_written_just_now_is_not_remembered(
 ) -> None:
     monkeypatch.setattr(fingerprints, "SETTLED_NS", 2_000_000_000)
     (path,) = weights(tmp_path / "base", b"fresh")
-    remembered([path])
+    cached_digests([path])
     assert notes(tmp_path) == []
     os.utime(path, ns=(0, 0))  # an old file by one of its times, as copies with their times kept are
-    remembered([path])
+    cached_digests([path])
     assert notes(tmp_path) == []
     now = time.time_ns()
     monkeypatch.setattr(time, "time_ns", lambda: now + 3_000_000_000)
-    remembered([path])
+    cached_digests([path])
     assert len(notes(tmp_path)) == 1
     reads.clear()
-    remembered([path])
+    cached_digests([path])
     assert reads == []
 
 
@@ -121,18 +120,18 @@ def test_what_is_written_while_it_is_read_is_not_remembered(
         path.write_bytes(b"behind")
         return found
 
-    monkeypatch.setattr(checksums, "digest", written_meanwhile)
-    remembered([path])
+    monkeypatch.setattr(base_weights, "digest", written_meanwhile)
+    cached_digests([path])
     assert notes(tmp_path) == []
 
 
 def test_small_files_are_always_read(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checksums, "WORTH", 6)
+    monkeypatch.setattr(base_weights, "WORTH", 6)
     paths = weights(tmp_path / "base", b"small", b"not small")
     for _ in range(2):
-        remembered(paths)
+        cached_digests(paths)
     assert sorted(reads) == [paths[0].name, paths[0].name, paths[1].name]
 
 
@@ -145,7 +144,7 @@ def test_a_note_that_is_not_whole_is_passed_over(
     content: bytes | str, tmp_path: Path, reads: list[str]
 ) -> None:
     (path,) = weights(tmp_path / "base", b"weights")
-    remembered([path])
+    cached_digests([path])
     (note,) = notes(tmp_path)
     whole = note.read_text()
     if content == "sha":
@@ -155,7 +154,7 @@ def test_a_note_that_is_not_whole_is_passed_over(
     assert content != whole.encode()
     note.write_bytes(content)
     reads.clear()
-    assert remembered([path])[path.name].sha256 == sha256(b"weights")
+    assert cached_digests([path])[path.name].sha256 == sha256(b"weights")
     assert reads == [path.name]
     assert note.read_text() == whole
 
@@ -165,14 +164,14 @@ def test_a_folder_that_cannot_be_used_costs_time_only(
 ) -> None:
     (path,) = weights(tmp_path / "base", b"weights")
     (tmp_path / "home").write_text("a file where a folder should be")
-    assert remembered([path])[path.name].sha256 == sha256(b"weights")
+    assert cached_digests([path])[path.name].sha256 == sha256(b"weights")
     monkeypatch.setattr(Path, "home", _no_home)
-    assert remembered([path])[path.name].sha256 == sha256(b"weights")
+    assert cached_digests([path])[path.name].sha256 == sha256(b"weights")
     assert len(reads) == 2
     full = tmp_path / "full"
     full.mkdir()
     monkeypatch.setattr(os, "replace", _no_space)
-    assert remembered([path], full)[path.name].sha256 == sha256(b"weights")
+    assert cached_digests([path], full)[path.name].sha256 == sha256(b"weights")
     assert list(full.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from trimtab.checkpoint.manifest import Damaged, Manifest, verify
 from trimtab.facts.files import sync_folder, write_atomic
-from trimtab.facts.run_places import is_empty
+from trimtab.facts.run_layout import is_empty
 
 LATEST = "latest"
 WRITER_LOCK = ".writer.lock"

@@ -17,7 +17,7 @@ from trimtab.adapt.spec_quantized import Quantization
 from trimtab.adapt.tokens import fill_grown
 from trimtab.adapt.whole import keep_whole
 from trimtab.checkpoint import Found, Store, read_manifest
-from trimtab.checkpoint.folder import step_folders
+from trimtab.checkpoint.layout import step_folders
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import CheckpointError, ModelError, RecipeError
@@ -35,11 +35,11 @@ from trimtab.model import (
 from trimtab.model.weights import Provenance
 from trimtab.parallel import Mesh
 from trimtab.run.adapter_tokens import tokenizer_beside, with_its_tokens
-from trimtab.run.adapters import check_adapter_base, check_base
+from trimtab.run.base_weights import check_adapter_base, check_base
 from trimtab.run.build import build_model
 from trimtab.run.choices import read_model_choices
 from trimtab.run.folder import RunFolder, write_json
-from trimtab.run.places import STARTER, model_folder, own_start
+from trimtab.run.locate import STARTER, model_folder, own_start
 from trimtab.run.quantizing import requantized
 from trimtab.run.record import had_saved
 from trimtab.run.resolve import resolve_inference

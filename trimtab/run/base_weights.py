@@ -1,19 +1,22 @@
-"""A run that trains adapters: which base it stands on, proved by checksums, and how its tensors are found again."""
+"""The frozen weights below adapters: named by checksums, found again, and compared byte by byte."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from trimtab.data import fingerprints
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError, ModelError, RecipeError
-from trimtab.facts.files import digest
+from trimtab.facts.files import FileDigest, digest
 from trimtab.facts.shapes import ModelShape
 from trimtab.hub.resolved import looks_local
 from trimtab.model.source import read_shape, source_kind
 from trimtab.recipe import Recipe
-from trimtab.run.checksums import remembered
-from trimtab.run.places import STARTER
+from trimtab.run.locate import STARTER
 
 
 def weight_paths(place: Path) -> list[Path]:
@@ -33,7 +36,7 @@ def name_base(recipe: Recipe, place: Path, commit: str | None) -> BaseWeights:
     """
     if recipe.model.init == "random":
         return BaseWeights(recipe.model.name, commit, seed=recipe.seed)
-    return BaseWeights(recipe.model.name, commit, remembered(weight_paths(place)))
+    return BaseWeights(recipe.model.name, commit, cached_digests(weight_paths(place)))
 
 
 def unloadable_by_peft(base: BaseWeights, place: Path) -> str | None:
@@ -118,7 +121,7 @@ def _difference(base: BaseWeights, place: Path) -> str | None:
     for name, path in paths.items():
         if path.stat().st_size != wanted[name].size:
             return f"{name} has another size"
-    for name, file in remembered(paths.values()).items():
+    for name, file in cached_digests(paths.values()).items():
         checksum = wanted[name].sha256
         if file.sha256 != checksum and digest(paths[name]).sha256 != checksum:  # a note alone refuses nothing
             return f"{name} has other content"
@@ -135,3 +138,40 @@ def check_adapter_base(base: BaseWeights | None, place: Path, folder: Path) -> N
             f"the adapter {folder} is for another base than {place}: {different}",
             f"it was trained on {_named(base)}; give that model",
         )
+
+
+WORTH = 1 << 26
+"""Bytes from which on a file is worth a note: less is read in a moment."""
+
+
+def cached_digests(paths: Iterable[Path], folder: Path | None = None) -> dict[str, FileDigest]:
+    """Size and sha256 of files by their names, read where there is no note of them that holds.
+
+    Args:
+        paths: the files; no two of one name.
+        folder: where notes are kept; by default in the user's cache. If it cannot be used, the files are read.
+
+    Example:
+        >>> cached_digests([Path("model.safetensors")])["model.safetensors"].size  # doctest: +SKIP
+        269060552
+    """
+    ordered, memory = sorted(paths), folder or _cache()
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        found = pool.map(lambda path: _file(path, memory), ordered)
+        return dict(zip((path.name for path in ordered), found, strict=True))
+
+
+def _file(path: Path, memory: Path | None) -> FileDigest:
+    stat = fingerprints.stat_of(path)
+    if stat[0] < WORTH:
+        return digest(path)
+    checksum = fingerprints.remembered(path, stat, memory, lambda path: digest(path).sha256)
+    return FileDigest(stat[0], checksum)
+
+
+def _cache() -> Path | None:
+    """None for a user without a home."""
+    try:
+        return Path.home() / ".cache" / "trimtab" / "checksums"
+    except RuntimeError:
+        return None
