@@ -189,8 +189,8 @@ def with_trimtab(batch: int, steps: int, turns: Turns, folder: Path, packed: boo
     )
     assert torch.get_num_threads() == prepared.resolved.threads
     if not packed:
-        run.job.loader = PlainWindows(batch, steps)
-    run.job.after_step = lambda step: turns.tick()
+        run.setup.loader = PlainWindows(batch, steps)
+    run.setup.after_step = lambda step: turns.tick()
     run.train()
     lines = run.folder.metrics.read_text().splitlines()
     losses = [record["loss"] for record in map(json.loads, lines) if record["kind"] == "train"]

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tiny_model import write_texts, write_tiny_model
 
 from trimtab.checkpoint import RunLock
-from trimtab.trainer.job import Job as Job_
+from trimtab.trainer.setup import TrainingSetup
 
 Job = Callable[..., Path]
 
@@ -39,12 +39,12 @@ def losses(run: Path) -> list[tuple[int, str]]:
 
 def after_each_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
     """Lets `act` be called with every finished step of runs that the command line starts."""
-    real = Job_.__setattr__
+    real = TrainingSetup.__setattr__
 
-    def hook(self: Job_, name: str, value: object) -> None:
+    def hook(self: TrainingSetup, name: str, value: object) -> None:
         real(self, name, act if name == "after_step" else value)
 
-    monkeypatch.setattr(Job_, "__setattr__", hook)
+    monkeypatch.setattr(TrainingSetup, "__setattr__", hook)
 
 
 def test_a_used_run_folder_is_never_written_over(world: World, cli: Call) -> None:

@@ -31,16 +31,16 @@ from trimtab.run.prepare import prepare
 
 def poison(run: object, rank: int, at: int = 3) -> None:
     """From step `at` on, rank 1 (alone) computes NaN in its embeddings."""
-    job = run.job  # type: ignore[attr-defined]
-    calm = job.loader.next_step
+    setup = run.setup  # type: ignore[attr-defined]
+    calm = setup.loader.next_step
 
     def next_step() -> list:
         microbatches = calm()
-        if job.optimizer.count == at - 1 and rank == 1:
-            job.model.model.embed_tokens.register_forward_hook(lambda m, i, out: out * float("nan"))
+        if setup.optimizer.count == at - 1 and rank == 1:
+            setup.model.model.embed_tokens.register_forward_hook(lambda m, i, out: out * float("nan"))
         return microbatches
 
-    job.loader.next_step = next_step
+    setup.loader.next_step = next_step
 
 
 def train(recipe_path: Path, rank: int) -> dict[str, str]:
@@ -71,7 +71,7 @@ def train(recipe_path: Path, rank: int) -> dict[str, str]:
     if mode == "poison":
         poison(run, rank)
     if mode == "signal" and rank == 1:
-        run.job.after_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None
+        run.setup.after_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None
     try:
         return {"status": run.train().status}
     except TrimtabError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny_job import TinyLoader, tiny_job
+from tiny_setup import TinyLoader, tiny_setup
 
 from trimtab.facts.errors import TrainingError
 from trimtab.trainer import TrainState, train
@@ -12,10 +12,10 @@ from trimtab.trainer.scaling import LEAST
 
 
 def test_gradients_that_no_scale_mends_stop_the_run() -> None:
-    job = tiny_job(TinyLoader(), total_steps=12, loss_scale=4 * LEAST)
-    calm, weight = job.microstep.loss, next(iter(job.parameters.values()))
+    setup = tiny_setup(TinyLoader(), total_steps=12, loss_scale=4 * LEAST)
+    calm, weight = setup.microstep.loss, next(iter(setup.parameters.values()))
     # A finite loss whose gradient is 0 · ∞, whatever the scale.
     spoiled = lambda batch: LossSum(calm(batch).total + (weight * 0).sqrt().sum(), batch.num_targets)  # noqa: E731
-    job.microstep.loss = spoiled
+    setup.microstep.loss = spoiled
     with pytest.raises(TrainingError, match="not finite at step 3"):
-        train(job, TrainState())
+        train(setup, TrainState())

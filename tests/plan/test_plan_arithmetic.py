@@ -353,3 +353,11 @@ def test_the_table_of_the_documentation_is_computed() -> None:
     for row in attention_table(QWEN, batch=4):
         figures = (row.plain, row.flash, row.plain_one_head, row.flash_one_head)
         assert f"| {row.tokens} | " + " | ".join(short(figure) for figure in figures) + " |\n" in text
+
+
+def test_data_completes_a_plan_without_predicting_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = DataFacts(windows=1000, tokens=900_000, fill=0.88)
+    whole, before = plan(data=data), plan()
+    monkeypatch.setattr("trimtab.plan.memory.predict", lambda job: pytest.fail("predicted a second time"))
+    assert before.with_data(data) == whole
+    assert before.to_dict() != whole.to_dict()

@@ -11,9 +11,9 @@ from trimtab.adapt.spec_recompute import POLICIES
 from trimtab.facts.devices import DeviceFacts
 from trimtab.model.spec import flops_per_token
 from trimtab.plan import policy_costs
-from trimtab.plan.dial import setting_of
 from trimtab.plan.job import Job
 from trimtab.plan.memory import predict
+from trimtab.plan.memory_search import setting_of
 from trimtab.plan.policies import cost_of
 from trimtab.recipe import loads
 

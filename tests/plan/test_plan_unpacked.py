@@ -15,9 +15,9 @@ from trimtab.adapt.spec_quantized import unpacked_bytes
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.plan import Plan, check_fits, longest_context
-from trimtab.plan.dial import choose, within_limit
 from trimtab.plan.job import Job
 from trimtab.plan.memory import predict
+from trimtab.plan.memory_search import find_setting, within_limit
 from trimtab.plan.resolved import MemoryPlan
 from trimtab.plan.resolved_json import memory_from_dict
 from trimtab.plan.unpacked import unpack
@@ -40,7 +40,7 @@ def plan(*overrides: str, device: DeviceFacts = GPU, memory: MemoryPlan | None =
 
 
 def chosen(job: Job, limit: int) -> Any:
-    setting, fits = choose(job, GPU, limit)
+    setting, fits = find_setting(job, GPU, limit)
     return unpack(job, setting, limit) if fits else setting
 
 

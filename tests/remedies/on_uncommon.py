@@ -20,7 +20,7 @@ from on_text import CHAT, TALK
 from safetensors import safe_open
 from safetensors.torch import save_file
 from shared import decoder_of
-from tiny_job import TinyLoader, TinySGD, tiny_job
+from tiny_setup import TinyLoader, TinySGD, tiny_setup
 
 import trimtab
 from trimtab import text
@@ -169,12 +169,12 @@ def trained(w: World, *documents: tuple[list[int], list[int] | None]) -> object:
         for row, (ids, mask) in enumerate(documents, 1)
     ]
     decoder = decoder_of(w.model)
-    job = tiny_job(TinyLoader(), total_steps=2)
-    job.model, job.parameters = decoder, dict(decoder.named_parameters())
-    job.optimizer = TinySGD(job.parameters)
-    loss = MicrobatchLoss(decoder, job.device, contextlib.nullcontext, packing=True)
-    job.microstep, job.loader = MicroStep(loss), GivenBatches(collate([pieces], 8))
-    return train(job, TrainState())
+    setup = tiny_setup(TinyLoader(), total_steps=2)
+    setup.model, setup.parameters = decoder, dict(decoder.named_parameters())
+    setup.optimizer = TinySGD(setup.parameters)
+    loss = MicrobatchLoss(decoder, setup.device, contextlib.nullcontext, packing=True)
+    setup.microstep, setup.loader = MicroStep(loss), GivenBatches(collate([pieces], 8))
+    return train(setup, TrainState())
 
 
 NO_TARGETS = (

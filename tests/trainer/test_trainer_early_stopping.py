@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_job import TinyLoader, tiny_job
+from tiny_setup import TinyLoader, tiny_setup
 
-from trimtab.trainer import Cadence, Job, Outcome, TrainState, train
+from trimtab.trainer import Cadence, Outcome, TrainingSetup, TrainState, train
 from trimtab.trainer.early_stopping import EarlyStopping
 
 SCORES = [3.0, 2.0, 2.1, 1.9, 1.95, 1.92, 1.91, 1.0, 1.5]
@@ -18,14 +18,14 @@ SCORES = [3.0, 2.0, 2.1, 1.9, 1.95, 1.92, 1.91, 1.0, 1.5]
 
 def stopping_job(
     patience: int | None, threshold: float = 0.0, scores: list[float] = SCORES, **more: Any
-) -> Job:
+) -> TrainingSetup:
     def evaluate(step: int) -> list[dict[str, Any]]:
         return [{"kind": "eval", "step": step, "name": "domain", "loss": scores[step]}]
 
     def at_end(step: int) -> list[dict[str, Any]]:
         return [{"kind": "sample", "step": step}]
 
-    return tiny_job(
+    return tiny_setup(
         TinyLoader(),
         cadence=Cadence(total_steps=len(scores) - 1, eval_steps=1),
         evaluate=evaluate,
@@ -36,19 +36,19 @@ def stopping_job(
     )
 
 
-def of_kind(job: Job, kind: str) -> list[dict[str, Any]]:
-    return [record for record in job.log.records if record["kind"] == kind]  # type: ignore[attr-defined]
+def of_kind(setup: TrainingSetup, kind: str) -> list[dict[str, Any]]:
+    return [record for record in setup.log.records if record["kind"] == kind]  # type: ignore[attr-defined]
 
 
-def resumed(stopped: Job, step: int, patience: int | None) -> tuple[Job, Outcome]:
+def resumed(stopped: TrainingSetup, step: int, patience: int | None) -> tuple[TrainingSetup, Outcome]:
     """Another process continues from a checkpoint."""
     tensors, scalars, _ = stopped.store.saved[step]  # type: ignore[attr-defined]
-    job = stopping_job(patience)
-    for name, tensor in job.tensors().items():
+    setup = stopping_job(patience)
+    for name, tensor in setup.tensors().items():
         tensor.copy_(tensors[name])
-    job.loader.restore(scalars["loader"])
-    job.optimizer.restore_scalars(scalars["optimizer"])
-    return job, train(job, TrainState(**scalars["state"]))
+    setup.loader.restore(scalars["loader"])
+    setup.optimizer.restore_scalars(scalars["optimizer"])
+    return setup, train(setup, TrainState(**scalars["state"]))
 
 
 @pytest.mark.parametrize(
@@ -56,36 +56,36 @@ def resumed(stopped: Job, step: int, patience: int | None) -> tuple[Job, Outcome
     [(1, 0.0, 2), (2, 0.0, 5), (3, 0.0, 6), (4, 0.0, 8), (2, 0.15, 3), (None, 0.0, 8)],
 )
 def test_the_evaluation_that_ends_a_run(patience: int | None, threshold: float, last: int) -> None:
-    job = stopping_job(patience, threshold)
-    outcome = train(job, TrainState())
+    setup = stopping_job(patience, threshold)
+    outcome = train(setup, TrainState())
     assert (outcome.status, outcome.state.step) == ("finished", last)
     assert (outcome.reason is not None) == (last < 8)
-    assert max(job.store.saved) == last, "the state is saved where the run ends"  # type: ignore[attr-defined]
+    assert max(setup.store.saved) == last, "the state is saved where the run ends"  # type: ignore[attr-defined]
 
 
 def test_what_a_run_that_stopped_early_leaves() -> None:
-    job = stopping_job(3)
-    outcome = train(job, TrainState())
+    setup = stopping_job(3)
+    outcome = train(setup, TrainState())
     reason = "3 evaluations in a row did not lower the domain loss (lowest: 1.9000), and early_stopping_patience is 3"
     assert outcome.reason == reason
-    assert of_kind(job, "event") == [
+    assert of_kind(setup, "event") == [
         {"kind": "event", "step": 6, "message": f"stopped early at step 6 of 8: {reason}"}
     ]
-    assert of_kind(job, "sample") == [{"kind": "sample", "step": 6}], "the end is measured as any end is"
-    tagged = {step: tags for step, (_, _, tags) in job.store.saved.items()}  # type: ignore[attr-defined]
+    assert of_kind(setup, "sample") == [{"kind": "sample", "step": 6}], "the end is measured as any end is"
+    tagged = {step: tags for step, (_, _, tags) in setup.store.saved.items()}  # type: ignore[attr-defined]
     assert [step for step, tags in tagged.items() if tags] == [1, 3], "the best stays the best"
 
 
 def test_a_score_that_is_no_number_is_no_improvement() -> None:
-    job = stopping_job(2, scores=[3.0, math.nan, math.nan, 1.0])
-    assert train(job, TrainState()).state.step == 2
+    setup = stopping_job(2, scores=[3.0, math.nan, math.nan, 1.0])
+    assert train(setup, TrainState()).state.step == 2
 
 
 def test_a_slow_descent_below_the_threshold_counts_as_none_and_may_still_be_the_best() -> None:
-    job = stopping_job(2, 0.5, scores=[3.0, 2.9, 2.8, 1.0])
-    outcome = train(job, TrainState())
+    setup = stopping_job(2, 0.5, scores=[3.0, 2.9, 2.8, 1.0])
+    outcome = train(setup, TrainState())
     assert (outcome.state.step, outcome.state.best) == (2, 2.8)
-    assert job.store.saved[2][2] == {"best"}  # type: ignore[attr-defined]
+    assert setup.store.saved[2][2] == {"best"}  # type: ignore[attr-defined]
     assert "did not lower the domain loss by more than 0.5" in str(outcome.reason)
 
 
@@ -122,14 +122,14 @@ def test_resuming_a_run_that_stopped_early_says_so_and_trains_no_further() -> No
     stopped, view = stopping_job(3), Watching()
     train(stopped, TrainState())
     scalars = stopped.store.saved[6][1]  # type: ignore[attr-defined]
-    job = stopping_job(3, observers=[view])
-    outcome = train(job, TrainState(**scalars["state"]))
+    setup = stopping_job(3, observers=[view])
+    outcome = train(setup, TrainState(**scalars["state"]))
     assert (outcome.status, outcome.state.step) == ("finished", 6)
     assert view.told == [
         f"stopped early at step 6: {outcome.reason}; to train on, raise early_stopping_patience"
     ]
-    assert of_kind(job, "train") == of_kind(job, "event") == of_kind(job, "sample") == []
-    assert job.store.saved == {}  # type: ignore[attr-defined]
+    assert of_kind(setup, "train") == of_kind(setup, "event") == of_kind(setup, "sample") == []
+    assert setup.store.saved == {}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("patience", [4, None])

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tiny_job import TinyLoader, tiny_job
+from tiny_setup import TinyLoader, tiny_setup
 
-from trimtab.trainer import Cadence, Job, TrainState, train
+from trimtab.trainer import Cadence, TrainingSetup, TrainState, train
 
 Scores = dict[int, float]
 
 
-def measured_job(scores: Scores, fails_at: int | None = None, **cadence: Any) -> Job:
+def measured_job(scores: Scores, fails_at: int | None = None, **cadence: Any) -> TrainingSetup:
     """Evaluations give these scores; one of them fails after its first record."""
 
     def evaluate(step: int) -> Iterator[dict[str, Any]]:
@@ -24,15 +24,15 @@ def measured_job(scores: Scores, fails_at: int | None = None, **cadence: Any) ->
         yield {"kind": "probe", "step": step}
 
     settings = Cadence(total_steps=4, **cadence)
-    return tiny_job(TinyLoader(), cadence=settings, evaluate=evaluate, best_of="domain")
+    return tiny_setup(TinyLoader(), cadence=settings, evaluate=evaluate, best_of="domain")
 
 
-def evaluations(job: Job) -> list[tuple[str, int]]:
-    return [(r["kind"], r["step"]) for r in job.log.records if r["kind"] in ("eval", "probe")]  # type: ignore[attr-defined]
+def evaluations(setup: TrainingSetup) -> list[tuple[str, int]]:
+    return [(r["kind"], r["step"]) for r in setup.log.records if r["kind"] in ("eval", "probe")]  # type: ignore[attr-defined]
 
 
-def taken_up(failed: Job, whole: Job) -> TrainState:
-    """Another job filled from the last checkpoint of one that failed; the state it begins with."""
+def taken_up(failed: TrainingSetup, whole: TrainingSetup) -> TrainState:
+    """Another setup filled from the last checkpoint of one that failed; the state it begins with."""
     step = max(failed.store.saved)  # type: ignore[attr-defined]
     tensors, scalars, _ = failed.store.saved[step]  # type: ignore[attr-defined]
     for name, tensor in whole.tensors().items():
@@ -62,8 +62,8 @@ def test_an_evaluation_that_failed_is_made_when_the_run_goes_on(fails_at: int, e
 
 
 def test_a_score_that_is_no_number_is_never_the_best() -> None:
-    job = measured_job({0: math.nan, 1: 2.0, 2: math.nan, 3: 1.5, 4: 1.8}, eval_steps=1)
-    outcome = train(job, TrainState())
+    setup = measured_job({0: math.nan, 1: 2.0, 2: math.nan, 3: 1.5, 4: 1.8}, eval_steps=1)
+    outcome = train(setup, TrainState())
     assert outcome.state.best == 1.5
-    tagged = {step: tags for step, (_, _, tags) in job.store.saved.items()}  # type: ignore[attr-defined]
+    tagged = {step: tags for step, (_, _, tags) in setup.store.saved.items()}  # type: ignore[attr-defined]
     assert [step for step, tags in tagged.items() if tags] == [1, 3]

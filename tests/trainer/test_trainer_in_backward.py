@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_job import TinyLoader, tiny_job
+from tiny_setup import TinyLoader, tiny_setup
 
 from trimtab.facts.errors import TrainingError
 from trimtab.optim import InBackward, build
-from trimtab.trainer import Cadence, Job, TrainState, train
+from trimtab.trainer import Cadence, TrainingSetup, TrainState, train
 
 
-def job(loader: TinyLoader, in_backward: bool, name: str = "adamw_8bit") -> Job:
-    made = tiny_job(loader, cadence=Cadence(total_steps=8, logging_steps=3, eval_on_start=False))
+def setup(loader: TinyLoader, in_backward: bool, name: str = "adamw_8bit") -> TrainingSetup:
+    made = tiny_setup(loader, cadence=Cadence(total_steps=8, logging_steps=3, eval_on_start=False))
     made.optimizer = build(name, made.parameters.items(), lr=0.05, weight_decay=0.1)
     made.clip_factor = torch.ones_like
     if in_backward:
@@ -22,7 +22,7 @@ def job(loader: TinyLoader, in_backward: bool, name: str = "adamw_8bit") -> Job:
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bf16", "adamw_torch"])
 def test_the_run_is_the_same(name: str) -> None:
-    after, during = (job(TinyLoader(accumulation=1), flag, name) for flag in (False, True))
+    after, during = (setup(TinyLoader(accumulation=1), flag, name) for flag in (False, True))
     for one in (after, during):
         train(one, TrainState())
     assert during.log.losses() == after.log.losses()
@@ -35,7 +35,10 @@ def test_the_run_is_the_same(name: str) -> None:
 
 
 def test_a_bad_loss_leaves_the_state_before_it() -> None:
-    clean, bad = job(TinyLoader(accumulation=1), False), job(TinyLoader(accumulation=1, poison_step=4), True)
+    clean, bad = (
+        setup(TinyLoader(accumulation=1), False),
+        setup(TinyLoader(accumulation=1, poison_step=4), True),
+    )
     clean.cadence = Cadence(total_steps=4, eval_on_start=False)
     train(clean, TrainState())
     with pytest.raises(TrainingError, match=r"step 5.*doc:4:0.*before it met the first such gradient"):
@@ -46,7 +49,7 @@ def test_a_bad_loss_leaves_the_state_before_it() -> None:
 
 
 def test_accumulation_is_refused() -> None:
-    two = job(TinyLoader(accumulation=2), True)
+    two = setup(TinyLoader(accumulation=2), True)
     steps = two.in_backward
     assert steps is not None
     steps.begin(lr=0.1, skip=torch.tensor(False))
@@ -57,7 +60,7 @@ def test_accumulation_is_refused() -> None:
 
 
 def test_a_gradient_that_is_not_finite_moves_no_weight() -> None:
-    one = job(TinyLoader(accumulation=1), True)
+    one = setup(TinyLoader(accumulation=1), True)
     steps, before = one.in_backward, [p.detach().clone() for p in one.parameters.values()]
     assert isinstance(steps, InBackward)
     steps.begin(lr=0.1)

@@ -1,4 +1,4 @@
-"""The loop on a tiny job: accumulation, guards, signals, checkpoints, measured memory."""
+"""The loop on a tiny setup: accumulation, guards, signals, checkpoints, measured memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from tiny_job import TinyLoader, TinySGD, tiny_job
+from tiny_setup import TinyLoader, TinySGD, tiny_setup
 
 from trimtab.facts.errors import DataError, TrainingError
 from trimtab.trainer import Cadence, TrainState, train
@@ -18,7 +18,10 @@ from trimtab.trainer.scaling import LossScaler
 
 @pytest.mark.parametrize("accumulation", [1, 2, 16])
 def test_the_curve_does_not_depend_on_how_rows_are_spread(accumulation: int) -> None:
-    reference, other = tiny_job(TinyLoader(accumulation=4)), tiny_job(TinyLoader(accumulation=accumulation))
+    reference, other = (
+        tiny_setup(TinyLoader(accumulation=4)),
+        tiny_setup(TinyLoader(accumulation=accumulation)),
+    )
     train(reference, TrainState())
     train(other, TrainState())
     torch.testing.assert_close(
@@ -28,27 +31,27 @@ def test_the_curve_does_not_depend_on_how_rows_are_spread(accumulation: int) -> 
 
 
 def test_every_step_is_logged_whatever_the_logging_cadence() -> None:
-    often = tiny_job(TinyLoader())
-    seldom = tiny_job(TinyLoader(), cadence=Cadence(total_steps=8, logging_steps=5, eval_on_start=False))
+    often = tiny_setup(TinyLoader())
+    seldom = tiny_setup(TinyLoader(), cadence=Cadence(total_steps=8, logging_steps=5, eval_on_start=False))
     train(often, TrainState())
     train(seldom, TrainState())
     assert seldom.log.losses() == often.log.losses()
 
 
 def test_records_are_written_in_the_order_of_their_steps() -> None:
-    job = tiny_job(TinyLoader(), cadence=Cadence(total_steps=8, logging_steps=5, eval_on_start=False))
-    train(job, TrainState())
-    peak = next(r for r in job.log.records if r["kind"] == "memory" and r["when"] == "peak")
-    steps = [record["step"] for record in job.log.records if record["kind"] == "train" or record is peak]
+    setup = tiny_setup(TinyLoader(), cadence=Cadence(total_steps=8, logging_steps=5, eval_on_start=False))
+    train(setup, TrainState())
+    peak = next(r for r in setup.log.records if r["kind"] == "memory" and r["when"] == "peak")
+    steps = [record["step"] for record in setup.log.records if record["kind"] == "train" or record is peak]
     assert steps == sorted(steps)
     assert peak["step"] == 2
 
 
 def test_a_resumed_state_continues_bit_by_bit() -> None:
-    whole = tiny_job(TinyLoader(), cadence=Cadence(total_steps=8, save_steps=3, eval_on_start=False))
+    whole = tiny_setup(TinyLoader(), cadence=Cadence(total_steps=8, save_steps=3, eval_on_start=False))
     train(whole, TrainState())
     tensors, scalars, _ = whole.store.saved[3]
-    resumed = tiny_job(TinyLoader())
+    resumed = tiny_setup(TinyLoader())
     for name, tensor in resumed.tensors().items():
         tensor.copy_(tensors[name])
     resumed.loader.restore(scalars["loader"])
@@ -58,23 +61,23 @@ def test_a_resumed_state_continues_bit_by_bit() -> None:
 
 @pytest.mark.parametrize("logging_steps", [1, 3, 8])
 def test_a_bad_step_leaves_the_state_before_it(logging_steps: int) -> None:
-    clean = tiny_job(TinyLoader(), total_steps=4)
+    clean = tiny_setup(TinyLoader(), total_steps=4)
     train(clean, TrainState())
     cadence = Cadence(total_steps=8, logging_steps=logging_steps, eval_on_start=False)
-    job = tiny_job(TinyLoader(poison_step=4), cadence=cadence)
+    setup = tiny_setup(TinyLoader(poison_step=4), cadence=cadence)
     with pytest.raises(TrainingError) as raised:
-        train(job, TrainState())
+        train(setup, TrainState())
     text = str(raised.value)
     assert "step 5" in text
     assert "microbatch 2 of 4" in text
     assert "doc:4:5" in text
     assert "output of 0" in text
-    assert max(job.store.saved) == 4
+    assert max(setup.store.saved) == 4
     for name, tensor in clean.tensors().items():
-        assert torch.equal(job.store.saved[4][0][name], tensor), name
-    assert job.store.saved[4][1]["loader"] == {"step": 4}
-    assert len(job.log.losses()) == 4
-    assert any(r["kind"] == "event" for r in job.log.records)
+        assert torch.equal(setup.store.saved[4][0][name], tensor), name
+    assert setup.store.saved[4][1]["loader"] == {"step": 4}
+    assert len(setup.log.losses()) == 4
+    assert any(r["kind"] == "event" for r in setup.log.records)
 
 
 @pytest.mark.parametrize("adapters", [False, True])
@@ -83,15 +86,15 @@ def test_a_bad_step_leaves_the_state_before_it(logging_steps: int) -> None:
 def test_the_remedy_for_a_bad_step_fits_it(step: int, named: bool, adapters: bool) -> None:
     """Documents only where some are named, an export only where something is saved, and the one that can be done."""
     loader = TinyLoader(poison_step=step if named else None)
-    job = tiny_job(loader)
+    setup = tiny_setup(loader)
     if not named:  # of all the step's gradients together, not of one
-        norm = job.global_norm
-        job.global_norm = lambda p: norm(p) * (float("inf") if loader.step == step + 1 else 1.0)
+        norm = setup.global_norm
+        setup.global_norm = lambda p: norm(p) * (float("inf") if loader.step == step + 1 else 1.0)
     if adapters:
-        job.parameters = {f"{name}.lora_A.default.weight": p for name, p in job.parameters.items()}
-        job.optimizer = TinySGD(job.parameters)
+        setup.parameters = {f"{name}.lora_A.default.weight": p for name, p in setup.parameters.items()}
+        setup.optimizer = TinySGD(setup.parameters)
     with pytest.raises(TrainingError) as raised:
-        train(job, TrainState())
+        train(setup, TrainState())
     remedy = raised.value.remedy
     assert remedy is not None
     assert ("doc:" in raised.value.cause) is named
@@ -103,18 +106,18 @@ def test_the_remedy_for_a_bad_step_fits_it(step: int, named: bool, adapters: boo
 
 
 def test_data_that_vanishes_loses_nothing() -> None:
-    job = tiny_job(
+    setup = tiny_setup(
         TinyLoader(vanish_step=3), cadence=Cadence(total_steps=8, logging_steps=8, eval_on_start=False)
     )
     with pytest.raises(DataError):
-        train(job, TrainState())
-    assert max(job.store.saved) == 3
-    assert len(job.log.losses()) == 3
+        train(setup, TrainState())
+    assert max(setup.store.saved) == 3
+    assert len(setup.log.losses()) == 3
 
 
 def test_a_step_without_targets_is_an_error() -> None:
     with pytest.raises(TrainingError, match="no token to learn from"):
-        train(tiny_job(TinyLoader(masked_step=2)), TrainState())
+        train(tiny_setup(TinyLoader(masked_step=2)), TrainState())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -123,10 +126,10 @@ def test_a_signal_saves_and_stops(number: int) -> None:
         if step == 3:
             os.kill(os.getpid(), number)
 
-    job = tiny_job(TinyLoader(), after_step=after_step)
-    outcome = train(job, TrainState())
+    setup = tiny_setup(TinyLoader(), after_step=after_step)
+    outcome = train(setup, TrainState())
     assert (outcome.status, outcome.signal, outcome.state.step) == ("interrupted", number, 3)
-    assert max(job.store.saved) == 3
+    assert max(setup.store.saved) == 3
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -145,25 +148,25 @@ def test_best_is_tagged_when_the_score_improves() -> None:
             }
         ]
 
-    job = tiny_job(
+    setup = tiny_setup(
         TinyLoader(), cadence=Cadence(total_steps=8, eval_steps=2), evaluate=evaluate, best_of="domain"
     )
-    outcome = train(job, TrainState())
-    assert {s for s, (_, _, tags) in job.store.saved.items() if "best" in tags} == {2, 6}
+    outcome = train(setup, TrainState())
+    assert {s for s, (_, _, tags) in setup.store.saved.items() if "best" in tags} == {2, 6}
     assert outcome.state.best == 1.0
 
 
 def test_fp16_overflow_leaves_the_step_out_and_halves_the_scale() -> None:
-    job = tiny_job(TinyLoader())
+    setup = tiny_setup(TinyLoader())
     scaler = LossScaler(scale=2.0**127)
-    train(job, TrainState(), scaler)
+    train(setup, TrainState(), scaler)
     assert scaler.scale < 2.0**127
-    assert job.optimizer.steps < 8
-    assert all(torch.isfinite(p).all() for p in job.parameters.values())
+    assert setup.optimizer.steps < 8
+    assert all(torch.isfinite(p).all() for p in setup.parameters.values())
 
 
 def test_scaling_does_not_change_the_curve() -> None:
-    plain, scaled = tiny_job(TinyLoader()), tiny_job(TinyLoader(), loss_scale=1024.0)
+    plain, scaled = tiny_setup(TinyLoader()), tiny_setup(TinyLoader(), loss_scale=1024.0)
     train(plain, TrainState())
     train(scaled, TrainState())
     assert scaled.log.losses() == plain.log.losses()
@@ -181,17 +184,17 @@ def test_live_bytes_sees_peak_and_release() -> None:
 
 
 def test_measured_buckets_are_the_tensors_own_sizes() -> None:
-    job = tiny_job(TinyLoader(accumulation=1))
-    train(job, TrainState())
-    (peak,) = [r for r in job.log.records if r["kind"] == "memory" and r["when"] == "peak"]
-    size = storage_bytes(job.parameters.values())
+    setup = tiny_setup(TinyLoader(accumulation=1))
+    train(setup, TrainState())
+    (peak,) = [r for r in setup.log.records if r["kind"] == "memory" and r["when"] == "peak"]
+    size = storage_bytes(setup.parameters.values())
     assert peak["weights"] == peak["gradients"] == peak["optimizer"] == size
     assert 0 < peak["activations"] < 20_000
 
 
 @pytest.mark.parametrize("what", ["evaluation", "log", "observer", "loss"])
 def test_whatever_stops_the_loop_the_state_is_saved(what: str) -> None:
-    job = tiny_job(
+    setup = tiny_setup(
         TinyLoader(), cadence=Cadence(total_steps=8, logging_steps=2, eval_steps=5, eval_on_start=False)
     )
     calls = {"n": 0}
@@ -200,16 +203,16 @@ def test_whatever_stops_the_loop_the_state_is_saved(what: str) -> None:
         raise DataError("it broke", "mend it")
 
     if what == "evaluation":
-        job.evaluate = fail
+        setup.evaluate = fail
     elif what == "log":
-        append = job.log.append
+        append = setup.log.append
 
         def sometimes(record: dict[str, object]) -> None:
             if record.get("step") == 4 and record["kind"] == "train":
                 raise DataError("the disk is full", "free some")
             append(record)
 
-        job.log.append = sometimes  # type: ignore[method-assign]
+        setup.log.append = sometimes  # type: ignore[method-assign]
     elif what == "observer":
 
         class Broken:
@@ -219,9 +222,9 @@ def test_whatever_stops_the_loop_the_state_is_saved(what: str) -> None:
 
             def message(self, text: str) -> None: ...
 
-        job.observers = [Broken()]
+        setup.observers = [Broken()]
     else:
-        whole = job.microstep.loss
+        whole = setup.microstep.loss
 
         def loss(batch: object) -> LossSum:
             calls["n"] += 1
@@ -229,17 +232,17 @@ def test_whatever_stops_the_loop_the_state_is_saved(what: str) -> None:
                 raise RuntimeError("a kernel failed")
             return whole(batch)
 
-        job.microstep.loss = loss
+        setup.microstep.loss = loss
     with pytest.raises((DataError, RuntimeError)):
-        train(job, TrainState())
-    step = max(job.store.saved)
+        train(setup, TrainState())
+    step = max(setup.store.saved)
     assert step == (5 if what == "evaluation" else 4)
-    clean = tiny_job(TinyLoader(), total_steps=step)
+    clean = tiny_setup(TinyLoader(), total_steps=step)
     train(clean, TrainState())
     for name, tensor in clean.tensors().items():
-        assert torch.equal(job.store.saved[step][0][name], tensor), name
-    assert job.store.saved[step][1]["loader"] == {"step": step}
-    logged = [r["step"] for r in job.log.records if r["kind"] == "train"]
+        assert torch.equal(setup.store.saved[step][0][name], tensor), name
+    assert setup.store.saved[step][1]["loader"] == {"step": step}
+    logged = [r["step"] for r in setup.log.records if r["kind"] == "train"]
     assert logged == sorted(set(logged))
 
 
@@ -250,20 +253,20 @@ def test_an_unreachable_observer_does_not_stop_training() -> None:
 
         def message(self, text: str) -> None: ...
 
-    job = tiny_job(TinyLoader(), observers=[Gone()])
-    assert train(job, TrainState()).status == "finished"
+    setup = tiny_setup(TinyLoader(), observers=[Gone()])
+    assert train(setup, TrainState()).status == "finished"
 
 
 def test_a_failed_update_is_not_saved() -> None:
-    job = tiny_job(TinyLoader(), total_steps=4)
-    step = job.optimizer.step
+    setup = tiny_setup(TinyLoader(), total_steps=4)
+    step = setup.optimizer.step
 
     def fails(**arguments: object) -> None:
         step(**arguments)  # type: ignore[arg-type]
-        if job.optimizer.steps == 3:
+        if setup.optimizer.steps == 3:
             raise RuntimeError("half of the weights are new")
 
-    job.optimizer.step = fails  # type: ignore[method-assign,assignment]
+    setup.optimizer.step = fails  # type: ignore[method-assign,assignment]
     with pytest.raises(RuntimeError):
-        train(job, TrainState())
-    assert not job.store.saved
+        train(setup, TrainState())
+    assert not setup.store.saved

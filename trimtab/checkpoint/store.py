@@ -43,7 +43,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Save:
     """One save on its way to the disk."""
 
     step: int
@@ -125,7 +125,7 @@ class Store:
         needed = sum(files.nbytes(entry) + TENSOR_OVERHEAD for entry in table.values())
         needed += len(state) + STATE_BYTES
         self._ranks.leader(lambda: self._make_room(step, needed))
-        job = _Job(step, tuple(sorted(set(tags))), self._host.take(tensors), table, state, needed)
+        job = _Save(step, tuple(sorted(set(tags))), self._host.take(tensors), table, state, needed)
         self._pending = (step, self._thread.submit(self._write, job))
         if wait:
             self.wait()
@@ -271,7 +271,7 @@ class Store:
         if free < needed:
             raise _no_space(self.folder, step, needed, free, self.keep_last)
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, job: _Save) -> None:
         """The thread's work, on every rank: write, check, publish, prune."""
         started = time.monotonic()
         lock = FileLock(self.folder / layout.WRITER_LOCK)
@@ -302,7 +302,7 @@ class Store:
         removed = f", removed {', '.join(gone)}" if gone else ""
         self._tell(f"saved {layout.step_name(job.step)} ({size} in {took}){removed}")
 
-    def _begin(self, job: _Job, lock: FileLock) -> Path:
+    def _begin(self, job: _Save, lock: FileLock) -> Path:
         if not lock.try_acquire():
             raise CheckpointError(
                 f"{lock.holder()} is writing a checkpoint in {self.folder}",
@@ -313,13 +313,13 @@ class Store:
         staging.mkdir()
         return staging
 
-    def _check(self, staging: Path, job: _Job) -> dict[str, FileDigest]:
+    def _check(self, staging: Path, job: _Save) -> dict[str, FileDigest]:
         own = files.own_files(staging, self._ranks)
         written = manifests.digests(own, sync=True)
         files.read_back(own, job.copies)
         return written
 
-    def _publish(self, staging: Path, job: _Job, written: dict[str, FileDigest]) -> list[str]:
+    def _publish(self, staging: Path, job: _Save, written: dict[str, FileDigest]) -> list[str]:
         write_atomic(staging / manifests.STATE, job.state)
         written[manifests.STATE] = digest(staging / manifests.STATE)
         tags = set(job.tags)

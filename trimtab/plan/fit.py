@@ -13,10 +13,10 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.facts.units import format_bytes
 from trimtab.kernels.adamw8bit.choice import choose as choose_adamw8bit
-from trimtab.plan.dial import tile_counts
 from trimtab.plan.job import Job
 from trimtab.plan.make import Plan
 from trimtab.plan.memory import predict
+from trimtab.plan.memory_search import tile_counts
 from trimtab.recipe.keys import Recipe
 from trimtab.recipe.resume import CHANGEABLE_ON_RESUME
 
@@ -80,7 +80,7 @@ def _for_a_resumed_run(plan: Plan, device: DeviceFacts, there: int) -> str:
 
 
 def _needs(plan: Plan) -> str:
-    """What the run needs, and, where nothing was named, that no setting of the dial needs less."""
+    """What the run needs, and, where nothing was named, that no other setting needs less."""
     peak = f"{format_bytes(plan.memory.needed, up=True)} at its peak ({plan.memory.moment})"
     auto = plan.recipe.recompute == "auto" and plan.recipe.gradient_checkpointing is None
     if not auto or set(plan.job.layers) & {"none", "pointwise", "selective"}:

@@ -7,7 +7,7 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import format_bytes, format_seconds, parse_bytes, parse_share
-from trimtab.plan import dial, unpacked
+from trimtab.plan import memory_search, unpacked
 from trimtab.plan.job import Job
 from trimtab.plan.memory import CONTEXT, predict
 from trimtab.plan.policies import cost_of, policy_costs
@@ -83,9 +83,11 @@ def resolve_memory_plan(
     named = by_hand(recipe, job.shape)
     job = job.changed(unpacked_layers=unpacked.by_hand(recipe, job.shape))
     if named is None:
-        setting, fits = dial.choose(job, device, limit, tiles=tiles, fixed_loss=fixed_loss)
+        setting, fits = memory_search.find_setting(job, device, limit, tiles=tiles, fixed_loss=fixed_loss)
     else:
-        setting, fits = dial.with_policies(job, device, limit, named, tiles=tiles, fixed_loss=fixed_loss)
+        setting, fits = memory_search.with_policies(
+            job, device, limit, named, tiles=tiles, fixed_loss=fixed_loss
+        )
     if fits and recipe.unpacked_layers == "auto":
         setting = unpacked.unpack(job, setting, limit)
     return MemoryPlan(
@@ -102,7 +104,13 @@ def resolve_memory_plan(
 
 
 def _reason(
-    job: Job, device: DeviceFacts, setting: dial.Setting, named: bool, fits: bool, limit: int, words: str
+    job: Job,
+    device: DeviceFacts,
+    setting: memory_search.MemorySetting,
+    named: bool,
+    fits: bool,
+    limit: int,
+    words: str,
 ) -> str:
     if named:
         return "named in the recipe" if fits else f"named in the recipe; does not fit {words}"

@@ -8,7 +8,7 @@ from typing import Any
 from trimtab.adapt.spec_recompute import counted
 from trimtab.facts.devices import DeviceFacts
 from trimtab.kernels.linear_cross_entropy.choice import SHARE
-from trimtab.plan import dial
+from trimtab.plan import memory_search
 from trimtab.plan.job import Job
 
 STEP = 256
@@ -23,7 +23,7 @@ class Longest:
 
     tokens: int
     """0 where not even the shortest fits."""
-    setting: dial.Setting | None
+    setting: memory_search.MemorySetting | None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -63,10 +63,10 @@ def longest_context(job: Job, device: DeviceFacts, limit: int) -> Longest:
         True
     """
     job = job.changed(unpacked_layers=0)
-    within = dial.within_limit(job, limit)
+    within = memory_search.within_limit(job, limit)
 
     def fits(steps: int) -> bool:
-        return dial.least(_at(job, steps * STEP, limit), device) <= within
+        return memory_search.least(_at(job, steps * STEP, limit), device) <= within
 
     if not fits(1):
         return Longest(0, None)
@@ -77,7 +77,7 @@ def longest_context(job: Job, device: DeviceFacts, limit: int) -> Longest:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     tokens = low * STEP
-    setting, _ = dial.choose(_at(job, tokens, limit), device, limit)
+    setting, _ = memory_search.find_setting(_at(job, tokens, limit), device, limit)
     return Longest(tokens, setting)
 
 

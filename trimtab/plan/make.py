@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,15 @@ class Plan:
     notes: tuple[str, ...]
     limit: int
     """Bytes that the run may take on its device."""
+
+    def with_data(self, data: DataFacts) -> Plan:
+        """The plan once the data was read: with steps, time and disk; what was predicted for memory stays."""
+        return dataclasses.replace(
+            self,
+            data=plan_data.describe(self.recipe, data, self.num_devices),
+            time=_time(self.recipe, self.job, self.device, data, self.num_devices),
+            disk=_disk(self.recipe, self.job, self.memory, data, self.num_devices),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON; every number in bytes, tokens, FLOPs or seconds."""
@@ -103,13 +113,6 @@ def make_plan(
     """
     job = job_of(recipe, shape, device, resolved)
     memory = plan_memory.predict(job)
-    num_tensors = len(job.trained.parameters)
-    disk = plan_disk.estimate(
-        job.trained.trained_bytes,
-        memory.peak.optimizer,
-        3 * num_tensors,  # a weight and two moments; 8-bit scales are small
-        _saving(recipe, plan_data.total_steps(recipe, data, num_devices)),
-    )
     return Plan(
         recipe=recipe,
         shape=shape,
@@ -119,10 +122,21 @@ def make_plan(
         memory=memory,
         data=plan_data.describe(recipe, data, num_devices),
         time=_time(recipe, job, device, data, num_devices),
-        disk=disk,
+        disk=_disk(recipe, job, memory, data, num_devices),
         resolved=resolved,
         notes=tuple(_notes(recipe, job, device)),
         limit=limit_of(recipe, device)[0],
+    )
+
+
+def _disk(
+    recipe: Recipe, job: Job, memory: plan_memory.Memory, data: DataFacts | None, num_devices: int
+) -> plan_disk.Disk:
+    return plan_disk.estimate(
+        job.trained.trained_bytes,
+        memory.peak.optimizer,
+        3 * len(job.trained.parameters),  # a weight and two moments; 8-bit scales are small
+        _saving(recipe, plan_data.total_steps(recipe, data, num_devices)),
     )
 
 

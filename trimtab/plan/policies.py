@@ -10,7 +10,7 @@ from trimtab.adapt import spec_recompute
 from trimtab.adapt.spec_recompute import POLICIES
 from trimtab.facts.devices import DeviceFacts
 from trimtab.model import spec as model_spec
-from trimtab.plan import dial
+from trimtab.plan import memory_search
 from trimtab.plan.job import Job
 from trimtab.plan.layers import layer_bytes
 
@@ -57,7 +57,7 @@ def policy_costs(job: Job, device: DeviceFacts) -> list[PolicyCost]:
     plain = layer_bytes(job, "none").kept
     whole = _arithmetic(job)
     known = device.ceiling(job.dtype) is not None
-    seconds = dial.policy_seconds(job, dial.rates_of(device, job.dtype))
+    seconds = memory_search.policy_seconds(job, memory_search.rates_of(device, job.dtype))
     rows = []
     for policy in POLICIES:
         held = layer_bytes(job, policy)

@@ -6,9 +6,9 @@ import dataclasses
 
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
-from trimtab.plan.dial import Setting, within_limit
 from trimtab.plan.job import Job
 from trimtab.plan.memory import predict
+from trimtab.plan.memory_search import MemorySetting, within_limit
 from trimtab.recipe.keys import Recipe
 
 
@@ -25,7 +25,7 @@ def by_hand(recipe: Recipe, shape: ModelShape) -> int:
     return wish
 
 
-def unpack(job: Job, setting: Setting, limit: int) -> Setting:
+def unpack(job: Job, setting: MemorySetting, limit: int) -> MemorySetting:
     """A setting that fits, with the weights of as many layers unpacked as fit besides.
 
     Only on a GPU, where dequantizing takes its own share of a step, and only where it is all that is left to gain: no
@@ -33,14 +33,14 @@ def unpack(job: Job, setting: Setting, limit: int) -> Setting:
 
     Args:
         job: what is trained.
-        setting: from `dial.choose`, within the limit.
+        setting: from `memory_search.find_setting`, within the limit.
         limit: bytes on the device, the process itself included.
 
     Example:
         >>> from trimtab.adapt.spec import LoraSettings
         >>> from trimtab.adapt.spec_quantized import Quantization
         >>> from trimtab.facts.devices import DeviceFacts
-        >>> from trimtab.plan.dial import choose
+        >>> from trimtab.plan.memory_search import find_setting
         >>> llama = ModelShape("llama", 128256, 4096, 14336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
         >>> job = Job(llama, batch=1, tokens=2048, accumulation=1, dtype="bf16", weights_dtype="bf16",
         ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="triton", device="cuda",
@@ -49,7 +49,7 @@ def unpack(job: Job, setting: Setting, limit: int) -> Setting:
         >>> gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
         >>> for gigabytes in (12, 24, 80):
         ...     limit = gigabytes * 10**9
-        ...     print(unpack(job, choose(job, gpu, limit)[0], limit).unpacked_layers)
+        ...     print(unpack(job, find_setting(job, gpu, limit)[0], limit).unpacked_layers)
         0
         16
         32

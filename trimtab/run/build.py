@@ -58,13 +58,13 @@ from trimtab.run.resume import cut_log
 from trimtab.run.torch_setup import set_up_torch
 from trimtab.starter import FIELDS, math_problems, probe_items
 from trimtab.text import Tokenizer
-from trimtab.trainer import Cadence, Job, MetricsLog, NoLog, Outcome, TrainState, train
+from trimtab.trainer import Cadence, MetricsLog, NoLog, Outcome, TrainingSetup, TrainState, train
 from trimtab.trainer.callbacks import Callbacks, Control
 from trimtab.trainer.early_stopping import EarlyStopping
 from trimtab.trainer.graphs import Graphs
-from trimtab.trainer.job import Observer
 from trimtab.trainer.microstep import MicroStep
 from trimtab.trainer.scaling import LossScaler
+from trimtab.trainer.setup import Observer
 
 FIRST_LOSS_SCALE = 65536.0
 """fp16 begins here, as torch's own scaler does; overflows halve it."""
@@ -74,7 +74,7 @@ FIRST_LOSS_SCALE = 65536.0
 class Run:
     """A run that is ready to go: `run.train()`."""
 
-    job: Job
+    setup: TrainingSetup
     state: TrainState
     scaler: LossScaler | None
     folder: RunFolder
@@ -83,9 +83,9 @@ class Run:
 
     def train(self) -> Outcome:
         """From where it stands to its end; then everything it held open is closed."""
-        job = self.job
-        with closing(job.loader), closing(job.log), closing(job.store):
-            return train(job, self.state, self.scaler)
+        setup = self.setup
+        with closing(setup.loader), closing(setup.log), closing(setup.store):
+            return train(setup, self.state, self.scaler)
 
 
 def build_model(
@@ -332,7 +332,7 @@ def build_run(
         decoder, parameters, resolved, mesh, packing=recipe.packing, on_event=on_event
     )
     evaluation = _evaluation(recipe, decoder, tokenizer, corpora, total_steps, autocast_of(resolved))
-    job = Job(
+    setup = TrainingSetup(
         model=decoder,
         parameters=parameters,
         microstep=microstep,
@@ -363,7 +363,7 @@ def build_run(
         before_microbatch=_masks(recipe, decoder, device, mesh),
         callbacks=_callbacks(callbacks, folder, total_steps),
     )
-    run = Run(job, TrainState(), None, folder, now)
+    run = Run(setup, TrainState(), None, folder, now)
     if resume:
         _restore(run, store, found, on_event)
     return run
@@ -429,17 +429,17 @@ def trackers(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) -> list[
 
 def _restore(run: Run, store: Store, found: Found | None, on_event: Callable[[str], None]) -> None:
     """Fills a run from a checkpoint and cuts its log back to it."""
-    job = run.job
-    assert isinstance(job.log, MetricsLog | NoLog)
+    setup = run.setup
+    assert isinstance(setup.log, MetricsLog | NoLog)
     if found is None:
-        job.log.cut_back(-1)
+        setup.log.cut_back(-1)
         on_event("no checkpoint was saved yet: beginning again at step 0")
         return
-    scalars = store.load(found, job.tensors())
+    scalars = store.load(found, setup.tensors())
     store.prune(found)  # a lower save_total_limit frees its space before the next checkpoint is written
     run.state = TrainState(**{"measured": found.step, **scalars["state"]})  # older checkpoints do not say
     run.scaler = LossScaler(**scalars["scaler"]) if scalars["scaler"] else None
-    job.optimizer.restore_scalars(scalars["optimizer"])
-    job.loader.restore(scalars["loader"])
-    cut_log(job.log, found, run.folder, on_event)
+    setup.optimizer.restore_scalars(scalars["optimizer"])
+    setup.loader.restore(scalars["loader"])
+    cut_log(setup.log, found, run.folder, on_event)
     on_event(f"continuing from step {found.step}")

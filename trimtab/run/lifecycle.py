@@ -23,7 +23,7 @@ from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.run_layout import is_checkpoint
 from trimtab.model import read_shape
 from trimtab.parallel import Mesh
-from trimtab.plan import Plan, check_disk, check_fits, make_plan, total_steps
+from trimtab.plan import Plan, check_disk, check_fits, total_steps
 from trimtab.recipe import Recipe, check_resume, dump, load, loads, to_dict
 from trimtab.run import base_weights, corpora, models
 from trimtab.run import build as building
@@ -266,7 +266,7 @@ def _go(
     opened = corpora.open_corpora(
         recipe, tokenizer, view, kept=kept.data if kept else None, passed=given.rows
     )
-    plan = make_plan(recipe, shape, resolved, device=prepared.device, data=opened.facts)
+    plan = prepared.plan.with_data(opened.facts)
     free = shutil.disk_usage(folder.path).free + folder.checkpoint_bytes()
     check_disk(plan.disk, free, str(folder.path), resumed=kept is not None)
     if found is not None:
@@ -315,8 +315,8 @@ def _go(
     else:
         _keep_changes(prepared, folder, run, plan, kept, planned, view)
     if example is not None and run.state.step == 0 and found is None:
-        run.job.log.append(example)
-    run.job.after_step = after_step
+        run.setup.log.append(example)
+    run.setup.after_step = after_step
     _prepare_view(view, run, folder)
     outcome = run.train()
     return Finished(folder.path, outcome.status, outcome.state.step, outcome.signal, outcome.reason)
@@ -330,8 +330,8 @@ def _checkpoint(folder: RunFolder, recipe: Recipe, view: View) -> Found | None:
 
 def _prepare_view(view: View, run: building.Run, folder: RunFolder) -> None:
     """Passes on how many steps there are, what was measured first, and how to extend a run that has no more."""
-    view.total_steps = total = run.job.cadence.total_steps
-    view.logging_steps = run.job.cadence.logging_steps
+    view.total_steps = total = run.setup.cadence.total_steps
+    view.logging_steps = run.setup.cadence.logging_steps
     view.first_losses = first_losses(folder.metrics)
     if run.state.step >= total:
         view.message(
@@ -374,12 +374,12 @@ def _keep_changes(
         write_choices(folder, now)
     for message in said:
         view.message(message)
-        run.job.log.append({"kind": "event", "step": run.state.step, "message": message})
+        run.setup.log.append({"kind": "event", "step": run.state.step, "message": message})
 
 
 def _refuse_early_stopped(run: building.Run) -> None:
     """More steps change nothing for a run that early stopping ended: it would stop again at once."""
-    stopping, state = run.job.early_stopping, run.state
+    stopping, state = run.setup.early_stopping, run.state
     if stopping is not None and stopping.reached(state.stale):
         raise RecipeError(
             f"early_stopping_patience: {stopping.patience} ended the run at step {state.step}, and more steps "

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
-    from trimtab.trainer.job import Cadence, Job, Outcome, TrainState
     from trimtab.trainer.loop import train
     from trimtab.trainer.metrics_log import MetricsLog, NoLog
+    from trimtab.trainer.setup import Cadence, Outcome, TrainingSetup, TrainState
 
 _HOMES = {
-    "Cadence": "job",
-    "Job": "job",
+    "Cadence": "setup",
+    "TrainingSetup": "setup",
     "MetricsLog": "metrics_log",
     "NoLog": "metrics_log",
-    "Outcome": "job",
-    "TrainState": "job",
+    "Outcome": "setup",
+    "TrainState": "setup",
     "train": "loop",
 }
 
-__all__ = ["Cadence", "Job", "MetricsLog", "NoLog", "Outcome", "TrainState", "train"]
+__all__ = ["Cadence", "MetricsLog", "NoLog", "Outcome", "TrainState", "TrainingSetup", "train"]
 
 __getattr__ = lazily(__name__, _HOMES)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trimtab.trainer.job import Job
+from trimtab.trainer.setup import TrainingSetup
 from trimtab.trainer.step import accumulate
 
 
@@ -35,23 +35,25 @@ class FiniteGuard:
         return None if step < 0 else step
 
 
-def explain(job: Job, microbatches: Sequence[Any], num_targets: int, step: int = 0) -> str | None:
+def explain(setup: TrainingSetup, microbatches: Sequence[Any], num_targets: int, step: int = 0) -> str | None:
     """Runs a bad step again with every module watched; says the batch, its documents and the first bad layer.
 
     None if each microbatch by itself is sound. On a mesh each process looks at its own microbatches, and all say what
     the first that found something says.
     """
-    return job.mesh.first_text(_explain_here(job, microbatches, num_targets, step))
+    return setup.mesh.first_text(_explain_here(setup, microbatches, num_targets, step))
 
 
-def _explain_here(job: Job, microbatches: Sequence[Any], num_targets: int, step: int) -> str | None:
+def _explain_here(
+    setup: TrainingSetup, microbatches: Sequence[Any], num_targets: int, step: int
+) -> str | None:
     for index, batch in enumerate(microbatches):
-        paused = nullcontext() if job.in_backward is None else job.in_backward.paused()
-        plain = nullcontext() if job.compiled is None else job.compiled.paused()
-        with Watch(job.model, getattr(batch, "documents_BT", None)) as watch, paused, plain:
-            loss = accumulate(job, [batch], num_targets, 1.0, step=step, first=index, eager=True)
-        bad_gradients = [n for n, p in job.parameters.items() if _has_bad(p.grad)]
-        for parameter in job.parameters.values():
+        paused = nullcontext() if setup.in_backward is None else setup.in_backward.paused()
+        plain = nullcontext() if setup.compiled is None else setup.compiled.paused()
+        with Watch(setup.model, getattr(batch, "documents_BT", None)) as watch, paused, plain:
+            loss = accumulate(setup, [batch], num_targets, 1.0, step=step, first=index, eager=True)
+        bad_gradients = [n for n, p in setup.parameters.items() if _has_bad(p.grad)]
+        for parameter in setup.parameters.values():
             parameter.grad = None
         if watch.first is None and torch.isfinite(loss) and not bad_gradients:
             continue

@@ -16,9 +16,9 @@ import torch
 from trimtab.facts.errors import TrainingError, TrimtabError
 from trimtab.trainer.early_stopping import is_better
 from trimtab.trainer.guards import FiniteGuard, explain
-from trimtab.trainer.job import Job, Outcome, TrainState
 from trimtab.trainer.memory import StepMeter, process_bytes, standing
 from trimtab.trainer.scaling import LossScaler
+from trimtab.trainer.setup import Outcome, TrainingSetup, TrainState
 from trimtab.trainer.signals import StopSignals
 from trimtab.trainer.step import forward_backward
 
@@ -29,34 +29,34 @@ STOP = 1 << 20
 """Stands for a callback's wish to stop, above any number of processes with a signal."""
 
 
-def train(job: Job, state: TrainState, scaler: LossScaler | None = None) -> Outcome:
-    """Runs `job` from `state` to its last step, or to the step at which early stopping ends it.
+def train(setup: TrainingSetup, state: TrainState, scaler: LossScaler | None = None) -> Outcome:
+    """Runs `setup` from `state` to its last step, or to the step at which early stopping ends it.
 
     Returns how it ended: finished, or interrupted by a signal or stopped by a callback with everything saved.
     """
-    return _Loop(job, state, scaler).run()
+    return _Loop(setup, state, scaler).run()
 
 
 class _Loop:
-    def __init__(self, job: Job, state: TrainState, scaler: LossScaler | None) -> None:
-        self.job = job
+    def __init__(self, setup: TrainingSetup, state: TrainState, scaler: LossScaler | None) -> None:
+        self.setup = setup
         self.state = state
-        self.scaler = scaler or (LossScaler(job.loss_scale) if job.loss_scale else None)
-        self.guard = FiniteGuard(job.device)
+        self.scaler = scaler or (LossScaler(setup.loss_scale) if setup.loss_scale else None)
+        self.guard = FiniteGuard(setup.device)
         self.pending: list[dict[str, Any]] = []
         self.clock = time.perf_counter()
         self.saved_step = state.step
         self.steps_here = 0
-        self.observers = list(job.observers)
-        self.callbacks = job.callbacks if job.mesh.is_main else None
-        self.position = job.loader.position()
+        self.observers = list(setup.observers)
+        self.callbacks = setup.callbacks if setup.mesh.is_main else None
+        self.position = setup.loader.position()
         """Of the data after the last whole step: what a checkpoint stores, whatever the loader did since."""
         self.updating = False
         """While weights and states are being changed they belong to no step and are not saved."""
 
     def run(self) -> Outcome:
-        job, state, cadence = self.job, self.state, self.job.cadence
-        self.memory_record("before", standing(job))
+        setup, state, cadence = self.setup, self.state, self.setup.cadence
+        self.memory_record("before", standing(setup))
         with StopSignals() as signals, self.rescued():
             if self.callbacks is not None:
                 self.callbacks.begin(state.step)
@@ -84,52 +84,54 @@ class _Loop:
                     return self.stopped_early(tags)
                 if improved or cadence.due(cadence.save_steps, state.step):
                     self.save(tags, wait=last)
-                if job.after_step:
-                    job.after_step(state.step)
+                if setup.after_step:
+                    setup.after_step(state.step)
                 self.tell_callbacks()
-                asked = 0 if last else job.mesh.sum_int(_asks(signals.received is not None, self.stop_asked))
+                asked = (
+                    0 if last else setup.mesh.sum_int(_asks(signals.received is not None, self.stop_asked))
+                )
                 if asked:
                     return self.stopped(signals.received, by_callback=asked % STOP == 0)
         return self.finished()
 
     def finished(self, reason: str | None = None) -> Outcome:
         """The last records of a run whose state is saved."""
-        job = self.job
-        job.store.wait()
-        self.memory_record("after", standing(job))
+        setup = self.setup
+        setup.store.wait()
+        self.memory_record("after", standing(setup))
         self.compile_record(None)
-        job.log.sync()
+        setup.log.sync()
         if self.callbacks is not None:
             self.callbacks.end()
         return Outcome("finished", self.state, reason=reason)
 
     def stops_early(self) -> bool:
         """Whether early stopping ends the run here; all processes of a mesh decide alike."""
-        job, state = self.job, self.state
-        if job.early_stopping is None or state.step >= job.cadence.total_steps:
+        setup, state = self.setup, self.state
+        if setup.early_stopping is None or state.step >= setup.cadence.total_steps:
             return False
-        return bool(job.mesh.sum_int(int(job.early_stopping.reached(state.stale))))
+        return bool(setup.mesh.sum_int(int(setup.early_stopping.reached(state.stale))))
 
     def stopped_early(self, tags: set[str]) -> Outcome:
         """Writes the records of a run's end and saves; a run that is resumed here writes only that there is no more."""
-        job, state = self.job, self.state
-        assert job.early_stopping is not None
-        reason = job.early_stopping.reason(job.best_of, state.stale, state.best)
+        setup, state = self.setup, self.state
+        assert setup.early_stopping is not None
+        reason = setup.early_stopping.reason(setup.best_of, state.stale, state.best)
         if state.ended == state.step:
             message = (
                 f"stopped early at step {state.step}: {reason}; to train on, raise early_stopping_patience"
             )
             self.tell({"kind": "event", "step": state.step, "message": message})
             return Outcome("finished", state, reason=reason)
-        for record in job.evaluate_end(state.step) if job.evaluate_end else []:
+        for record in setup.evaluate_end(state.step) if setup.evaluate_end else []:
             self.emit(record)
-        message = f"stopped early at step {state.step} of {job.cadence.total_steps}: {reason}"
+        message = f"stopped early at step {state.step} of {setup.cadence.total_steps}: {reason}"
         self.emit({"kind": "event", "step": state.step, "message": message})
         state.ended = state.step
-        job.log.sync()
+        setup.log.sync()
         self.publish(tags, wait=True)
-        if job.after_step and self.steps_here:
-            job.after_step(state.step)
+        if setup.after_step and self.steps_here:
+            setup.after_step(state.step)
         if self.steps_here:
             self.tell_callbacks()
         return self.finished(reason)
@@ -140,9 +142,9 @@ class _Loop:
 
     def stops_before_training(self) -> bool:
         """Whether a callback stopped the run before its first step here; all processes of a mesh decide alike."""
-        if self.state.step >= self.job.cadence.total_steps:
+        if self.state.step >= self.setup.cadence.total_steps:
             return False
-        return bool(self.job.mesh.sum_int(int(self.stop_asked)))
+        return bool(self.setup.mesh.sum_int(int(self.stop_asked)))
 
     def tell_callbacks(self) -> None:
         """Calls the user's callbacks, which may stop the run or raise: the step's own work is done."""
@@ -150,13 +152,13 @@ class _Loop:
             return
         began = time.perf_counter()
         if self.callbacks.saves_pending:
-            self.job.store.wait()
+            self.setup.store.wait()
         self.callbacks.step_done(self.state.step)
         self.clock += time.perf_counter() - began  # their time is none of training's
 
     def begin(self) -> None:
         """Measures a fresh state, and one that was saved because its evaluation failed."""
-        state, cadence = self.state, self.job.cadence
+        state, cadence = self.state, self.setup.cadence
         if state.step == 0:
             if cadence.eval_on_start and state.measured < 0:
                 self.evaluate()
@@ -177,24 +179,24 @@ class _Loop:
             raise
 
     def step(self) -> None:
-        job, state = self.job, self.state
-        before = job.optimizer.scalars()
-        microbatches = job.loader.next_step()
-        num_targets = job.mesh.sum_int(sum(b.num_targets for b in microbatches))
+        setup, state = self.setup, self.state
+        before = setup.optimizer.scalars()
+        microbatches = setup.loader.next_step()
+        num_targets = setup.mesh.sum_int(sum(b.num_targets for b in microbatches))
         if num_targets == 0:
             origin = next((o for b in microbatches for window in b.origins for o in window), "unknown")
             raise TrainingError(
                 f"step {state.step + 1} has no token to learn from (first document: {origin})",
                 "check that labels are not all masked and documents have at least two tokens",
             )
-        lr = job.learning_rate(state.step)
+        lr = setup.learning_rate(state.step)
         # On a CPU the meter looks at single operations, of which a compiled program shows none.
-        visible = job.compiled is None or job.device.type == "cuda"
+        visible = setup.compiled is None or setup.device.type == "cuda"
         measured = visible and self.steps_here == MEASURED_STEP
-        with StepMeter(job) if measured else nullcontext() as meter:
-            self.updating = job.in_backward is not None
+        with StepMeter(setup) if measured else nullcontext() as meter:
+            self.updating = setup.in_backward is not None
             loss = forward_backward(
-                job,
+                setup,
                 microbatches,
                 num_targets,
                 self.scaler.scale if self.scaler else 1.0,
@@ -208,7 +210,7 @@ class _Loop:
         state.step += 1
         state.tokens += num_targets
         self.updating = False
-        position, self.position = self.position, job.loader.position()
+        position, self.position = self.position, setup.loader.position()
         self.steps_here += 1
         self.pending.append(
             {
@@ -228,32 +230,32 @@ class _Loop:
 
     def first_step_done(self) -> None:
         """Says how long the first step took: compilers and allocators have their say in it."""
-        if self.job.device.type == "cuda":
-            torch.cuda.synchronize(self.job.device)
+        if self.setup.device.type == "cuda":
+            torch.cuda.synchronize(self.setup.device)
         self.compile_record(time.perf_counter() - self.clock)
 
     def compile_record(self, first_step: float | None) -> None:
-        if self.job.compiled is None:
+        if self.setup.compiled is None:
             return
-        count, seconds = self.job.compiled.so_far()
+        count, seconds = self.setup.compiled.so_far()
         record = {"kind": "compile", "step": self.state.step, "count": count, "seconds": seconds}
         self.emit(record if first_step is None else {**record, "first_step_seconds": first_step})
 
     def before_backward(self, lr: float) -> Callable[[torch.Tensor], None] | None:
         """What an optimizer in backward has to know first: the rate, and whether the loss is finite."""
-        steps = self.job.in_backward
+        steps = self.setup.in_backward
         if steps is None:
             return None
         return lambda loss: steps.begin(lr=lr, skip=self.guard.observe(self.state.step, loss, loss))
 
     def update(self, loss: torch.Tensor, lr: float) -> torch.Tensor:
         """Clip and step; returns the gradient's norm before clipping."""
-        job = self.job
-        if job.in_backward is not None:  # the weights have moved; a norm that is not finite ends the run
-            norm = job.in_backward.norm()
+        setup = self.setup
+        if setup.in_backward is not None:  # the weights have moved; a norm that is not finite ends the run
+            norm = setup.in_backward.norm()
             self.guard.observe(self.state.step, loss, norm)
             return norm
-        norm = job.global_norm(job.parameters.values())
+        norm = setup.global_norm(setup.parameters.values())
         inverse = 1.0
         if self.scaler is not None:
             inverse = 1.0 / self.scaler.scale
@@ -266,12 +268,12 @@ class _Loop:
                 self.clear_gradients()
                 return norm
         skip = self.guard.observe(self.state.step, loss, norm)
-        job.optimizer.step(lr=lr, grad_scale=job.clip_factor(norm) * inverse, skip=skip)
+        setup.optimizer.step(lr=lr, grad_scale=setup.clip_factor(norm) * inverse, skip=skip)
         self.clear_gradients()
         return norm
 
     def clear_gradients(self) -> None:
-        for parameter in self.job.parameters.values():
+        for parameter in self.setup.parameters.values():
             parameter.grad = None
 
     def flush(self) -> None:
@@ -313,39 +315,39 @@ class _Loop:
 
     def stop_at(self, entry: dict[str, Any]) -> NoReturn:
         """Leaves a checkpoint of the state before the bad step, then says what is bad and where."""
-        job, state = self.job, self.state
-        job.loader.restore(entry["position"])
-        job.optimizer.restore_scalars(entry["optimizer"])
-        self.position, self.guard, self.pending = entry["position"], FiniteGuard(job.device), []
+        setup, state = self.setup, self.state
+        setup.loader.restore(entry["position"])
+        setup.optimizer.restore_scalars(entry["optimizer"])
+        self.position, self.guard, self.pending = entry["position"], FiniteGuard(setup.device), []
         state.step, state.tokens = entry["step"] - 1, entry["tokens"] - entry["num_targets"]
         saved = "no step was finished, so nothing needed saving"
         if state.step > 0:
             self.publish(set(), wait=True)
             saved = f"the state before it is saved as step {state.step}"
-            if job.in_backward is not None:
+            if setup.in_backward is not None:
                 saved += ", with what a backward pass had updated before it met the first such gradient"
         self.saved_step = state.step
-        job.microstep.release()
-        found = explain(job, job.loader.next_step(), max(1, entry["num_targets"]), state.step)
+        setup.microstep.release()
+        found = explain(setup, setup.loader.next_step(), max(1, entry["num_targets"]), state.step)
         where = found or "only when the step's microbatches are taken together"
         self.emit(
             {"kind": "event", "step": state.step, "message": f"not finite at step {entry['step']}: {where}"}
         )
-        job.log.sync()
+        setup.log.sync()
         raise TrainingError(
             f"the loss or its gradient is not finite at step {entry['step']}: {where}; {saved}",
-            _remedy(job, state.step, documents=found is not None),
+            _remedy(setup, state.step, documents=found is not None),
         )
 
     def evaluate(self) -> bool:
         """Runs the evaluation callable; True if the score that decides the best checkpoint improved."""
-        job, state = self.job, self.state
+        setup, state = self.setup, self.state
         self.flush()
-        if job.evaluate is None:
+        if setup.evaluate is None:
             return False
-        job.microstep.release()  # what evaluation needs shall not come on top of a step's memory
+        setup.microstep.release()  # what evaluation needs shall not come on top of a step's memory
         records = []
-        for record in job.evaluate(state.step):
+        for record in setup.evaluate(state.step):
             self.tell(record)
             records.append(record)
         improved = False
@@ -353,7 +355,7 @@ class _Loop:
             self.write(record)
             if record["kind"] == "eval":
                 self.note("on_eval", record)
-            if record["kind"] == "eval" and record["name"] == job.best_of:
+            if record["kind"] == "eval" and record["name"] == setup.best_of:
                 improved = self.score(record["loss"])
         state.measured = state.step
         self.clock = time.perf_counter()
@@ -361,7 +363,7 @@ class _Loop:
 
     def score(self, loss: float) -> bool:
         """Takes the loss that decides the best checkpoint and early stopping; True if it is the lowest so far."""
-        state, stopping = self.state, self.job.early_stopping
+        state, stopping = self.state, self.setup.early_stopping
         if state.step > 0:  # counted in every run: early stopping may be asked for when one is resumed
             threshold = 0.0 if stopping is None else stopping.threshold
             state.stale = 0 if is_better(loss, state.best, threshold) else state.stale + 1
@@ -373,9 +375,9 @@ class _Loop:
     def save(self, tags: set[str], *, wait: bool) -> None:
         """A checkpoint of the current state; the log is on disk before it."""
         self.flush()
-        self.job.log.sync()
+        self.setup.log.sync()
         if self.saved_step == self.state.step and self.state.step and not tags:
-            self.job.store.wait()
+            self.setup.store.wait()
             return
         self.publish(tags, wait=wait)
         if wait:
@@ -383,14 +385,14 @@ class _Loop:
 
     def publish(self, tags: set[str], *, wait: bool) -> None:
         """Hands the state after the last whole step to the store."""
-        job, state = self.job, self.state
+        setup, state = self.setup, self.state
         scalars = {
             "state": vars(state).copy(),
             "loader": self.position,
-            "optimizer": job.optimizer.scalars(),
+            "optimizer": setup.optimizer.scalars(),
             "scaler": self.scaler.to_dict() if self.scaler else None,
         }
-        job.store.save(state.step, job.tensors(), scalars, tags=tags, wait=wait)
+        setup.store.save(state.step, setup.tensors(), scalars, tags=tags, wait=wait)
         self.saved_step = state.step
         self.note("on_save", state.step)
 
@@ -398,20 +400,20 @@ class _Loop:
         """Saves everything, before the first step too; the run can be resumed."""
         self.flush()
         self.save(set(), wait=True)
-        self.job.store.wait()
+        self.setup.store.wait()
         reason = None
         if by_callback and self.callbacks is not None:
             reason = self.callbacks.control.reason or None
             message = f"stopped by a callback: {reason or 'no reason given'}"
             self.emit({"kind": "event", "step": self.state.step, "message": message})
-            self.job.log.sync()
+            self.setup.log.sync()
         if self.callbacks is not None:
             self.callbacks.end()
         return Outcome("stopped" if by_callback else "interrupted", self.state, signal, reason)
 
     def memory_now(self) -> int:
-        if self.job.device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self.job.device))
+        if self.setup.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.setup.device))
         return process_bytes()
 
     def memory_record(self, when: str, buckets: dict[str, int]) -> None:
@@ -422,12 +424,12 @@ class _Loop:
         self.tell(record)
 
     def write(self, record: dict[str, Any]) -> None:
-        if self.job.mesh.is_main:
-            self.job.log.append(record)
+        if self.setup.mesh.is_main:
+            self.setup.log.append(record)
 
     def tell(self, record: dict[str, Any]) -> None:
         """Shows a record to whoever watches; one that can no longer be reached is left alone from then on."""
-        for observer in list(self.observers) if self.job.mesh.is_main else []:
+        for observer in list(self.observers) if self.setup.mesh.is_main else []:
             try:
                 observer.record(record)
             except OSError as error:  # a closed terminal, a full disk behind TensorBoard: training goes on
@@ -441,9 +443,9 @@ def _asks(signal: bool, callback: bool) -> int:
     return int(signal) + STOP * int(callback)
 
 
-def _remedy(job: Job, saved_step: int, *, documents: bool) -> str:
+def _remedy(setup: TrainingSetup, saved_step: int, *, documents: bool) -> str:
     """What to do about numbers that are not finite; `documents` if some were named."""
-    adapters = any(".lora_" in name for name in job.parameters)
+    adapters = any(".lora_" in name for name in setup.parameters)
     look = "look at those documents; " if documents else ""
     if saved_step == 0:
         lower = "lower lora.lora_alpha, " if adapters else ""

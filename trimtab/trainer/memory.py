@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trimtab.trainer.job import Job
+from trimtab.trainer.setup import TrainingSetup
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
@@ -69,29 +69,29 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def standing(job: Job) -> dict[str, int]:
+def standing(setup: TrainingSetup) -> dict[str, int]:
     """Bytes of what stands between steps, by bucket."""
     return {
-        "weights": storage_bytes([*job.model.parameters(), *job.model.buffers()]),
-        "gradients": storage_bytes(p.grad for p in job.parameters.values()),
-        "optimizer": storage_bytes(job.optimizer.tensors().values()),
+        "weights": storage_bytes([*setup.model.parameters(), *setup.model.buffers()]),
+        "gradients": storage_bytes(p.grad for p in setup.parameters.values()),
+        "optimizer": storage_bytes(setup.optimizer.tensors().values()),
         "activations": 0,
         "other": 0,
     }
 
 
 class StepMeter:
-    """Measures one whole step: `with StepMeter(job) as meter:` … `meter.backward_done()` … then `meter.buckets`.
+    """Measures one whole step: `with StepMeter(setup) as meter:` … `meter.backward_done()` … then `meter.buckets`.
 
     Gradients must be None when the block begins. The buckets add up to the step's true peak: activations are
     what forward and backward held at their peak besides the gradients, `other` is what the update needed
     beyond that peak.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.buckets = standing(job)
-        self._job = job
-        self._cuda = job.device.type == "cuda"
+    def __init__(self, setup: TrainingSetup) -> None:
+        self.buckets = standing(setup)
+        self._job = setup
+        self._cuda = setup.device.type == "cuda"
         self._live = LiveBytes()
         self._base = 0
 

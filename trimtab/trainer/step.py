@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from trimtab.trainer.job import Job
+from trimtab.trainer.setup import TrainingSetup
 
 
 def forward_backward(
-    job: Job,
+    setup: TrainingSetup,
     microbatches: Sequence[Any],
     num_targets: int,
     scale: float,
@@ -26,13 +26,13 @@ def forward_backward(
     the same signature. `scale` is fp16's loss scale, 1 otherwise. `before_backward` is told each loss. `step` counts
     from 0.
     """
-    total = accumulate(job, microbatches, num_targets, scale, before_backward, step=step)
-    job.mesh.sum_gradients(job.parameters.values())
-    return job.mesh.sum_(total) / num_targets
+    total = accumulate(setup, microbatches, num_targets, scale, before_backward, step=step)
+    setup.mesh.sum_gradients(setup.parameters.values())
+    return setup.mesh.sum_(total) / num_targets
 
 
 def accumulate(
-    job: Job,
+    setup: TrainingSetup,
     microbatches: Sequence[Any],
     num_targets: int,
     scale: float,
@@ -46,9 +46,9 @@ def accumulate(
 
     `first` is the number in its step of the first microbatch given; `eager` uses no CUDA graphs.
     """
-    total = torch.zeros((), dtype=torch.float32, device=job.device)
+    total = torch.zeros((), dtype=torch.float32, device=setup.device)
     for index, batch in enumerate(microbatches, first):
-        if job.before_microbatch is not None:
-            job.before_microbatch(step, index)
-        total += job.microstep.backward(batch, scale / num_targets, before_backward, eager=eager)
+        if setup.before_microbatch is not None:
+            setup.before_microbatch(step, index)
+        total += setup.microstep.backward(batch, scale / num_targets, before_backward, eager=eager)
     return total

@@ -1,7 +1,7 @@
-"""Memory as a dial: the fastest way to run a job's layers within a limit, found by counting.
+"""The search for the fastest recompute policies, tiles and loss memory within a memory limit.
 
 Layers are alike, so that an assignment is how many of them have each recompute policy. Bytes come from
-`plan.memory`, costs from what each policy computes again and sends to the host. The search looks at every assignment
+`plan.memory`, costs from what each policy recomputes and offloads. The search looks at every assignment
 that could be the fastest and fits; there are few thousands, and none needs torch.
 """
 
@@ -48,8 +48,8 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Where the dial stands."""
+class MemorySetting:
+    """One answer of the search: a recompute policy per layer, tiles, loss memory, and what they need and cost."""
 
     policies: tuple[str, ...]
     mlp_tiles: int
@@ -73,9 +73,9 @@ def rates_of(device: DeviceFacts, dtype: str) -> Rates:
     return Rates(flops, device.bandwidth or usual[1], device.host_link)
 
 
-def choose(
+def find_setting(
     job: Job, device: DeviceFacts, limit: int, *, tiles: int | None = None, fixed_loss: bool = False
-) -> tuple[Setting, bool]:
+) -> tuple[MemorySetting, bool]:
     """(the fastest setting within the limit, True), or (the one that needs least, False) where none is.
 
     Args:
@@ -92,7 +92,7 @@ def choose(
         ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="varlen", device="cuda")
         >>> gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
         >>> for gigabytes in (8, 2):
-        ...     setting, fits = choose(job, gpu, gigabytes * 10**9)
+        ...     setting, fits = find_setting(job, gpu, gigabytes * 10**9)
         ...     print(fits, set(setting.policies) == {"none"})
         True True
         True False
@@ -124,7 +124,7 @@ def with_policies(
     *,
     tiles: int | None = None,
     fixed_loss: bool = False,
-) -> tuple[Setting, bool]:
+) -> tuple[MemorySetting, bool]:
     """(the fastest tiles and loss that fit a limit beside layers that are given, whether any do); else the smallest."""
     segments = tuple(segments_of(policies))
     settings = [setting_of(variant, device, segments) for variant in _variants(job, tiles, fixed_loss)]
@@ -148,14 +148,14 @@ def least(job: Job, device: DeviceFacts, *, tiles: int | None = None) -> int:
     return min(_Search(variant, rates, 0, host).smallest()[0] for variant in variants)
 
 
-def setting_of(job: Job, device: DeviceFacts, segments: Segments) -> Setting:
+def setting_of(job: Job, device: DeviceFacts, segments: Segments) -> MemorySetting:
     """The setting that these (policy, layers) are, the first layers first."""
     policies = tuple(policy for policy, count in segments for _ in range(count))
     memory = predict(job.changed(policies=policies))
     rates = rates_of(device, job.dtype)
     costs = policy_seconds(job, rates)
     seconds = sum(costs[policy] * count for policy, count in segments) + _loss_cost(job, rates)
-    return Setting(
+    return MemorySetting(
         policies, job.mlp_tiles, job.loss_memory, memory.needed, memory.host, seconds, job.unpacked_layers
     )
 

@@ -130,7 +130,7 @@ class Outcome:
 
 
 @dataclass
-class Job:
+class TrainingSetup:
     """Everything one run of the loop needs."""
 
     model: torch.nn.Module

@@ -1,4 +1,4 @@
-"""The dial: what it chooses fits, more memory is never slower, and what cannot be met is said with what would."""
+"""The memory search: what it finds fits, more memory is never slower, and what cannot be met says what would."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import parse_bytes, parse_share
 from trimtab.plan import check_fits, longest_context
-from trimtab.plan.dial import choose, least, setting_of, with_policies, within_limit
 from trimtab.plan.job import Job
 from trimtab.plan.layers import segments_of
 from trimtab.plan.limits import limit_of
 from trimtab.plan.memory import CONTEXT, predict
+from trimtab.plan.memory_search import find_setting, least, setting_of, with_policies, within_limit
 from trimtab.recipe import loads
 
 SMALL = ModelShape("llama", 1000, 256, 688, 5, num_heads=4, num_kv_heads=2, head_dim=64, tie_embeddings=True)
@@ -55,13 +55,13 @@ jobs = st.builds(
 @given(jobs, st.floats(0.5, 20), st.floats(1.0, 3.0))
 def test_what_is_chosen_fits_and_more_memory_is_never_slower(job: Job, gigabytes: float, more: float) -> None:
     limit = int(gigabytes * 1e9)
-    setting, fits = choose(job, GPU, limit)
+    setting, fits = find_setting(job, GPU, limit)
     chosen = job.changed(
         policies=setting.policies, mlp_tiles=setting.mlp_tiles, loss_memory=setting.loss_memory
     )
     assert predict(chosen).needed == setting.needed
     assert setting.policies == canonical(setting.policies)
-    wider, wider_fits = choose(job, GPU, int(limit * more))
+    wider, wider_fits = find_setting(job, GPU, int(limit * more))
     if fits:
         assert setting.needed <= within_limit(job, limit) <= limit
         assert wider_fits
@@ -85,7 +85,7 @@ def test_the_search_finds_what_trying_everything_finds(
     plain = predict(job).needed
     lowest = least(job, GPU, tiles=1)
     limit = int(lowest + 80 * 2**20 + share * (plain - lowest))
-    found, fits = choose(job, GPU, limit, tiles=1, fixed_loss=True)
+    found, fits = find_setting(job, GPU, limit, tiles=1, fixed_loss=True)
     all_of_them = []
     for counts in itertools.product(range(6), repeat=len(POLICIES)):
         sent = [count for policy, count in zip(POLICIES, counts, strict=True) if policy in HOST]
@@ -112,10 +112,10 @@ def test_no_order_holds_less_than_the_canonical_one(order: tuple[str, ...]) -> N
 def test_the_host_bounds_what_is_offloaded() -> None:
     job = dataclasses.replace(JOB, tokens=16_384)
     limit = int(least(job, GPU) * 1.05)
-    rich, _ = choose(job, GPU, limit)
+    rich, _ = find_setting(job, GPU, limit)
     assert any(policy in rich.policies for policy in HOST)
     assert rich.host > 0
-    poor, fits = choose(job, dataclasses.replace(GPU, host_free_bytes=0), limit)
+    poor, fits = find_setting(job, dataclasses.replace(GPU, host_free_bytes=0), limit)
     assert not any(policy in poor.policies for policy in HOST)
     assert poor.host == 0
     assert not fits
@@ -124,7 +124,7 @@ def test_the_host_bounds_what_is_offloaded() -> None:
 def test_a_cpu_has_nowhere_to_offload_to() -> None:
     job = dataclasses.replace(JOB, device="cpu", attention="sdpa_flash", pointwise="reference")
     laptop = DeviceFacts("a laptop", "cpu", 16 * 2**30)
-    setting, _ = choose(job, laptop, 0)
+    setting, _ = find_setting(job, laptop, 0)
     assert set(setting.policies) == {"block"}
 
 
@@ -142,7 +142,7 @@ def test_longer_windows_for_more_memory() -> None:
         assert one.setting is not None
         longer = QLORA.changed(tokens=one.tokens + 2048, loss_memory=one.setting.loss_memory)
         limit = dict(zip(lengths, (12, 16, 24), strict=True))[one.tokens]
-        assert not choose(longer, GPU, int(limit * 1e9))[1]
+        assert not find_setting(longer, GPU, int(limit * 1e9))[1]
 
 
 def test_frozen_weights_take_two_thirds_of_the_products() -> None:

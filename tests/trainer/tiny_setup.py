@@ -1,4 +1,4 @@
-"""A job small enough to read: a linear model over random vectors, handed to the real loop."""
+"""A setup small enough to read: a linear model over random vectors, handed to the real loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from trimtab.facts.errors import DataError
 from trimtab.parallel import Mesh
-from trimtab.trainer import Cadence, Job
+from trimtab.trainer import Cadence, TrainingSetup
 from trimtab.trainer.microstep import LossSum, MicroStep
 
 
@@ -120,7 +120,7 @@ def global_norm(parameters: Any) -> torch.Tensor:
     return torch.stack([p.grad.float().norm() for p in parameters if p.grad is not None]).norm()
 
 
-def tiny_job(loader: TinyLoader, *, total_steps: int = 8, **more: Any) -> Job:
+def tiny_setup(loader: TinyLoader, *, total_steps: int = 8, **more: Any) -> TrainingSetup:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     parameters = dict(model.named_parameters())
@@ -129,7 +129,7 @@ def tiny_job(loader: TinyLoader, *, total_steps: int = 8, **more: Any) -> Job:
         return LossSum((model(batch.x_BC).squeeze(-1) - batch.y_B).square().sum(), batch.num_targets)
 
     cadence = more.pop("cadence", Cadence(total_steps=total_steps, eval_on_start=False))
-    return Job(
+    return TrainingSetup(
         model=model,
         parameters=parameters,
         microstep=MicroStep(loss, more.pop("graphs", None)),

@@ -1,0 +1,132 @@
+"""choices.json and its types: nothing is lost on the way to the file and back, and damage is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from trimtab.facts.base_weights import BaseWeights
+from trimtab.facts.errors import CheckpointError
+from trimtab.facts.files import FileDigest
+from trimtab.plan.resolved import AttentionConfig, MemoryPlan, OptimizerConfig, PrecisionConfig, Resolved
+from trimtab.recipe import loads
+from trimtab.run.choices import (
+    Choices,
+    DataPins,
+    Length,
+    read_choices,
+    read_model_choices,
+    read_recipe,
+    write_choices,
+)
+from trimtab.run.folder import RunFolder
+
+BASE = BaseWeights("a/b", "abc", {"model.safetensors": FileDigest(3, "00")})
+RESOLVED = Resolved(
+    "cpu",
+    threads=2,
+    deterministic=True,
+    precision=PrecisionConfig("fp32", "fp32", "fp32", "everything in fp32"),
+    attention=AttentionConfig.uniform(2, "sdpa_flash"),
+    optimizer=OptimizerConfig("adamw_8bit", "reference", "named"),
+    memory=MemoryPlan(("none", "block")),
+)
+CHOICES = Choices(
+    RESOLVED,
+    loads("model: {name: a/b, added_tokens: [x]}\ndata: {train: t}\nsave_steps: 7"),
+    model_commit="abc",
+    tokenizer_commit=None,
+    data=DataPins({"d": "c0"}, [{"fingerprint": "f", "files": [["n", 1, "d"]]}], own_text_first=True),
+    base=BASE,
+    started_from=dataclasses.replace(BASE, files={}, seed=3),
+    lengths=(Length(0, 20), Length(10, 40)),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        CHOICES,
+        dataclasses.replace(CHOICES, base=None, started_from=None, lengths=(), logs_checkpoints=False),
+    ],
+)
+def test_what_is_written_is_read(folder: RunFolder, choices: Choices) -> None:
+    write_choices(folder, choices)
+    found = read_choices(folder, num_layers=2)
+    assert found.to_dict() == choices.to_dict()
+    assert found.resolved == choices.resolved
+    assert (found.data, found.base, found.started_from) == (choices.data, choices.base, choices.started_from)
+    assert found.lengths == choices.lengths
+    assert found.recipe == choices.recipe == read_recipe(folder)
+
+
+def test_every_field_is_in_the_file(folder: RunFolder) -> None:
+    """A field that `to_dict` forgets would come back as its default."""
+    for field in dataclasses.fields(Choices):
+        other = {
+            "resolved": dataclasses.replace(RESOLVED, threads=3),
+            "recipe": loads("model: other\ndata: {train: t}"),
+            "model_commit": "other",
+            "tokenizer_commit": "other",
+            "data": DataPins({}, []),
+            "base": None,
+            "started_from": None,
+            "lengths": (Length(0, 1),),
+            "logs_checkpoints": False,
+        }[field.name]
+        changed = dataclasses.replace(CHOICES, **{field.name: other})
+        write_choices(folder, changed)
+        assert getattr(read_choices(folder, 2), field.name) == other, field.name
+
+
+def test_a_model_is_opened_from_a_file_with_the_recipe_alone(folder: RunFolder) -> None:
+    recipe = CHOICES.to_dict()["recipe"]
+    folder.choices.write_text(json.dumps({"version": 1, "recipe": recipe}))
+    found = read_model_choices(folder)
+    assert (found.save_steps, found.own_tokenizer, found.lora, found.model_commit) == (7, True, None, None)
+    with pytest.raises(CheckpointError, match="lacks model_commit"):
+        read_choices(folder, 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data", {}),
+        ("data", {"commits": {}}),
+        ("base", {"source": 3, "files": {}}),
+        ("lengths", [{"step": 0}]),
+        ("lengths", [3]),
+        ("attention", {}),
+        ("memory", {"recompute": 5}),
+    ],
+)
+def test_damage_inside_is_named(folder: RunFolder, key: str, value: object) -> None:
+    folder.choices.write_text(json.dumps({**CHOICES.to_dict(), key: value}))
+    with pytest.raises(CheckpointError, match=r"choices\.json is damaged") as error:
+        read_choices(folder, 2)
+    assert error.value.remedy.startswith("restore it from a copy, or train it again: `trimtab train ")
+
+
+def test_a_newer_file_is_refused(folder: RunFolder) -> None:
+    folder.choices.write_text(json.dumps({**CHOICES.to_dict(), "version": 99}))
+    for read in (read_model_choices, read_recipe, lambda folder: read_choices(folder, 2)):
+        with pytest.raises(CheckpointError, match="newer trimtab"):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [None, [], "a", {}, {"source": "a"}, {"source": "a", "files": {"x": {"size": True, "sha256": "0"}}}],
+)
+def test_base_weights_that_cannot_be(data: object) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        BaseWeights.from_dict(data)
+    assert BaseWeights.from_dict(BASE.to_dict()) == BASE
