@@ -8,7 +8,7 @@ import pytest
 from loopback_hub import LoopbackHub
 
 from trimtab.facts.errors import DataError, HubError
-from trimtab.hub import Resolved, resolve_dataset
+from trimtab.hub import LocalFiles, resolve_dataset
 from trimtab.hub.card import configs, front_matter, matching, splits_by_name
 
 CARD = """---
@@ -44,7 +44,7 @@ FILES = {
 
 @pytest.fixture
 def get(hub: LoopbackHub, tmp_path: Path):
-    def resolve(name: str, **options) -> Resolved:
+    def resolve(name: str, **options) -> LocalFiles:
         return resolve_dataset(
             name, endpoint=hub.endpoint, cache_dir=tmp_path / "cache", progress=False, **options
         )
@@ -52,7 +52,7 @@ def get(hub: LoopbackHub, tmp_path: Path):
     return resolve
 
 
-def relative(found: Resolved) -> list[str]:
+def relative(found: LocalFiles) -> list[str]:
     return [path.relative_to(found.path).as_posix() for path in found.files]
 
 

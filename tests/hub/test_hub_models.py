@@ -12,7 +12,7 @@ import pytest
 from loopback_hub import LoopbackHub
 
 from trimtab.facts.errors import HubError, ModelError, ResourceError
-from trimtab.hub import Resolved, resolve_model
+from trimtab.hub import LocalFiles, resolve_model
 from trimtab.hub import repository as repository_module
 
 WEIGHTS = bytes(range(256)) * 400
@@ -31,7 +31,7 @@ FILES = {
 
 @pytest.fixture
 def get(hub: LoopbackHub, tmp_path: Path):
-    def resolve(name: str, **options) -> Resolved:
+    def resolve(name: str, **options) -> LocalFiles:
         return resolve_model(
             name, endpoint=hub.endpoint, cache_dir=tmp_path / "cache", progress=False, **options
         )
@@ -244,7 +244,9 @@ def test_local_paths_stay_what_they_are(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     (tmp_path / "m.bin").write_bytes(b"\x80")
     (tmp_path / "m.txt").write_text("x")
-    assert resolve_model(tmp_path / "m") == Resolved("folder", tmp_path / "m", None, name=str(tmp_path / "m"))
+    assert resolve_model(tmp_path / "m") == LocalFiles(
+        "folder", tmp_path / "m", None, name=str(tmp_path / "m")
+    )
     assert resolve_model(str(tmp_path / "m.gguf")).kind == "gguf"
     with pytest.raises(ModelError, match="pickle"):
         resolve_model(tmp_path / "m.bin")

@@ -111,7 +111,7 @@ case(
     good,
 )
 case(
-    "hub/resolved.py:check_name: it leads out of its folder; use another copy of the repository",
+    "hub/local_files.py:check_name: it leads out of its folder; use another copy of the repository",
     lambda w: held(w, {"config.json": "{}", INDEX: json.dumps({"weight_map": {"a": "../x.safetensors"}})}),
     good,
 )

@@ -14,11 +14,11 @@ from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
     from trimtab.hub.datasets import resolve_dataset
+    from trimtab.hub.local_files import LocalFiles
     from trimtab.hub.models import resolve_model
-    from trimtab.hub.resolved import Resolved
 
-_PLACES = {"Resolved": "resolved", "resolve_dataset": "datasets", "resolve_model": "models"}
+_PLACES = {"LocalFiles": "local_files", "resolve_dataset": "datasets", "resolve_model": "models"}
 
-__all__ = ["Resolved", "resolve_dataset", "resolve_model"]
+__all__ = ["LocalFiles", "resolve_dataset", "resolve_model"]
 
 __getattr__ = lazily(__name__, _PLACES)

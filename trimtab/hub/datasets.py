@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 from trimtab.facts.errors import DataError
 from trimtab.facts.names import path_of
 from trimtab.hub.card import Config, configs, front_matter
+from trimtab.hub.local_files import LocalFiles, looks_local
 from trimtab.hub.repository import Access, Repository, open_repository
-from trimtab.hub.resolved import Resolved, looks_local
 
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".txt", ".md")
 """What is ever fetched, the first kind that is there taken where the card names no files."""
@@ -36,7 +36,7 @@ def resolve_dataset(
     cache_dir: str | Path | None = None,
     endpoint: str | None = None,
     progress: bool = True,
-) -> Resolved:
+) -> LocalFiles:
     """The data files that a data set's name stands for.
 
     Which files belong to a configuration and a split is read from the data set's card (`configs`), else from
@@ -59,7 +59,7 @@ def resolve_dataset(
     """
     path = path_of(name, "the data set", DataError)
     if path.exists():
-        return Resolved("local", path, None, [path], str(path))
+        return LocalFiles("local", path, None, [path], str(path))
     text = str(name)
     if looks_local(text):
         raise DataError(f"{text} does not exist", "check the path, or write a hub id as owner/name")
@@ -68,7 +68,7 @@ def resolve_dataset(
     chosen = _choose_config(text, _configs(repository), config)
     names = _choose_split(text, chosen, split or "train")
     files = repository.fetch(names[:max_files])
-    return Resolved(
+    return LocalFiles(
         "dataset", repository.folder, repository.commit, files, text, chosen.name, split or "train"
     )
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from trimtab.facts.errors import HubError, ModelError
 from trimtab.facts.files import read_json_object
 from trimtab.facts.names import path_of
+from trimtab.hub.local_files import LocalFiles, check_name, looks_local
 from trimtab.hub.repository import Access, Repository, open_repository
-from trimtab.hub.resolved import Resolved, check_name, looks_local
 
 SMALL_FILES = (
     "config.json",
@@ -38,7 +38,7 @@ def resolve_model(
     cache_dir: str | Path | None = None,
     endpoint: str | None = None,
     progress: bool = True,
-) -> Resolved:
+) -> LocalFiles:
     """The folder or file that a model's name stands for.
 
     Fetched from the hub are configuration, tokenizer and safetensors, or one GGUF file; never pickles, never
@@ -77,14 +77,14 @@ def resolve_model(
     repository.fetch(small)
     if weights:
         repository.fetch(_weight_files(repository))
-    return Resolved("folder", repository.folder, repository.commit, name=text)
+    return LocalFiles("folder", repository.folder, repository.commit, name=text)
 
 
-def _local(path: Path) -> Resolved:
+def _local(path: Path) -> LocalFiles:
     if path.is_dir():
-        return Resolved("folder", path, None, name=str(path))
+        return LocalFiles("folder", path, None, name=str(path))
     if path.suffix.lower() == ".gguf":
-        return Resolved("gguf", path, None, name=str(path))
+        return LocalFiles("gguf", path, None, name=str(path))
     if any(fnmatchcase(path.name.lower(), pattern) for pattern in _PICKLES):
         raise ModelError(
             f"{path} is a pickle, which can run code when it is read",
@@ -117,11 +117,11 @@ def _only_gguf(repository: Repository) -> str | None:
     return found[0] if found else None
 
 
-def _gguf(repository: Repository, file: str, name: str) -> Resolved:
+def _gguf(repository: Repository, file: str, name: str) -> LocalFiles:
     if file not in repository.sizes:
         listed = ", ".join(sorted(n for n in repository.sizes if n.endswith(".gguf"))) or "none"
         raise HubError(f"{repository.repo_id} has no file {file}", f"its GGUF files are: {listed}")
-    return Resolved("gguf", repository.fetch([file])[0], repository.commit, name=name)
+    return LocalFiles("gguf", repository.fetch([file])[0], repository.commit, name=name)
 
 
 def _weight_files(repository: Repository) -> list[str]:

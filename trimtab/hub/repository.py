@@ -25,7 +25,7 @@ from trimtab.facts.files import read_json_object, write_json
 from trimtab.facts.names import shortened, unusable_name
 from trimtab.facts.units import format_bytes
 from trimtab.hub.faults import explained
-from trimtab.hub.resolved import COMMIT, check_name
+from trimtab.hub.local_files import COMMIT, check_name
 
 _VERSION = 1
 _SPARE_BYTES = 256 << 20

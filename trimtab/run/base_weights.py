@@ -13,7 +13,7 @@ from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError, ModelError, RecipeError
 from trimtab.facts.files import FileDigest, digest
 from trimtab.facts.shapes import ModelShape
-from trimtab.hub.resolved import looks_local
+from trimtab.hub.local_files import looks_local
 from trimtab.model.source import read_shape, source_kind
 from trimtab.recipe import Recipe
 from trimtab.run.locate import STARTER

@@ -17,7 +17,7 @@ from trimtab.data.memory import Passed, spool_path
 from trimtab.data.sources import classify
 from trimtab.facts.errors import DataError
 from trimtab.facts.names import path_of
-from trimtab.hub.resolved import looks_local
+from trimtab.hub.local_files import looks_local
 from trimtab.parallel import Mesh
 from trimtab.plan import DataFacts, total_steps
 from trimtab.recipe import Recipe

@@ -16,7 +16,7 @@ from trimtab.facts.errors import CheckpointError, ModelError
 from trimtab.facts.names import unusable_name
 from trimtab.facts.run_layout import CHECKPOINTS, is_checkpoint
 from trimtab.facts.shapes import ModelShape
-from trimtab.hub.resolved import looks_local
+from trimtab.hub.local_files import looks_local
 from trimtab.model.source import read_shape
 from trimtab.recipe import Recipe, build, to_dict
 from trimtab.run.choices import read_model_choices

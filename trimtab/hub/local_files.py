@@ -1,4 +1,4 @@
-"""What a name turned out to be, and how names of people and of servers are told apart and checked."""
+"""Local files of a model or data set, and how names of users and of servers are told apart and checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
-class Resolved:
+class LocalFiles:
     """Local files of a model or a data set."""
 
     kind: Kind
