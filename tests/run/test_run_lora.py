@@ -85,11 +85,11 @@ def test_a_checkpoint_holds_what_is_trained_and_names_its_base(plain: Path) -> N
     assert len(parameters) == 2 * 7 * 2
     assert all(".lora_" in name for name in manifest.tensors)
     assert manifest.base is not None
-    assert manifest.base["source"] == str(plain.parent / "model")
-    (file,) = manifest.base["files"].values()
+    assert manifest.base.source == str(plain.parent / "model")
+    (file,) = manifest.base.files.values()
     stored = plain.parent / "model" / "model.safetensors"
-    assert file["size"] == stored.stat().st_size
-    assert len(file["sha256"]) == 64
+    assert file.size == stored.stat().st_size
+    assert len(file.sha256) == 64
     assert losses(plain)[-1] < losses(plain)[0]
 
 
