@@ -5,7 +5,7 @@
     load_weights(decoder, "my-model")
     init_adapters(decoder, seed=0)
 
-Names resolve when they are used (PEP 562), so that the room's `spec.py` files import no torch.
+Names resolve when they are used (PEP 562), so that the package's `spec.py` files import no torch.
 """
 
 from __future__ import annotations
