@@ -24,7 +24,7 @@ from trimtab.starter.numbers import number_documents
 from trimtab.starter.stories import general_documents
 from trimtab.starter.terms import term_documents
 
-Job = TypeVar("Job")
+Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 SEED = 8
@@ -67,37 +67,37 @@ def public_documents(folder: Path, split: str) -> list[str]:
     return [d for c in chapters if c.split == split for d in texts.documents(c)]
 
 
-def _mapped(function: Callable[[Job], Result], jobs: Iterable[Job], workers: int) -> Iterator[Result]:
-    """The results in the order of the jobs, so that the corpus does not depend on the number of processes."""
+def _mapped(function: Callable[[Task], Result], tasks: Iterable[Task], workers: int) -> Iterator[Result]:
+    """The results in the order of the tasks, so that the corpus does not depend on the number of processes."""
     if workers <= 1:
-        yield from map(function, jobs)
+        yield from map(function, tasks)
         return
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        yield from pool.imap(function, jobs)
+        yield from pool.imap(function, tasks)
 
 
-def _write_shard(job: tuple[str, int]) -> int:
-    folder, shard = job
+def _write_shard(task: tuple[str, int]) -> int:
+    folder, shard = task
     found = general_documents(SEED, SHARD_DOCUMENTS, start=shard * SHARD_DOCUMENTS)
     return write_lines(Path(folder) / f"stories-{shard:02d}.jsonl", found)
 
 
 def write_stories(folder: Path, shards: int, workers: int) -> int:
     """Writes the generated part, a process a shard; about 11 million characters each."""
-    jobs = [(str(folder), shard) for shard in range(shards)]
-    return sum(_mapped(_write_shard, jobs, workers))
+    tasks = [(str(folder), shard) for shard in range(shards)]
+    return sum(_mapped(_write_shard, tasks, workers))
 
 
-def _lesson(job: tuple[str, int, int]) -> list[str]:
-    name, start, count = job
+def _lesson(task: tuple[str, int, int]) -> list[str]:
+    name, start, count = task
     return list(LESSONS[name](SEED, count, start))
 
 
 def write_lessons(folder: Path, name: str, count: int, workers: int) -> int:
-    """Writes `NAME.jsonl`, a few thousand documents a job."""
+    """Writes `NAME.jsonl`, a few thousand documents per task."""
     step = 5_000
-    jobs = [(name, start, min(step, count - start)) for start in range(0, count, step)]
-    found = (text for part in _mapped(_lesson, jobs, workers) for text in part)
+    tasks = [(name, start, min(step, count - start)) for start in range(0, count, step)]
+    found = (text for part in _mapped(_lesson, tasks, workers) for text in part)
     return write_lines(folder / f"{name}.jsonl", found)
 
 

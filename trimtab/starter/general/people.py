@@ -97,9 +97,9 @@ def adult(rng: random.Random, hero: Person | None = None) -> Person:
     return person(name, "woman" if he == "she" else "man", he)
 
 
-def worker(rng: random.Random) -> tuple[Person, words.Job]:
+def worker(rng: random.Random) -> tuple[Person, words.Profession]:
     """The baker, the farmer, …: a person known by the work they do."""
-    job = rng.choice(words.JOBS)
+    job = rng.choice(words.PROFESSIONS)
     he = rng.choice(("she", "he"))
     return person(f"the {job.name}", "woman" if he == "she" else "man", he, job.name.capitalize()), job
 

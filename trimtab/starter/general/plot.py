@@ -97,9 +97,9 @@ def scene(plot: Plot, rng: random.Random) -> tuple[str, dict[str, Any]]:
     place = rng.choice(words.PLACES)
     numbers = rng.sample(range(3, 10), 2)
     items = rng.sample(words.FOODS, 3)
-    job = rng.choice(words.JOBS)
+    job = rng.choice(words.PROFESSIONS)
     if kind == "worker":
-        job = next(j for j in words.JOBS if hero.name == f"the {j.name}")
+        job = next(j for j in words.PROFESSIONS if hero.name == f"the {j.name}")
     # The order of these lines is the order of the random draws: changing it changes every story.
     return kind, {
         "hero": hero,

@@ -1,4 +1,4 @@
-"""Word lists for the generated stories: names, places, things, foods, jobs (`words.toml`)."""
+"""Word lists for the generated stories: names, places, things, foods, professions (`words.toml`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from trimtab.starter.general import tables
 _LISTS = tables.read("words")
 
 
-class Job(NamedTuple):
-    """A trade: where it is done, what was done there, its tool, and what people take home."""
+class Profession(NamedTuple):
+    """A profession: where it is done, what was done there, its tool, and what people take home."""
 
     name: str
     place: str
@@ -41,4 +41,4 @@ COUNTED = _list("counted")
 NUMBERS = _list("numbers")
 DAYS = _list("days")
 MONTHS = _list("months")
-JOBS = tuple(Job(*row) for row in _LISTS["jobs"])
+PROFESSIONS = tuple(Profession(*row) for row in _LISTS["jobs"])
