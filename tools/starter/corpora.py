@@ -1,7 +1,7 @@
 """Builds the starter's pretraining corpus and the small text files that ship with the package.
 
-    python -m trimtab.starter.corpora OUT --texts UNPACKED_PACKAGES     the whole corpus
-    python -m trimtab.starter.corpora OUT --public public.jsonl.gz      the same from text extracted before
+    python -m tools.starter.corpora OUT --texts UNPACKED_PACKAGES     the whole corpus
+    python -m tools.starter.corpora OUT --public public.jsonl.gz      the same from text extracted before
 
 OUT gets `stories-NN.jsonl` (generated) and `public.jsonl` (public-domain text), one {"text": …} a line; with
 --numbers also `numbers.jsonl`, bare number facts, and with --terms `terms.jsonl`, numbers and terms said again.
@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from tools.starter import texts
+from tools.starter.numbers import number_documents
+from tools.starter.stories import general_documents
+from tools.starter.terms import term_documents
 from trimtab.facts.errors import TrimtabError
-from trimtab.starter import texts
-from trimtab.starter.numbers import number_documents
-from trimtab.starter.stories import general_documents
-from trimtab.starter.terms import term_documents
+from trimtab.starter.files import HERE as STARTER
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -31,7 +32,7 @@ SEED = 8
 SHARD_DOCUMENTS = 20_000
 # What goes beside the general text: no prose, but what mathematics stands on.
 LESSONS = {"numbers": number_documents, "terms": term_documents}
-DATA = Path(__file__).parent / "data"
+DATA = STARTER / "data"
 # What ships inside the package stays small.
 HOLDOUT_CHARS = {"public": 170_000, "generated": 90_000}
 REPLAY_CHARS = {"public": 130_000, "generated": 130_000, "numbers": 40_000, "terms": 20_000}
@@ -132,7 +133,7 @@ def write_package_data(folder: Path, data: Path = DATA) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """The command line above."""
     parser = argparse.ArgumentParser(
-        "python -m trimtab.starter.corpora", description=(__doc__ or "").split("\n\n")[0]
+        "python -m tools.starter.corpora", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("out", type=Path, help="folder for the corpus")
     parser.add_argument("--texts", type=Path, help="folder where the Debian packages were unpacked")
