@@ -37,6 +37,7 @@ from trimtab.adapt.targets import EMBEDDING, HEAD
 from trimtab.adapt.tokens import fill_grown
 from trimtab.checkpoint import Found, Store
 from trimtab.checkpoint.folder import step_name
+from trimtab.evaluate import probe_items
 from trimtab.facts.errors import RecipeError, TrimtabError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import Decoder, build, check_weights, init_weights, load_weights, read_shape
@@ -54,7 +55,7 @@ from trimtab.run.quantizing import lay_out
 from trimtab.run.record import SAVED
 from trimtab.run.restoring import cut_log
 from trimtab.run.torch_setup import set_up_torch
-from trimtab.starter import FIELDS, math_problems, probe_items
+from trimtab.starter import FIELDS, math_problems
 from trimtab.text import Tokenizer
 from trimtab.trainer import Cadence, Job, MetricsLog, NoLog, Outcome, TrainState, train
 from trimtab.trainer.callbacks import Callbacks, Control

@@ -5,7 +5,6 @@
     recipe_file("demo")               the recipes that ship beside it
     math_documents(seed, count)       the mathematics corpus; math_problems(seed, count) held-out problems
     math_chats(seed, count)           the same problems as conversations
-    probe_items()                     pairs of sentences of which a model should prefer the first
 
 Names resolve when they are used (PEP 562).
 """
@@ -19,11 +18,9 @@ from trimtab.facts.lazy import lazily
 if TYPE_CHECKING:
     from trimtab.starter.files import base_folder, data_file, general_text, recipe_file
     from trimtab.starter.math import FIELDS, Problem, check, math_chats, math_documents, math_problems
-    from trimtab.starter.probe import ProbeItem, probe_items
 
 _PLACES = {
     "FIELDS": "math",
-    "ProbeItem": "probe",
     "Problem": "math",
     "base_folder": "files",
     "check": "math",
@@ -32,13 +29,11 @@ _PLACES = {
     "math_chats": "math",
     "math_documents": "math",
     "math_problems": "math",
-    "probe_items": "probe",
     "recipe_file": "files",
 }
 
 __all__ = [
     "FIELDS",
-    "ProbeItem",
     "Problem",
     "base_folder",
     "check",
@@ -47,7 +42,6 @@ __all__ = [
     "math_chats",
     "math_documents",
     "math_problems",
-    "probe_items",
     "recipe_file",
 ]
 

@@ -1,10 +1,13 @@
-"""Word lists for the generated stories: names, places, things, foods, professions (`words.toml`)."""
+"""Word lists for the generated stories: places, things, foods, professions (`words.toml`).
+
+Names and countable nouns are those of the word problems (`trimtab.starter.mathematics.words`).
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from trimtab.starter.general import tables
+from tools.starter.general import tables
 
 _LISTS = tables.read("words")
 
@@ -23,8 +26,6 @@ def _list(name: str) -> tuple[str, ...]:
     return tuple(_LISTS[name])
 
 
-GIRLS = _list("girls")
-BOYS = _list("boys")
 SURNAMES = _list("surnames")
 RELATIONS = tables.rows(_LISTS["relations"])
 PETS = _list("pets")
@@ -37,7 +38,6 @@ PLACES = _list("places")
 WILD_PLACES = _list("wild_places")
 HIDING_PLACES = _list("hiding_places")
 FOODS = _list("foods")
-COUNTED = _list("counted")
 NUMBERS = _list("numbers")
 DAYS = _list("days")
 MONTHS = _list("months")
