@@ -409,7 +409,7 @@ def describe(decoder: nn.Module) -> str:
 
 
 def packed_state(layer: QuantizedLinear, name: str = "weight") -> dict[str, torch.Tensor]:
-    """A layer's weight as bitsandbytes' entries of a state dict: NF4 only."""
+    """A layer's weight as bitsandbytes' entries of a state dict, NF4 only, for users who write such files."""
     weight = nf4_weight(layer)
     return weight.to_bitsandbytes(name)
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trimtab.facts.dtypes import BYTES, nbytes
+from trimtab.facts.dtypes import nbytes
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.choice import ImplChoice
@@ -206,13 +206,6 @@ def flops(rows: int, dims: tuple[int, int]) -> int:
     return nf4_spec.matmul_flops(rows, dims)
 
 
-def dequantize_bytes_moved(
-    dims: tuple[int, int], kind: str, dtype: str, *, block: int = BLOCK, double: bool = True
-) -> int:
-    """Memory traffic of dequantizing once: forward does so, and backward again (and recomputation, once more)."""
-    return packed_bytes(dims, kind, block=block, double=double) + BYTES[dtype] * math.prod(dims)
-
-
 def loading_peak_bytes(
     shape: ModelShape,
     kind: str,
@@ -225,7 +218,8 @@ def loading_peak_bytes(
 ) -> int:
     """Most bytes on the device while weights are read: the model, one weight in `dtype`, its packed copy.
 
-    torch's operations hold the values in hand in fp32 besides (NF4: up to 4 Mi of them).
+    torch's operations hold the values in hand in fp32 besides (NF4: up to 4 Mi of them). Plans do not count it: it
+    is for tests and for sizing a device by hand.
     """
     packed = linear_shapes(shape, skip)
     largest = max((math.prod(dims) for dims in packed.values()), default=0)

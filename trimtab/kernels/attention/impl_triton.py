@@ -121,6 +121,8 @@ def attention_triton(
 class FlashAttention(torch.autograd.Function):
     """The kernels for one head in the study's form; `impl_tiled.FlashAttention` is its readable twin.
 
+    For readers of the algorithm and for tests; models call `attention_triton`.
+
     Example:
         >>> Q = torch.randn(4, 128, 64, device="cuda", requires_grad=True)  # doctest: +SKIP
         >>> FlashAttention.apply(Q, Q, Q, True).shape  # doctest: +SKIP

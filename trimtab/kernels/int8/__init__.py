@@ -6,6 +6,8 @@
                                                     q = round(x · (1/s)) + z           x̂ = (q − z) · s
 
 in fp32, rounding half to even, q kept within −127…127 (absmax) or −128…127 (affine). Zero is exact in both.
+
+Recipes use absmax with a scale per row (`load_in_8bit`); the other forms are for users' own code.
 """
 
 # R rows, C columns (last dimension), S scales

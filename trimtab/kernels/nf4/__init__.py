@@ -108,6 +108,9 @@ def matmul(x_MK: torch.Tensor, weight: NF4Weight, *, impl: str = "auto") -> torc
     The weight is dequantized to x's dtype, as a plain product would see it. For one or two rows the Triton version
     does so inside the product, without the dequantized weight in memory; for more it is dequantized first.
 
+    For layers that users write themselves. trimtab's own (`trimtab.adapt.QuantizedLinear`) call the same kernels
+    through operators whose dequantized weights share a workspace.
+
     Example:
         >>> import torch
         >>> weight = quantize(torch.randn(8, 64))
