@@ -71,7 +71,7 @@ class Layer:
 
 def make_layer(sizes: Sizes, tokens: int, rank: int, device: str) -> Layer:
     """Random weights, adapters that do something, inputs and gradients, from one seed."""
-    impl = spec_quantized.choose(device=device).impl
+    impl = spec_quantized.choose_quantized_kernels(device=device).impl
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*dims: int, std: float) -> torch.Tensor:

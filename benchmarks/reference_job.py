@@ -45,7 +45,8 @@ def cases(seeds: int) -> list[str]:
 
 def prepare(work: Path) -> None:
     """The model folder and the documents, once."""
-    from trimtab.starter import base_folder, general_documents, math_documents
+    from tools.starter.stories import general_documents
+    from trimtab.starter import base_folder, math_documents
 
     model, documents = work / "model", work / "documents.jsonl"
     if not (model / "model.safetensors").exists():

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.kernels.attention import SHAPES, Inputs, Shape
 from trimtab.kernels.attention import launch_triton
-from trimtab.kernels.attention.launch_triton import NO_WINDOW, Job
+from trimtab.kernels.attention.launch_triton import NO_WINDOW, KernelArguments
 from trimtab.kernels.attention.tiles import Tiles, tiles
 from trimtab.lab.timing import time_together
 
@@ -44,21 +44,21 @@ class Runner:
         self.qkv = [x.detach() for x in inputs.leaves]
         self.grad = inputs.grad_BTHD
         self.bounds = inputs.layout.prepare("triton", "cuda", shape.T)
-        self.job = Job(NO_WINDOW, shape.D**-0.5, 0.0, True)
+        self.arguments = KernelArguments(NO_WINDOW, shape.D**-0.5, 0.0, True)
         self.default = {
             name: tiles(name, shape.D, 2, 90, packed=shape.packed) for name in ("forward", "query", "key")
         }
         self.o, self.lse = self.forward(self.default["forward"])
 
     def forward(self, chosen: Tiles) -> Any:
-        return launch_triton.forward(*self.qkv, self.bounds.first_BT, self.job, with_tiles=chosen)
+        return launch_triton.forward(*self.qkv, self.bounds.first_BT, self.arguments, with_tiles=chosen)
 
     def gradient(self, name: str, chosen: Tiles) -> Any:
         both = self.default | {name: chosen}
         first, last = self.bounds.first_BT, self.bounds.last_BT
         pair = both["query"], both["key"]
         return launch_triton.backward(
-            self.grad, *self.qkv, self.o, self.lse, first, last, self.job, with_tiles=pair
+            self.grad, *self.qkv, self.o, self.lse, first, last, self.arguments, with_tiles=pair
         )
 
     def run(self, name: str, variant: tuple[int, ...]) -> Any:

@@ -17,7 +17,7 @@ import torch._functorch.config as settings
 
 from benchmarks.kernels.case import Bench, Case, Contestant, floor
 from trimtab.facts.errors import ModelError
-from trimtab.kernels.attention import Layout, attention, choose, spec
+from trimtab.kernels.attention import Layout, attention, choose_attention, spec
 from trimtab.kernels.exactness import SHARE, judge
 
 PEERS = ("sdpa_cudnn", "sdpa_flash", "flex", "varlen")
@@ -150,7 +150,7 @@ def build(shape: Shape, backward: bool) -> Bench:
     contestants, absent = {}, {}
     for impl in ("triton", *PEERS):
         try:
-            choose(
+            choose_attention(
                 device="cuda",
                 capability=torch.cuda.get_device_capability(),
                 dtype="bf16",

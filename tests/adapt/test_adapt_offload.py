@@ -23,14 +23,14 @@ class Event:
         self.waited.append("host")
 
 
-class Store(HostStore):
+class StreamlessStore(HostStore):
     """Without the streams of a device."""
 
     def __init__(self) -> None:
         self._free, self._layer, self.host_bytes = [], None, 0
 
 
-def step(store: Store, *sizes: int) -> None:
+def step(store: StreamlessStore, *sizes: int) -> None:
     """A forward pass that keeps tensors of these sizes and a backward pass that gives them back."""
     taken = [store._take(size) for size in sizes]
     for buffer in reversed(taken):
@@ -40,7 +40,7 @@ def step(store: Store, *sizes: int) -> None:
 def test_sequences_that_grow_pin_no_more_than_the_longest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume within an epoch of group_by_length meets short microbatches before long ones."""
     monkeypatch.setattr(offload, "_Pinned", Buffer)
-    store = Store()
+    store = StreamlessStore()
     for length in (1, 3, 2, 4, 1, 5, 5, 2):
         step(store, *[100 * length, 40 * length] * 3)
     assert store.host_bytes == 3 * (500 + 200)
@@ -49,7 +49,7 @@ def test_sequences_that_grow_pin_no_more_than_the_longest_ones(monkeypatch: pyte
 
 def test_a_buffer_is_not_unpinned_while_a_copy_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "_Pinned", Buffer)
-    store, used = Store(), Event()
+    store, used = StreamlessStore(), Event()
     store._give(store._take(10), [used])  # type: ignore[list-item]
     assert store._take(20).num_bytes == 20
     assert used.waited == ["host"]

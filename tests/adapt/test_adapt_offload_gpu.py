@@ -20,7 +20,7 @@ from trimtab.adapt import (
     recompute,
     trained_parameters,
 )
-from trimtab.adapt.sent_results import LEAST
+from trimtab.adapt.offloaded_activations import MIN_ELEMENTS
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import build, init_weights
 from trimtab.model.decoder import Decoder
@@ -75,7 +75,7 @@ def test_dear_results_come_back_as_they_went(tiles: int, policy: str) -> None:
         for decoder in (kept, sent):
             decoder.zero_grad(set_to_none=True)
     # The input, attention's output and, in fp32, a number a row and head.
-    width = 2 * SHAPE.hidden_size * 2 + (SHAPE.num_heads * 4 if 1024 * SHAPE.num_heads >= LEAST else 0)
+    width = 2 * SHAPE.hidden_size * 2 + (SHAPE.num_heads * 4 if 1024 * SHAPE.num_heads >= MIN_ELEMENTS else 0)
     if policy == "offload_half":
         width += 2 * ((SHAPE.num_heads + 2 * SHAPE.num_kv_heads) * SHAPE.head_dim + SHAPE.hidden_size)
     assert sent.around.store.host_bytes >= SHAPE.num_layers * 4096 * width

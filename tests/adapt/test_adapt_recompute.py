@@ -21,9 +21,9 @@ from trimtab.adapt import (
     add_adapters,
     init_adapters,
     offload,
+    offloaded_activations,
     quantize_layout,
     recompute,
-    sent_results,
 )
 from trimtab.adapt.lora import set_masks
 from trimtab.adapt.spec_recompute import (
@@ -378,7 +378,7 @@ class Attended(TorchDispatchMode):
 def test_dear_results_travel_and_are_not_computed_again(
     policy: str, kind: str | None, tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sent_results, "LEAST", 1000)
+    monkeypatch.setattr(offloaded_activations, "MIN_ELEMENTS", 1000)
     want = trained(recompute.apply(adapted(kind), ["none"] * L, mlp_tiles=tiles))
     decoder = recompute.apply(adapted(kind), [policy] * L, mlp_tiles=tiles)
     offloading = decoder.around

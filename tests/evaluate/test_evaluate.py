@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -209,13 +209,6 @@ def test_a_text_longer_than_the_model_is_an_error(decoder: Decoder, tokenizer: t
         evaluate.log_likelihoods(decoder, tokenizer, ["word " * 500])
 
 
-@dataclass(frozen=True)
-class Choice:
-    kind: str
-    context: str
-    alternatives: tuple[str, ...]
-
-
 class CountingDecoder:
     """Finds each token as likely as its id is small, whatever stands before it."""
 
@@ -240,19 +233,19 @@ class Letters:
 
 def test_probe_counts_by_kind_and_a_tie_is_not_right() -> None:
     items = [
-        Choice("one", "x", ("ab", "az")),
-        Choice("one", "x", ("az", "ab")),
-        Choice("two", "", ("aa", "ab")),
-        Choice("two", "", ("ab", "ab")),
-        Choice("two", "", ("ab", "ac", "aa")),
-        Choice("two", "", ("ab", "ac", "ad")),
+        evaluate.ProbeItem("one", "x", ("ab", "az")),
+        evaluate.ProbeItem("one", "x", ("az", "ab")),
+        evaluate.ProbeItem("two", "", ("aa", "ab")),
+        evaluate.ProbeItem("two", "", ("ab", "ab")),
+        evaluate.ProbeItem("two", "", ("ab", "ac", "aa")),
+        evaluate.ProbeItem("two", "", ("ab", "ac", "ad")),
     ]
     scores = evaluate.probe(CountingDecoder(), Letters(), items, batch_size=3)  # type: ignore[arg-type]
     assert scores == {"one": 0.5, "two": 0.5}
 
 
-def test_the_starters_probe_runs(decoder: Decoder, tokenizer: text.Tokenizer) -> None:
-    items = starter.probe_items()
+def test_the_probe_runs(decoder: Decoder, tokenizer: text.Tokenizer) -> None:
+    items = evaluate.probe_items()
     scores = evaluate.probe(decoder, tokenizer, items)
     assert set(scores) == {item.kind for item in items}
     assert all(0 <= score <= 1 for score in scores.values())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_kernels_attention import by_impl, run
 
-from trimtab.kernels.attention import Layout, attention, choose
+from trimtab.kernels.attention import Layout, attention, choose_attention
 from trimtab.kernels.attention.spec import Case, make_inputs
 
 pytest.importorskip("triton")
@@ -122,7 +122,7 @@ def test_a_mask_does_not_stop_nan(impl):
     before, after = poisoned("v", torch.nan, device=device, impl=impl)
     assert before[0].isfinite().all()
     assert not others(after[0]).isfinite().all()
-    choice = choose(
+    choice = choose_attention(
         device=device, capability=(8, 0) if device == "cuda" else None, dtype="fp32", head_dim=16, packed=True,
         window=None, training=True,
     )  # fmt: skip

@@ -109,13 +109,13 @@ def test_every_tiling_gives_the_same_numbers(chosen, place):
     """Tiles larger and smaller than documents, windows and groups."""
     case = Case("tiles", B=1, T=150, S=150, H=6, K=2, D=16, window=77, documents=((20, 100, 30),))
     *inputs, grad, documents_BT = make_inputs(case, "fp32")
-    job = launch_triton.Job(case.window, 0.25, 0.0, True)
+    arguments = launch_triton.KernelArguments(case.window, 0.25, 0.0, True)
     with at(place) as device:
         inputs, grad = [x.to(device) for x in inputs], grad.to(device)
         bounds = Layout.packed(documents_BT).prepare("triton", device, case.T)
-        o, lse = launch_triton.forward(*inputs, bounds.first_BT, job, with_tiles=chosen)
+        o, lse = launch_triton.forward(*inputs, bounds.first_BT, arguments, with_tiles=chosen)
         grads = launch_triton.backward(
-            grad, *inputs, o, lse, bounds.first_BT, bounds.last_BT, job, with_tiles=(chosen, chosen)
+            grad, *inputs, o, lse, bounds.first_BT, bounds.last_BT, arguments, with_tiles=(chosen, chosen)
         )
         want = run(by_impl(case, documents_BT, "reference"), inputs, grad)
     for x, y in zip((o, *grads), want, strict=True):

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import ModelError
-from trimtab.kernels.attention import IMPLS, Layout, attention, choose
+from trimtab.kernels.attention import IMPLS, Layout, attention, choose_attention
 from trimtab.kernels.attention.spec import CAPPED, CASES, Case, make_inputs
 from trimtab.kernels.exactness import SHARE, judge
 
@@ -382,7 +382,7 @@ GPU_CASES = (
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_exact_on_a_gpu(impl, dtype, case):
-    """Whatever `choose` says can serve is exact, and whatever it refuses raises."""
+    """Whatever `choose_attention` says can serve is exact, and whatever it refuses raises."""
     if impl == "flex":
         if dtype != "bf16":
             pytest.skip("flex compiles for some ten seconds a case: one dtype is enough")
@@ -399,7 +399,7 @@ def test_exact_on_a_gpu(impl, dtype, case):
         "softcap": case.softcap,
     }
     try:
-        choose(**facts, requested=impl)
+        choose_attention(**facts, requested=impl)
     except ModelError:
         with pytest.raises((ModelError, RuntimeError)):
             compare(case, impl, dtype, "cuda")

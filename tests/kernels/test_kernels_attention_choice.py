@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.facts.errors import ModelError
-from trimtab.kernels.attention import IMPLS, Layout, attention, choose, spec
+from trimtab.kernels.attention import IMPLS, Layout, attention, choose_attention, spec
 
 CPU = {
     "device": "cpu",
@@ -50,7 +50,7 @@ H100 = {**CPU, "device": "cuda", "capability": (9, 0), "dtype": "bf16"}
     ],
 )
 def test_auto(change, impl):
-    choice = choose(**{**H100, **change})
+    choice = choose_attention(**{**H100, **change})
     assert choice.impl == impl, choice
     assert [name for name, _ in choice.rejected] == [name for name in IMPLS if name != impl]
 
@@ -58,37 +58,37 @@ def test_auto(change, impl):
 def test_auto_on_a_cpu():
     for packed in (False, True):
         for window in (None, 16):
-            assert choose(**{**CPU, "packed": packed, "window": window}).impl == "sdpa_flash"
+            assert choose_attention(**{**CPU, "packed": packed, "window": window}).impl == "sdpa_flash"
 
 
 def test_the_reasons_name_the_cause():
-    old = dict(choose(**{**H100, "dtype": "fp16", "capability": (7, 5)}).rejected)
+    old = dict(choose_attention(**{**H100, "dtype": "fp16", "capability": (7, 5)}).rejected)
     assert "7.5 is below 8.0" in old["varlen"]
-    assert "not fp32" in dict(choose(**{**H100, "dtype": "fp32"}).rejected)["sdpa_flash"]
-    assert "no backward on a CPU" in dict(choose(**CPU).rejected)["flex"]
-    assert "packed documents would see each other" in dict(choose(**H100).rejected)["sdpa_cudnn"]
-    assert "fp32, packed documents, on a CPU" in choose(**CPU).reason
+    assert "not fp32" in dict(choose_attention(**{**H100, "dtype": "fp32"}).rejected)["sdpa_flash"]
+    assert "no backward on a CPU" in dict(choose_attention(**CPU).rejected)["flex"]
+    assert "packed documents would see each other" in dict(choose_attention(**H100).rejected)["sdpa_cudnn"]
+    assert "fp32, packed documents, on a CPU" in choose_attention(**CPU).reason
 
 
 def test_a_request_is_kept_or_refused():
-    assert choose(**CPU, requested="reference").impl == "reference"
-    assert choose(**{**CPU, "training": False}, requested="flex").impl == "flex"
+    assert choose_attention(**CPU, requested="reference").impl == "reference"
+    assert choose_attention(**{**CPU, "training": False}, requested="flex").impl == "flex"
     with pytest.raises(
         ModelError, match=r"'flex' cannot serve this job: FlexAttention has no backward.*sdpa_flash"
     ):
-        choose(**CPU, requested="flex")
+        choose_attention(**CPU, requested="flex")
     with pytest.raises(ModelError, match="multiples of 8, these are 20"):
-        choose(**{**H100, "head_dim": 20}, requested="varlen")
-    assert choose(**H100, requested="triton").impl == "triton"
+        choose_attention(**{**H100, "head_dim": 20}, requested="varlen")
+    assert choose_attention(**H100, requested="triton").impl == "triton"
     with pytest.raises(ModelError, match="at most 256 numbers, these have 300"):
-        choose(**{**H100, "head_dim": 300}, requested="triton")
-    assert choose(**H100, tokens=128, requested="flex").impl == "flex"
+        choose_attention(**{**H100, "head_dim": 300}, requested="triton")
+    assert choose_attention(**H100, tokens=128, requested="flex").impl == "flex"
     with pytest.raises(ModelError, match="needs 128 queries, this job has calls with 127"):
-        choose(**H100, tokens=127, requested="flex")
+        choose_attention(**H100, tokens=127, requested="flex")
     with pytest.raises(ModelError, match="no soft cap on scores"):
-        choose(**H100, softcap=30.0, requested="varlen")
+        choose_attention(**H100, softcap=30.0, requested="varlen")
     with pytest.raises(ModelError, match="no attention called 'eager'"):
-        choose(**CPU, requested="eager")
+        choose_attention(**CPU, requested="eager")
 
 
 @given(
@@ -105,8 +105,8 @@ def test_a_request_is_kept_or_refused():
 )
 def test_every_job_gets_an_answer_that_stands_when_asked_for(device, capability, **job):
     job |= {"device": device, "capability": capability if device == "cuda" else None}
-    choice = choose(**job)
-    assert choose(**job, requested=choice.impl).impl == choice.impl
+    choice = choose_attention(**job)
+    assert choose_attention(**job, requested=choice.impl).impl == choice.impl
     assert len(choice.rejected) == len(IMPLS) - 1
     assert all(reason for _, reason in choice.rejected)
 

@@ -177,12 +177,12 @@ case(
     lambda w, remedy: further(w, float(remedy.partition("lora_dropout to ")[2].split()[0])),
 )
 case(
-    "adapt/spec_quantized.py:choose: choose {}",
+    "adapt/spec_quantized.py:choose_quantized_kernels: choose {}",
     lambda w: quantized(w, impl="cutlass"),
     lambda w, remedy: quantized(w, impl=listed(remedy, "choose")[0]),
 )
 case(
-    "adapt/spec_quantized.py:choose: leave it at auto",
+    "adapt/spec_quantized.py:choose_quantized_kernels: leave it at auto",
     lambda w: quantized(w, impl="triton"),
     lambda w, remedy: quantized(w, impl=remedy.split()[-1]),
 )

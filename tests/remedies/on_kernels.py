@@ -12,9 +12,9 @@ from cases import World, case, in_turn, listed, settings
 
 from trimtab.facts.errors import ModelError, ResourceError
 from trimtab.kernels import int8, nf4
-from trimtab.kernels.adamw8bit.choice import choose as choose_adamw8bit
+from trimtab.kernels.adamw8bit.choice import choose_adamw8bit
 from trimtab.kernels.attention import Layout, attention
-from trimtab.kernels.attention.choice import choose as choose_attention
+from trimtab.kernels.attention.choice import choose_attention
 from trimtab.kernels.gated_mlp import gated_activation
 from trimtab.kernels.linear_cross_entropy import linear_cross_entropy
 from trimtab.kernels.linear_cross_entropy.shards import (
@@ -111,7 +111,7 @@ def named_attention(w: World, name: str) -> str:
 
 
 case(
-    "kernels/attention/choice.py:choose: use auto (here: {})",
+    "kernels/attention/choice.py:choose_attention: use auto (here: {})",
     lambda w: named_attention(w, "sdpa_cudnn"),
     lambda w, remedy: (
         in_turn(lambda name: named_attention(w, name), re.findall(r"auto|here: (\w+)", remedy)[1:])
@@ -126,7 +126,7 @@ def chosen(name: str) -> object:
 
 
 case(
-    "kernels/attention/choice.py:choose: use auto or one of {}",
+    "kernels/attention/choice.py:choose_attention: use auto or one of {}",
     lambda w: chosen("nobody"),
     lambda w, remedy: (chosen("auto"), known_choices(listed(remedy, "one of"))),
 )
@@ -438,12 +438,12 @@ def eight_bit(w: World, name: str) -> str:
 
 
 case(
-    "kernels/adamw8bit/choice.py:choose: set optim_implementation: auto",
+    "kernels/adamw8bit/choice.py:choose_adamw8bit: set optim_implementation: auto",
     lambda w: eight_bit(w, "triton"),
     lambda w, remedy: w.plan("optim=adamw_8bit", *settings(remedy)[0]),
 )
 offers(
-    "kernels/adamw8bit/choice.py:choose: choose one of {}",
+    "kernels/adamw8bit/choice.py:choose_adamw8bit: choose one of {}",
     lambda name: choose_adamw8bit(device="cuda", triton=True, requested=name),
 )
 case(

@@ -12,7 +12,6 @@ from cases import World, case, in_turn, listed
 
 from trimtab.starter.files import data_file, recipe_file
 from trimtab.starter.math import math_problems, worked
-from trimtab.starter.stories import general_document
 
 
 def offers(key: str, attempt: Callable[[str], object]) -> None:
@@ -22,7 +21,6 @@ def offers(key: str, attempt: Callable[[str], object]) -> None:
 offers("starter/files.py:data_file: use one of {}", data_file)
 offers("starter/files.py:recipe_file: use one of {}", recipe_file)
 offers("starter/math.py:worked: use one of {}", lambda split: worked("addition", random.Random(0), split))
-offers("starter/stories.py:general_document: use one of {}", lambda split: general_document(0, 0, split))
 case(
     "starter/math.py:math_problems: ask for at most 1000",
     lambda w: math_problems(0, 10**6),

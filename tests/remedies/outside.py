@@ -63,8 +63,6 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "run/choices.py:_read: use that version",
         "report/rundata.py:_plan: use a newer trimtab",
         "starter/files.py:base_folder: install trimtab anew",
-        "starter/texts.py:chapters: `apt-get download {}`, then `dpkg-deb -x {}_*.deb {}`",
-        "starter/texts.py:r_strings: use the package of Debian 12",
         "trainer/tracking.py:TensorBoardSink.__init__: pip install 'trimtab[tensorboard]'",
         "trainer/tracking.py:WandbSink.__init__: pip install 'trimtab[wandb]'",
     ),

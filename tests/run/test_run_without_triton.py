@@ -42,7 +42,7 @@ def test_nothing_of_it_is_chosen(device: DeviceFacts, bits: str) -> None:
 
 def test_asked_for_by_name_it_is_refused() -> None:
     with pytest.raises(RecipeError, match="do not run here"):
-        spec_quantized.choose(device="cuda", triton=False, requested="triton")
+        spec_quantized.choose_quantized_kernels(device="cuda", triton=False, requested="triton")
 
 
 @pytest.mark.parametrize(

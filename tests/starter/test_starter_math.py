@@ -9,9 +9,7 @@ import re
 import pytest
 
 from trimtab.facts.errors import DataError
-from trimtab.facts.randomness import derive
 from trimtab.starter.math import TOPICS, Problem, check, math_documents, math_problems, worked
-from trimtab.starter.mathematics.problem import HELDOUT_ONE_IN
 
 
 def polynomial(text: str, x: float) -> float:
@@ -158,38 +156,3 @@ def test_too_many_problems_is_an_error() -> None:
     assert len({p.prompt for p in math_problems(0, 1000)}) == 1000
     with pytest.raises(DataError, match="at most 1000"):
         math_problems(0, 1001)
-
-
-def test_number_facts_hold_and_answer_no_heldout_problem() -> None:
-    from trimtab.starter.numbers import SIGNS, number_documents
-
-    names = {sign: topic for topic, sign in SIGNS.items()}
-    signs = {"+": int.__add__, "-": int.__sub__, "×": int.__mul__, "/": int.__floordiv__}
-    seen = 0
-    for line in "\n".join(number_documents(3, 300)).splitlines():
-        parts = line.split()
-        if len(parts) != 5 or parts[1] not in signs:
-            continue
-        a, b, result = int(parts[0]), int(parts[2]), int(parts[4])
-        assert signs[parts[1]](a, b) == result, line
-        key = (min(a, b), max(a, b)) if parts[1] == "+" else (a, b)
-        basic = {
-            "+": a < 10 and b < 10,
-            "-": b < 10 and a - b < 10,
-            "×": b <= 10,
-            "/": False,
-        }[parts[1]]
-        held = derive(0, "starter-split", names[parts[1]], *key) % HELDOUT_ONE_IN == 0
-        assert basic or not held, line
-        seen += 1
-    assert seen > 1000
-
-
-def test_terms_are_said_again_as_they_were() -> None:
-    from trimtab.starter.terms import term_documents
-
-    sums = [line for d in term_documents(3, 200) for line in d.splitlines() if "part is" in line]
-    assert len(sums) > 200
-    for line in sums:
-        expression, told = line.rstrip(".").split(": ")
-        assert [part.split(" is ")[1] for part in told.split(", ")] == expression.split(" + ")

@@ -50,7 +50,7 @@ class QuantizedLinear(nn.Module):
         double: NF4: scales in 8 bits.
         dtype: of the weight before it is quantized, and of the bias unless that has its own.
         bias_dtype: of the bias.
-        impl: "reference" or "triton": `spec_quantized.choose`.
+        impl: "reference" or "triton": `spec_quantized.choose_quantized_kernels`.
         device: of the (uninitialized) tensors.
 
     Example:
@@ -343,7 +343,9 @@ def quantize_layout(
     """
     where = torch.device(device) if device is not None else decoder.model.embed_tokens.weight.device
     assert where.type != "meta", "say on which device the weights will lie: device="
-    chosen = spec_quantized.choose(device=where.type, triton=runs_triton(where), requested=impl).impl
+    chosen = spec_quantized.choose_quantized_kernels(
+        device=where.type, triton=runs_triton(where), requested=impl
+    ).impl
     for name, linear in _linears(decoder, (*skip, *spec_quantized.NEVER)):
         layer = QuantizedLinear(
             linear.in_features,
@@ -407,7 +409,7 @@ def describe(decoder: nn.Module) -> str:
 
 
 def packed_state(layer: QuantizedLinear, name: str = "weight") -> dict[str, torch.Tensor]:
-    """A layer's weight as bitsandbytes' entries of a state dict: NF4 only."""
+    """A layer's weight as bitsandbytes' entries of a state dict, NF4 only, for users who write such files."""
     weight = nf4_weight(layer)
     return weight.to_bitsandbytes(name)
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trimtab.adapt import sent_results
+from trimtab.adapt import offloaded_activations
 from trimtab.adapt.spec_recompute import ATTENTION_OPERATORS, HOST, POLICIES, SAVED_PRODUCTS
 from trimtab.adapt.tiled import tiled
 from trimtab.facts.errors import RecipeError
@@ -132,7 +132,9 @@ def _context_fn(policy: str, offloading: _Offloading) -> Callable[[], Any]:
         return _no_contexts
     if policy not in HOST or offloading.store is None or torch.compiler.is_compiling():
         return functools.partial(_selective_contexts, policy)
-    return functools.partial(sent_results.contexts, functools.partial(_is_saved, policy), offloading.store)
+    return functools.partial(
+        offloaded_activations.offloading_contexts, functools.partial(_is_saved, policy), offloading.store
+    )
 
 
 def _selective_contexts(policy: str) -> Any:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from trimtab.facts.dtypes import BYTES, nbytes
+from trimtab.facts.dtypes import nbytes
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
+from trimtab.kernels.choice import ImplChoice
 from trimtab.kernels.int8 import spec as int8_spec
 from trimtab.kernels.nf4 import spec as nf4_spec
 from trimtab.model import spec as model_spec
@@ -52,14 +52,7 @@ class Quantization:
         return self.block or BLOCK
 
 
-class Choice(NamedTuple):
-    """The implementation and why it."""
-
-    impl: str
-    reason: str
-
-
-def choose(*, device: str, triton: bool = True, requested: str = "auto") -> Choice:
+def choose_quantized_kernels(*, device: str, triton: bool = True, requested: str = "auto") -> ImplChoice:
     """Which code dequantizes: decided once, when the layers are laid out; one that cannot run is an error.
 
     Args:
@@ -68,15 +61,15 @@ def choose(*, device: str, triton: bool = True, requested: str = "auto") -> Choi
         requested: auto, reference or triton.
 
     Example:
-        >>> choose(device="cpu").impl, choose(device="cuda").impl
+        >>> choose_quantized_kernels(device="cpu").impl, choose_quantized_kernels(device="cuda").impl
         ('reference', 'triton')
     """
     available = device == "cuda" and triton
     where = "here" if device == "cuda" else f"on the {device}"
     if requested == "auto":
         if available:
-            return Choice("triton", "one launch a weight; the same bits as torch's operations")
-        return Choice("reference", f"torch's own operations: Triton's kernels do not run {where}")
+            return ImplChoice("triton", "one launch a weight; the same bits as torch's operations")
+        return ImplChoice("reference", f"torch's own operations: Triton's kernels do not run {where}")
     if requested not in nf4_spec.IMPLS:
         raise RecipeError(
             f"quantized layers have no implementation {requested!r}", f"choose {', '.join(nf4_spec.IMPLS)}"
@@ -86,7 +79,7 @@ def choose(*, device: str, triton: bool = True, requested: str = "auto") -> Choi
             f"Triton's kernels need a CUDA device and Triton, and do not run {where}",
             "leave it at auto",
         )
-    return Choice(requested, "asked for by name")
+    return ImplChoice(requested, "asked for by name")
 
 
 def linear_shapes(shape: ModelShape, skip: tuple[str, ...] = ()) -> dict[str, tuple[int, int]]:
@@ -213,13 +206,6 @@ def flops(rows: int, dims: tuple[int, int]) -> int:
     return nf4_spec.matmul_flops(rows, dims)
 
 
-def dequantize_bytes_moved(
-    dims: tuple[int, int], kind: str, dtype: str, *, block: int = BLOCK, double: bool = True
-) -> int:
-    """Memory traffic of dequantizing once: forward does so, and backward again (and recomputation, once more)."""
-    return packed_bytes(dims, kind, block=block, double=double) + BYTES[dtype] * math.prod(dims)
-
-
 def loading_peak_bytes(
     shape: ModelShape,
     kind: str,
@@ -232,7 +218,8 @@ def loading_peak_bytes(
 ) -> int:
     """Most bytes on the device while weights are read: the model, one weight in `dtype`, its packed copy.
 
-    torch's operations hold the values in hand in fp32 besides (NF4: up to 4 Mi of them).
+    torch's operations hold the values in hand in fp32 besides (NF4: up to 4 Mi of them). Plans do not count it: it
+    is for tests and for sizing a device by hand.
     """
     packed = linear_shapes(shape, skip)
     largest = max((math.prod(dims) for dims in packed.values()), default=0)

@@ -50,7 +50,7 @@ def lend(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> It
 
 
 def held_bytes(device: torch.device | str | None = None) -> int:
-    """Bytes that the buffers hold now, on one device or on all."""
+    """Bytes that the buffers hold now, on one device or on all; for tests and measurements."""
     kind = None if device is None else torch.device(device).type
     return sum(buffer.numel() for key, buffer in _buffers.items() if kind in (None, key[0]))
 

@@ -207,12 +207,12 @@ def _processor_rows(cores: int) -> list[Row]:
 
 def _attention_rows() -> list[Row]:
     """A heading, the implementation that will be used, then why each of the others will not."""
-    from trimtab.kernels.attention.choice import choose
+    from trimtab.kernels.attention.choice import choose_attention
     from trimtab.run.device import detect
 
     device = detect()
     dtype = "bf16" if device.bf16 else "fp32"
-    choice = choose(
+    choice = choose_attention(
         device=device.kind,
         capability=device.capability,
         dtype=dtype,

@@ -1,6 +1,7 @@
 """Measuring a model: loss and perplexity, the probe of grammar and reasoning, exact answers.
 
     result = evaluate.loss(decoder, batches)              result.loss, result.perplexity, result.tokens
+    items = evaluate.probe_items()                        minimal pairs of sentences, the right one first
     scores = evaluate.probe(decoder, tokenizer, items)    {"agreement": 0.94, …}
 
 Names resolve when they are used (PEP 562): importing this package imports no torch.
@@ -15,13 +16,15 @@ from trimtab.facts.lazy import lazily
 if TYPE_CHECKING:
     from trimtab.evaluate.answers import AnswerResult, Example, exact_answers
     from trimtab.evaluate.likelihood import log_likelihoods, mean_losses, probe, probe_choices
+    from trimtab.evaluate.minimal_pairs import ProbeItem, probe_items
     from trimtab.evaluate.perplexity import LossResult, UnitLosses, loss
 
-# No module is called `loss` or `probe`: importing it would put the module where the function belongs.
+# No module is called `loss`, `probe` or `probe_items`: importing it would put the module where the function belongs.
 _PLACES = {
     "AnswerResult": "answers",
     "Example": "answers",
     "LossResult": "perplexity",
+    "ProbeItem": "minimal_pairs",
     "exact_answers": "answers",
     "log_likelihoods": "likelihood",
     "mean_losses": "likelihood",
@@ -29,12 +32,14 @@ _PLACES = {
     "UnitLosses": "perplexity",
     "probe": "likelihood",
     "probe_choices": "likelihood",
+    "probe_items": "minimal_pairs",
 }
 
 __all__ = [
     "AnswerResult",
     "Example",
     "LossResult",
+    "ProbeItem",
     "UnitLosses",
     "exact_answers",
     "log_likelihoods",
@@ -42,6 +47,7 @@ __all__ = [
     "mean_losses",
     "probe",
     "probe_choices",
+    "probe_items",
 ]
 
 __getattr__ = lazily(__name__, _PLACES)

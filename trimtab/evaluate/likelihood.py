@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
+from trimtab.evaluate.minimal_pairs import ProbeItem
 from trimtab.facts.errors import DataError, ModelError, TrainingError
 from trimtab.kernels.attention import Layout
 from trimtab.model import Decoder
@@ -25,17 +25,6 @@ from trimtab.text import Tokenizer
 IGNORE = -100
 Row = tuple[Sequence[int], Sequence[bool] | None]
 """Tokens of a text, and which of them count; None for all."""
-
-
-class Item(Protocol):
-    """A choice between alternatives that continue a context; the first one is right."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def context(self) -> str: ...
-    @property
-    def alternatives(self) -> tuple[str, ...]: ...
 
 
 def log_likelihoods(
@@ -140,7 +129,7 @@ def _targets(row: Sequence[int], counted: Sequence[bool]) -> list[int]:
 
 
 def probe_choices(
-    decoder: Decoder, tokenizer: Tokenizer, items: Sequence[Item], *, batch_size: int = 64
+    decoder: Decoder, tokenizer: Tokenizer, items: Sequence[ProbeItem], *, batch_size: int = 64
 ) -> dict[str, list[bool]]:
     """Whether the right alternative is the likeliest, item by item of each kind; a tie is not right.
 
@@ -148,7 +137,7 @@ def probe_choices(
     alternatives alone (and a tokenizer may join the end of a context with the beginning of a continuation).
 
     Example:
-        >>> probe_choices(decoder, tokenizer, starter.probe_items())          # doctest: +SKIP
+        >>> probe_choices(decoder, tokenizer, probe_items())          # doctest: +SKIP
         {'agreement': [True, True, False, …], …}
     """
     texts = [item.context + alternative for item in items for alternative in item.alternatives]
@@ -161,12 +150,12 @@ def probe_choices(
 
 
 def probe(
-    decoder: Decoder, tokenizer: Tokenizer, items: Sequence[Item], *, batch_size: int = 64
+    decoder: Decoder, tokenizer: Tokenizer, items: Sequence[ProbeItem], *, batch_size: int = 64
 ) -> dict[str, float]:
     """Share of the items of each kind in which the right alternative is the likeliest (`probe_choices`).
 
     Example:
-        >>> probe(decoder, tokenizer, starter.probe_items())          # doctest: +SKIP
+        >>> probe(decoder, tokenizer, probe_items())          # doctest: +SKIP
         {'agreement': 0.94, 'determiner': 1.0, 'arithmetic': 0.55}
     """
     choices = probe_choices(decoder, tokenizer, items, batch_size=batch_size)

@@ -12,7 +12,7 @@ from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.facts.units import format_bytes
-from trimtab.kernels.adamw8bit.choice import choose as choose_adamw8bit
+from trimtab.kernels.adamw8bit.choice import choose_adamw8bit
 from trimtab.plan.job import Job
 from trimtab.plan.make import Plan
 from trimtab.plan.memory import predict
@@ -165,7 +165,7 @@ def _can_be_packed(job: Job) -> bool:
 
 
 def _nf4(device: DeviceFacts) -> Quantization:
-    impl = spec_quantized.choose(device=device.kind, triton=device.runs_triton).impl
+    impl = spec_quantized.choose_quantized_kernels(device=device.kind, triton=device.runs_triton).impl
     return Quantization("nf4", double=True, impl=impl)
 
 

@@ -37,6 +37,7 @@ from trimtab.adapt.targets import EMBEDDING, HEAD
 from trimtab.adapt.tokens import fill_grown
 from trimtab.checkpoint import Found, Store
 from trimtab.checkpoint.layout import step_name
+from trimtab.evaluate import probe_items
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import RecipeError, TrimtabError
 from trimtab.facts.shapes import ModelShape
@@ -56,7 +57,7 @@ from trimtab.run.quantizing import lay_out
 from trimtab.run.record import SAVED
 from trimtab.run.resume import cut_log
 from trimtab.run.torch_setup import set_up_torch
-from trimtab.starter import FIELDS, math_problems, probe_items
+from trimtab.starter import FIELDS, math_problems
 from trimtab.text import Tokenizer
 from trimtab.trainer import Cadence, MetricsLog, NoLog, Outcome, TrainingSetup, TrainState, train
 from trimtab.trainer.callbacks import Callbacks, Control

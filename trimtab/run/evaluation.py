@@ -17,12 +17,13 @@ import torch
 
 from trimtab import evaluate
 from trimtab.data import Batch
+from trimtab.evaluate import ProbeItem, probe_items
 from trimtab.facts.errors import RecipeError
 from trimtab.generate import SamplingOptions, generate_many
 from trimtab.model import Decoder
 from trimtab.run.corpora import Watcher, open_for_eval
 from trimtab.run.torch_setup import on_device_of
-from trimtab.starter import ProbeItem, Problem, check, math_problems, probe_items
+from trimtab.starter import Problem, check, math_problems
 from trimtab.text import Tokenizer
 
 if TYPE_CHECKING:

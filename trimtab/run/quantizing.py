@@ -83,7 +83,7 @@ def requantized(quantization: Quantization | None, device: torch.device) -> Quan
     """A run's choice on this machine's device: the same bytes, read by the code that runs here."""
     if quantization is None:
         return None
-    impl = spec_quantized.choose(device=device.type, triton=runs_triton(device)).impl
+    impl = spec_quantized.choose_quantized_kernels(device=device.type, triton=runs_triton(device)).impl
     return dataclasses.replace(quantization, impl=impl)
 
 

@@ -19,9 +19,9 @@ from trimtab.facts.compilers import compile_obstacle
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ModelError, RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
-from trimtab.kernels.adamw8bit.choice import choose as choose_adamw8bit
-from trimtab.kernels.attention.choice import choose
-from trimtab.kernels.linear_cross_entropy.choice import choose as choose_loss
+from trimtab.kernels.adamw8bit.choice import choose_adamw8bit
+from trimtab.kernels.attention.choice import choose_attention
+from trimtab.kernels.linear_cross_entropy.choice import choose_loss
 from trimtab.plan.job import Job
 from trimtab.plan.limits import resolve_memory_plan
 from trimtab.plan.make import job_of
@@ -133,7 +133,7 @@ def resolve_inference(
         dtype: number format of weights and arithmetic.
         capability: a CUDA device's compute capability.
     """
-    attention = choose(
+    attention = choose_attention(
         device=device.partition(":")[0],
         capability=capability,
         dtype=dtype,
@@ -150,7 +150,7 @@ def resolve_inference(
         threads=0,
         deterministic=False,
         precision=PrecisionConfig(dtype, dtype, dtype),
-        attention=AttentionConfig(layers, attention.reason, tuple(attention.rejected)),
+        attention=AttentionConfig(layers, attention.reason, attention.rejected),
         optimizer=OptimizerConfig("none", "none", "nothing is trained"),
     )
 
@@ -194,7 +194,11 @@ def resolve_backends(recipe: Recipe, shape: ModelShape, device: DeviceFacts, thr
         optimizer=_optimizer(recipe, device),
         compile=_compile(recipe, device, attention.only.packed),
         loss=LossConfig(
-            *loss, label_smoothing=recipe.label_smoothing_factor or 0.0, z_loss=recipe.z_loss or 0.0
+            loss.impl,
+            loss.memory_bytes,
+            loss.reason,
+            label_smoothing=recipe.label_smoothing_factor or 0.0,
+            z_loss=recipe.z_loss or 0.0,
         ),
         pointwise=_pointwise(device, autocast=dtype != weights),
         lora=settings,
@@ -227,7 +231,7 @@ def _quantization(recipe: Recipe, device: DeviceFacts, weights: str) -> Quantiza
     """How frozen weights are quantized, the format they are rounded to before, and which code reads them; or None."""
     if not (recipe.load_in_4bit or recipe.load_in_8bit):
         return None
-    chosen = spec_quantized.choose(device=device.kind, triton=device.runs_triton)
+    chosen = spec_quantized.choose_quantized_kernels(device=device.kind, triton=device.runs_triton)
     nf4 = recipe.load_in_4bit
     return Quantization(
         kind="nf4" if nf4 else "int8",
@@ -254,15 +258,15 @@ def _attention(recipe: Recipe, shape: ModelShape, device: DeviceFacts, dtype: st
         "tokens": recipe.max_seq_length,
         "triton": device.triton,
     }
-    packed = choose(packed=True, **job)
+    packed = choose_attention(packed=True, **job)
     unpacked, reason = packed.impl, packed.reason
     if not recipe.packing and recipe.model.attn_implementation == "auto":
-        other = choose(packed=False, **job)
+        other = choose_attention(packed=False, **job)
         if other.impl != packed.impl:
             unpacked = other.impl
             reason = f"{other.reason}; {packed.impl} where measured texts are packed"
     layers = (LayerAttention(packed.impl, unpacked),) * shape.num_layers
-    return AttentionConfig(layers, reason, tuple(packed.rejected))
+    return AttentionConfig(layers, reason, packed.rejected)
 
 
 def _optimizer(recipe: Recipe, device: DeviceFacts) -> OptimizerConfig:

@@ -1,12 +1,10 @@
-"""The embedded base model, the text it came from, and the generators of its corpora; no torch here.
+"""The embedded base model, the text files that ship with it, and the mathematics corpus; no torch here.
 
     base_folder()                     the base model, a Hugging Face folder
     data_file("general")              held-out general text; data_file("replay") text it was trained on
     recipe_file("demo")               the recipes that ship beside it
     math_documents(seed, count)       the mathematics corpus; math_problems(seed, count) held-out problems
     math_chats(seed, count)           the same problems as conversations
-    general_documents(seed, count)    stories, facts, conversations
-    probe_items()                     pairs of sentences of which a model should prefer the first
 
 Names resolve when they are used (PEP 562).
 """
@@ -20,38 +18,30 @@ from trimtab.facts.lazy import lazily
 if TYPE_CHECKING:
     from trimtab.starter.files import base_folder, data_file, general_text, recipe_file
     from trimtab.starter.math import FIELDS, Problem, check, math_chats, math_documents, math_problems
-    from trimtab.starter.probe import ProbeItem, probe_items
-    from trimtab.starter.stories import general_documents
 
 _PLACES = {
     "FIELDS": "math",
-    "ProbeItem": "probe",
     "Problem": "math",
     "base_folder": "files",
     "check": "math",
     "data_file": "files",
-    "general_documents": "stories",
     "general_text": "files",
     "math_chats": "math",
     "math_documents": "math",
     "math_problems": "math",
-    "probe_items": "probe",
     "recipe_file": "files",
 }
 
 __all__ = [
     "FIELDS",
-    "ProbeItem",
     "Problem",
     "base_folder",
     "check",
     "data_file",
-    "general_documents",
     "general_text",
     "math_chats",
     "math_documents",
     "math_problems",
-    "probe_items",
     "recipe_file",
 ]
 

@@ -1,4 +1,4 @@
-"""The embedded mathematics corpus: documents for training and held-out problems with checkable answers.
+"""The mathematics corpus, used at run time (`starter:math`, exact answers): documents and held-out problems.
 
 A document holds one to six problems, each with a short worked solution and an "Answer:" line:
 

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from trimtab.facts.errors import RecipeError
 from trimtab.kernels.adamw8bit.spec import IMPLS
+from trimtab.kernels.choice import ImplChoice
 
 
-class Choice(NamedTuple):
-    """The implementation and why it."""
-
-    impl: str
-    reason: str
-
-
-def choose(*, device: str, triton: bool = True, requested: str = "auto") -> Choice:
+def choose_adamw8bit(*, device: str, triton: bool = True, requested: str = "auto") -> ImplChoice:
     """Picks the implementation, or confirms the one asked for; one that cannot run is an error.
 
     Example:
-        >>> choose(device="cpu").impl, choose(device="cuda").impl
+        >>> choose_adamw8bit(device="cpu").impl, choose_adamw8bit(device="cuda").impl
         ('reference', 'triton')
     """
     available = device == "cuda" and triton
     if requested == "auto":
         if available:
-            return Choice("triton", "one kernel for all weights")
-        return Choice("reference", "torch's own operations, on any device")
+            return ImplChoice("triton", "one kernel for all weights")
+        return ImplChoice("reference", "torch's own operations, on any device")
     if requested not in IMPLS:
         raise RecipeError(f"there is no 8-bit AdamW {requested!r}", f"choose one of {', '.join(IMPLS)}")
     if requested != "reference" and not available:
@@ -35,4 +27,4 @@ def choose(*, device: str, triton: bool = True, requested: str = "auto") -> Choi
             f"optim_implementation: {requested} needs a CUDA device and Triton, and {lacking}",
             "set optim_implementation: auto",
         )
-    return Choice(requested, "named in the recipe")
+    return ImplChoice(requested, "named in the recipe")

@@ -1,4 +1,4 @@
-"""The step in fp64 on uncompressed moments: what every implementation is measured against."""
+"""The step in fp64 on uncompressed moments: what tests and benchmarks compare every implementation with."""
 
 from __future__ import annotations
 

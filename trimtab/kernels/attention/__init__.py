@@ -9,7 +9,7 @@ the key/value head it shares and A(i) the keys it may see,
 with cap(s) = softcap · tanh(s / softcap), or s where there is none.
 
 Every implementation is exact, and a query that sees nothing gives zeros. Which one runs is an argument;
-`choose` picks one and says why.
+`choose_attention` picks one and says why.
 """
 
 # B batch, T queries, S keys and values, H query heads, K key/value heads, D head size
@@ -23,13 +23,13 @@ from trimtab.kernels.attention.spec import CAPPED, IMPLS
 if TYPE_CHECKING:
     import torch
 
-    from trimtab.kernels.attention.choice import Choice, choose
+    from trimtab.kernels.attention.choice import choose_attention
     from trimtab.kernels.attention.layout import Layout
 
 SMALLEST_NORMAL = 2.0**-126
 """Of fp32, in which kernels scale; below it a GPU may scale by 0."""
 
-__all__ = ["IMPLS", "Choice", "Layout", "attention", "choose"]
+__all__ = ["IMPLS", "Layout", "attention", "choose_attention"]
 
 
 def attention(
@@ -139,8 +139,8 @@ def __getattr__(name: str) -> Any:
         from trimtab.kernels.attention.layout import Layout
 
         return Layout
-    if name in ("choose", "Choice"):
+    if name == "choose_attention":
         from trimtab.kernels.attention import choice
 
-        return getattr(choice, name)
+        return choice.choose_attention
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Which attention runs, decided once from facts about the machine and the job, with the reason. No torch."""
+"""Which attention runs, decided once from the device and the requirements, with the reason. No torch."""
 
 from __future__ import annotations
 
@@ -6,25 +6,13 @@ from dataclasses import dataclass
 
 from trimtab.facts.errors import ModelError
 from trimtab.kernels.attention.spec import CAPPED, IMPLS, MASKED, SHORTEST_FLEX, TILED
+from trimtab.kernels.choice import ImplChoice
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The implementation, why it, and why not each other one.
+class _Requirements:
+    """What attention must serve: the device, the tensors, the masks."""
 
-    Example:
-        >>> choose(device="cpu", capability=None, dtype="fp32", head_dim=64, packed=True, window=None,
-        ...        training=True).impl
-        'sdpa_flash'
-    """
-
-    impl: str
-    reason: str
-    rejected: list[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class _Job:
     device: str
     capability: tuple[int, int] | None
     dtype: str
@@ -38,11 +26,11 @@ class _Job:
     triton: bool
 
     @property
-    def needs_mask(self) -> bool:
+    def mask(self) -> bool:
         return self.packed or self.window is not None
 
 
-def choose(
+def choose_attention(
     *,
     device: str,
     capability: tuple[int, int] | None,
@@ -56,8 +44,8 @@ def choose(
     tokens: int | None = None,
     softcap: float | None = None,
     triton: bool = True,
-) -> Choice:
-    """Picks the implementation for a job, or confirms the one asked for.
+) -> ImplChoice:
+    """Chooses the attention backend that serves these requirements, or confirms the requested one.
 
     Args:
         device: "cpu", "cuda", or another torch device type.
@@ -72,11 +60,17 @@ def choose(
         tokens: The fewest queries of a call, where known.
         softcap: The cap on scores, if the model has one.
         triton: Whether Triton is installed.
+
+    Example:
+        >>> choose_attention(
+        ...     device="cpu", capability=None, dtype="fp32", head_dim=64, packed=True, window=None, training=True
+        ... ).impl
+        'sdpa_flash'
     """
-    job = _Job(
+    needs = _Requirements(
         device, capability, dtype, head_dim, packed, window, training, deterministic, tokens, softcap, triton
     )
-    obstacles = {impl: _obstacle(impl, job) for impl in IMPLS}
+    obstacles = {impl: _obstacle(impl, needs) for impl in IMPLS}
     if requested != "auto":
         if requested not in IMPLS:
             raise ModelError(
@@ -84,139 +78,139 @@ def choose(
             )
         obstacle = obstacles[requested]
         if obstacle is not None:
-            alternative = choose(**vars(job)).impl
+            alternative = choose_attention(**vars(needs)).impl
             raise ModelError(
                 f"attention {requested!r} cannot serve this job: {obstacle}",
                 f"use auto (here: {alternative})",
             )
-        others = [(impl, obstacles[impl] or "not asked for") for impl in IMPLS if impl != requested]
-        return Choice(requested, "asked for by name", others)
+        others = tuple((impl, obstacles[impl] or "not asked for") for impl in IMPLS if impl != requested)
+        return ImplChoice(requested, "asked for by name", others)
 
-    order = _preference(job)
+    order = _preference(needs)
     impl = next(impl for impl in order if obstacles[impl] is None)
-    rejected = [(o, obstacles[o] or _drawback(o, impl, job)) for o in IMPLS if o != impl]
-    return Choice(impl, _merit(impl, job), rejected)
+    rejected = tuple((o, obstacles[o] or _drawback(o, impl, needs)) for o in IMPLS if o != impl)
+    return ImplChoice(impl, _merit(impl, needs), rejected)
 
 
-def _preference(job: _Job) -> tuple[str, ...]:
+def _preference(needs: _Requirements) -> tuple[str, ...]:
     """Fastest first, by the measurements in this folder's README; `_obstacle` decides who can serve."""
-    if job.device == "cuda":
-        hopper = job.capability is not None and job.capability >= (9, 0)
+    if needs.device == "cuda":
+        hopper = needs.capability is not None and needs.capability >= (9, 0)
         first = ("sdpa_cudnn", "sdpa_flash") if hopper else ("sdpa_flash", "sdpa_cudnn")
         # Training where documents or a window have to be kept: 1.7 times as fast as the next on an H200, in 16 bits.
-        own = hopper and job.training and job.dtype != "fp32"
+        own = hopper and needs.training and needs.dtype != "fp32"
         masked = ("triton", "varlen") if own else ("varlen",)
         # flex stands behind sdpa_efficient: it compiles at first use, and again for each new shape.
         return (*first, *masked, "sdpa_efficient", "flex", "sdpa_math", "triton", "reference")
     return ("sdpa_flash", "sdpa_math", "reference")
 
 
-def _obstacle(impl: str, job: _Job) -> str | None:
-    """Why an implementation cannot serve a job at all, or None."""
-    if job.softcap is not None and impl not in CAPPED:
+def _obstacle(impl: str, needs: _Requirements) -> str | None:
+    """Why an implementation cannot meet the requirements at all, or None."""
+    if needs.softcap is not None and impl not in CAPPED:
         return "it has no soft cap on scores"
     if impl in ("reference", "sdpa_math"):
         return None
     if impl == "flex":
-        return _flex_obstacle(job)
-    if job.device == "cpu" and impl == "sdpa_flash":
+        return _flex_obstacle(needs)
+    if needs.device == "cpu" and impl == "sdpa_flash":
         return None
-    if job.device != "cuda":
-        return f"it exists on CUDA GPUs only, and this is {job.device}"
-    assert job.capability is not None, "a CUDA device has a capability"
+    if needs.device != "cuda":
+        return f"it exists on CUDA GPUs only, and this is {needs.device}"
+    assert needs.capability is not None, "a CUDA device has a capability"
     if impl == "triton":
-        return _triton_obstacle(job, job.capability)
+        return _triton_obstacle(needs, needs.capability)
     if impl == "sdpa_efficient":
-        return _efficient_obstacle(job, job.capability)
-    return _flash_obstacle(impl, job, job.capability)
+        return _efficient_obstacle(needs, needs.capability)
+    return _flash_obstacle(impl, needs, needs.capability)
 
 
-def _flex_obstacle(job: _Job) -> str | None:
-    if job.device == "cpu":
-        return "FlexAttention has no backward on a CPU" if job.training else None
-    if job.device != "cuda":
-        return f"FlexAttention is not compiled for {job.device}"
-    if job.capability is not None and job.capability < (8, 0):
-        return f"the device's capability {_dotted(job.capability)} is below 8.0"
-    if job.head_dim < 16:
-        return f"its heads have at least 16 numbers, these have {job.head_dim}"
-    if job.tokens is not None and job.tokens < SHORTEST_FLEX:
-        return f"on a GPU it needs {SHORTEST_FLEX} queries, this job has calls with {job.tokens}"
+def _flex_obstacle(needs: _Requirements) -> str | None:
+    if needs.device == "cpu":
+        return "FlexAttention has no backward on a CPU" if needs.training else None
+    if needs.device != "cuda":
+        return f"FlexAttention is not compiled for {needs.device}"
+    if needs.capability is not None and needs.capability < (8, 0):
+        return f"the device's capability {_dotted(needs.capability)} is below 8.0"
+    if needs.head_dim < 16:
+        return f"its heads have at least 16 numbers, these have {needs.head_dim}"
+    if needs.tokens is not None and needs.tokens < SHORTEST_FLEX:
+        return f"on a GPU it needs {SHORTEST_FLEX} queries, this job has calls with {needs.tokens}"
     return None
 
 
-def _triton_obstacle(job: _Job, capability: tuple[int, int]) -> str | None:
-    if not job.triton:
+def _triton_obstacle(needs: _Requirements, capability: tuple[int, int]) -> str | None:
+    if not needs.triton:
         return "Triton is not installed"
     if capability < (7, 5):
         return f"the device's capability {_dotted(capability)} is below 7.5"
-    if job.dtype == "bf16" and capability < (8, 0):
+    if needs.dtype == "bf16" and capability < (8, 0):
         return f"bf16 needs capability 8.0, the device has {_dotted(capability)}"
-    if job.head_dim > 256:
-        return f"its heads have at most 256 numbers, these have {job.head_dim}"
+    if needs.head_dim > 256:
+        return f"its heads have at most 256 numbers, these have {needs.head_dim}"
     return None
 
 
-def _efficient_obstacle(job: _Job, capability: tuple[int, int]) -> str | None:
-    if job.dtype == "bf16" and capability < (8, 0):
+def _efficient_obstacle(needs: _Requirements, capability: tuple[int, int]) -> str | None:
+    if needs.dtype == "bf16" and capability < (8, 0):
         return f"bf16 needs capability 8.0, the device has {_dotted(capability)}"
-    multiple = 4 if job.dtype == "fp32" else 8
-    if job.head_dim % multiple:
-        return f"its heads are multiples of {multiple} in {job.dtype}, these are {job.head_dim}"
-    if job.training and job.deterministic:
+    multiple = 4 if needs.dtype == "fp32" else 8
+    if needs.head_dim % multiple:
+        return f"its heads are multiples of {multiple} in {needs.dtype}, these are {needs.head_dim}"
+    if needs.training and needs.deterministic:
         return "its backward adds in no fixed order, and deterministic was asked for"
     return None
 
 
-def _flash_obstacle(impl: str, job: _Job, capability: tuple[int, int]) -> str | None:
+def _flash_obstacle(impl: str, needs: _Requirements, capability: tuple[int, int]) -> str | None:
     """sdpa_flash, sdpa_cudnn and varlen on CUDA."""
     if capability < (8, 0):
         return f"the device's capability {_dotted(capability)} is below 8.0"
-    if job.dtype not in ("bf16", "fp16"):
-        return f"it computes in bf16 or fp16, not {job.dtype}"
-    if impl != "varlen" and job.packed:
+    if needs.dtype not in ("bf16", "fp16"):
+        return f"it computes in bf16 or fp16, not {needs.dtype}"
+    if impl != "varlen" and needs.packed:
         return "it takes no mask, so packed documents would see each other"
-    if impl != "varlen" and job.window is not None:
-        return f"it takes no mask, so the window of {job.window} cannot be kept"
-    if impl != "sdpa_flash" and job.head_dim % 8:
-        return f"its heads are multiples of 8, these are {job.head_dim}"
+    if impl != "varlen" and needs.window is not None:
+        return f"it takes no mask, so the window of {needs.window} cannot be kept"
+    if impl != "sdpa_flash" and needs.head_dim % 8:
+        return f"its heads are multiples of 8, these are {needs.head_dim}"
     if impl == "sdpa_cudnn":
-        if job.head_dim > 128:
-            return f"its heads have at most 128 numbers, these have {job.head_dim}"
-        if job.training and job.deterministic:
+        if needs.head_dim > 128:
+            return f"its heads have at most 128 numbers, these have {needs.head_dim}"
+        if needs.training and needs.deterministic:
             return "its backward adds in no fixed order, and deterministic was asked for"
-    elif job.head_dim > 256:
-        return f"its heads have at most 256 numbers, these have {job.head_dim}"
-    elif job.training and job.head_dim > 192 and capability not in ((8, 0), (9, 0), (10, 0)):
+    elif needs.head_dim > 256:
+        return f"its heads have at most 256 numbers, these have {needs.head_dim}"
+    elif needs.training and needs.head_dim > 192 and capability not in ((8, 0), (9, 0), (10, 0)):
         needed = "an A100, H100 or B200"
         return f"its backward for heads above 192 needs {needed}, not capability {_dotted(capability)}"
     return None
 
 
-def _merit(impl: str, job: _Job) -> str:
-    what = "packed documents" if job.packed else "whole rows"
-    if job.window is not None:
-        what += f" with a window of {job.window}"
-    where = "a CPU" if job.device == "cpu" else job.device
-    if job.device == "cuda" and job.capability is not None:
-        where = f"a GPU of capability {_dotted(job.capability)}"
+def _merit(impl: str, needs: _Requirements) -> str:
+    what = "packed documents" if needs.packed else "whole rows"
+    if needs.window is not None:
+        what += f" with a window of {needs.window}"
+    where = "a CPU" if needs.device == "cpu" else needs.device
+    if needs.device == "cuda" and needs.capability is not None:
+        where = f"a GPU of capability {_dotted(needs.capability)}"
     why = {
         "sdpa_cudnn": "measured fastest for unmasked causal attention, memory linear in length",
         "sdpa_flash": "exact and tiled, memory linear in length",
         "varlen": "documents never meet, tiles that none sees are skipped, memory linear in length",
-        "sdpa_efficient": f"the tiled kernel that serves {job.dtype} here",
+        "sdpa_efficient": f"the tiled kernel that serves {needs.dtype} here",
         "flex": "the only tiled kernel left that serves this job",
         "triton": "documents never meet, tiles that none sees are skipped, deterministic, memory linear in length",
         "sdpa_math": "no tiled kernel serves this job; memory quadratic in length",
     }.get(impl, "nothing else serves this job")
-    if job.needs_mask and impl in MASKED and impl in TILED:
+    if needs.mask and impl in MASKED and impl in TILED:
         why = why.replace(", memory linear in length", "") + "; the mask, one for all layers, is quadratic"
-    if job.packed and impl in MASKED:
+    if needs.packed and impl in MASKED:
         why += "; a NaN in one document reaches the others of its row"
-    return f"{job.dtype}, {what}, on {where}: {why}"
+    return f"{needs.dtype}, {what}, on {where}: {why}"
 
 
-def _drawback(other: str, chosen: str, job: _Job) -> str:
+def _drawback(other: str, chosen: str, needs: _Requirements) -> str:
     """Why an implementation that could serve was not taken."""
     if other == "reference":
         return "for reading and testing: it keeps the whole matrix of weights"
@@ -224,9 +218,9 @@ def _drawback(other: str, chosen: str, job: _Job) -> str:
         return f"keeps the whole matrix of weights, where {chosen} is tiled"
     if other == "flex":
         return "compiles at first use and again for new shapes" + (
-            "" if job.device == "cuda" else "; forward only"
+            "" if needs.device == "cuda" else "; forward only"
         )
-    if other == "sdpa_efficient" and job.needs_mask:
+    if other == "sdpa_efficient" and needs.mask:
         return f"reads a mask quadratic in length, slower than {chosen}"
     return f"slower than {chosen} here"
 

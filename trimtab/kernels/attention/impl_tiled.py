@@ -7,7 +7,8 @@ itself, and with D = rowsum(O ∘ dO)
 
     dV = pᵀ dO,   dp = dO Vᵀ,   ds = p ∘ (dp − D),   dQ = ds K / √d,   dK = dsᵀ Q / √d.
 
-`impl_triton.FlashAttention` is the same function over the Triton kernels.
+`impl_triton.FlashAttention` is the same function over the Triton kernels. Both are for readers of the algorithm and for
+tests; no recipe and no `impl=` uses them.
 """
 
 # n_q queries, n_k keys, d head size; tiles of TILE × TILE; everything has a batch in front

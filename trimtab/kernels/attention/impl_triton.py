@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trimtab.kernels.attention import launch_triton
-from trimtab.kernels.attention.launch_triton import NO_WINDOW, Job
+from trimtab.kernels.attention.launch_triton import NO_WINDOW, KernelArguments
 from trimtab.kernels.attention.layout import Layout
 
 _SHARED = "Tensor? first, Tensor? last, int window, float scale, float softcap, bool causal"
@@ -37,7 +37,7 @@ def _forward(
     softcap: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch_triton.forward(q, k, v, first, Job(window, scale, softcap, causal))
+    return launch_triton.forward(q, k, v, first, KernelArguments(window, scale, softcap, causal))
 
 
 def _backward(
@@ -54,8 +54,8 @@ def _backward(
     softcap: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    job = Job(window, scale, softcap, causal)
-    return launch_triton.backward(do, q, k, v, o, lse, first, last, job)
+    arguments = KernelArguments(window, scale, softcap, causal)
+    return launch_triton.backward(do, q, k, v, o, lse, first, last, arguments)
 
 
 for _device in ("CUDA", "CPU"):  # on a CPU only Triton's interpreter runs them; the launch says so otherwise
@@ -121,6 +121,8 @@ def attention_triton(
 class FlashAttention(torch.autograd.Function):
     """The kernels for one head in the study's form; `impl_tiled.FlashAttention` is its readable twin.
 
+    For readers of the algorithm and for tests; models call `attention_triton`.
+
     Example:
         >>> Q = torch.randn(4, 128, 64, device="cuda", requires_grad=True)  # doctest: +SKIP
         >>> FlashAttention.apply(Q, Q, Q, True).shape  # doctest: +SKIP
@@ -132,9 +134,9 @@ class FlashAttention(torch.autograd.Function):
         ctx: Any, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, is_causal: bool = False
     ) -> torch.Tensor:
         """Q (batch, n_q, d), K and V (batch, n_k, d) → O; causal queries are the last n_q positions."""
-        ctx.job = Job(NO_WINDOW, 1 / math.sqrt(Q.shape[-1]), 0.0, is_causal)
+        ctx.arguments = KernelArguments(NO_WINDOW, 1 / math.sqrt(Q.shape[-1]), 0.0, is_causal)
         q, k, v = (x.unsqueeze(2) for x in (Q, K, V))
-        O, L = (x.squeeze(2) for x in launch_triton.forward(q, k, v, None, ctx.job))  # noqa: E741
+        O, L = (x.squeeze(2) for x in launch_triton.forward(q, k, v, None, ctx.arguments))  # noqa: E741
         ctx.save_for_backward(Q, K, V, O, L)
         return O
 
@@ -142,5 +144,5 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, dO: torch.Tensor) -> tuple[Any, ...]:
         """(dQ, dK, dV, None)."""
         Q, K, V, O, L = (x.unsqueeze(2) for x in ctx.saved_tensors)  # noqa: E741
-        grads = launch_triton.backward(dO.unsqueeze(2), Q, K, V, O, L, None, None, ctx.job)
+        grads = launch_triton.backward(dO.unsqueeze(2), Q, K, V, O, L, None, None, ctx.arguments)
         return *(x.squeeze(2) for x in grads), None

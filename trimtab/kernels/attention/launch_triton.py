@@ -24,8 +24,8 @@ WIDEST_STRIDE = 1 << 23
 
 
 @dataclass(frozen=True)
-class Job:
-    """What all three kernels need besides tensors."""
+class KernelArguments:
+    """The arguments of all three kernels that are not tensors."""
 
     window: int
     scale: float
@@ -39,7 +39,7 @@ def forward(
     k_BSKD: torch.Tensor,
     v_BSKD: torch.Tensor,
     first_BT: torch.Tensor | None,
-    job: Job,
+    arguments: KernelArguments,
     *,
     with_tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +47,7 @@ def forward(
     q, k, v = (_strided(x) for x in (q_BTHD, k_BSKD, v_BSKD))
     (B, T, H, D), (S, K) = q.shape, k.shape[1:3]
     check(q, k, v)
-    assert job.scale > 0, "a row's maximum is taken before it is scaled"
+    assert arguments.scale > 0, "a row's maximum is taken before it is scaled"
     o_BTHD = torch.empty((B, T, H, D), dtype=q.dtype, device=q.device)
     lse_BTH = torch.empty((B, T, H), dtype=torch.float32, device=q.device)
     if q.numel() == 0 or S == 0:
@@ -59,8 +59,8 @@ def forward(
     forward_kernel[grid](
         q, k_tiles, v_tiles, k, v, o_BTHD, lse_BTH, q if first_BT is None else first_BT,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        T, S, K, job.window, *_factors(job),
-        **_constants(q, H // K, first_BT, job, chosen), TMA=tma,
+        T, S, K, arguments.window, *_factors(arguments),
+        **_constants(q, H // K, first_BT, arguments, chosen), TMA=tma,
     )  # fmt: skip
     return o_BTHD, lse_BTH
 
@@ -74,7 +74,7 @@ def backward(
     lse_BTH: torch.Tensor,
     first_BT: torch.Tensor | None,
     last_BT: torch.Tensor | None,
-    job: Job,
+    arguments: KernelArguments,
     *,
     with_tiles: tuple[Tiles, Tiles] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -87,7 +87,7 @@ def backward(
     delta_BTH = torch.empty(lse_BTH.shape, dtype=torch.float32, device=q.device)
     lse_BTH, o_BTHD = lse_BTH.contiguous(), o_BTHD.contiguous()
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
-    numbers = (T, S, K, job.window, *_factors(job), job.scale)
+    numbers = (T, S, K, arguments.window, *_factors(arguments), arguments.scale)
     width, capability = q.element_size(), _capability(q)
     by_query, by_key = with_tiles or tuple(
         tiles(name, D, width, capability, packed=first_BT is not None) for name in ("query", "key")
@@ -95,12 +95,12 @@ def backward(
     k_tiles, v_tiles, tma = _read_by(k, v, 1, by_query.keys, capability)
     query_kernel[(triton.cdiv(T * (H // K), by_query.rows) * B * K,)](
         q, k_tiles, v_tiles, k, v, o_BTHD, do, lse_BTH, delta_BTH, dq, q if first_BT is None else first_BT,
-        *strides, *numbers, **_constants(q, H // K, first_BT, job, by_query), TMA=tma,
+        *strides, *numbers, **_constants(q, H // K, first_BT, arguments, by_query), TMA=tma,
     )  # fmt: skip
     q_tiles, do_tiles, tma = _read_by(q, do, H // K, by_key.rows, capability)
     key_kernel[(triton.cdiv(S, by_key.keys) * B * K,)](
         q_tiles, k, v, do_tiles, q, do, lse_BTH, delta_BTH, dk, dv, q if last_BT is None else last_BT,
-        *strides, *numbers, **_constants(q, H // K, last_BT, job, by_key), TMA=tma,
+        *strides, *numbers, **_constants(q, H // K, last_BT, arguments, by_key), TMA=tma,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -158,15 +158,15 @@ def _capability(x: torch.Tensor) -> int:
     return 10 * major + minor
 
 
-def _factors(job: Job) -> tuple[float, float]:
+def _factors(arguments: KernelArguments) -> tuple[float, float]:
     """(on the raw product, after tanh) so that scores come out in units of log 2."""
-    if job.softcap:
-        return job.scale / job.softcap, job.softcap * math.log2(math.e)
-    return job.scale * math.log2(math.e), 1.0
+    if arguments.softcap:
+        return arguments.scale / arguments.softcap, arguments.softcap * math.log2(math.e)
+    return arguments.scale * math.log2(math.e), 1.0
 
 
 def _constants(
-    q_BTHD: torch.Tensor, group: int, bounds: torch.Tensor | None, job: Job, chosen: Tiles
+    q_BTHD: torch.Tensor, group: int, bounds: torch.Tensor | None, arguments: KernelArguments, chosen: Tiles
 ) -> dict[str, Any]:
     return {
         "G": group,
@@ -174,9 +174,9 @@ def _constants(
         "DP": padded(q_BTHD.shape[-1]),
         "BR": chosen.rows,
         "BN": chosen.keys,
-        "CAUSAL": job.causal,
+        "CAUSAL": arguments.causal,
         "PACKED": bounds is not None,
-        "SOFTCAP": job.softcap > 0,
+        "SOFTCAP": arguments.softcap > 0,
         # the tensor cores' tf32 is off by 3e-4: far outside what fp32 may be off
         "PRECISION": "ieee",
         "num_warps": chosen.warps,

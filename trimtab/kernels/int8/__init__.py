@@ -6,6 +6,8 @@
                                                     q = round(x · (1/s)) + z           x̂ = (q − z) · s
 
 in fp32, rounding half to even, q kept within −127…127 (absmax) or −128…127 (affine). Zero is exact in both.
+
+Recipes use absmax with a scale per row (`load_in_8bit`); the other forms are for users' own code.
 """
 
 # R rows, C columns (last dimension), S scales
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
     from trimtab.kernels.int8.ops import Int8Tensor
 
-__all__ = ["Int8Tensor", "choose", "dequantize", "quantize"]
+__all__ = ["Int8Tensor", "dequantize", "quantize", "resolve_impl"]
 
 
 def __getattr__(name: str) -> Any:
@@ -30,8 +32,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def choose(impl: str, tensor: torch.Tensor) -> str:
-    """The implementation that `impl` stands for.
+def resolve_impl(impl: str, tensor: torch.Tensor) -> str:
+    """Resolves "auto" to an implementation, and refuses unknown names.
 
     "auto" is Triton where it runs on the tensor's device and torch elsewhere: both give the same bits.
     """
@@ -70,7 +72,7 @@ def quantize(
     """
     from trimtab.kernels.int8 import ops
 
-    return ops.quantize(x, granularity, group, scheme, check, choose(impl, x))
+    return ops.quantize(x, granularity, group, scheme, check, resolve_impl(impl, x))
 
 
 def dequantize(tensor: Int8Tensor, *, dtype: torch.dtype | None = None, impl: str = "auto") -> torch.Tensor:
@@ -83,4 +85,4 @@ def dequantize(tensor: Int8Tensor, *, dtype: torch.dtype | None = None, impl: st
     """
     from trimtab.kernels.int8 import ops
 
-    return ops.dequantize(tensor, dtype or tensor.dtype, choose(impl, tensor.codes))
+    return ops.dequantize(tensor, dtype or tensor.dtype, resolve_impl(impl, tensor.codes))

@@ -61,7 +61,7 @@ def linear_cross_entropy(
             of a 16-bit weight in fp32, which takes 4 bytes per element of weight while it is computed.
         memory_bytes: For "triton": what it may hold beyond inputs and gradients. By default little (a twelfth of
             the gradients, at least 24 MiB); more is faster until all logits fit, in the inputs' dtype.
-            `choice.choose` has the number of a run, for all of its steps. Same number, same bits.
+            `choice.choose_loss` has the number of a run, for all of its steps. Same number, same bits.
 
     Returns:
         An fp32 scalar, or fp32 [N] for "none" (0 where ignored).

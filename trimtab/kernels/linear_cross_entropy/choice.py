@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from trimtab.facts.dtypes import BYTES
 from trimtab.kernels.linear_cross_entropy.schedule import LEAST_BYTES, row_stride
@@ -13,7 +13,8 @@ SHARE = 16
 """The loss may hold this part of a device's memory: 9 GB of an H200's, 1.5 GB of a 24 GB card's."""
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True)
+class LossChoice:
     """The implementation, the most that its `memory_bytes` may be, and why."""
 
     impl: str
@@ -21,8 +22,8 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(*, triton: bool, memory_bytes: int, dtype: str, tokens: int, vocabulary: int) -> Choice:
-    """Picks the loss for a job.
+def choose_loss(*, triton: bool, memory_bytes: int, dtype: str, tokens: int, vocabulary: int) -> LossChoice:
+    """Chooses the loss of a run.
 
     Args:
         triton: whether the device runs Triton kernels.
@@ -32,13 +33,14 @@ def choose(*, triton: bool, memory_bytes: int, dtype: str, tokens: int, vocabula
         vocabulary: entries of the head.
 
     Example:
-        >>> choose(triton=True, memory_bytes=24 * 2**30, dtype="bf16", tokens=4096, vocabulary=151_936)[:2]
+        >>> loss = choose_loss(triton=True, memory_bytes=24 * 2**30, dtype="bf16", tokens=4096, vocabulary=151_936)
+        >>> loss.impl, loss.memory_bytes
         ('triton', 1244659712)
-        >>> choose(triton=False, memory_bytes=0, dtype="fp32", tokens=512, vocabulary=1000).impl
+        >>> choose_loss(triton=False, memory_bytes=0, dtype="fp32", tokens=512, vocabulary=1000).impl
         'chunked'
     """
     if not triton:
-        return Choice("chunked", None, "a few rows of logits at a time, on any device")
+        return LossChoice("chunked", None, "a few rows of logits at a time, on any device")
     logits = tokens * row_stride(vocabulary) * BYTES[dtype]
     allowed = min(logits, max(memory_bytes // SHARE, LEAST_BYTES))
-    return Choice("triton", allowed, "the fastest exact one, within a share of the device's memory")
+    return LossChoice("triton", allowed, "the fastest exact one, within a share of the device's memory")

@@ -1,7 +1,7 @@
 """How much is held at once: a pure function of shapes and of the bytes that were allowed. No torch at import.
 
 Nothing here looks at what is free at the moment, so the same arguments give the same bits. What may be
-held is decided once, when a run is planned (`choice.choose`), and handed over as `memory_bytes`.
+held is decided once, when a run is planned (`choice.choose_loss`), and handed over as `memory_bytes`.
 """
 
 # N tokens, C hidden size, V vocabulary

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from trimtab.kernels.nf4.weight import NF4Weight, check_finite
 
-__all__ = ["NF4Weight", "check_finite", "choose", "dequantize", "matmul", "quantize"]
+__all__ = ["NF4Weight", "check_finite", "dequantize", "matmul", "quantize", "resolve_impl"]
 
 
 def __getattr__(name: str) -> Any:
@@ -31,8 +31,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def choose(impl: str, tensor: torch.Tensor) -> str:
-    """The implementation that `impl` stands for.
+def resolve_impl(impl: str, tensor: torch.Tensor) -> str:
+    """Resolves "auto" to an implementation, and refuses unknown names.
 
     "auto" is Triton where it runs on the tensor's device and torch elsewhere: both give the same bits.
     """
@@ -75,7 +75,7 @@ def quantize(
     """
     from trimtab.kernels.nf4 import ops
 
-    return ops.quantize(weight, block, double, check, zero_code, choose(impl, weight))
+    return ops.quantize(weight, block, double, check, zero_code, resolve_impl(impl, weight))
 
 
 def dequantize(
@@ -99,7 +99,7 @@ def dequantize(
     from trimtab.kernels.nf4 import ops
 
     assert out is None or dtype in (None, out.dtype), (dtype, out.dtype)
-    return ops.dequantize(weight, dtype or weight.dtype, transposed, out, choose(impl, weight.codes))
+    return ops.dequantize(weight, dtype or weight.dtype, transposed, out, resolve_impl(impl, weight.codes))
 
 
 def matmul(x_MK: torch.Tensor, weight: NF4Weight, *, impl: str = "auto") -> torch.Tensor:
@@ -107,6 +107,9 @@ def matmul(x_MK: torch.Tensor, weight: NF4Weight, *, impl: str = "auto") -> torc
 
     The weight is dequantized to x's dtype, as a plain product would see it. For one or two rows the Triton version
     does so inside the product, without the dequantized weight in memory; for more it is dequantized first.
+
+    For layers that users write themselves. trimtab's own (`trimtab.adapt.QuantizedLinear`) call the same kernels
+    through operators whose dequantized weights share a workspace.
 
     Example:
         >>> import torch
@@ -116,4 +119,4 @@ def matmul(x_MK: torch.Tensor, weight: NF4Weight, *, impl: str = "auto") -> torc
     """
     from trimtab.kernels.nf4 import ops
 
-    return ops.matmul(x_MK, weight, choose(impl, x_MK))
+    return ops.matmul(x_MK, weight, resolve_impl(impl, x_MK))

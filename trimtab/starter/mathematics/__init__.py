@@ -1,1 +1,1 @@
-"""Generated mathematics: one file a topic; `trimtab.starter.math` is the door."""
+"""Generated mathematics, used at run time through `trimtab.starter.math`: one file per topic."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from trimtab.starter.general import words
-from trimtab.starter.general.grammar import plural
 from trimtab.starter.mathematics.problem import Worked
+from trimtab.starter.mathematics.words import BOYS, COUNTED, GIRLS, plural
 
 
 class Template(NamedTuple):
@@ -63,7 +62,7 @@ TEMPLATES = (
         "Each friend gets {r} {things}.",
     ),
 )
-_NOUNS = tuple(n for n in words.COUNTED if n not in ("kitten", "tree", "star", "chair", "box"))
+_NOUNS = tuple(n for n in COUNTED if n not in ("kitten", "tree", "star", "chair", "box"))
 
 
 def word_problem(rng: random.Random) -> Worked:
@@ -89,7 +88,7 @@ def word_problem(rng: random.Random) -> Worked:
         a, b = rng.randint(2, 9), rng.randint(2, 10)
         result, sum_text = b, f"{a * b} / {a} = {b}"
     slots = {
-        "n": rng.choice(words.GIRLS + words.BOYS),
+        "n": rng.choice(GIRLS + BOYS),
         "things": plural(rng.choice(_NOUNS)),
         "a": a,
         "b": b,

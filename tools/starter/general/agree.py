@@ -11,8 +11,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from trimtab.starter.general import tables
-from trimtab.starter.general.grammar import plural
+from tools.starter.general import tables
+from trimtab.starter.mathematics.words import plural
 
 _VERBS = tables.read("settings")["verbs"]
 PAST: dict[str, str] = _VERBS["past"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from trimtab.starter.general import words
+from tools.starter.general import words
+from trimtab.starter.mathematics.words import BOYS, GIRLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def child(rng: random.Random, *, other_than: tuple[Person, ...] = ()) -> Person:
     if other_than and other_than[0].he in ("he", "she") and rng.random() < 0.8:
         girl = other_than[0].he == "he"
     while True:
-        name = rng.choice(words.GIRLS if girl else words.BOYS)
+        name = rng.choice(GIRLS if girl else BOYS)
         if name not in taken:
             return person(name, "girl" if girl else "boy", "she" if girl else "he")
 
@@ -82,7 +83,7 @@ def child(rng: random.Random, *, other_than: tuple[Person, ...] = ()) -> Person:
 def narrator(rng: random.Random) -> Person:
     """The hero who tells the story: I, me, my. `call` is the name that others use."""
     girl = rng.random() < 0.5
-    name = rng.choice(words.GIRLS if girl else words.BOYS)
+    name = rng.choice(GIRLS if girl else BOYS)
     return Person("I", name, "girl" if girl else "boy", "I", "me", "my", "myself")
 
 
@@ -97,9 +98,9 @@ def adult(rng: random.Random, hero: Person | None = None) -> Person:
     return person(name, "woman" if he == "she" else "man", he)
 
 
-def worker(rng: random.Random) -> tuple[Person, words.Job]:
+def worker(rng: random.Random) -> tuple[Person, words.Profession]:
     """The baker, the farmer, …: a person known by the work they do."""
-    job = rng.choice(words.JOBS)
+    job = rng.choice(words.PROFESSIONS)
     he = rng.choice(("she", "he"))
     return person(f"the {job.name}", "woman" if he == "she" else "man", he, job.name.capitalize()), job
 

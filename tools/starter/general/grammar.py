@@ -116,32 +116,3 @@ def polish(text: str) -> str:
 def starts_with_vowel_sound(word: str) -> bool:
     """Whether "an" goes before the word: "owl" and "hour", not "unicorn", "useful", "one" or "European"."""
     return _VOWEL_SOUND.match(word) is not None
-
-
-_IRREGULAR_PLURALS = {
-    "child": "children", "man": "men", "woman": "women", "mouse": "mice", "goose": "geese", "foot": "feet",
-    "tooth": "teeth", "sheep": "sheep", "fish": "fish", "deer": "deer", "leaf": "leaves", "knife": "knives",
-    "wolf": "wolves", "loaf": "loaves", "shelf": "shelves", "scarf": "scarves", "calf": "calves",
-    "person": "people", "ox": "oxen", "thief": "thieves", "wife": "wives", "life": "lives", "half": "halves",
-    "potato": "potatoes", "tomato": "tomatoes", "mango": "mangoes", "hero": "heroes", "moose": "moose",
-    "fisherman": "fishermen",
-}  # fmt: skip
-
-
-def plural(noun: str) -> str:
-    """The plural of an English noun, the last word of a phrase changed.
-
-    Example:
-        >>> plural("red berry"), plural("bus"), plural("goose")
-        ('red berries', 'buses', 'geese')
-    """
-    head, _, last = noun.rpartition(" ")
-    if last in _IRREGULAR_PLURALS:
-        last = _IRREGULAR_PLURALS[last]
-    elif last.endswith(("s", "x", "z", "ch", "sh")):
-        last += "es"
-    elif last.endswith("y") and last[-2] not in "aeiou":
-        last = last[:-1] + "ies"
-    else:
-        last += "s"
-    return f"{head} {last}".strip()

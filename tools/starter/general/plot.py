@@ -6,8 +6,9 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.starter.general import people, tables, words
-from trimtab.starter.general.grammar import Grammar
+from tools.starter.general import people, tables, words
+from tools.starter.general.grammar import Grammar
+from trimtab.starter.mathematics.words import BOYS, GIRLS
 
 Beat = str | tuple[float, str]
 PLOT_FILES = ("home", "outside", "fable", "days")
@@ -97,9 +98,9 @@ def scene(plot: Plot, rng: random.Random) -> tuple[str, dict[str, Any]]:
     place = rng.choice(words.PLACES)
     numbers = rng.sample(range(3, 10), 2)
     items = rng.sample(words.FOODS, 3)
-    job = rng.choice(words.JOBS)
+    job = rng.choice(words.PROFESSIONS)
     if kind == "worker":
-        job = next(j for j in words.JOBS if hero.name == f"the {j.name}")
+        job = next(j for j in words.PROFESSIONS if hero.name == f"the {j.name}")
     # The order of these lines is the order of the random draws: changing it changes every story.
     return kind, {
         "hero": hero,
@@ -129,7 +130,7 @@ def scene(plot: Plot, rng: random.Random) -> tuple[str, dict[str, Any]]:
         "a_story": rng.choice(_FILL["stories"]),
         "big": rng.choice(_FILL["big"]),
         "small": rng.choice(_FILL["small"]),
-        "worker_name": rng.choice(words.GIRLS if hero.he == "she" else words.BOYS),
+        "worker_name": rng.choice(GIRLS if hero.he == "she" else BOYS),
         **_PRONOUNS[kind in ("narrator", "letter")],
     }
 

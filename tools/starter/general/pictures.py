@@ -9,9 +9,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from trimtab.starter.general import tables, words
-from trimtab.starter.general.agree import Group
-from trimtab.starter.general.grammar import Grammar, plural, polish
+from tools.starter.general import tables, words
+from tools.starter.general.agree import Group
+from tools.starter.general.grammar import Grammar, polish
+from trimtab.starter.mathematics.words import COUNTED, plural
 
 _TABLE = tables.read("settings")
 SETTINGS: list[dict[str, Any]] = _TABLE["settings"]
@@ -21,7 +22,7 @@ _WORKERS = frozenset(_PEOPLE["workers"])
 _ANIMALS = words.PETS + words.FABLE_ANIMALS
 _ELSEWHERE = {
     "who": _ANIMALS,
-    "things": words.TOYS + tuple(n for n in words.COUNTED if n not in (*_ANIMALS, "sheep")),
+    "things": words.TOYS + tuple(n for n in COUNTED if n not in (*_ANIMALS, "sheep")),
 }
 _G = Grammar({})
 

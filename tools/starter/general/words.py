@@ -1,16 +1,19 @@
-"""Word lists for the generated stories: names, places, things, foods, jobs (`words.toml`)."""
+"""Word lists for the generated stories: places, things, foods, professions (`words.toml`).
+
+Names and countable nouns are those of the word problems (`trimtab.starter.mathematics.words`).
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from trimtab.starter.general import tables
+from tools.starter.general import tables
 
 _LISTS = tables.read("words")
 
 
-class Job(NamedTuple):
-    """A trade: where it is done, what was done there, its tool, and what people take home."""
+class Profession(NamedTuple):
+    """A profession: where it is done, what was done there, its tool, and what people take home."""
 
     name: str
     place: str
@@ -23,8 +26,6 @@ def _list(name: str) -> tuple[str, ...]:
     return tuple(_LISTS[name])
 
 
-GIRLS = _list("girls")
-BOYS = _list("boys")
 SURNAMES = _list("surnames")
 RELATIONS = tables.rows(_LISTS["relations"])
 PETS = _list("pets")
@@ -37,8 +38,7 @@ PLACES = _list("places")
 WILD_PLACES = _list("wild_places")
 HIDING_PLACES = _list("hiding_places")
 FOODS = _list("foods")
-COUNTED = _list("counted")
 NUMBERS = _list("numbers")
 DAYS = _list("days")
 MONTHS = _list("months")
-JOBS = tuple(Job(*row) for row in _LISTS["jobs"])
+PROFESSIONS = tuple(Profession(*row) for row in _LISTS["jobs"])

@@ -8,14 +8,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
+from tools.starter.general.asking import asking
+from tools.starter.general.exposition import exposition
+from tools.starter.general.pictures import picture
+from tools.starter.general.reasoning import short_texts
+from tools.starter.general.tell import story
+from tools.starter.probe import held_out_phrases
 from trimtab.facts.errors import DataError
 from trimtab.facts.randomness import derive
-from trimtab.starter.general.asking import asking
-from trimtab.starter.general.exposition import exposition
-from trimtab.starter.general.pictures import picture
-from trimtab.starter.general.reasoning import short_texts
-from trimtab.starter.general.tell import story
-from trimtab.starter.probe import held_out_phrases
 
 SPLITS = ("train", "heldout")
 # Shares of the documents, added up.

@@ -11,7 +11,7 @@ def read(name: str) -> dict[str, Any]:
     """The content of `NAME.toml` in this folder.
 
     Example:
-        >>> "Mia" in read("words")["girls"]
+        >>> "dog" in read("words")["pets"]
         True
     """
     with (Path(__file__).parent / f"{name}.toml").open("rb") as file:

@@ -7,11 +7,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from trimtab.starter.general import words, world
-from trimtab.starter.general.grammar import Grammar, plural, polish
+from tools.starter.general import words, world
+from tools.starter.general.grammar import Grammar, polish
+from trimtab.starter.mathematics.words import BOYS, COUNTED, GIRLS, plural
 
 _G = Grammar({})
-NAMES = words.GIRLS + words.BOYS
+NAMES = GIRLS + BOYS
 COMPARATIVES = (
     ("taller", "shorter", "tallest"), ("older", "younger", "oldest"), ("faster", "slower", "fastest"),
     ("stronger", "weaker", "strongest"), ("richer", "poorer", "richest"), ("bigger", "smaller", "biggest"),
@@ -69,13 +70,13 @@ def days(rng: random.Random) -> str:
 
 def counting(rng: random.Random) -> str:
     """Counting and quantities in sentences: numbers as words and figures, no sums written out."""
-    noun = rng.choice(words.COUNTED)
+    noun = rng.choice(COUNTED)
     n = rng.randint(2, 12)
     low = rng.randint(1, 90)
     s = {"a": rng.choice(NAMES), "n": words.NUMBERS[n], "f": str(rng.randint(2, 60)), "ns": plural(noun), "m": words.NUMBERS[n + 1],
          "k": words.NUMBERS[n - 1], "run": ", ".join(words.NUMBERS[n - 1 : n + 4]), "fig": ", ".join(str(low + i) for i in range(5)),
          "p": rng.choice(words.PLACES), "col": rng.choice(words.COLOURS), "yr": str(rng.randint(3, 90)), "no": str(rng.randint(1, 99)),
-         "ns2": plural(rng.choice(words.COUNTED))}  # fmt: skip
+         "ns2": plural(rng.choice(COUNTED))}  # fmt: skip
     return polish(_G.expand(
         "[{a} has {n} {ns}. [Some are big and some are small.|They are in a box.|{a} likes all of them.]|"
         "{a} counted the {ns}: {run}.|There are {f} {ns} and many {ns2} at {p}.|{a} lives at number {no}. The house is {yr} years old.|"

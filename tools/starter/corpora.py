@@ -1,7 +1,7 @@
 """Builds the starter's pretraining corpus and the small text files that ship with the package.
 
-    python -m trimtab.starter.corpora OUT --texts UNPACKED_PACKAGES     the whole corpus
-    python -m trimtab.starter.corpora OUT --public public.jsonl.gz      the same from text extracted before
+    python -m tools.starter.corpora OUT --texts UNPACKED_PACKAGES     the whole corpus
+    python -m tools.starter.corpora OUT --public public.jsonl.gz      the same from text extracted before
 
 OUT gets `stories-NN.jsonl` (generated) and `public.jsonl` (public-domain text), one {"text": …} a line; with
 --numbers also `numbers.jsonl`, bare number facts, and with --terms `terms.jsonl`, numbers and terms said again.
@@ -18,20 +18,21 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from tools.starter import texts
+from tools.starter.numbers import number_documents
+from tools.starter.stories import general_documents
+from tools.starter.terms import term_documents
 from trimtab.facts.errors import TrimtabError
-from trimtab.starter import texts
-from trimtab.starter.numbers import number_documents
-from trimtab.starter.stories import general_documents
-from trimtab.starter.terms import term_documents
+from trimtab.starter.files import HERE as STARTER
 
-Job = TypeVar("Job")
+Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 SEED = 8
 SHARD_DOCUMENTS = 20_000
 # What goes beside the general text: no prose, but what mathematics stands on.
 LESSONS = {"numbers": number_documents, "terms": term_documents}
-DATA = Path(__file__).parent / "data"
+DATA = STARTER / "data"
 # What ships inside the package stays small.
 HOLDOUT_CHARS = {"public": 170_000, "generated": 90_000}
 REPLAY_CHARS = {"public": 130_000, "generated": 130_000, "numbers": 40_000, "terms": 20_000}
@@ -67,37 +68,37 @@ def public_documents(folder: Path, split: str) -> list[str]:
     return [d for c in chapters if c.split == split for d in texts.documents(c)]
 
 
-def _mapped(function: Callable[[Job], Result], jobs: Iterable[Job], workers: int) -> Iterator[Result]:
-    """The results in the order of the jobs, so that the corpus does not depend on the number of processes."""
+def _mapped(function: Callable[[Task], Result], tasks: Iterable[Task], workers: int) -> Iterator[Result]:
+    """The results in the order of the tasks, so that the corpus does not depend on the number of processes."""
     if workers <= 1:
-        yield from map(function, jobs)
+        yield from map(function, tasks)
         return
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        yield from pool.imap(function, jobs)
+        yield from pool.imap(function, tasks)
 
 
-def _write_shard(job: tuple[str, int]) -> int:
-    folder, shard = job
+def _write_shard(task: tuple[str, int]) -> int:
+    folder, shard = task
     found = general_documents(SEED, SHARD_DOCUMENTS, start=shard * SHARD_DOCUMENTS)
     return write_lines(Path(folder) / f"stories-{shard:02d}.jsonl", found)
 
 
 def write_stories(folder: Path, shards: int, workers: int) -> int:
     """Writes the generated part, a process a shard; about 11 million characters each."""
-    jobs = [(str(folder), shard) for shard in range(shards)]
-    return sum(_mapped(_write_shard, jobs, workers))
+    tasks = [(str(folder), shard) for shard in range(shards)]
+    return sum(_mapped(_write_shard, tasks, workers))
 
 
-def _lesson(job: tuple[str, int, int]) -> list[str]:
-    name, start, count = job
+def _lesson(task: tuple[str, int, int]) -> list[str]:
+    name, start, count = task
     return list(LESSONS[name](SEED, count, start))
 
 
 def write_lessons(folder: Path, name: str, count: int, workers: int) -> int:
-    """Writes `NAME.jsonl`, a few thousand documents a job."""
+    """Writes `NAME.jsonl`, a few thousand documents per task."""
     step = 5_000
-    jobs = [(name, start, min(step, count - start)) for start in range(0, count, step)]
-    found = (text for part in _mapped(_lesson, jobs, workers) for text in part)
+    tasks = [(name, start, min(step, count - start)) for start in range(0, count, step)]
+    found = (text for part in _mapped(_lesson, tasks, workers) for text in part)
     return write_lines(folder / f"{name}.jsonl", found)
 
 
@@ -132,7 +133,7 @@ def write_package_data(folder: Path, data: Path = DATA) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """The command line above."""
     parser = argparse.ArgumentParser(
-        "python -m trimtab.starter.corpora", description=(__doc__ or "").split("\n\n")[0]
+        "python -m tools.starter.corpora", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("out", type=Path, help="folder for the corpus")
     parser.add_argument("--texts", type=Path, help="folder where the Debian packages were unpacked")

@@ -1,31 +1,22 @@
-"""The probe: short texts in pairs, of which a model that knows English or can reason prefers the right one.
+"""Makes the items of the likelihood probe (`trimtab.evaluate.probe_items`): pairs by hand and pairs from word lists.
 
-Each item has a context (which may be empty) and two endings; the first is right. Endings of a pair have the
-same number of words and differ in one place, after the first word, so that their likelihoods can be compared
-as they are. Half of all items would be right by chance. The words are everyday ones: a probe for any model.
+python -m tools.starter.probe        writes trimtab/evaluate/minimal_pairs.jsonl
 """
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
+from tools.starter.general import words
+from tools.starter.general.reasoning import COMPARATIVES
+from trimtab.evaluate.minimal_pairs import FILE, ProbeItem
 from trimtab.facts.randomness import derive
-from trimtab.starter.general import words
-from trimtab.starter.general.grammar import plural
-from trimtab.starter.general.reasoning import COMPARATIVES
+from trimtab.starter.mathematics.words import BOYS, COUNTED, GIRLS, plural
 
 SEED = 8
-
-
-@dataclass(frozen=True)
-class ProbeItem:
-    """One choice: which of the alternatives continues the context? The first is right."""
-
-    kind: str
-    context: str
-    alternatives: tuple[str, ...]
 
 
 # Grammar by hand: (right, wrong).
@@ -148,7 +139,7 @@ _PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def _order(rng: random.Random) -> ProbeItem:
-    a, b, c = rng.sample(words.GIRLS + words.BOYS, 3)
+    a, b, c = rng.sample(GIRLS + BOYS, 3)
     more, _, most = rng.choice(COMPARATIVES)
     if rng.random() < 0.5:
         context = f"{a} is {more} than {b}. {b} is {more} than {c}. So {a} is {more} than"
@@ -158,7 +149,7 @@ def _order(rng: random.Random) -> ProbeItem:
 
 
 def _place(rng: random.Random) -> ProbeItem:
-    a, b = rng.sample(words.GIRLS + words.BOYS, 2)
+    a, b = rng.sample(GIRLS + BOYS, 2)
     p, q = rng.sample([place for place in words.PLACES if place.count(" ") == 1], 2)
     thing, other = rng.sample(words.TOYS, 2)
     if rng.random() < 0.5:
@@ -203,18 +194,18 @@ def _arithmetic(rng: random.Random) -> ProbeItem:
 
 
 def _plural(rng: random.Random) -> ProbeItem:
-    noun = rng.choice([n for n in words.COUNTED if n not in ("sheep",)])
+    noun = rng.choice([n for n in COUNTED if n not in ("sheep",)])
     number = words.NUMBERS[rng.randint(2, 12)]
-    name = rng.choice(words.GIRLS + words.BOYS)
+    name = rng.choice(GIRLS + BOYS)
     return ProbeItem("plural", f"{name} has {number}", (f" {plural(noun)} in a box.", f" {noun} in a box."))
 
 
-def probe_items() -> list[ProbeItem]:
+def make_items() -> list[ProbeItem]:
     """All items, always the same.
 
     Example:
-        >>> len(probe_items()) >= 120
-        True
+        >>> len(make_items())
+        220
     """
     items = [ProbeItem(kind, "", pair) for kind, pairs in _PAIRS.items() for pair in pairs]
     for make, count in ((_plural, 16), (_order, 24), (_place, 20), (_counting, 20), (_arithmetic, 40)):
@@ -242,10 +233,26 @@ def held_out_phrases() -> tuple[str, ...]:
         True
     """
     found: dict[str, None] = {}
-    for item in probe_items():
+    for item in make_items():
         if item.kind in _TAUGHT:
             continue
         right, wrong = ((item.context + ending).split() for ending in item.alternatives)
         parted = next(i for i, (a, b) in enumerate(zip(right, wrong, strict=True)) if a != b) + 1
         found[" ".join(right[:parted] if parted >= _OPENING_WORDS else right)] = None
     return tuple(found)
+
+
+def write_items(path: Path = FILE) -> None:
+    """Writes the items, one JSON object per line."""
+    lines = (
+        json.dumps(
+            {"kind": item.kind, "context": item.context, "alternatives": item.alternatives},
+            ensure_ascii=False,
+        )
+        for item in make_items()
+    )
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_items()

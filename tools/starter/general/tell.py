@@ -6,9 +6,9 @@ import random
 import re
 from typing import Any
 
-from trimtab.starter.general import tables
-from trimtab.starter.general.grammar import Grammar, polish
-from trimtab.starter.general.plot import Plot, fill_row, read_plots, scene
+from tools.starter.general import tables
+from tools.starter.general.grammar import Grammar, polish
+from tools.starter.general.plot import Plot, fill_row, read_plots, scene
 
 PLOTS: tuple[Plot, ...] = read_plots()
 _RULES = tables.read("rules")

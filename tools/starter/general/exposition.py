@@ -7,8 +7,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from trimtab.starter.general import words, world
-from trimtab.starter.general.grammar import Grammar, plural, polish
+from tools.starter.general import words, world
+from tools.starter.general.grammar import Grammar, polish
+from trimtab.starter.mathematics.words import BOYS, GIRLS, plural
 
 _G = Grammar({})
 
@@ -65,7 +66,7 @@ def country(rng: random.Random) -> str:
 def tool(rng: random.Random) -> str:
     """What a tool is for, who uses it and what it is made of."""
     name, user, use, made = rng.choice(world.TOOLS)
-    s = {"n": name, "u": user, "use": use, "made": made, "adult": rng.choice(words.GIRLS + words.BOYS)}
+    s = {"n": name, "u": user, "use": use, "made": made, "adult": rng.choice(GIRLS + BOYS)}
     a = "{n}" if name.endswith("s") else "a {n}"
     are, it = ("are", "they") if name.endswith("s") else ("is", "it")
     lines = [
@@ -140,8 +141,8 @@ def origin(rng: random.Random) -> str:
 
 def job(rng: random.Random) -> str:
     """The day of somebody with a trade, in the past tense."""
-    j = rng.choice(words.JOBS)
-    s = {"n": j.name, "pl": j.place, "w": j.work, "t": j.tool, "p": j.product, "who": rng.choice(words.GIRLS)}
+    j = rng.choice(words.PROFESSIONS)
+    s = {"n": j.name, "pl": j.place, "w": j.work, "t": j.tool, "p": j.product, "who": rng.choice(GIRLS)}
     lines = [
         "{who} is a {n}. [She works at {pl}.|Every morning she goes to {pl}.|She has been a {n} for many years.]",
         "[The most important tool of a {n} is the {t}.|She never goes to work without her {t}.|A {n} needs a good {t}.]",

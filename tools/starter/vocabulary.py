@@ -1,6 +1,6 @@
 """Trains the starter's tokenizer: byte-level BPE of 4096 over stories, public-domain text and mathematics.
 
-    python -m trimtab.starter.vocabulary CORPUS_FOLDER [OUT_FOLDER]
+    python -m tools.starter.vocabulary CORPUS_FOLDER [OUT_FOLDER]
 
 Each digit is a token of its own (a number's digits line up in columns), a word takes its leading space with
 it as in GPT-2, and every byte is in the vocabulary, so that any text has tokens.
@@ -16,12 +16,13 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trimtab.starter.corpora import SEED, read_lines
+from tools.starter.corpora import SEED, read_lines
+from trimtab.starter.files import HERE as STARTER
 from trimtab.starter.math import math_documents
 
 VOCABULARY = 4096
 END = "<|endoftext|>"
-BASE = Path(__file__).parent / "base"
+BASE = STARTER / "base"
 # GPT-2's pattern, but one digit at a time and no space before a digit.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -73,9 +74,9 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """The command line above."""
     parser = argparse.ArgumentParser(
-        "python -m trimtab.starter.vocabulary", description=(__doc__ or "").split("\n\n")[0]
+        "python -m tools.starter.vocabulary", description=(__doc__ or "").split("\n\n")[0]
     )
-    parser.add_argument("corpus", type=Path, help="folder written by trimtab.starter.corpora")
+    parser.add_argument("corpus", type=Path, help="folder written by tools.starter.corpora")
     parser.add_argument("out", type=Path, nargs="?", default=BASE, help="folder of the base model")
     options = parser.parse_args(arguments)
     save(train(mix(options.corpus)), options.out)

@@ -15,11 +15,12 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from trimtab.starter.general import words, world
-from trimtab.starter.general.grammar import Grammar, plural, polish
+from tools.starter.general import words, world
+from tools.starter.general.grammar import Grammar, polish
+from trimtab.starter.mathematics.words import BOYS, COUNTED, GIRLS, plural
 
 _G = Grammar({})
-NAMES = words.GIRLS + words.BOYS
+NAMES = GIRLS + BOYS
 
 
 class Asked(NamedTuple):
@@ -42,7 +43,7 @@ def _more(rng: random.Random) -> Asked:
         "b": b,
         "h": words.NUMBERS[high],
         "l": words.NUMBERS[low],
-        "ns": plural(rng.choice(words.COUNTED)),
+        "ns": plural(rng.choice(COUNTED)),
     }
     told = rng.choice(("{a} has {h} {ns} and {b} has {l}.", "{b} has {l} {ns}, but {a} has {h}.", "There are {h} {ns} in {a}'s box and {l} in {b}'s box."))  # fmt: skip
     if rng.random() < 0.5:

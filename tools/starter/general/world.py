@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.starter.general import tables
+from tools.starter.general import tables
 
 _TABLES = tables.read("world")
 

@@ -8,15 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from tools.starter import stories
+from tools.starter.general import tell
+from tools.starter.general.agree import Group, conjugate, progressive
+from tools.starter.general.grammar import Grammar, Node, parse, polish
+from tools.starter.general.pictures import SENTENCES, SETTINGS, picture, picture_scene
+from tools.starter.general.plot import fill_row, scene
+from tools.starter.probe import held_out_phrases
+from tools.starter.stories import general_document, general_documents
 from trimtab.facts.errors import DataError
-from trimtab.starter import stories
-from trimtab.starter.general import tell
-from trimtab.starter.general.agree import Group, conjugate, progressive
-from trimtab.starter.general.grammar import Grammar, Node, parse, plural, polish
-from trimtab.starter.general.pictures import SENTENCES, SETTINGS, picture, picture_scene
-from trimtab.starter.general.plot import fill_row, scene
-from trimtab.starter.probe import held_out_phrases
-from trimtab.starter.stories import general_document, general_documents
+from trimtab.starter.mathematics.words import plural
 
 
 def leaves(nodes: tuple[Node, ...]) -> Iterator[Node]:
