@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.data import Batch, Corpus, make_loader, open_corpus
-from trimtab.data.dealing import StepShape
-from trimtab.data.grouping import grouped_order
+from trimtab.data.sampling import StepShape, grouped_order
 from trimtab.facts.errors import CheckpointError, DataError
 
 T = 100

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.data import Batch, Corpus, SourceSpec, collate, eval_batches, make_loader, open_corpus
-from trimtab.data.dealing import StepShape, deal
-from trimtab.data.mixture import epoch_plan, mix, own_text_first
+from trimtab.data.sampling import StepShape, deal, epoch_plan, mix, own_text_first
 from trimtab.facts.errors import CheckpointError, DataError
 from trimtab.recipe.resume import CHANGEABLE_ON_RESUME
 

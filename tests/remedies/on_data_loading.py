@@ -11,10 +11,10 @@ from on_data import ASK, CHATS, GOOD, SAY, chat, opened, read, written
 
 from trimtab import text
 from trimtab.data import make_loader, open_corpus
-from trimtab.data.dealing import StepShape
 from trimtab.data.evaluation import eval_batches
 from trimtab.data.heldout import threshold
 from trimtab.data.packing import check_length
+from trimtab.data.sampling import StepShape
 
 
 # What is left.
@@ -131,7 +131,7 @@ case(
     lambda w, remedy: (mixed(w, True, True), mixed(w, False, False)),
 )
 case(
-    "data/dealing.py:StepShape.__post_init__: set per_device_train_batch_size and gradient_accumulation_steps to 1 or "
+    "data/sampling.py:StepShape.__post_init__: set per_device_train_batch_size and gradient_accumulation_steps to 1 or "
     "more",
     lambda w: StepShape(0, 1, 0, 1),
     lambda w, remedy: StepShape(*[int(re.findall(r" (\d) or more", remedy)[0])] * 2, 0, 1),
@@ -170,14 +170,14 @@ case(
     lambda w, remedy: (packed(w, LONG, 4096), packed(w, CHATS, 128)),
 )
 case(
-    "data/mixture.py:check_share: give one from 0 up to below 1",
+    "data/sampling.py:check_share: give one from 0 up to below 1",
     lambda w: loader(w, replay_share=1.0, replay=[read(w, "b.jsonl", GOOD)]),
     lambda w, remedy: [
         loader(w, replay_share=share, replay=[read(w, "b.jsonl", GOOD)]) for share in (0, 0.9)
     ],
 )
 case(
-    "data/mixture.py:check_share: name replay sources or set it to 0",
+    "data/sampling.py:check_share: name replay sources or set it to 0",
     lambda w: loader(w, replay_share=0.5),
     lambda w, remedy: (
         loader(w, replay_share=0.5, replay=[read(w, "b.jsonl", GOOD)]),

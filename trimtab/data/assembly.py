@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from trimtab.data.corpus import Corpus, default_cache_dir, open_cached
-from trimtab.data.dealing import StepShape
 from trimtab.data.loader import Loader
 from trimtab.data.memory import RowStream, spool_rows
 from trimtab.data.progress import ProgressCallback, silent
+from trimtab.data.sampling import StepShape
 from trimtab.data.sources import SourceSpec
 from trimtab.data.stream_corpus import StreamCorpus, open_stream
 from trimtab.data.stream_loader import StreamLoader

@@ -11,7 +11,7 @@ import numpy as np
 from trimtab.data.batch import Batch, Piece, collate
 from trimtab.data.corpus import Corpus
 from trimtab.data.loader import PackedCorpus
-from trimtab.data.order import shuffled
+from trimtab.data.sampling import shuffled
 from trimtab.data.stream_corpus import StreamCorpus
 from trimtab.data.streaming import WindowStream
 from trimtab.facts.errors import DataError

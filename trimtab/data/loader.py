@@ -16,10 +16,18 @@ import numpy as np
 
 from trimtab.data.batch import Batch, Piece, collate
 from trimtab.data.corpus import Corpus
-from trimtab.data.dealing import StepShape, deal
-from trimtab.data.grouping import grouped_fill, grouped_order, padded_length
-from trimtab.data.mixture import Mixture, epoch_plan, mix, own_text_first
 from trimtab.data.packing import Packing, pack_documents
+from trimtab.data.sampling import (
+    Mixture,
+    StepShape,
+    deal,
+    epoch_plan,
+    grouped_fill,
+    grouped_order,
+    mix,
+    own_text_first,
+    padded_length,
+)
 from trimtab.facts.errors import CheckpointError, DataError
 
 WORTH_GROUPING = 0.1

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from trimtab.data.batch import Batch, Piece, collate
-from trimtab.data.dealing import StepShape, deal
 from trimtab.data.loader import check_settings
-from trimtab.data.mixture import check_share
+from trimtab.data.sampling import StepShape, check_share, deal
 from trimtab.data.stream_corpus import StreamCorpus
 from trimtab.data.streaming import WindowStream
 from trimtab.facts.errors import DataError

@@ -19,10 +19,10 @@ import numpy as np
 from trimtab.data.batch import Piece
 from trimtab.data.corpus import LEFT_OUT, left_out, nothing_left
 from trimtab.data.loader import cut_note, nothing_packed
-from trimtab.data.order import shuffled
 from trimtab.data.packing import check_length, pack_chunk
 from trimtab.data.progress import Progress
 from trimtab.data.readers import SegmentReader
+from trimtab.data.sampling import shuffled
 from trimtab.data.spec import CHUNK_PIECES, chunk_tokens
 from trimtab.data.stream_corpus import StreamCorpus
 from trimtab.data.tokenizing import TokenSegment, tokenize
