@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from trimtab.data import memory
-from trimtab.data.columns import type_name
+from trimtab.data.formats import type_name
 from trimtab.data.memory import RowStream, first_difference, iterate, lines_of, spool_rows
 from trimtab.facts.errors import DataError
 

@@ -95,19 +95,19 @@ def follow_columns(w: World, remedy: str) -> None:
 
 
 case(
-    "data/columns.py:choose_name: set text_column, or format and columns for examples ({})",
+    "data/formats.py:choose_name: set text_column, or format and columns for examples ({})",
     lambda w: read(w, "two.jsonl", TWO),
     follow_columns,
 )
 case(
-    'data/columns.py:choose_column: write one {"text": …} object a row',
+    'data/formats.py:choose_column: write one {"text": …} object a row',
     lambda w: read(w, "list.jsonl", [[1, 2]]),
     lambda w, remedy: read(
         w, "list.jsonl", remedy.partition("one ")[2].partition(" object")[0].replace("…", '"a cat"')
     ),
 )
 case(
-    "data/columns.py:text_of: set text_column to a column that every row has, or complete the row",
+    "data/formats.py:text_of: set text_column to a column that every row has, or complete the row",
     lambda w: read(w, "a.jsonl", [{"text": "a cat", "x": "b"}, {"x": "the dog"}]),
     lambda w, remedy: (
         read(w, "a.jsonl", [{"text": "a cat", "x": "b"}, {"x": "the dog"}], text_column="x"),
@@ -115,7 +115,7 @@ case(
     ),
 )
 case(
-    "data/columns.py:text_of: set text_column to a column of strings, or write each row as one string",
+    "data/formats.py:text_of: set text_column to a column of strings, or write each row as one string",
     lambda w: read(w, "a.jsonl", [{"text": 5, "x": "a cat"}], text_column="text"),
     lambda w, remedy: (
         read(w, "a.jsonl", [{"text": 5, "x": "a cat"}], text_column="x"),
@@ -364,7 +364,7 @@ def gone(w: World) -> object:
 
 # Formats.
 case(
-    "data/formats.py:detect: give JSON lines, CSV or Parquet, or leave the format out",
+    "data/detection.py:detect: give JSON lines, CSV or Parquet, or leave the format out",
     lambda w: read(w, "a.txt", "a cat runs", format="messages"),
     lambda w, remedy: (read(w, "a.jsonl", CHATS, format="messages"), read(w, "a.txt", "a cat runs")),
 )
@@ -377,12 +377,12 @@ def both(w: World) -> object:
 
 
 case(
-    "data/formats.py:detect: name the two as sources of their own",
+    "data/detection.py:detect: name the two as sources of their own",
     both,
     lambda w, remedy: (opened(w, w.tmp / "both" / "a.jsonl"), opened(w, w.tmp / "both" / "b.txt")),
 )
 case(
-    "data/formats.py:_refuse_columns: set format, or text_column instead of columns",
+    "data/detection.py:_refuse_columns: set format, or text_column instead of columns",
     lambda w: read(
         w,
         "a.jsonl",
@@ -402,10 +402,14 @@ case(
     ),
 )
 file_case(
-    "data/formats.py:_by_first_row: give a source with rows in it", "a.jsonl", "\n", CHATS, format="messages"
+    "data/detection.py:_by_first_row: give a source with rows in it",
+    "a.jsonl",
+    "\n",
+    CHATS,
+    format="messages",
 )
 case(
-    "data/formats.py:_by_first_row: name parts of one format: {}",
+    "data/detection.py:_by_first_row: name parts of one format: {}",
     lambda w: read(w, "a.jsonl", CHATS, columns={"answers": "x"}),
     lambda w, remedy: in_turn(
         lambda part: read(w, "a.jsonl", [{"dialog": CHATS[0]["messages"]}], columns={part: "dialog"}),
@@ -413,7 +417,7 @@ case(
     ),
 )
 case(
-    "data/formats.py:_by_first_row: write objects with {}, or leave the format out",
+    "data/detection.py:_by_first_row: write objects with {}, or leave the format out",
     lambda w: read(w, "a.jsonl", ["a cat runs"], format="messages"),
     lambda w, remedy: (
         read(w, "a.jsonl", [{listed(remedy, "with")[0]: CHATS[0]["messages"]}], format="messages"),
@@ -421,7 +425,7 @@ case(
     ),
 )
 case(
-    "data/formats.py:_by_first_row: name them with columns, as in columns: {messages: dialog}, or set another format",
+    "data/detection.py:_by_first_row: name them with columns, as in columns: {messages: dialog}, or set another format",
     lambda w: read(w, "a.jsonl", [{"dialog": CHATS[0]["messages"]}], format="messages"),
     lambda w, remedy: (
         read(w, "a.jsonl", [{"dialog": CHATS[0]["messages"]}], format="messages", columns={"messages": "dialog"}),

@@ -366,8 +366,8 @@ def preferences(w: World, name: str, *overrides: str) -> str:
 
 for name in PAIRS:
     case(
-        "data/formats.py:_preferences: train on the chosen answers: {}: {} beside the source, or 'data.train.0.{}={}' "
-        "on the command line",
+        "data/detection.py:_preferences: train on the chosen answers: {}: {} beside the source, or "
+        "'data.train.0.{}={}' on the command line",
         lambda w, name=name: preferences(w, name),
         lambda w, remedy, name=name: preferences(w, name, re.findall("'(data.train.*?)'", remedy)[0]),
     )

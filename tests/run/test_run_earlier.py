@@ -12,7 +12,7 @@ from tiny_model import sentences, write_recipe, write_texts
 from whole_run import Silent, losses
 
 from trimtab import launch
-from trimtab.data import beginning, csv_rows, fingerprints, formats
+from trimtab.data import beginning, csv_rows, detection, fingerprints
 from trimtab.data.sources import SourceFile
 from trimtab.facts.errors import DataError
 from trimtab.plan.resolved_json import REQUIRED
@@ -127,7 +127,7 @@ def test_a_file_that_a_run_began_with_is_not_refused(tmp_path: Path, name: str, 
 
     def read(spec: SourceSpec) -> list[str]:
         source = fingerprints.as_begun(resolve(spec), None)
-        source = dataclasses.replace(source, form=formats.detect(source))
+        source = dataclasses.replace(source, form=detection.detect(source))
         return [segment.text for segment in SegmentReader(source)]
 
     with pytest.raises(DataError):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.data.cache import Entry, TokenCache, Writer, entry_key
+from trimtab.data.detection import detect
 from trimtab.data.fingerprints import (
     FileStamp,
     as_begun,
@@ -23,7 +24,7 @@ from trimtab.data.fingerprints import (
     manifest,
     stamp_files,
 )
-from trimtab.data.formats import Format, detect
+from trimtab.data.formats import Format
 from trimtab.data.heldout import heldout_mask
 from trimtab.data.progress import Progress, ProgressCallback, silent
 from trimtab.data.readers import SegmentReader

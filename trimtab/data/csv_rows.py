@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from trimtab.data.columns import choose_column
+from trimtab.data.formats import choose_column
 from trimtab.data.readers_text import Meter, Row, decoded, lines_of
 from trimtab.data.sources import SourceFile
 from trimtab.data.spec import TEXT_COLUMNS

@@ -20,7 +20,7 @@ from string import hexdigits
 from typing import Any
 
 from trimtab.data.csv_rows import delimiter_of, usual_delimiter
-from trimtab.data.formats import detect
+from trimtab.data.detection import detect
 from trimtab.data.progress import Progress, ProgressCallback, silent
 from trimtab.data.sources import ResolvedSource
 from trimtab.data.spec import UNKNOWN_SIZE

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.data.columns import choose_column, choose_name
 from trimtab.data.csv_rows import csv_values, read_csv, text_column
 from trimtab.data.examples import Example, example_of
+from trimtab.data.formats import choose_column, choose_name
 from trimtab.data.readers_text import (
     Meter,
     Row,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.data.corpus import Corpus, Summary
+from trimtab.data.detection import detect
 from trimtab.data.fingerprints import (
     FileStamp,
     as_begun,
@@ -15,7 +16,7 @@ from trimtab.data.fingerprints import (
     manifest,
     stamp_files,
 )
-from trimtab.data.formats import Format, detect
+from trimtab.data.formats import Format
 from trimtab.data.heldout import is_heldout, threshold
 from trimtab.data.progress import ProgressCallback, silent
 from trimtab.data.rendering import Rendering
