@@ -124,17 +124,17 @@ case(
 )
 WORDS = parquet([{"words": f"a cat sees {i} dogs"} for i in range(50)])
 LATIN_1 = strings([b"a cat sees two dogs", "the caf\u00e9".encode("latin-1")])
-file_case("data/rows.py:parquet_values: repair or remove the row", "latin.parquet", LATIN_1, WORDS)
+file_case("data/readers_parquet.py:parquet_values: repair or remove the row", "latin.parquet", LATIN_1, WORDS)
 TABLE = parquet([{"n": 1, "words": "a cat runs", "more": "the dog"}])
 case(
-    "data/readers.py:_parquet_column: set text_column to one of {}",
+    "data/readers_parquet.py:parquet_text_column: set text_column to one of {}",
     lambda w: read(w, "a.parquet", TABLE, text_column="n"),
     lambda w, remedy: in_turn(
         lambda name: read(w, "a.parquet", TABLE, text_column=name), listed(remedy, "one of")
     ),
 )
 file_case(
-    "data/readers.py:_parquet_column: write a column of strings",
+    "data/readers_parquet.py:parquet_text_column: write a column of strings",
     "a.parquet",
     parquet([{"words": 1}]),
     parquet([{"words": "a cat runs"}]),
@@ -142,7 +142,7 @@ file_case(
 )
 CSV = "words,more\na cat,the dog\n"
 case(
-    "data/csv_rows.py:text_column: set text_column to one of {}",
+    "data/readers_csv.py:text_column: set text_column to one of {}",
     lambda w: read(w, "a.csv", CSV, text_column="text"),
     lambda w, remedy: in_turn(lambda name: read(w, "a.csv", CSV, text_column=name), listed(remedy, "one of")),
 )
@@ -188,25 +188,25 @@ for function, name, wrong, right in (
     ),
     ("readers_text.py:_elements: fetch the file again", "a.json", '[{"text": "a cat"},', json.dumps(GOOD)),
     (
-        "csv_rows.py:csv_values: put texts that hold quotes in double quotes and double those inside",
+        "readers_csv.py:csv_values: put texts that hold quotes in double quotes and double those inside",
         "a.csv",
         'text\n"a "b" c\n',
         'text\n"a ""b"" c"\n',
     ),
     (
-        "csv_rows.py:_refuse_twins: give each a name of its own",
+        "readers_csv.py:_refuse_twins: give each a name of its own",
         "a.csv",
         "text,text\na cat,dog\n",
         "text,more\na cat,dog\n",
     ),
     (
-        "csv_rows.py:_too_long: put texts that hold {} in double quotes",
+        "readers_csv.py:_too_long: put texts that hold {} in double quotes",
         "a.csv",
         "text\na cat, a dog\n",
         'text\n"a cat, a dog"\n',
     ),
     (
-        "csv_rows.py:checked_field: give the row a field for each column",
+        "readers_csv.py:checked_field: give the row a field for each column",
         "a.csv",
         "n,text\n1,a cat\n2\n",
         "n,text\n1,a cat\n2,a dog\n",
@@ -233,14 +233,14 @@ case(
     follow_iconv,
 )
 file_case(
-    "data/rows.py:_not_parquet: fetch the file again",
+    "data/readers_parquet.py:_not_parquet: fetch the file again",
     "a.parquet",
     WORDS[:4] + bytes(60) + WORDS[64:],
     WORDS,
     text_column="words",
 )
 file_case(
-    "data/rows.py:_not_parquet: fetch the file again",
+    "data/readers_parquet.py:_not_parquet: fetch the file again",
     "a.parquet",
     b"PAR1" + bytes(32),
     TABLE,

@@ -326,13 +326,13 @@ case(
 
 # CSV, other files, preferences.
 case(
-    "data/csv_rows.py:delimiter_of: put texts that hold {} in double quotes",
+    "data/readers_csv.py:delimiter_of: put texts that hold {} in double quotes",
     lambda w: read(w, "a.csv", "n;text\n1;a cat; a dog\n2;a tree\n"),
     lambda w, remedy: read(w, "a.csv", 'n;text\n1;"a cat; a dog"\n2;a tree\n'),
 )
 HEADLESS = "1,the cat sees a dog.\n2,a dog runs.\n"
 case(
-    "data/csv_rows.py:refuse_data_as_header: put a line with the names before it, such as `{}`; if these are the "
+    "data/readers_csv.py:refuse_data_as_header: put a line with the names before it, such as `{}`; if these are the "
     "names, set text_column",
     lambda w: read(w, "a.csv", HEADLESS),
     lambda w, remedy: (
@@ -347,7 +347,7 @@ case(
     lambda w, remedy: read(w, "a.txt", "the text of the PDF"),
 )
 case(
-    "data/rows.py:_not_parquet: {}",
+    "data/readers_parquet.py:_not_parquet: {}",
     lambda w: read(w, "a.parquet", PDF),
     lambda w, remedy: read(w, "a.txt", "the text of the PDF"),
 )

@@ -12,7 +12,7 @@ from tiny_model import sentences, write_recipe, write_texts
 from whole_run import Silent, losses
 
 from trimtab import launch
-from trimtab.data import beginning, csv_rows, detection, fingerprints
+from trimtab.data import beginning, detection, fingerprints, readers_csv
 from trimtab.data.sources import SourceFile
 from trimtab.facts.errors import DataError
 from trimtab.plan.resolved_json import REQUIRED
@@ -41,9 +41,9 @@ def without_checkpoints(folder: Path) -> None:
 
 def earlier(patch: pytest.MonkeyPatch) -> None:
     """Reads CSV as versions did that knew only commas and tabs, and took any first row for a header."""
-    for module in (beginning, csv_rows, fingerprints):
-        patch.setattr(module, "delimiter_of", csv_rows.usual_delimiter)
-    patch.setattr(csv_rows, "_is_data", lambda fields: False)
+    for module in (beginning, readers_csv, fingerprints):
+        patch.setattr(module, "delimiter_of", readers_csv.usual_delimiter)
+    patch.setattr(readers_csv, "_is_data", lambda fields: False)
 
 
 def rows(kind: str) -> str:
@@ -179,7 +179,7 @@ def test_the_order_of_a_run_that_has_no_checkpoint_yet(tmp_path: Path) -> None:
 
 def test_a_known_delimiter_is_not_looked_for(tmp_path: Path) -> None:
     path = tmp_path / "gone.csv"
-    assert csv_rows.delimiter_of(SourceFile(path, path.name, "csv", delimiter="|")) == "|"
+    assert readers_csv.delimiter_of(SourceFile(path, path.name, "csv", delimiter="|")) == "|"
 
 
 def test_choices_json_of_the_first_runs(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from trimtab.data.csv_rows import DELIMITERS, delimiter_of, usual_delimiter
 from trimtab.data.examples import Example
 from trimtab.data.readers import SegmentReader, text_column_of
+from trimtab.data.readers_csv import DELIMITERS, delimiter_of, usual_delimiter
 from trimtab.data.sources import TABLES, ResolvedSource
 from trimtab.facts.names import shortened
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from trimtab.data.formats import PARTS, TURNS, Format, parts_of, type_name
-from trimtab.data.rows import read_values
+from trimtab.data.readers import read_values
 from trimtab.data.sources import TABLES, ResolvedSource, SourceFile, SourceSpec
 from trimtab.data.spec import TEXT_COLUMNS
 from trimtab.facts.errors import DataError

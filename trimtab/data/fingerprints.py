@@ -19,9 +19,9 @@ from pathlib import Path
 from string import hexdigits
 from typing import Any
 
-from trimtab.data.csv_rows import delimiter_of, usual_delimiter
 from trimtab.data.detection import detect
 from trimtab.data.progress import Progress, ProgressCallback, silent
+from trimtab.data.readers_csv import delimiter_of, usual_delimiter
 from trimtab.data.sources import ResolvedSource
 from trimtab.data.spec import UNKNOWN_SIZE
 from trimtab.facts.errors import DataError

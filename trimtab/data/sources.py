@@ -127,7 +127,7 @@ class SourceFile:
     """What messages call it: its path, unless something else is given."""
     rows: RowStream | None = None
     delimiter: str | None = None
-    """What separates the fields of a CSV file; None where its first rows decide (`csv_rows.delimiter_of`)."""
+    """What separates the fields of a CSV file; None where its first rows decide (`readers_csv.delimiter_of`)."""
     accepted: bool = False
     """Whether a run began with this file: it is read again, even if a new run would be refused for a likely mistake."""
 
