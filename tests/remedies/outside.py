@@ -12,8 +12,8 @@ OURS = "asks to report a mistake of trimtab's"
 
 OUTSIDE: dict[str, tuple[str, ...]] = {
     DISK: (
-        "data/memory.py:spool_rows: free some space, set data.cache_dir to another folder, or set data.streaming: true "
-        "with max_steps",
+        "data/in_memory.py:spool_rows: free some space, set data.cache_dir to another folder, or set data.streaming: "
+        "true with max_steps",
         "api/batches.py:generate_file: do the same again with a smaller {}: it goes on from there",
         "api/prompt_files.py:OutputFile.write: free some space and do the same again, which goes on from there, or "
         "name another {}",

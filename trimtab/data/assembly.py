@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from trimtab.data.corpus import Corpus, default_cache_dir, open_cached
+from trimtab.data.in_memory import RowStream, spool_rows
 from trimtab.data.loader import Loader
-from trimtab.data.memory import RowStream, spool_rows
 from trimtab.data.progress import ProgressCallback, silent
 from trimtab.data.sampling import StepShape
 from trimtab.data.sources import SourceSpec
@@ -52,7 +52,7 @@ def open_corpus(
 ) -> AnyCorpus:
     """The documents of one source as tokens, from the cache where they are there, tokenized on all cores if
     not. A source is a file, folder or glob by its name, a `SourceSpec`, or rows: a list or an iterator of texts, of
-    conversations or of dicts (`data.memory`).
+    conversations or of dicts (`data.in_memory`).
 
     Every process of a run may call it at once: one tokenizes, the others wait. `num_proc` is the number of
     tokenizing processes (default: the cores this process may use), `progress` is called with `Progress`

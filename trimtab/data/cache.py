@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.data.drafts import sync_folder
-from trimtab.data.fingerprints import digest_of, hash_file, stat_of, write_json
+from trimtab.data.atomic_files import sync_folder, write_json
+from trimtab.data.fingerprints import digest_of, hash_file, stat_of
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.units import format_bytes
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from pathlib import Path
 from string import hexdigits
 from typing import Any
 
+from trimtab.data.atomic_files import write_json
 from trimtab.data.detection import detect
 from trimtab.data.progress import Progress, ProgressCallback, silent
 from trimtab.data.readers_csv import delimiter_of, usual_delimiter
@@ -149,17 +149,6 @@ def _noted(note: Path, stat: tuple[int, int, int, int]) -> str | None:
         return digest if found["stat"] == list(stat) and set(digest) <= set(hexdigits) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Writes JSON in one step: a reader sees the old or the new file, never half of one."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(json.dumps(data))
-        os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def content_fingerprint(source: ResolvedSource, stamps: Iterable[FileStamp]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.data.drafts import draft
+from trimtab.data.atomic_files import draft
 from trimtab.data.spec import (
     BAD_ROWS,
     DOCUMENT_MODES,
@@ -26,7 +26,7 @@ from trimtab.facts.names import path_of
 
 if TYPE_CHECKING:
     from trimtab.data.formats import Format
-    from trimtab.data.memory import RowStream
+    from trimtab.data.in_memory import RowStream
 
 KINDS = {
     ".txt": "text",
@@ -44,7 +44,7 @@ KINDS = {
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 ROWS = "rows"
-"""The kind of a source that is no file: rows passed from Python (`memory.RowStream`)."""
+"""The kind of a source that is no file: rows passed from Python (`in_memory.RowStream`)."""
 TABLES = ("jsonl", "json", "csv", "parquet", ROWS)
 
 

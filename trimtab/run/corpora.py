@@ -13,7 +13,7 @@ from trimtab import data, hub, starter
 from trimtab.data import Batch, Progress, SourceSpec
 from trimtab.data.beginning import beginning
 from trimtab.data.corpus import LEFT_OUT, default_cache_dir, left_out
-from trimtab.data.memory import Passed, spool_path
+from trimtab.data.in_memory import Passed, spool_path
 from trimtab.data.sources import classify
 from trimtab.facts.errors import DataError
 from trimtab.facts.names import path_of
@@ -31,7 +31,7 @@ GENERATED_DOCUMENTS = {"train": 20_000, "heldout": 400}
 """How many documents a generated source has, unless `first` says otherwise."""
 STARTER_SEED = 1
 MEMORY_PREFIX = "memory:"
-"""Before the name of rows that were passed from Python (`data.memory`)."""
+"""Before the name of rows that were passed from Python (`data.in_memory`)."""
 OWN_TEXT_FIRST = "own_text_first"
 """Key of a run's pins: true in runs whose first step has a window of a train source."""
 QUIET_BYTES = 2**27

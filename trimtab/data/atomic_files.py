@@ -1,19 +1,20 @@
-"""Files of rows that appear whole or not at all: written as a draft, forced to the disk, then given their name.
+"""Atomic files: written under a temporary name, then renamed, so that a reader never sees half of one.
 
-A writer locks its draft. The lock ends with its process, so that a later writer recognizes the drafts of killed ones,
-and removes them.
+`draft` is for files of rows: it is also forced to the disk, and locked while it is written. The lock ends with its
+process, so that a later writer recognizes the drafts of killed ones and removes them.
 """
 
 from __future__ import annotations
 
 import fcntl
 import filecmp
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 SUFFIX = ".part"
 LEFT_AFTER_SECONDS = 60.0
@@ -78,3 +79,14 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Writes JSON in one step: a reader sees the old or the new file, never half of one."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(data))
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise

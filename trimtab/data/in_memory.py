@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.data.drafts import draft
+from trimtab.data.atomic_files import draft
 from trimtab.data.formats import UNSUPPORTED
 from trimtab.facts.errors import DataError, ResourceError
 
