@@ -15,7 +15,8 @@ from data_rows import ANSWER, QUESTION, SAME, opened, runs, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.data import SourceSpec, TokenizerSpec, highlighted, open_corpus, worker
+from trimtab.data import SourceSpec, TokenizerSpec, highlighted, open_corpus
+from trimtab.data import tokenizer_worker as worker
 from trimtab.data.streaming import Cursor, Reading
 from trimtab.facts.errors import DataError
 from trimtab.text.tokenizer import Tokenizer

@@ -27,7 +27,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "cli/main.py:_lacking: free some space, or send the output somewhere else",
         "data/cache.py:TokenCache._build: free some space, or give another folder: data.cache_dir of a recipe, "
         "--cache-dir of `trimtab eval`",
-        "data/tokenizing.py:_Worker._died: free some memory or lower num_proc, then try again",
+        "data/tokenizer_pool.py:_Worker._died: free some memory or lower num_proc, then try again",
         "export/hf.py:_not_the_model: nothing was published; check the disk and try again",
         "export/peft.py:_not_the_adapter: nothing was published; check the disk and try again",
         "export/reader.py:read_tensors: check the disk and try again",

@@ -31,7 +31,8 @@ from trimtab.data.readers import SegmentReader
 from trimtab.data.rendering import Rendering
 from trimtab.data.sources import ResolvedSource, SourceSpec, resolve
 from trimtab.data.spec import SEGMENT_CHARS, estimate_tokens, token_bytes
-from trimtab.data.tokenizing import TokenizerLike, TokenizerSpec, default_num_proc, tokenize
+from trimtab.data.tokenizer_pool import default_num_proc
+from trimtab.data.tokenizing import TokenizerLike, TokenizerSpec, tokenize
 from trimtab.facts.errors import DataError
 
 

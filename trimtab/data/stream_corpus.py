@@ -21,7 +21,8 @@ from trimtab.data.heldout import is_heldout, threshold
 from trimtab.data.progress import ProgressCallback, silent
 from trimtab.data.rendering import Rendering
 from trimtab.data.sources import ResolvedSource, SourceSpec, resolve
-from trimtab.data.tokenizing import TokenizerLike, TokenizerSpec, default_num_proc
+from trimtab.data.tokenizer_pool import default_num_proc
+from trimtab.data.tokenizing import TokenizerLike, TokenizerSpec
 from trimtab.facts.errors import DataError
 
 
