@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from trimtab.data import SourceSpec, TokenizerSpec, highlighted, open_corpus
 from trimtab.data import tokenizer_worker as worker
-from trimtab.data.streaming import Cursor, Reading
+from trimtab.data.stream_windows import Cursor, Reading
 from trimtab.facts.errors import DataError
 from trimtab.text.tokenizer import Tokenizer
 

@@ -18,7 +18,7 @@ import pytest
 
 from trimtab.data import readers, tokenizing
 from trimtab.data import tokenizer_worker as worker
-from trimtab.data.corpus import open_cached
+from trimtab.data.caching import open_cached
 from trimtab.data.readers import Segment, cut
 from trimtab.data.sources import SourceSpec
 from trimtab.data.spec import SEGMENT_CHARS
@@ -123,7 +123,7 @@ PROGRAM = """
 import json, sys, threading, time
 from pathlib import Path
 import psutil
-from trimtab.data.corpus import open_cached
+from trimtab.data.caching import open_cached
 from trimtab.data.sources import SourceSpec
 from trimtab.data.tokenizing import TokenizerSpec
 

@@ -52,7 +52,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "api/results.py:RunResult.to_pandas: pip install pandas",
         "checkpoint/manifest.py:read_manifest: install the version of trimtab that wrote it, or a later one",
         "cli/main.py:main: pip install 'trimtab[train]'",
-        "data/loader.py:check_settings: resume with the trimtab that wrote it",
+        "data/resume_checks.py:LoaderSettings.check: resume with the trimtab that wrote it",
         "data/readers_text.py:_zstd: pip install 'trimtab[train]'",
         "data/readers_parquet.py:parquet_schema: pip install 'trimtab[train]'",
         "data/readers_parquet.py:parquet_values: pip install 'trimtab[train]'",

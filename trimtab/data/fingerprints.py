@@ -20,7 +20,7 @@ from typing import Any
 
 from trimtab.data.atomic_files import write_json
 from trimtab.data.detection import detect
-from trimtab.data.progress import Progress, ProgressCallback, silent
+from trimtab.data.interface import Progress, ProgressCallback, silent
 from trimtab.data.readers_csv import delimiter_of, usual_delimiter
 from trimtab.data.sources import ResolvedSource
 from trimtab.data.spec import UNKNOWN_SIZE
@@ -192,35 +192,6 @@ def as_begun(
         return source  # no run can have begun with that reading
     stamps = stamp_files(before, memory, sampled=sampled, progress=progress)
     return before if content_fingerprint(before, stamps) in began else source
-
-
-def manifest(name: str, fingerprint: str, stamps: Iterable[FileStamp]) -> dict[str, Any]:
-    """Plain data that a run folder keeps, to know the data again."""
-    files = [[stamp.name, stamp.size, stamp.digest] for stamp in stamps]
-    return {"version": 1, "source": name, "fingerprint": fingerprint, "files": files}
-
-
-def check_manifest(kept: dict[str, Any], now: dict[str, Any]) -> None:
-    """Nothing when the data is the same as it was; a DataError naming the files that are not, otherwise."""
-    if kept["fingerprint"] == now["fingerprint"]:
-        return
-    before = {name: digest for name, _, digest in kept["files"]}
-    after = {name: digest for name, _, digest in now["files"]}
-    found = [
-        ("vanished", [name for name in before if name not in after]),
-        ("changed", [name for name in before if name in after and before[name] != after[name]]),
-        ("new", [name for name in after if name not in before]),
-    ]
-    said = [
-        f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-        for what, names in found
-        if names
-    ]
-    raise DataError(
-        f"the data of {now['source']} is not what the run began with"
-        f" ({'; '.join(said) or 'it is read with other settings'})",
-        "put the files back as they were, or start a new run",
-    )
 
 
 def check_unchanged(source: ResolvedSource, stamps: Iterable[FileStamp]) -> None:

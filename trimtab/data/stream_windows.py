@@ -1,4 +1,4 @@
-"""Streaming: documents read and tokenized while training, nothing kept on disk.
+"""Windows of a streamed source: documents read, tokenized and packed while training, nothing kept on disk.
 
 A pass over a source is a run of chunks; a chunk is packed and shuffled exactly as in the cached mode, and
 begins at a (file, row, token) from which it can be made again. A position is therefore that start, the
@@ -12,22 +12,22 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trimtab.data.batch import Piece
-from trimtab.data.corpus import LEFT_OUT, left_out, nothing_left
-from trimtab.data.loader import cut_note, nothing_packed
-from trimtab.data.packing import check_length, pack_chunk
-from trimtab.data.progress import Progress
+from trimtab.data.interface import Progress
+from trimtab.data.packing import Piece, check_length, pack_chunk
 from trimtab.data.readers import SegmentReader
 from trimtab.data.sampling import shuffled
+from trimtab.data.selection import LEFT_OUT, cut_note, left_out, nothing_left, nothing_packed
 from trimtab.data.spec import CHUNK_PIECES, chunk_tokens
-from trimtab.data.stream_corpus import StreamCorpus
 from trimtab.data.tokenizing import TokenSegment, tokenize
 from trimtab.facts.errors import DataError
 from trimtab.facts.randomness import derive
+
+if TYPE_CHECKING:
+    from trimtab.data.stream_corpus import StreamCorpus
 
 
 @dataclass(frozen=True)
