@@ -301,8 +301,8 @@ def test_several_processes_give_the_same_tokens_and_masks(tmp_path: Path, chatml
     assert spec.chat is not None
     assert set(VARIABLES) <= set(spec.chat.variables)
     together = open_corpus(SourceSpec(str(path)), chatml, cache_dir=tmp_path / "other", num_proc=3)
-    assert alone.entry.meta["checksums"] == together.entry.meta["checksums"]
-    assert set(alone.entry.meta["checksums"]) == {"tokens.bin", "documents.bin", "trained.bin"}
+    assert alone.entry.meta.checksums == together.entry.meta.checksums
+    assert set(alone.entry.meta.checksums) == {"tokens.bin", "documents.bin", "trained.bin"}
 
 
 def test_leaving_early_leaves_no_process_behind(tmp_path: Path, chatml: Tokenizer) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from trimtab.data.fingerprints import FileStamp, as_begun, check_unchanged, cont
 from trimtab.data.interface import Progress, ProgressCallback, Summary, silent
 from trimtab.data.readers import SegmentReader
 from trimtab.data.rendering import Rendering
-from trimtab.data.selection import nothing_left
+from trimtab.data.selection import Counts, nothing_left
 from trimtab.data.sources import ResolvedSource, SourceSpec, resolve
 from trimtab.data.spec import SEGMENT_CHARS, estimate_tokens, token_bytes
 from trimtab.data.tokenizer_pool import default_num_proc
@@ -63,13 +63,21 @@ def open_cached(
     )
     ends_N = np.ascontiguousarray(entry.records["end"])
     starts_N = np.concatenate([np.zeros(1, np.int64), ends_N[:-1]])
-    skipped = entry.meta["skipped"]
+    counts = entry.meta.counts
     summary = Summary(
         documents=len(ends_N),
         tokens=len(entry.tokens),
+        empty=counts.empty,
+        short=counts.short,
+        repaired=counts.repaired,
+        untrained=counts.untrained,
+        bad=counts.bad,
+        complaint=counts.complaint,
+        unanswered=counts.unanswered,
+        rewritten=counts.rewritten,
+        trained=len(entry.tokens) if counts.trained is None else counts.trained,
         files=len(source.files),
         ignored=source.ignored,
-        **{"trained": len(entry.tokens), **skipped},
     )
     return CachedCorpus(
         name=spec.name,
@@ -94,11 +102,9 @@ def _build(
     writer: Writer,
     num_proc: int,
     progress: ProgressCallback,
-) -> dict[str, Any]:
+) -> Counts:
     reader = SegmentReader(source, template=frame.chat is not None)
-    skipped = {"empty": 0, "short": 0, "repaired": 0}
-    if rendering is not None:
-        skipped |= {"bad": 0, "untrained": 0, "unanswered": 0, "rewritten": 0, "trained": 0}
+    found: Counter[str] = Counter()
     complaint = ""
     told = content_hash = 0
     for segment in tokenize(reader, frame, num_proc, rendering):
@@ -106,18 +112,18 @@ def _build(
             content_hash = segment.hash
         why = segment.unusable
         if why is not None:
-            skipped[why] += 1
+            found[why] += 1
             complaint = complaint or segment.complaint or ""
         else:
             writer.append_tokens(segment.ids, segment.trained)
             if segment.trained is not None:
-                skipped["trained"] += int(np.count_nonzero(segment.trained))
+                found["trained"] += int(np.count_nonzero(segment.trained))
             if segment.last:
                 writer.end_document(segment.file, segment.row, content_hash)
-                skipped["repaired"] += segment.repaired
+                found["repaired"] += segment.repaired
                 for what in ("unanswered", "rewritten"):
                     if getattr(segment, what):
-                        skipped[what] += 1
+                        found[what] += 1
         if writer.num_tokens - told > 1 << 17:
             told = writer.num_tokens
             progress(
@@ -131,8 +137,10 @@ def _build(
                 )
             )
     check_unchanged(source, stamps)
+    trained = found.pop("trained", 0) if rendering is not None else None
+    counts = Counts(**found, trained=trained, complaint=complaint)
     if writer.num_documents == 0:
-        raise nothing_left(source.spec.shown, skipped, complaint)
+        raise nothing_left(source.spec.shown, counts)
     total = reader.total_bytes
     progress(Progress("tokenize", source.spec.name, total, total, writer.num_documents, writer.num_tokens))
-    return {"skipped": {**skipped, **({"complaint": complaint} if complaint else {})}}
+    return counts

@@ -7,7 +7,7 @@ document fall on the same side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,6 +20,38 @@ LEFT_OUT = {
     "bad": "unusable as examples, or refused by the chat template",
 }
 """Why documents are left out, in words."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was found while a source was read: documents that are left out, by reason, and what happened to others."""
+
+    empty: int = 0
+    """Documents without any text, left out."""
+    short: int = 0
+    """Documents of fewer than two tokens, left out."""
+    untrained: int = 0
+    """Examples without a token to train on, left out."""
+    bad: int = 0
+    """Rows that are no example or that the chat template refuses, left out."""
+    complaint: str = ""
+    """About the first bad row."""
+    repaired: int = 0
+    """Documents with broken Unicode escapes, which became U+FFFD."""
+    unanswered: int = 0
+    """Conversations whose last messages no answer follows."""
+    rewritten: int = 0
+    """Conversations whose earlier turns the chat template writes otherwise once an answer follows."""
+    trained: int | None = None
+    """Tokens of examples that are trained on; None where documents are texts."""
+    cut: int = 0
+    """Examples that are longer than a window, where windows are packed while reading."""
+    lost: int = 0
+    """Those of them that have nothing to train on within it, left out."""
+
+    def left_out(self) -> dict[str, int]:
+        """The numbers of documents that are left out, by reason, in the order of messages."""
+        return {why: count for why in LEFT_OUT if (count := getattr(self, why))}
 
 
 def threshold(share: float) -> int:
@@ -73,15 +105,15 @@ def left_out(count: int, why: str) -> str:
     return f"{count} {what} {are} {LEFT_OUT[why]} and {were} left out"
 
 
-def nothing_left(name: str, skipped: Mapping[str, int], complaint: str = "") -> DataError:
+def nothing_left(name: str, counts: Counts) -> DataError:
     """The complaint about a source without a single usable document."""
-    counted = [f"{skipped[why]} {words}" for why, words in LEFT_OUT.items() if skipped.get(why)]
+    counted = [f"{count} {LEFT_OUT[why]}" for why, count in counts.left_out().items()]
     why = f": {' and '.join(counted)} were skipped" if counted else ""
-    if complaint:
+    if counts.complaint:
         return DataError(
-            f"{name} holds nothing that can be used{why}", f"repair the rows; the first: {complaint}"
+            f"{name} holds nothing that can be used{why}", f"repair the rows; the first: {counts.complaint}"
         )
-    if skipped.get("untrained"):
+    if counts.untrained:
         return DataError(
             f"{name} holds nothing to train on{why}",
             "give conversations with answers, or set train_on: all to train on everything",

@@ -89,7 +89,7 @@ class StreamCorpus(Corpus):
                     return piece, len(piece.ids) == max_seq_length
                 seen += 1
         if not seen:
-            raise nothing_streamed(self, reading.skipped, max_seq_length)
+            raise nothing_streamed(self, reading.counts, max_seq_length)
         raise IndexError(number)
 
     def takes(self, content_hash: int) -> bool:

@@ -16,7 +16,7 @@ from trimtab.data.packing import Piece
 from trimtab.data.resume_checks import LoaderSettings
 from trimtab.data.sampling import StepShape, check_share, deal
 from trimtab.data.stream_corpus import StreamCorpus
-from trimtab.data.stream_windows import WindowStream
+from trimtab.data.stream_windows import StreamPosition, WindowStream
 from trimtab.facts.errors import DataError
 
 
@@ -111,7 +111,7 @@ class StreamLoader(Loader):
             "epoch": self._epoch,
             "draws": self._draws,
             "counts": list(self._counts),
-            "streams": [stream.state() for stream in self._streams],
+            "streams": [stream.position().to_dict() for stream in self._streams],
             "settings": self._settings.to_dict(),
         }
 
@@ -121,7 +121,7 @@ class StreamLoader(Loader):
         self._epoch, self._draws = int(position["epoch"]), int(position["draws"])
         self._counts = [int(count) for count in position["counts"]]
         for stream, state in zip(self._streams, position["streams"], strict=True):
-            stream.restore(state)
+            stream.restore(StreamPosition.from_dict(state))
 
     def close(self) -> None:
         """Ends the reading threads and their processes."""
