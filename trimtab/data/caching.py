@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.data.cache import TokenCache, Writer, entry_key
+from trimtab.data.cache import Entry, TokenCache, Writer, entry_key
 from trimtab.data.cached_corpus import CachedCorpus
 from trimtab.data.detection import detect
 from trimtab.data.fingerprints import FileStamp, as_begun, check_unchanged, content_fingerprint, stamp_files
@@ -63,9 +63,25 @@ def open_cached(
     )
     ends_N = np.ascontiguousarray(entry.records["end"])
     starts_N = np.concatenate([np.zeros(1, np.int64), ends_N[:-1]])
+    return CachedCorpus(
+        name=spec.name,
+        fingerprint=content,
+        summary=_summary(entry, source),
+        entry=entry,
+        starts_N=starts_N,
+        lengths_N=ends_N - starts_N,
+        records_N=entry.records,
+        stamps=tuple(stamps),
+        content=content,
+        tokenizer=frame,
+        source=source,
+    )
+
+
+def _summary(entry: Entry, source: ResolvedSource) -> Summary:
     counts = entry.meta.counts
-    summary = Summary(
-        documents=len(ends_N),
+    return Summary(
+        documents=len(entry.records),
         tokens=len(entry.tokens),
         empty=counts.empty,
         short=counts.short,
@@ -78,19 +94,6 @@ def open_cached(
         trained=len(entry.tokens) if counts.trained is None else counts.trained,
         files=len(source.files),
         ignored=source.ignored,
-    )
-    return CachedCorpus(
-        name=spec.name,
-        fingerprint=content,
-        summary=summary,
-        entry=entry,
-        starts_N=starts_N,
-        lengths_N=ends_N - starts_N,
-        records_N=entry.records,
-        stamps=tuple(stamps),
-        content=content,
-        tokenizer=frame,
-        source=source,
     )
 
 

@@ -115,8 +115,7 @@ def make_loader(
     if not train:
         raise DataError("there is no source to train on", "name one under data.train")
     shape = StepShape(batch_size, accumulation, dp_rank, dp_size)
-    pairs = [_pair(one) for one in train]
-    others = [_pair(one) for one in replay]
+    pairs, others = [_pair(one) for one in train], [_pair(one) for one in replay]
     kinds = {corpus.streaming for corpus, _ in [*pairs, *others]}
     if len(kinds) > 1:
         raise DataError("some sources are streamed and some are cached", "open all of them in the same way")

@@ -1,4 +1,4 @@
-"""From what a person names (a file, a folder, a glob) to a stable, ordered list of files."""
+"""Data sources: from what the user names (a file, a folder, a glob) to a stable, ordered list of files."""
 
 from __future__ import annotations
 
