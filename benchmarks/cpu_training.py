@@ -117,7 +117,8 @@ class PlainWindows:
         """One microbatch."""
         import numpy as np
 
-        from trimtab.data.batch import Piece, collate
+        from trimtab.data.batch import collate
+        from trimtab.data.packing import Piece
 
         rows = self.rows[self.at * self.batch : (self.at + 1) * self.batch]
         self.at += 1

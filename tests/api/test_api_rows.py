@@ -76,7 +76,7 @@ def halfway(recipe: dict[str, Any], data: Any, **more: Any) -> trimtab.RunResult
 def test_resume_continues_exactly_and_refuses_other_rows(
     tmp_path: Path, streaming: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trimtab.data.streaming.chunk_tokens", lambda max_seq_length: 200)
+    monkeypatch.setattr("trimtab.data.stream_windows.chunk_tokens", lambda max_seq_length: 200)
     recipe = tiny_recipe(tmp_path)
     recipe["data"]["streaming"] = streaming
 
@@ -106,7 +106,7 @@ def test_rows_that_change_after_the_first_ones_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first 16 rows name a stream; later ones are compared up to the end of the last chunk."""
-    monkeypatch.setattr("trimtab.data.streaming.chunk_tokens", lambda max_seq_length: 1000)
+    monkeypatch.setattr("trimtab.data.stream_windows.chunk_tokens", lambda max_seq_length: 1000)
     recipe = tiny_recipe(tmp_path)
     recipe["data"]["streaming"] = True
     stopped = halfway(recipe, TEXTS)

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trimtab.data import Batch, SourceSpec, highlighted, open_corpus
-from trimtab.data.corpus import Corpus
+from trimtab.data import Batch, CachedCorpus, SourceSpec, highlighted, open_corpus
 from trimtab.text.tokenizer import Tokenizer
 
 ASKED = {"role": "user", "content": "Add."}
@@ -41,7 +40,7 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def opened(path: Path, tokenizer: Tokenizer, **spec: Any) -> Corpus:
+def opened(path: Path, tokenizer: Tokenizer, **spec: Any) -> CachedCorpus:
     """The file as a corpus, with its cache beside it."""
     return open_corpus(SourceSpec(str(path), **spec), tokenizer, cache_dir=path.parent / "cache", num_proc=1)
 

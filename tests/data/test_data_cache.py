@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from trimtab.data import fingerprints, spec
-from trimtab.data.corpus import Corpus, open_cached
+from trimtab.data.cached_corpus import CachedCorpus
+from trimtab.data.caching import open_cached
+from trimtab.data.resume_checks import Manifest
 from trimtab.data.sources import SourceSpec
 from trimtab.data.tokenizing import TokenizerSpec
 from trimtab.facts.errors import DataError, ResourceError
@@ -33,7 +35,7 @@ def source(tmp_path: Path, prose) -> Path:
     return folder
 
 
-def opened(source: Path, tokenizer, messages: list[str] | None = None, **settings) -> Corpus:
+def opened(source: Path, tokenizer, messages: list[str] | None = None, **settings) -> CachedCorpus:
     def listen(report) -> None:
         if report.message and messages is not None:
             messages.append(report.message)
@@ -46,13 +48,13 @@ def entries(source: Path) -> list[Path]:
     return sorted((source.parent / "cache" / "entries").iterdir())
 
 
-def content(corpus: Corpus) -> list[list[int]]:
+def content(corpus: CachedCorpus) -> list[list[int]]:
     return [corpus.tokens(i).tolist() for i in range(corpus.num_documents)]
 
 
 def test_the_second_time_nothing_is_tokenized(source: Path, tokenizer, monkeypatch) -> None:
     first = opened(source, tokenizer)
-    monkeypatch.setattr("trimtab.data.corpus.tokenize", None)  # would fail if it were called
+    monkeypatch.setattr("trimtab.data.caching.tokenize", None)  # would fail if it were called
     second = opened(source, tokenizer)
     assert content(first) == content(second)
     assert first.summary == second.summary
@@ -132,7 +134,7 @@ def test_a_copied_cache_is_checked_once_and_used(source: Path, tokenizer, monkey
     shutil.copytree(cache, cache.with_name("copy"))
     shutil.rmtree(cache)
     os.rename(cache.with_name("copy"), cache)
-    monkeypatch.setattr("trimtab.data.corpus.tokenize", None)
+    monkeypatch.setattr("trimtab.data.caching.tokenize", None)
     assert content(opened(source, tokenizer)) == good
 
 
@@ -140,7 +142,7 @@ BUILD = """
 import json, os, sys, time
 from pathlib import Path
 from trimtab.data import cache
-from trimtab.data.corpus import open_cached
+from trimtab.data.caching import open_cached
 from trimtab.data.sources import SourceSpec
 from trimtab.data.tokenizing import TokenizerSpec
 
@@ -252,11 +254,11 @@ def test_changed_data_is_named(source: Path, tokenizer, prose) -> None:
     ):
         opened(source, tokenizer).check(kept)
     with pytest.raises(DataError, match=r"read with other settings"):
-        fingerprints.check_manifest(kept, {**kept, "fingerprint": "x"})
+        Manifest.from_dict(kept).check(Manifest.from_dict({**kept, "fingerprint": "x"}))
 
 
 def test_a_file_that_grows_while_it_is_read_is_refused(source: Path, tokenizer, monkeypatch) -> None:
-    from trimtab.data import corpus as module
+    from trimtab.data import caching as module
 
     real = module.tokenize
 

@@ -9,9 +9,8 @@ import pytest
 from chat_templates import CHATML, CHATML_MARKED, THINKING, TOOLS, chat_tokenizer
 from data_rows import ANSWERED, ASKED, epoch_of, opened, write
 
-from trimtab.data import highlighted, make_loader, open_corpus, spec
-from trimtab.data.corpus import Corpus
-from trimtab.data.progress import Progress
+from trimtab.data import CachedCorpus, highlighted, make_loader, open_corpus, spec
+from trimtab.data.interface import Progress
 from trimtab.facts.errors import DataError
 from trimtab.text.chat import ChatProcess
 from trimtab.text.tokenizer import Tokenizer
@@ -41,7 +40,7 @@ GUARDED = PRINTS.replace("<|im_start|>{{", "{% if m.content %}<|im_start|>{{").r
 )
 
 
-def trained_texts(corpus: Corpus, tokenizer: Tokenizer, number: int = 0) -> list[str]:
+def trained_texts(corpus: CachedCorpus, tokenizer: Tokenizer, number: int = 0) -> list[str]:
     shown = highlighted(corpus, tokenizer, number=number)["runs"]
     assert not any("None" in text for text, _ in shown)
     return [text for text, trained in shown if trained]

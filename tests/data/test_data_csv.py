@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.data.beginning import beginning
-from trimtab.data.csv_rows import delimiter_of
+from trimtab.data.detection import detect
 from trimtab.data.fingerprints import content_fingerprint, stamp_files
-from trimtab.data.formats import detect
+from trimtab.data.preview import beginning
 from trimtab.data.readers import SegmentReader
+from trimtab.data.readers_csv import delimiter_of
 from trimtab.data.sources import ResolvedSource, SourceSpec, resolve
 from trimtab.facts.errors import DataError
 

@@ -15,8 +15,9 @@ from data_rows import ANSWER, QUESTION, SAME, opened, runs, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.data import SourceSpec, TokenizerSpec, highlighted, open_corpus, worker
-from trimtab.data.streaming import Cursor, Reading
+from trimtab.data import SourceSpec, TokenizerSpec, highlighted, open_corpus
+from trimtab.data import tokenizer_worker as worker
+from trimtab.data.stream_windows import Cursor, Reading
 from trimtab.facts.errors import DataError
 from trimtab.text.tokenizer import Tokenizer
 
@@ -300,8 +301,8 @@ def test_several_processes_give_the_same_tokens_and_masks(tmp_path: Path, chatml
     assert spec.chat is not None
     assert set(VARIABLES) <= set(spec.chat.variables)
     together = open_corpus(SourceSpec(str(path)), chatml, cache_dir=tmp_path / "other", num_proc=3)
-    assert alone.entry.meta["checksums"] == together.entry.meta["checksums"]
-    assert set(alone.entry.meta["checksums"]) == {"tokens.bin", "documents.bin", "trained.bin"}
+    assert alone.entry.meta.checksums == together.entry.meta.checksums
+    assert set(alone.entry.meta.checksums) == {"tokens.bin", "documents.bin", "trained.bin"}
 
 
 def test_leaving_early_leaves_no_process_behind(tmp_path: Path, chatml: Tokenizer) -> None:

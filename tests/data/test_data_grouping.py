@@ -14,16 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.data import Batch, Corpus, make_loader, open_corpus
-from trimtab.data.dealing import StepShape
-from trimtab.data.grouping import grouped_order
+from trimtab.data import Batch, CachedCorpus, make_loader, open_corpus
+from trimtab.data.sampling import StepShape, grouped_order
 from trimtab.facts.errors import CheckpointError, DataError
 
 T = 100
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, prose: Any) -> Corpus:
+def corpus(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, prose: Any) -> CachedCorpus:
     """Documents of very different lengths; the longest is beyond a window."""
     folder = tmp_path_factory.mktemp("lengths")
     texts = [prose(i, 2 + (i * 7) % 97) for i in range(150)]
@@ -31,7 +30,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, prose: Any)
     return open_corpus(str(folder / "texts.jsonl"), tokenizer, cache_dir=folder / "cache", num_proc=1)
 
 
-def loader_of(corpus: Corpus, **changes: Any) -> Any:
+def loader_of(corpus: CachedCorpus, **changes: Any) -> Any:
     given_: dict[str, Any] = {
         "max_seq_length": T,
         "batch_size": 4,
@@ -61,7 +60,7 @@ def padding(steps: list[list[Batch]]) -> float:
     return sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
 
 
-def test_every_document_once_with_less_padding(corpus: Corpus) -> None:
+def test_every_document_once_with_less_padding(corpus: CachedCorpus) -> None:
     grouped, plain = loader_of(corpus), loader_of(corpus, group_by_length=False)
     ours, theirs = epoch(grouped), epoch(plain)
     assert Counter(documents(ours)) == Counter(documents(theirs))
@@ -74,7 +73,7 @@ def test_every_document_once_with_less_padding(corpus: Corpus) -> None:
     assert plain.notes()[-1].endswith(f"group_by_length: true would leave {padding(ours):.0%}")
 
 
-def test_microbatches_are_as_long_as_their_longest_document(corpus: Corpus) -> None:
+def test_microbatches_are_as_long_as_their_longest_document(corpus: CachedCorpus) -> None:
     widths = set()
     for batch in (batch for step in epoch(loader_of(corpus)) for batch in step):
         longest = int((batch.documents_BT >= 0).sum(1).max())
@@ -85,12 +84,12 @@ def test_microbatches_are_as_long_as_their_longest_document(corpus: Corpus) -> N
     assert T in widths, "the longest is cut at max_seq_length, which need not be a multiple of 8"
 
 
-def test_windows_of_ungrouped_runs_are_as_they_were(corpus: Corpus) -> None:
+def test_windows_of_ungrouped_runs_are_as_they_were(corpus: CachedCorpus) -> None:
     for batch in (batch for step in epoch(loader_of(corpus, group_by_length=False)) for batch in step):
         assert batch.input_ids_BT.shape[1] == T
 
 
-def test_a_grouped_batch_has_the_labels_and_positions_of_the_padded_one(corpus: Corpus) -> None:
+def test_a_grouped_batch_has_the_labels_and_positions_of_the_padded_one(corpus: CachedCorpus) -> None:
     def rows(steps: list[list[Batch]]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         return {
             batch.origins[row][0]: (batch.labels_BT[row], batch.positions_BT[row])
@@ -109,7 +108,7 @@ def test_a_grouped_batch_has_the_labels_and_positions_of_the_padded_one(corpus: 
         assert torch.equal(positions_T[:held], theirs[origin][1][:held])
 
 
-def test_the_order_is_random_and_a_function_of_seed_and_epoch(corpus: Corpus) -> None:
+def test_the_order_is_random_and_a_function_of_seed_and_epoch(corpus: CachedCorpus) -> None:
     loader = loader_of(corpus)
     first, second = documents(epoch(loader)), documents(epoch(loader))
     assert first == documents(epoch(loader_of(corpus)))
@@ -122,7 +121,7 @@ def test_the_order_is_random_and_a_function_of_seed_and_epoch(corpus: Corpus) ->
 
 
 @pytest.mark.parametrize("after", [1, 7, 25])
-def test_restored_in_the_middle(corpus: Corpus, after: int) -> None:
+def test_restored_in_the_middle(corpus: CachedCorpus, after: int) -> None:
     whole = loader_of(corpus)
     steps = [whole.next_step() for _ in range(after + 12)]
     stopped = loader_of(corpus)
@@ -134,7 +133,7 @@ def test_restored_in_the_middle(corpus: Corpus, after: int) -> None:
     assert documents([again.next_step() for _ in range(12)]) == documents(steps[after:])
 
 
-def test_a_position_of_other_groups_is_refused(corpus: Corpus) -> None:
+def test_a_position_of_other_groups_is_refused(corpus: CachedCorpus) -> None:
     grouped = loader_of(corpus)
     for changes in ({"batch_size": 2}, {"accumulation": 1}):
         with pytest.raises(CheckpointError, match="group_by_length"):
@@ -143,14 +142,14 @@ def test_a_position_of_other_groups_is_refused(corpus: Corpus) -> None:
         grouped.restore(loader_of(corpus, group_by_length=False).position())
 
 
-def test_ranks_share_the_windows_of_an_epoch(corpus: Corpus) -> None:
+def test_ranks_share_the_windows_of_an_epoch(corpus: CachedCorpus) -> None:
     parts = [epoch(loader_of(corpus, dp_rank=rank, dp_size=2)) for rank in range(2)]
     assert all(len(a) == len(b) for a, b in zip(*parts, strict=True)), "as many microbatches on every rank"
     both = [document for part in parts for document in documents(part) if document]
     assert Counter(both) == Counter(documents(epoch(loader_of(corpus))))
 
 
-def test_what_cannot_be_grouped(corpus: Corpus, tokenizer: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_grouped(corpus: CachedCorpus, tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not packed"):
         loader_of(corpus, packing=True)
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n')

@@ -13,9 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.data import Batch, Corpus, SourceSpec, collate, eval_batches, make_loader, open_corpus
-from trimtab.data.dealing import StepShape, deal
-from trimtab.data.mixture import epoch_plan, mix, own_text_first
+from trimtab.data import Batch, CachedCorpus, SourceSpec, collate, eval_batches, make_loader, open_corpus
+from trimtab.data.sampling import StepShape, deal, epoch_plan, mix, own_text_first
 from trimtab.facts.errors import CheckpointError, DataError
 from trimtab.recipe.resume import CHANGEABLE_ON_RESUME
 
@@ -23,7 +22,7 @@ T = 64
 
 
 @pytest.fixture(scope="module")
-def corpora(tmp_path_factory, tokenizer, corpus_folder, replay_folder) -> tuple[Corpus, Corpus]:
+def corpora(tmp_path_factory, tokenizer, corpus_folder, replay_folder) -> tuple[CachedCorpus, CachedCorpus]:
     cache = tmp_path_factory.mktemp("cache")
     return (
         open_corpus(str(corpus_folder), tokenizer, cache_dir=cache),
@@ -49,7 +48,7 @@ def flat(found: list[list[tuple]]) -> list[tuple]:
     return [row for step in found for row in step]
 
 
-def loader_of(corpora: tuple[Corpus, Corpus], **changes):
+def loader_of(corpora: tuple[CachedCorpus, CachedCorpus], **changes):
     given = {
         "max_seq_length": T,
         "batch_size": 4,

@@ -14,11 +14,10 @@ from data_rows import ANSWERED, ASKED, epoch_of, opened, pieces, write
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.data import SourceSpec, eval_batches, highlighted, make_loader, open_corpus, spec
-from trimtab.data.batch import Piece, collate
-from trimtab.data.corpus import Corpus
-from trimtab.data.packing import pack_documents
-from trimtab.data.progress import Progress
+from trimtab.data import CachedCorpus, SourceSpec, eval_batches, highlighted, make_loader, open_corpus, spec
+from trimtab.data.batch import collate
+from trimtab.data.interface import Progress
+from trimtab.data.packing import Piece, pack_documents
 from trimtab.facts.errors import DataError
 from trimtab.text.tokenizer import Tokenizer
 
@@ -44,12 +43,12 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def corpus(chats: Path, chatml: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+def corpus(chats: Path, chatml: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> CachedCorpus:
     return open_corpus(str(chats), chatml, cache_dir=tmp_path_factory.mktemp("cache"), num_proc=1)
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_labels_are_the_answers_cut_at_the_window(corpus: Corpus, packing: bool) -> None:
+def test_labels_are_the_answers_cut_at_the_window(corpus: CachedCorpus, packing: bool) -> None:
     loader = make_loader([corpus], max_seq_length=T, batch_size=4, packing=packing)
     found = {origin: (ids, labels) for origin, ids, labels in epoch_of(loader)}
     kept = 0
@@ -66,7 +65,7 @@ def test_labels_are_the_answers_cut_at_the_window(corpus: Corpus, packing: bool)
     assert corpus.summary.untrained > 0
 
 
-def test_what_is_cut_is_counted_and_said(corpus: Corpus) -> None:
+def test_what_is_cut_is_counted_and_said(corpus: CachedCorpus) -> None:
     loader = make_loader([corpus], max_seq_length=T, batch_size=4)
     packed = loader.packed[0]  # type: ignore[union-attr]
     lengths = corpus.lengths_N
@@ -83,7 +82,7 @@ def test_what_is_cut_is_counted_and_said(corpus: Corpus) -> None:
         make_loader([corpus], max_seq_length=4, batch_size=4)
 
 
-def test_targets_are_counted_for_each_step(corpus: Corpus) -> None:
+def test_targets_are_counted_for_each_step(corpus: CachedCorpus) -> None:
     loader = make_loader([corpus], max_seq_length=T, batch_size=3, accumulation=2)
     for _ in range(loader.steps_per_epoch or 0):
         for batch in loader.next_step():
@@ -96,7 +95,7 @@ def test_targets_are_counted_for_each_step(corpus: Corpus) -> None:
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_stream_sees_what_the_cache_holds(
-    chats: Path, corpus: Corpus, chatml: Tokenizer, packing: bool
+    chats: Path, corpus: CachedCorpus, chatml: Tokenizer, packing: bool
 ) -> None:
     told: list[Progress] = []
     stream = open_corpus(str(chats), chatml, streaming=True, num_proc=1, progress=told.append)
@@ -205,7 +204,7 @@ def test_settings_are_part_of_the_cache_and_of_a_place(
 ) -> None:
     """Another template, choice of answers, column or variable is another entry, and no resume mixes the two."""
 
-    def opened(given: Tokenizer, **spec: Any) -> Corpus:
+    def opened(given: Tokenizer, **spec: Any) -> CachedCorpus:
         return open_corpus(SourceSpec(str(chats), **spec), given, cache_dir=tmp_path, num_proc=1)
 
     first = opened(chatml)
@@ -226,7 +225,7 @@ def test_settings_are_part_of_the_cache_and_of_a_place(
         others[0].check(first.manifest())
 
 
-def test_the_cache_takes_what_is_declared(corpus: Corpus, chatml: Tokenizer) -> None:
+def test_the_cache_takes_what_is_declared(corpus: CachedCorpus, chatml: Tokenizer) -> None:
     files = [corpus.entry.path / f"{name}.bin" for name in ("tokens", "documents", "trained")]
     declared = spec.cache_bytes(corpus.num_tokens, corpus.num_documents, chatml.vocab_size, masked=True)
     assert sum(file.stat().st_size for file in files) == declared
@@ -235,7 +234,7 @@ def test_the_cache_takes_what_is_declared(corpus: Corpus, chatml: Tokenizer) -> 
 def test_a_damaged_mask_is_noticed_and_made_again(chats: Path, tmp_path: Path, chatml: Tokenizer) -> None:
     said: list[Progress] = []
 
-    def opened() -> Corpus:
+    def opened() -> CachedCorpus:
         return open_corpus(str(chats), chatml, cache_dir=tmp_path, num_proc=1, progress=said.append)
 
     path = opened().entry.path / "trained.bin"
@@ -250,7 +249,7 @@ def test_a_damaged_mask_is_noticed_and_made_again(chats: Path, tmp_path: Path, c
         assert corpus.entry.trained.tobytes() == good
 
 
-def test_held_out_conversations_are_measured_on_their_answers(corpus: Corpus) -> None:
+def test_held_out_conversations_are_measured_on_their_answers(corpus: CachedCorpus) -> None:
     train, held = corpus.split(share=0.2)
     assert train.num_documents + held.num_documents == corpus.num_documents
     batches = eval_batches(held, batch_size=4, max_seq_length=4096)

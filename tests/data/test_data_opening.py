@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.data.mixture import epoch_plan, mix, own_text_first
+from trimtab.data.sampling import epoch_plan, mix, own_text_first
 
 
 def opened(seed: int, opening: int, train: int = 3, share: float = 0.5) -> tuple[list[int], list[int]]:

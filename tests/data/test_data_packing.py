@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.data.batch import Piece, collate
-from trimtab.data.order import shuffled
-from trimtab.data.packing import cut_documents, pack_chunk, pack_documents, piece_lengths
+from trimtab.data.batch import collate
+from trimtab.data.packing import Piece, cut_documents, pack_chunk, pack_documents, piece_lengths
+from trimtab.data.sampling import shuffled
 from trimtab.facts.errors import DataError
 
 LENGTHS = st.lists(st.integers(2, 200), min_size=1, max_size=80)

@@ -13,11 +13,9 @@ from data_rows import ANSWER, QUESTION, SAME, opened, runs, write
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.data import SourceSpec, make_loader, open_corpus
-from trimtab.data.corpus import Corpus
+from trimtab.data import Corpus, SourceSpec, make_loader, open_corpus
 from trimtab.data.examples import ROLES, example_of
 from trimtab.data.formats import PARTS, Format
-from trimtab.data.stream_corpus import StreamCorpus
 from trimtab.facts.errors import DataError, ModelError
 from trimtab.text.tokenizer import Tokenizer
 
@@ -78,7 +76,7 @@ def test_tools_that_no_template_writes_are_refused(tmp_path: Path) -> None:
                 opened(path, chat_tokenizer(None))
 
 
-def first_step(corpus: Corpus | StreamCorpus) -> None:
+def first_step(corpus: Corpus) -> None:
     with closing(make_loader([corpus], max_seq_length=64, batch_size=1)) as loader:
         loader.next_step()
 

@@ -19,7 +19,7 @@ import torch
 from pyarrow import parquet
 from safetensors.numpy import save_file
 
-from trimtab.data.formats import detect
+from trimtab.data.detection import detect
 from trimtab.data.readers import SegmentReader
 from trimtab.data.signatures import recognize
 from trimtab.data.sources import SourceSpec, resolve

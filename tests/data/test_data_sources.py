@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from trimtab.data import readers, sources
-from trimtab.data.corpus import open_cached
+from trimtab.data.caching import open_cached
 from trimtab.data.readers import SegmentReader, cut
 from trimtab.data.sources import SourceSpec, keep_texts, resolve
 from trimtab.data.spec import SEGMENT_CHARS

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.data import SourceSpec, eval_batches, make_loader, open_corpus, readers, spec, streaming
+from trimtab.data import SourceSpec, eval_batches, make_loader, open_corpus, readers, spec, stream_windows
 from trimtab.data.batch import Batch
 from trimtab.facts.errors import DataError
 
@@ -22,7 +22,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many chunks and cut documents in a small corpus."""
     from trimtab.data import packing
 
-    for module in (packing, streaming):
+    for module in (packing, stream_windows):
         monkeypatch.setattr(module, "chunk_tokens", lambda _: 900)
         monkeypatch.setattr(module, "CHUNK_PIECES", 17)
     monkeypatch.setattr(readers, "SEGMENT_CHARS", 300)
@@ -225,7 +225,8 @@ def test_costs_are_said_without_torch() -> None:
 
 
 def make_batch() -> Batch:
-    from trimtab.data.batch import Piece, collate
+    from trimtab.data.batch import collate
+    from trimtab.data.packing import Piece
 
     return collate([[Piece(np.arange(5), "a:1")], [Piece(np.arange(7), "a:2")]], T)
 

@@ -16,12 +16,14 @@ import numpy as np
 import psutil
 import pytest
 
-from trimtab.data import readers, tokenizing, worker
-from trimtab.data.corpus import open_cached
+from trimtab.data import readers, tokenizing
+from trimtab.data import tokenizer_worker as worker
+from trimtab.data.caching import open_cached
 from trimtab.data.readers import Segment, cut
 from trimtab.data.sources import SourceSpec
 from trimtab.data.spec import SEGMENT_CHARS
-from trimtab.data.tokenizing import TokenizerSpec, WorkerPool, tokenize
+from trimtab.data.tokenizer_pool import WorkerPool
+from trimtab.data.tokenizing import TokenizerSpec, tokenize
 from trimtab.facts.errors import ModelError, ResourceError
 
 
@@ -72,7 +74,8 @@ def test_a_tokenizer_that_travels_badly_is_refused(tokenizer) -> None:
 
 
 def test_a_process_that_dies_is_reported_and_none_is_left(tokenizer) -> None:
-    pool = WorkerPool(TokenizerSpec.of(tokenizer), 2)
+    spec = TokenizerSpec.of(tokenizer)
+    pool = WorkerPool((spec.json, spec.continued_json), 2)
     try:
         assert pool.submit([Segment(0, 1, "some text", True, True)]).result(30)[1].sum() > 0
         for one in pool._workers:
@@ -87,7 +90,7 @@ def test_a_process_that_dies_is_reported_and_none_is_left(tokenizer) -> None:
 
 def test_a_worker_says_why_it_ended(tokenizer) -> None:
     spec = TokenizerSpec("{not a tokenizer", "{not a tokenizer", (), (), 5, "f")
-    pool = WorkerPool(spec, 1)
+    pool = WorkerPool((spec.json, spec.continued_json), 1)
     try:
         with pytest.raises(ResourceError, match=r"ended early .*(expected|key|Error)"):
             pool.submit([Segment(0, 1, "text", True, True)]).result(30)
@@ -120,7 +123,7 @@ PROGRAM = """
 import json, sys, threading, time
 from pathlib import Path
 import psutil
-from trimtab.data.corpus import open_cached
+from trimtab.data.caching import open_cached
 from trimtab.data.sources import SourceSpec
 from trimtab.data.tokenizing import TokenizerSpec
 

@@ -95,19 +95,19 @@ def follow_columns(w: World, remedy: str) -> None:
 
 
 case(
-    "data/columns.py:choose_name: set text_column, or format and columns for examples ({})",
+    "data/formats.py:choose_name: set text_column, or format and columns for examples ({})",
     lambda w: read(w, "two.jsonl", TWO),
     follow_columns,
 )
 case(
-    'data/columns.py:choose_column: write one {"text": …} object a row',
+    'data/formats.py:choose_column: write one {"text": …} object a row',
     lambda w: read(w, "list.jsonl", [[1, 2]]),
     lambda w, remedy: read(
         w, "list.jsonl", remedy.partition("one ")[2].partition(" object")[0].replace("…", '"a cat"')
     ),
 )
 case(
-    "data/columns.py:text_of: set text_column to a column that every row has, or complete the row",
+    "data/formats.py:text_of: set text_column to a column that every row has, or complete the row",
     lambda w: read(w, "a.jsonl", [{"text": "a cat", "x": "b"}, {"x": "the dog"}]),
     lambda w, remedy: (
         read(w, "a.jsonl", [{"text": "a cat", "x": "b"}, {"x": "the dog"}], text_column="x"),
@@ -115,7 +115,7 @@ case(
     ),
 )
 case(
-    "data/columns.py:text_of: set text_column to a column of strings, or write each row as one string",
+    "data/formats.py:text_of: set text_column to a column of strings, or write each row as one string",
     lambda w: read(w, "a.jsonl", [{"text": 5, "x": "a cat"}], text_column="text"),
     lambda w, remedy: (
         read(w, "a.jsonl", [{"text": 5, "x": "a cat"}], text_column="x"),
@@ -124,17 +124,17 @@ case(
 )
 WORDS = parquet([{"words": f"a cat sees {i} dogs"} for i in range(50)])
 LATIN_1 = strings([b"a cat sees two dogs", "the caf\u00e9".encode("latin-1")])
-file_case("data/rows.py:parquet_values: repair or remove the row", "latin.parquet", LATIN_1, WORDS)
+file_case("data/readers_parquet.py:parquet_values: repair or remove the row", "latin.parquet", LATIN_1, WORDS)
 TABLE = parquet([{"n": 1, "words": "a cat runs", "more": "the dog"}])
 case(
-    "data/readers.py:_parquet_column: set text_column to one of {}",
+    "data/readers_parquet.py:parquet_text_column: set text_column to one of {}",
     lambda w: read(w, "a.parquet", TABLE, text_column="n"),
     lambda w, remedy: in_turn(
         lambda name: read(w, "a.parquet", TABLE, text_column=name), listed(remedy, "one of")
     ),
 )
 file_case(
-    "data/readers.py:_parquet_column: write a column of strings",
+    "data/readers_parquet.py:parquet_text_column: write a column of strings",
     "a.parquet",
     parquet([{"words": 1}]),
     parquet([{"words": "a cat runs"}]),
@@ -142,7 +142,7 @@ file_case(
 )
 CSV = "words,more\na cat,the dog\n"
 case(
-    "data/csv_rows.py:text_column: set text_column to one of {}",
+    "data/readers_csv.py:text_column: set text_column to one of {}",
     lambda w: read(w, "a.csv", CSV, text_column="text"),
     lambda w, remedy: in_turn(lambda name: read(w, "a.csv", CSV, text_column=name), listed(remedy, "one of")),
 )
@@ -188,25 +188,25 @@ for function, name, wrong, right in (
     ),
     ("readers_text.py:_elements: fetch the file again", "a.json", '[{"text": "a cat"},', json.dumps(GOOD)),
     (
-        "csv_rows.py:csv_values: put texts that hold quotes in double quotes and double those inside",
+        "readers_csv.py:csv_values: put texts that hold quotes in double quotes and double those inside",
         "a.csv",
         'text\n"a "b" c\n',
         'text\n"a ""b"" c"\n',
     ),
     (
-        "csv_rows.py:_refuse_twins: give each a name of its own",
+        "readers_csv.py:_refuse_twins: give each a name of its own",
         "a.csv",
         "text,text\na cat,dog\n",
         "text,more\na cat,dog\n",
     ),
     (
-        "csv_rows.py:_too_long: put texts that hold {} in double quotes",
+        "readers_csv.py:_too_long: put texts that hold {} in double quotes",
         "a.csv",
         "text\na cat, a dog\n",
         'text\n"a cat, a dog"\n',
     ),
     (
-        "csv_rows.py:checked_field: give the row a field for each column",
+        "readers_csv.py:checked_field: give the row a field for each column",
         "a.csv",
         "n,text\n1,a cat\n2\n",
         "n,text\n1,a cat\n2,a dog\n",
@@ -233,14 +233,14 @@ case(
     follow_iconv,
 )
 file_case(
-    "data/rows.py:_not_parquet: fetch the file again",
+    "data/readers_parquet.py:_not_parquet: fetch the file again",
     "a.parquet",
     WORDS[:4] + bytes(60) + WORDS[64:],
     WORDS,
     text_column="words",
 )
 file_case(
-    "data/rows.py:_not_parquet: fetch the file again",
+    "data/readers_parquet.py:_not_parquet: fetch the file again",
     "a.parquet",
     b"PAR1" + bytes(32),
     TABLE,
@@ -364,7 +364,7 @@ def gone(w: World) -> object:
 
 # Formats.
 case(
-    "data/formats.py:detect: give JSON lines, CSV or Parquet, or leave the format out",
+    "data/detection.py:detect: give JSON lines, CSV or Parquet, or leave the format out",
     lambda w: read(w, "a.txt", "a cat runs", format="messages"),
     lambda w, remedy: (read(w, "a.jsonl", CHATS, format="messages"), read(w, "a.txt", "a cat runs")),
 )
@@ -377,12 +377,12 @@ def both(w: World) -> object:
 
 
 case(
-    "data/formats.py:detect: name the two as sources of their own",
+    "data/detection.py:detect: name the two as sources of their own",
     both,
     lambda w, remedy: (opened(w, w.tmp / "both" / "a.jsonl"), opened(w, w.tmp / "both" / "b.txt")),
 )
 case(
-    "data/formats.py:_refuse_columns: set format, or text_column instead of columns",
+    "data/detection.py:_refuse_columns: set format, or text_column instead of columns",
     lambda w: read(
         w,
         "a.jsonl",
@@ -402,10 +402,14 @@ case(
     ),
 )
 file_case(
-    "data/formats.py:_by_first_row: give a source with rows in it", "a.jsonl", "\n", CHATS, format="messages"
+    "data/detection.py:_by_first_row: give a source with rows in it",
+    "a.jsonl",
+    "\n",
+    CHATS,
+    format="messages",
 )
 case(
-    "data/formats.py:_by_first_row: name parts of one format: {}",
+    "data/detection.py:_by_first_row: name parts of one format: {}",
     lambda w: read(w, "a.jsonl", CHATS, columns={"answers": "x"}),
     lambda w, remedy: in_turn(
         lambda part: read(w, "a.jsonl", [{"dialog": CHATS[0]["messages"]}], columns={part: "dialog"}),
@@ -413,7 +417,7 @@ case(
     ),
 )
 case(
-    "data/formats.py:_by_first_row: write objects with {}, or leave the format out",
+    "data/detection.py:_by_first_row: write objects with {}, or leave the format out",
     lambda w: read(w, "a.jsonl", ["a cat runs"], format="messages"),
     lambda w, remedy: (
         read(w, "a.jsonl", [{listed(remedy, "with")[0]: CHATS[0]["messages"]}], format="messages"),
@@ -421,7 +425,7 @@ case(
     ),
 )
 case(
-    "data/formats.py:_by_first_row: name them with columns, as in columns: {messages: dialog}, or set another format",
+    "data/detection.py:_by_first_row: name them with columns, as in columns: {messages: dialog}, or set another format",
     lambda w: read(w, "a.jsonl", [{"dialog": CHATS[0]["messages"]}], format="messages"),
     lambda w, remedy: (
         read(w, "a.jsonl", [{"dialog": CHATS[0]["messages"]}], format="messages", columns={"messages": "dialog"}),

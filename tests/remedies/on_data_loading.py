@@ -11,16 +11,16 @@ from on_data import ASK, CHATS, GOOD, SAY, chat, opened, read, written
 
 from trimtab import text
 from trimtab.data import make_loader, open_corpus
-from trimtab.data.dealing import StepShape
-from trimtab.data.evaluation import eval_batches
-from trimtab.data.heldout import threshold
+from trimtab.data.batch import eval_batches
 from trimtab.data.packing import check_length
+from trimtab.data.sampling import StepShape
+from trimtab.data.selection import threshold
 
 
 # What is left.
 def left(function: str, rows: list[Any], *rights: list[Any], **spec: Any) -> None:
     case(
-        f"data/corpus.py:{function}",
+        f"data/selection.py:{function}",
         lambda w: read(w, "rows.jsonl", rows, **spec),
         lambda w, remedy: [read(w, "rows.jsonl", right, **spec) for right in rights],
     )
@@ -36,7 +36,7 @@ left(
 left("nothing_left: give a source with text in it", [{"text": " "}], GOOD)
 UNANSWERED = [chat(ASK)]
 case(
-    "data/corpus.py:nothing_left: give conversations with answers, or set train_on: all to train on everything",
+    "data/selection.py:nothing_left: give conversations with answers, or set train_on: all to train on everything",
     lambda w: read(w, "rows.jsonl", UNANSWERED),
     lambda w, remedy: (
         read(w, "rows.jsonl", CHATS),
@@ -61,7 +61,7 @@ def follow_held_out(w: World, remedy: str, one: Any, more: Any, name: str) -> No
 
 
 case(
-    "data/corpus.py:Corpus.split: give more, name a set under data.eval.domain, or set data.eval_share: 0",
+    "data/cached_corpus.py:CachedCorpus.split: give more, name a set under data.eval.domain, or set data.eval_share: 0",
     lambda w: held_out(w, CHATS[:1]),
     lambda w, remedy: follow_held_out(
         w,
@@ -72,7 +72,8 @@ case(
     ),
 )
 case(
-    "data/corpus.py:Corpus._split_tail: give more text, name a set under data.eval.domain, or set data.eval_share: 0",
+    "data/cached_corpus.py:CachedCorpus._split_tail: give more text, name a set under data.eval.domain, or set "
+    "data.eval_share: 0",
     lambda w: held_out(w, "cat", "word.txt"),
     lambda w, remedy: follow_held_out(w, remedy, "cat", "the cat sees a dog under a tree. " * 20, "word.txt"),
 )
@@ -86,7 +87,7 @@ def apart(w: World, trained: Any, measured: Any) -> object:
 
 
 case(
-    "data/corpus.py:Corpus.without: name other text under data.eval, or take it out of data.train",
+    "data/cached_corpus.py:CachedCorpus.without: name other text under data.eval, or take it out of data.train",
     lambda w: apart(w, GOOD, GOOD),
     lambda w, remedy: (apart(w, GOOD, MORE), apart(w, MORE, GOOD)),
 )
@@ -99,7 +100,7 @@ def loader(w: World, **options: Any) -> object:
 
 
 case(
-    "data/assembly.py:open_corpus: give 1 or more, or leave it out to use all cores",
+    "data/factory.py:open_corpus: give 1 or more, or leave it out to use all cores",
     lambda w: open_corpus(
         str(written(w, "a.jsonl", GOOD)), text.load(w.model), cache_dir=w.tmp / "c", num_proc=0
     ),
@@ -114,7 +115,7 @@ case(
     ],
 )
 case(
-    "data/assembly.py:make_loader: name one under data.train",
+    "data/factory.py:make_loader: name one under data.train",
     lambda w: make_loader([], max_seq_length=32, batch_size=1),
     lambda w, remedy: loader(w),
 )
@@ -126,18 +127,18 @@ def mixed(w: World, *streaming: bool) -> object:
 
 
 case(
-    "data/assembly.py:make_loader: open all of them in the same way",
+    "data/factory.py:make_loader: open all of them in the same way",
     lambda w: mixed(w, True, False),
     lambda w, remedy: (mixed(w, True, True), mixed(w, False, False)),
 )
 case(
-    "data/dealing.py:StepShape.__post_init__: set per_device_train_batch_size and gradient_accumulation_steps to 1 or "
+    "data/sampling.py:StepShape.__post_init__: set per_device_train_batch_size and gradient_accumulation_steps to 1 or "
     "more",
     lambda w: StepShape(0, 1, 0, 1),
     lambda w, remedy: StepShape(*[int(re.findall(r" (\d) or more", remedy)[0])] * 2, 0, 1),
 )
 case(
-    "data/evaluation.py:eval_batches: give 1 or more",
+    "data/batch.py:eval_batches: give 1 or more",
     lambda w: measured_windows(w, 0),
     lambda w, remedy: measured_windows(w, int(re.findall(r"\d", remedy)[0])),
 )
@@ -148,12 +149,12 @@ def measured_windows(w: World, count: int) -> object:
 
 
 case(
-    "data/heldout.py:threshold: give one between 0 and 1",
+    "data/selection.py:threshold: give one between 0 and 1",
     lambda w: threshold(1.0),
     lambda w, remedy: threshold(0.5),
 )
 case(
-    "data/heldout.py:heldout_mask: give 1 or more",
+    "data/selection.py:heldout_mask: give 1 or more",
     lambda w: read(w, "a.jsonl", MORE).split(count=0),
     lambda w, remedy: read(w, "a.jsonl", MORE).split(count=int(re.findall(r"\d", remedy)[0])),
 )
@@ -165,19 +166,19 @@ def packed(w: World, rows: list[Any], length: int) -> object:
 
 
 case(
-    "data/loader.py:nothing_packed: raise max_seq_length, or shorten what comes before the answers",
+    "data/selection.py:nothing_packed: raise max_seq_length, or shorten what comes before the answers",
     lambda w: packed(w, LONG, 32),
     lambda w, remedy: (packed(w, LONG, 4096), packed(w, CHATS, 128)),
 )
 case(
-    "data/mixture.py:check_share: give one from 0 up to below 1",
+    "data/sampling.py:check_share: give one from 0 up to below 1",
     lambda w: loader(w, replay_share=1.0, replay=[read(w, "b.jsonl", GOOD)]),
     lambda w, remedy: [
         loader(w, replay_share=share, replay=[read(w, "b.jsonl", GOOD)]) for share in (0, 0.9)
     ],
 )
 case(
-    "data/mixture.py:check_share: name replay sources or set it to 0",
+    "data/sampling.py:check_share: name replay sources or set it to 0",
     lambda w: loader(w, replay_share=0.5),
     lambda w, remedy: (
         loader(w, replay_share=0.5, replay=[read(w, "b.jsonl", GOOD)]),
@@ -245,11 +246,12 @@ def locked(w: World) -> object:
 
 def cached_without_locks(w: World) -> object:
     from trimtab.data.cache import TokenCache
+    from trimtab.data.selection import Counts
 
     cache = TokenCache(w.tmp / "mine", print)
     (w.tmp / "mine" / "locks").rmdir()
     written(w, "mine/locks", "x")
-    return cache.get_or_build("key", lambda writer: {}, dtype="uint16", need_bytes=1)
+    return cache.get_or_build("key", lambda writer: Counts(), dtype="uint16", need_bytes=1)
 
 
 case(f"data/cache.py:TokenCache._lock: {ELSEWHERE}", locked, follow_elsewhere)
@@ -261,12 +263,12 @@ def grouped(w: World, *, packing: bool, streaming: bool) -> object:
 
 
 case(
-    "data/assembly.py:make_loader: pass packing=False",
+    "data/factory.py:make_loader: pass packing=False",
     lambda w: grouped(w, packing=True, streaming=False),
     lambda w, remedy: grouped(w, packing=remedy != "pass packing=False", streaming=False),
 )
 case(
-    "data/assembly.py:make_loader: open them without streaming",
+    "data/factory.py:make_loader: open them without streaming",
     lambda w: grouped(w, packing=False, streaming=True),
     lambda w, remedy: grouped(w, packing=False, streaming=False),
 )
@@ -295,18 +297,18 @@ def follow_back(w: World, remedy: str) -> None:
 
 
 case(
-    "data/loader.py:check_settings: set {} back, or start a new run",
+    "data/resume_checks.py:LoaderSettings.check: set {} back, or start a new run",
     lambda w: go_on(w, MORE, max_seq_length=16),
     follow_back,
 )
 case(
-    "data/loader.py:check_settings: put the data section back as it was, or start a new run",
+    "data/resume_checks.py:LoaderSettings.check: put the data section back as it was, or start a new run",
     lambda w: go_on(w, MORE, 2),
     follow_back,
 )
 case(
-    "data/loader.py:check_settings: put the files, their weights and the tokenizer back as they were, or start a new "
-    "run",
+    "data/resume_checks.py:LoaderSettings.check: put the files, their weights and the tokenizer back as they were, or "
+    "start a new run",
     lambda w: go_on(w, GOOD),
     follow_back,
 )
@@ -318,7 +320,7 @@ def changed_files(w: World, rows: list[Any]) -> None:
 
 
 case(
-    "data/fingerprints.py:check_manifest: put the files back as they were, or start a new run",
+    "data/resume_checks.py:Manifest.check: put the files back as they were, or start a new run",
     lambda w: changed_files(w, GOOD),
     lambda w, remedy: (changed_files(w, MORE), w.train(max_steps=1)),
 )
@@ -326,13 +328,13 @@ case(
 
 # CSV, other files, preferences.
 case(
-    "data/csv_rows.py:delimiter_of: put texts that hold {} in double quotes",
+    "data/readers_csv.py:delimiter_of: put texts that hold {} in double quotes",
     lambda w: read(w, "a.csv", "n;text\n1;a cat; a dog\n2;a tree\n"),
     lambda w, remedy: read(w, "a.csv", 'n;text\n1;"a cat; a dog"\n2;a tree\n'),
 )
 HEADLESS = "1,the cat sees a dog.\n2,a dog runs.\n"
 case(
-    "data/csv_rows.py:refuse_data_as_header: put a line with the names before it, such as `{}`; if these are the "
+    "data/readers_csv.py:refuse_data_as_header: put a line with the names before it, such as `{}`; if these are the "
     "names, set text_column",
     lambda w: read(w, "a.csv", HEADLESS),
     lambda w, remedy: (
@@ -347,7 +349,7 @@ case(
     lambda w, remedy: read(w, "a.txt", "the text of the PDF"),
 )
 case(
-    "data/rows.py:_not_parquet: {}",
+    "data/readers_parquet.py:_not_parquet: {}",
     lambda w: read(w, "a.parquet", PDF),
     lambda w, remedy: read(w, "a.txt", "the text of the PDF"),
 )
@@ -366,8 +368,8 @@ def preferences(w: World, name: str, *overrides: str) -> str:
 
 for name in PAIRS:
     case(
-        "data/formats.py:_preferences: train on the chosen answers: {}: {} beside the source, or 'data.train.0.{}={}' "
-        "on the command line",
+        "data/detection.py:_preferences: train on the chosen answers: {}: {} beside the source, or "
+        "'data.train.0.{}={}' on the command line",
         lambda w, name=name: preferences(w, name),
         lambda w, remedy, name=name: preferences(w, name, re.findall("'(data.train.*?)'", remedy)[0]),
     )

@@ -354,7 +354,7 @@ case(
 )
 ASK = {"role": "user", "content": "hi"}
 case(
-    'data/conversations.py:encode_conversations: end it with {"role": "assistant", "content": "…"}',
+    'data/tokenizing.py:encode_conversations: end it with {"role": "assistant", "content": "…"}',
     lambda w: loaded(w).loss([ASK]),
     lambda w, remedy: loaded(w).loss([ASK, message_in(remedy)]),
 )

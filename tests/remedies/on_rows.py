@@ -12,7 +12,7 @@ from cases import World, case, in_turn, listed
 
 import trimtab
 from trimtab.adapt import quantize_layout
-from trimtab.data.memory import RowStream, iterate, lines_of, spool_rows
+from trimtab.data.in_memory import RowStream, iterate, lines_of, spool_rows
 from trimtab.report import LiveView
 
 ROWS = [{"text": f"the cat sees {i} dogs."} for i in range(20)]
@@ -154,22 +154,22 @@ def spooled(w: World, rows: Any) -> Any:
 
 
 case(
-    f"data/memory.py:lines_of: {FORMS}",
+    f"data/in_memory.py:lines_of: {FORMS}",
     lambda w: list(lines_of([5], "data")),
     lambda w, remedy: [list(lines_of(rows, "data")) for rows in ALL_FORMS],
 )
 case(
-    f"data/memory.py:spool_rows: {FORMS}",
+    f"data/in_memory.py:spool_rows: {FORMS}",
     lambda w: spooled(w, []),
     lambda w, remedy: [spooled(w, rows) for rows in ALL_FORMS],
 )
 case(
-    f"data/memory.py:RowStream._head: {FORMS}",
+    f"data/in_memory.py:RowStream._head: {FORMS}",
     lambda w: RowStream([]),
     lambda w, remedy: [RowStream(rows) for rows in ALL_FORMS],
 )
 case(
-    "data/memory.py:lines_of: give rows of one form; a text can be {'text': …}",
+    "data/in_memory.py:lines_of: give rows of one form; a text can be {'text': …}",
     lambda w: list(lines_of(["a cat", {"text": "a dog"}], "data")),
     lambda w, remedy: (
         list(lines_of(["a cat", "a dog"], "data")),
@@ -186,7 +186,7 @@ def nested(depth: int) -> Any:
 
 
 case(
-    "data/memory.py:lines_of: give flat rows",
+    "data/in_memory.py:lines_of: give flat rows",
     lambda w: list(lines_of([nested(5000)], "data")),
     lambda w, remedy: list(lines_of([nested(0)], "data")),
 )
@@ -197,7 +197,8 @@ def as_function() -> Iterator[str]:
 
 
 case(
-    "data/memory.py:iterate: give a list, an iterator, a function that returns one, a datasets.Dataset or a DataFrame",
+    "data/in_memory.py:iterate: give a list, an iterator, a function that returns one, a datasets.Dataset or a "
+    "DataFrame",
     lambda w: iterate(5),
     lambda w, remedy: [list(iterate(rows)) for rows in (["a"], iter(["a"]), as_function)],
 )
@@ -212,14 +213,14 @@ def read_again(rows: Any) -> list[Any]:
 
 
 case(
-    "data/memory.py:RowStream._line: give a list, a data set, or a function that returns a new iterator; or a smaller "
-    "max_steps",
+    "data/in_memory.py:RowStream._line: give a list, a data set, or a function that returns a new iterator; or a "
+    "smaller max_steps",
     lambda w: read_again(iter(TEXTS)),
     lambda w, remedy: (read_again(TEXTS), read_again(lambda: iter(TEXTS))),
 )
 SAME = "give the rows that the run began with, from the first one on, or start a new run"
 case(
-    f"data/memory.py:RowStream.check: {SAME}",
+    f"data/in_memory.py:RowStream.check: {SAME}",
     lambda w: RowStream(TEXTS[1:]).check(5, RowStream(TEXTS).digest_before(5)),
     lambda w, remedy: (
         RowStream(TEXTS).check(5, RowStream(TEXTS).digest_before(5)),
@@ -227,7 +228,7 @@ case(
     ),
 )
 case(
-    f"data/memory.py:RowStream.digest_before: {SAME}",
+    f"data/in_memory.py:RowStream.digest_before: {SAME}",
     lambda w: RowStream(TEXTS).digest_before(99),
     lambda w, remedy: (RowStream(TEXTS).digest_before(9), train(w, ROWS)),
 )

@@ -28,7 +28,8 @@ from trimtab.adapt import spec_quantized
 from trimtab.checkpoint import manifest as manifests
 from trimtab.cli.main import _lacking
 from trimtab.data import make_loader, open_corpus
-from trimtab.data.batch import Batch, Piece, collate
+from trimtab.data.batch import Batch, collate
+from trimtab.data.packing import Piece
 from trimtab.model import read_shape
 from trimtab.parallel import Mesh
 from trimtab.recipe import loads
@@ -200,7 +201,7 @@ def without_documents(w: World) -> object:
 
 
 case(
-    "data/loader.py:nothing_packed: give a source with text in it",
+    "data/selection.py:nothing_packed: give a source with text in it",
     without_documents,
     lambda w, remedy: packed(w, GOOD, 32),
 )

@@ -12,8 +12,8 @@ OURS = "asks to report a mistake of trimtab's"
 
 OUTSIDE: dict[str, tuple[str, ...]] = {
     DISK: (
-        "data/memory.py:spool_rows: free some space, set data.cache_dir to another folder, or set data.streaming: true "
-        "with max_steps",
+        "data/in_memory.py:spool_rows: free some space, set data.cache_dir to another folder, or set data.streaming: "
+        "true with max_steps",
         "api/batches.py:generate_file: do the same again with a smaller {}: it goes on from there",
         "api/prompt_files.py:OutputFile.write: free some space and do the same again, which goes on from there, or "
         "name another {}",
@@ -27,7 +27,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "cli/main.py:_lacking: free some space, or send the output somewhere else",
         "data/cache.py:TokenCache._build: free some space, or give another folder: data.cache_dir of a recipe, "
         "--cache-dir of `trimtab eval`",
-        "data/tokenizing.py:_Worker._died: free some memory or lower num_proc, then try again",
+        "data/tokenizer_pool.py:_Worker._died: free some memory or lower num_proc, then try again",
         "export/hf.py:_not_the_model: nothing was published; check the disk and try again",
         "export/peft.py:_not_the_adapter: nothing was published; check the disk and try again",
         "export/reader.py:read_tensors: check the disk and try again",
@@ -52,10 +52,10 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "api/results.py:RunResult.to_pandas: pip install pandas",
         "checkpoint/manifest.py:read_manifest: install the version of trimtab that wrote it, or a later one",
         "cli/main.py:main: pip install 'trimtab[train]'",
-        "data/loader.py:check_settings: resume with the trimtab that wrote it",
+        "data/resume_checks.py:LoaderSettings.check: resume with the trimtab that wrote it",
         "data/readers_text.py:_zstd: pip install 'trimtab[train]'",
-        "data/rows.py:parquet_schema: pip install 'trimtab[train]'",
-        "data/rows.py:parquet_values: pip install 'trimtab[train]'",
+        "data/readers_parquet.py:parquet_schema: pip install 'trimtab[train]'",
+        "data/readers_parquet.py:parquet_values: pip install 'trimtab[train]'",
         "facts/shapes_gguf.py:shape_from_gguf: join them with llama-gguf-split --merge",
         "run/device.py:check_device: pip install 'trimtab[train]'",
         "run/device.py:need_torch: pip install 'trimtab[train]'",

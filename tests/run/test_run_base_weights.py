@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
 from pathlib import Path
@@ -150,7 +151,8 @@ def test_a_note_that_is_not_whole_is_passed_over(
     if content == "sha":
         content = whole.replace(sha256(b"weights"), "z" * 64).encode()
     elif content == "bytes":
-        content = whole.replace('"stat": [7', '"stat": [8').encode()
+        found = json.loads(whole)
+        content = json.dumps({**found, "stat": [8, *found["stat"][1:]]}).encode()
     assert content != whole.encode()
     note.write_bytes(content)
     reads.clear()

@@ -13,7 +13,8 @@ from tiny_model import write_texts, write_tiny_model
 
 from trimtab import launch, text
 from trimtab.cli.main import main
-from trimtab.data.batch import Piece, collate
+from trimtab.data.batch import collate
+from trimtab.data.packing import Piece
 from trimtab.facts.errors import DataError, ModelError, RecipeError, TrimtabError
 from trimtab.kernels.attention import Layout
 from trimtab.model import build, load_weights, read_shape

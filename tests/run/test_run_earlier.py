@@ -12,7 +12,7 @@ from tiny_model import sentences, write_recipe, write_texts
 from whole_run import Silent, losses
 
 from trimtab import launch
-from trimtab.data import beginning, csv_rows, fingerprints, formats
+from trimtab.data import detection, fingerprints, preview, readers_csv
 from trimtab.data.sources import SourceFile
 from trimtab.facts.errors import DataError
 from trimtab.plan.resolved_json import REQUIRED
@@ -41,9 +41,9 @@ def without_checkpoints(folder: Path) -> None:
 
 def earlier(patch: pytest.MonkeyPatch) -> None:
     """Reads CSV as versions did that knew only commas and tabs, and took any first row for a header."""
-    for module in (beginning, csv_rows, fingerprints):
-        patch.setattr(module, "delimiter_of", csv_rows.usual_delimiter)
-    patch.setattr(csv_rows, "_is_data", lambda fields: False)
+    for module in (preview, readers_csv, fingerprints):
+        patch.setattr(module, "delimiter_of", readers_csv.usual_delimiter)
+    patch.setattr(readers_csv, "_is_data", lambda fields: False)
 
 
 def rows(kind: str) -> str:
@@ -127,7 +127,7 @@ def test_a_file_that_a_run_began_with_is_not_refused(tmp_path: Path, name: str, 
 
     def read(spec: SourceSpec) -> list[str]:
         source = fingerprints.as_begun(resolve(spec), None)
-        source = dataclasses.replace(source, form=formats.detect(source))
+        source = dataclasses.replace(source, form=detection.detect(source))
         return [segment.text for segment in SegmentReader(source)]
 
     with pytest.raises(DataError):
@@ -137,7 +137,7 @@ def test_a_file_that_a_run_began_with_is_not_refused(tmp_path: Path, name: str, 
 
 def test_the_order_of_a_run_that_has_no_checkpoint_yet(tmp_path: Path) -> None:
     """Earlier versions let replay alone fill the first step; a run begun so trains on the same windows again."""
-    from trimtab.data import loader
+    from trimtab.data import cached_loader
 
     texts = [
         str(write_texts(tmp_path / f"{name}.jsonl", seed, 60)) for seed, name in enumerate(("own", "old"))
@@ -158,7 +158,7 @@ def test_the_order_of_a_run_that_has_no_checkpoint_yet(tmp_path: Path) -> None:
         return load(write_recipe(tmp_path, output_dir=str(folder), **settings))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "own_text_first", lambda source_E, window_E, *_: (source_E, window_E))
+        patch.setattr(cached_loader, "own_text_first", lambda source_E, window_E, *_: (source_E, window_E))
         launch.train(recipe(whole), Silent())
         with pytest.raises(Stop):
             launch.train(recipe(stopped), Silent(), after_step=stop_at(2))  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ def test_the_order_of_a_run_that_has_no_checkpoint_yet(tmp_path: Path) -> None:
 
 def test_a_known_delimiter_is_not_looked_for(tmp_path: Path) -> None:
     path = tmp_path / "gone.csv"
-    assert csv_rows.delimiter_of(SourceFile(path, path.name, "csv", delimiter="|")) == "|"
+    assert readers_csv.delimiter_of(SourceFile(path, path.name, "csv", delimiter="|")) == "|"
 
 
 def test_choices_json_of_the_first_runs(tmp_path: Path) -> None:

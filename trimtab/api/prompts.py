@@ -88,7 +88,7 @@ def encode_scored(
     tokenizer: Tokenizer, prompts: Sequence[Prompt]
 ) -> list[tuple[list[int], list[bool] | None]]:
     """Tokens of each text or conversation, and which of them count in its loss: of conversations the answers."""
-    from trimtab.data.conversations import encode_conversations
+    from trimtab.data.tokenizing import encode_conversations
 
     chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
     found = iter(encode_conversations(tokenizer, chats) if chats else [])

@@ -13,7 +13,7 @@ from trimtab.facts.errors import DataError, RecipeError
 from trimtab.facts.names import shortened
 
 if TYPE_CHECKING:
-    from trimtab.data.memory import Passed
+    from trimtab.data.in_memory import Passed
     from trimtab.recipe import Recipe
     from trimtab.run.lifecycle import View
 
@@ -95,7 +95,7 @@ class DataArgument:
 
     def store_again(self, recipe: Recipe, view: View, folder: Path) -> dict[str, Passed]:
         """The rows of a run that is resumed: a DataError unless they are those that it began with."""
-        from trimtab.data.memory import first_difference, spool_path
+        from trimtab.data.in_memory import first_difference, spool_path
         from trimtab.run.corpora import MEMORY_PREFIX, cache_folder, memory_folder
 
         if not self.section:
@@ -168,7 +168,7 @@ class DataArgument:
             yield position, name, given
 
     def _stored(self, position: Position, recipe: Recipe, view: View, key: str | None) -> tuple[str, Passed]:
-        from trimtab.data.memory import Passed, RowStream, spool_rows
+        from trimtab.data.in_memory import Passed, RowStream, spool_rows
         from trimtab.run.corpora import MEMORY_PREFIX, cache_folder, memory_folder
 
         rows, label = self.rows[position], self.label(position)

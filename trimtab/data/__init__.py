@@ -1,7 +1,7 @@
 """Sources → documents → tokens → packed windows → batches, deterministic and restorable.
 
-`open_corpus` and `make_loader` are the doors. Names are resolved when they are used, so that
-`trimtab.data.spec` and the cache work without torch.
+`open_corpus` and `make_loader` are the public API; both return the types of `interface.py`, cached or streamed. Names
+are resolved when they are used, so that `trimtab.data.spec` and the cache work without torch.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
-    from trimtab.data.assembly import make_loader, open_corpus
-    from trimtab.data.batch import Batch, collate
-    from trimtab.data.corpus import Corpus, Summary
-    from trimtab.data.evaluation import EvalBatches, eval_batches
-    from trimtab.data.highlight import highlighted
-    from trimtab.data.loader import Loader
+    from trimtab.data.batch import Batch, EvalBatches, collate, eval_batches
+    from trimtab.data.cached_corpus import CachedCorpus
+    from trimtab.data.cached_loader import CachedLoader
+    from trimtab.data.factory import make_loader, open_corpus
+    from trimtab.data.interface import Corpus, Loader, Progress, Summary
     from trimtab.data.packing import pack_documents
-    from trimtab.data.progress import Progress
+    from trimtab.data.preview import highlighted
     from trimtab.data.sources import SourceSpec, keep_rows, keep_texts
     from trimtab.data.stream_corpus import StreamCorpus
     from trimtab.data.stream_loader import StreamLoader
@@ -26,27 +25,31 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Batch": "batch",
-    "Corpus": "corpus",
-    "EvalBatches": "evaluation",
-    "Loader": "loader",
-    "Progress": "progress",
+    "CachedCorpus": "cached_corpus",
+    "CachedLoader": "cached_loader",
+    "Corpus": "interface",
+    "EvalBatches": "batch",
+    "Loader": "interface",
+    "Progress": "interface",
     "SourceSpec": "sources",
     "StreamCorpus": "stream_corpus",
     "StreamLoader": "stream_loader",
-    "Summary": "corpus",
+    "Summary": "interface",
     "TokenizerSpec": "tokenizing",
     "collate": "batch",
-    "eval_batches": "evaluation",
-    "highlighted": "highlight",
+    "eval_batches": "batch",
+    "highlighted": "preview",
     "keep_rows": "sources",
     "keep_texts": "sources",
-    "make_loader": "assembly",
-    "open_corpus": "assembly",
+    "make_loader": "factory",
+    "open_corpus": "factory",
     "pack_documents": "packing",
 }
 
 __all__ = [
     "Batch",
+    "CachedCorpus",
+    "CachedLoader",
     "Corpus",
     "EvalBatches",
     "Loader",

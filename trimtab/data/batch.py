@@ -1,28 +1,22 @@
-"""Batch: what the trainer gets. Windows of isolated documents as four tensors.
+"""Batches: windows of isolated documents as four tensors, and the fixed batches of an evaluation.
 
 # B windows, T tokens
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import overload
 
 import numpy as np
 import torch
 
+from trimtab.data.interface import Corpus, Windows
+from trimtab.data.packing import Piece
 from trimtab.data.spec import IGNORE_INDEX
-
-
-class Piece(NamedTuple):
-    """Ids [length] of one document, or of a piece of one, its origin `file:row`, and which ids are trained on
-    [length] (None: all).
-    """
-
-    ids: np.ndarray
-    origin: str
-    trained: np.ndarray | None = None
+from trimtab.facts.errors import DataError
 
 
 @dataclass
@@ -97,3 +91,51 @@ def collate(windows: Sequence[Sequence[Piece]], max_seq_length: int) -> Batch:
         num_targets,
         [[piece.origin for piece in window] for window in windows],
     )
+
+
+class EvalBatches(Sequence[Batch]):
+    """A fixed sequence of batches, made when they are asked for."""
+
+    def __init__(self, windows: Windows, batch_size: int, max_seq_length: int) -> None:
+        self.num_windows = windows.count
+        self._window, self._batch_size, self._max_seq_length = windows.get, batch_size, max_seq_length
+
+    def __len__(self) -> int:
+        return math.ceil(self.num_windows / self._batch_size)
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Batch]: ...
+    def __getitem__(self, index: int | slice) -> Batch | list[Batch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        start = index % len(self) * self._batch_size
+        windows = range(start, min(start + self._batch_size, self.num_windows))
+        return collate([self._window(i) for i in windows], self._max_seq_length)
+
+
+def eval_batches(
+    corpus: Corpus,
+    *,
+    batch_size: int,
+    max_seq_length: int,
+    max_windows: int | None = None,
+    packing: bool = True,
+) -> EvalBatches:
+    """Batches of a corpus for evaluation: all windows, or `max_windows` drawn from everywhere in it.
+
+    The draw depends on the corpus alone, so that every evaluation of a run, and of the next run, sees the
+    same text. From a stream the first windows are taken, shuffled within their chunk.
+
+    Example:
+        >>> batches = eval_batches(heldout, batch_size=8, max_seq_length=64, max_windows=64)  # doctest: +SKIP
+        >>> len(batches)  # doctest: +SKIP
+        8
+    """
+    if max_windows is not None and max_windows < 1:
+        raise DataError(f"an evaluation of {max_windows} windows sees nothing", "give 1 or more")
+    windows = corpus.eval_windows(max_seq_length, packing=packing, max_windows=max_windows)
+    return EvalBatches(windows, batch_size, max_seq_length)

@@ -14,10 +14,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +24,71 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.data.drafts import sync_folder
-from trimtab.data.fingerprints import digest_of, hash_file, stat_of, write_json
+from trimtab.data.fingerprints import digest_of, hash_file, stat_of
+from trimtab.data.selection import Counts
 from trimtab.facts.errors import ResourceError
+from trimtab.facts.files import read_json_object, sync_folder, write_json
 from trimtab.facts.units import format_bytes
 
 VERSION = 2
 RECORD = np.dtype([("end", "<i8"), ("row", "<i8"), ("hash", "<u8"), ("file", "<i4"), ("unused", "<i4")])
 FILES = ("tokens.bin", "documents.bin")
 MASK = "trained.bin"
+_SKIPPED = ("empty", "short", "repaired")
+_SKIPPED_EXAMPLES = ("bad", "untrained", "unanswered", "rewritten", "trained")
+"""Keys of `skipped` in meta.json: of every entry, and of examples besides."""
 
 _ELSEWHERE = "give another folder: data.cache_dir of a recipe, --cache-dir of `trimtab eval`"
+
+
+@dataclass(frozen=True)
+class EntryMeta:
+    """The description of an entry, `meta.json`."""
+
+    dtype: str
+    num_tokens: int
+    num_documents: int
+    max_id: int
+    checksums: Mapping[str, str]
+    """Of each file, by its name."""
+    counts: Counts
+
+    @property
+    def masked(self) -> bool:
+        """Whether the entry keeps a mask of what is trained on."""
+        return MASK in self.checksums
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        counts = self.counts
+        skipped: dict[str, Any] = {name: getattr(counts, name) for name in _SKIPPED}
+        if self.masked:
+            skipped |= {name: getattr(counts, name) for name in _SKIPPED_EXAMPLES}
+        if counts.complaint:
+            skipped["complaint"] = counts.complaint
+        return {
+            "skipped": skipped,
+            "version": VERSION,
+            "dtype": self.dtype,
+            "num_tokens": self.num_tokens,
+            "num_documents": self.num_documents,
+            "max_id": self.max_id,
+            "checksums": dict(self.checksums),
+        }
+
+    @staticmethod
+    def from_dict(kept: Mapping[str, Any]) -> EntryMeta:
+        """From what `to_dict` wrote; a DamagedEntry for another version."""
+        if kept["version"] != VERSION:
+            raise DamagedEntry("meta.json is not what was written")
+        return EntryMeta(
+            kept["dtype"],
+            kept["num_tokens"],
+            kept["num_documents"],
+            kept.get("max_id", 0),
+            kept["checksums"],
+            Counts(**kept["skipped"]),
+        )
 
 
 @dataclass(frozen=True)
@@ -47,7 +100,7 @@ class Entry:
     path: Path
     tokens: np.ndarray
     records: np.ndarray
-    meta: dict[str, Any]
+    meta: EntryMeta
     trained: np.ndarray | None = None
 
 
@@ -87,22 +140,21 @@ class Writer:
         if self._filled == len(self._records):
             self._flush_records()
 
-    def finish(self, meta: dict[str, Any]) -> None:
+    def finish(self, counts: Counts) -> None:
         """Writes what is left and the description, and makes all of it durable."""
         self._flush_records()
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
         self.close()
-        meta = {
-            **meta,
-            "version": VERSION,
-            "dtype": self.dtype.name,
-            "num_tokens": self.num_tokens,
-            "num_documents": self.num_documents,
-            "max_id": self.max_id,
-            "checksums": {name: d.hexdigest() for name, d in zip(self._names, self._digests, strict=True)},
-        }
+        meta = EntryMeta(
+            self.dtype.name,
+            self.num_tokens,
+            self.num_documents,
+            self.max_id,
+            {name: d.hexdigest() for name, d in zip(self._names, self._digests, strict=True)},
+            counts,
+        ).to_dict()
         write_json(self._folder / "meta.json", {"meta": meta, "checksum": digest_of(meta)})
         _remember_verified(self._folder, self._names)
 
@@ -148,13 +200,13 @@ class TokenCache:
     def get_or_build(
         self,
         key: str,
-        build: Callable[[Writer], dict[str, Any]],
+        build: Callable[[Writer], Counts],
         *,
         dtype: str,
         need_bytes: int,
         masked: bool = False,
     ) -> Entry:
-        """The entry of this key; built by `build(writer) -> meta` when it is not there or damaged.
+        """The entry of this key; built by `build(writer)` when it is not there or damaged.
 
         Processes that want the same entry wait for the one that builds it. `masked` entries keep a mask.
         """
@@ -183,7 +235,7 @@ class TokenCache:
     def _build(
         self,
         path: Path,
-        build: Callable[[Writer], dict[str, Any]],
+        build: Callable[[Writer], Counts],
         dtype: str,
         need_bytes: int,
         masked: bool,
@@ -245,31 +297,30 @@ def open_entry(path: Path) -> Entry:
     last time.
     """
     try:
-        outer = json.loads((path / "meta.json").read_text())
-        meta = outer["meta"]
-        if outer["checksum"] != digest_of(meta) or meta["version"] != VERSION:
+        outer = read_json_object(path / "meta.json")
+        if outer["checksum"] != digest_of(outer["meta"]):
             raise DamagedEntry("meta.json is not what was written")
-        dtype = np.dtype(meta["dtype"])
+        meta = EntryMeta.from_dict(outer["meta"])
+        dtype = np.dtype(meta.dtype)
         expected = {
-            "tokens.bin": meta["num_tokens"] * dtype.itemsize,
-            "documents.bin": meta["num_documents"] * RECORD.itemsize,
+            "tokens.bin": meta.num_tokens * dtype.itemsize,
+            "documents.bin": meta.num_documents * RECORD.itemsize,
         }
-        masked = MASK in meta["checksums"]
-        if masked:
-            expected[MASK] = meta["num_tokens"]
+        if meta.masked:
+            expected[MASK] = meta.num_tokens
         for name, size in expected.items():
             if (path / name).stat().st_size != size:
                 raise DamagedEntry(f"{name} does not have {size} bytes")
-        _verify(path, meta["checksums"])
+        _verify(path, meta.checksums)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedEntry(str(error)) from error
-    trained = _map(path / MASK, np.dtype(np.uint8)) if masked else None
+    trained = _map(path / MASK, np.dtype(np.uint8)) if meta.masked else None
     return Entry(path, _map(path / "tokens.bin", dtype), _map(path / "documents.bin", RECORD), meta, trained)
 
 
-def _verify(path: Path, checksums: dict[str, str]) -> None:
+def _verify(path: Path, checksums: Mapping[str, str]) -> None:
     try:
-        verified = json.loads((path / "verified.json").read_text())
+        verified = read_json_object(path / "verified.json")
     except (OSError, ValueError):
         verified = {}
     stale = [name for name in checksums if verified.get(name) != list(stat_of(path / name))]
@@ -281,7 +332,7 @@ def _verify(path: Path, checksums: dict[str, str]) -> None:
 
 
 def _remember_verified(path: Path, names: Iterable[str]) -> None:
-    write_json(path / "verified.json", {name: stat_of(path / name) for name in names})
+    write_json(path / "verified.json", {name: stat_of(path / name) for name in names}, durable=False)
 
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Files of rows that appear whole or not at all: written as a draft, forced to the disk, then given their name.
 
-A writer locks its draft. The lock ends with its process, so that a later writer recognizes the drafts of killed ones,
-and removes them.
+A writer locks its draft. The lock ends with its process, so that a later writer recognizes the drafts of killed ones
+and removes them. Small files are `trimtab.facts.files`'.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from trimtab.facts.files import sync_folder
 
 SUFFIX = ".part"
 LEFT_AFTER_SECONDS = 60.0
@@ -69,12 +71,3 @@ def _rename(part: Path, path: Path) -> None:
             os.replace(part, path)
     except OSError:  # a file system without links
         os.replace(part, path)
-
-
-def sync_folder(folder: Path) -> None:
-    """Forces names and renames in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

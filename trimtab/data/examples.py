@@ -8,8 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.data.columns import type_name
-from trimtab.data.formats import TURNS, Format
+from trimtab.data.formats import TURNS, Format, type_name
 from trimtab.facts.errors import DataError
 from trimtab.text.chat import Conversation
 

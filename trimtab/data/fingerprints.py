@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +18,13 @@ from pathlib import Path
 from string import hexdigits
 from typing import Any
 
-from trimtab.data.csv_rows import delimiter_of, usual_delimiter
-from trimtab.data.formats import detect
-from trimtab.data.progress import Progress, ProgressCallback, silent
+from trimtab.data.detection import detect
+from trimtab.data.interface import Progress, ProgressCallback, silent
+from trimtab.data.readers_csv import delimiter_of, usual_delimiter
 from trimtab.data.sources import ResolvedSource
 from trimtab.data.spec import UNKNOWN_SIZE
 from trimtab.facts.errors import DataError
+from trimtab.facts.files import read_json_object, write_json
 
 BLOCK = 1 << 20
 SETTLED_NS = 2_000_000_000
@@ -137,29 +137,18 @@ def remembered(
     if began - max(stat[1], stat[2]) > SETTLED_NS and stat_of(path) == stat:
         with suppress(OSError):
             memory.mkdir(parents=True, exist_ok=True)
-            write_json(note, {"stat": list(stat), "digest": digest})
+            write_json(note, {"stat": list(stat), "digest": digest}, durable=False)
     return digest
 
 
 def _noted(note: Path, stat: tuple[int, int, int, int]) -> str | None:
     """What a note says of a file that is still the one it is about; None where it is not there or not whole."""
     try:
-        found = json.loads(note.read_text(encoding="utf-8"))
+        found = read_json_object(note)
         digest = found["digest"]
         return digest if found["stat"] == list(stat) and set(digest) <= set(hexdigits) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Writes JSON in one step: a reader sees the old or the new file, never half of one."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(json.dumps(data))
-        os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def content_fingerprint(source: ResolvedSource, stamps: Iterable[FileStamp]) -> str:
@@ -203,35 +192,6 @@ def as_begun(
         return source  # no run can have begun with that reading
     stamps = stamp_files(before, memory, sampled=sampled, progress=progress)
     return before if content_fingerprint(before, stamps) in began else source
-
-
-def manifest(name: str, fingerprint: str, stamps: Iterable[FileStamp]) -> dict[str, Any]:
-    """Plain data that a run folder keeps, to know the data again."""
-    files = [[stamp.name, stamp.size, stamp.digest] for stamp in stamps]
-    return {"version": 1, "source": name, "fingerprint": fingerprint, "files": files}
-
-
-def check_manifest(kept: dict[str, Any], now: dict[str, Any]) -> None:
-    """Nothing when the data is the same as it was; a DataError naming the files that are not, otherwise."""
-    if kept["fingerprint"] == now["fingerprint"]:
-        return
-    before = {name: digest for name, _, digest in kept["files"]}
-    after = {name: digest for name, _, digest in now["files"]}
-    found = [
-        ("vanished", [name for name in before if name not in after]),
-        ("changed", [name for name in before if name in after and before[name] != after[name]]),
-        ("new", [name for name in after if name not in before]),
-    ]
-    said = [
-        f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-        for what, names in found
-        if names
-    ]
-    raise DataError(
-        f"the data of {now['source']} is not what the run began with"
-        f" ({'; '.join(said) or 'it is read with other settings'})",
-        "put the files back as they were, or start a new run",
-    )
 
 
 def check_unchanged(source: ResolvedSource, stamps: Iterable[FileStamp]) -> None:

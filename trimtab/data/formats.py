@@ -1,16 +1,12 @@
-"""What a row of a table is: a text, or an example of what to answer, and under which columns its parts stand."""
+"""Formats of rows: the text column of a table, and the parts of an example and their columns."""
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.data.columns import type_name
-from trimtab.data.sources import TABLES, ResolvedSource, SourceFile, SourceSpec
+from trimtab.data.sources import SourceFile
 from trimtab.data.spec import TEXT_COLUMNS
 from trimtab.facts.errors import DataError
 
@@ -24,6 +20,8 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 Formats are looked for in this order."""
 TURNS = ("messages", "conversations")
 """Parts that are lists of turns."""
+UNSUPPORTED = "__not_json__"
+"""The key under which a row from Python names the type of a value that JSON cannot hold."""
 
 
 @dataclass(frozen=True)
@@ -41,129 +39,91 @@ class Format:
     @property
     def used(self) -> frozenset[str]:
         """The columns that are looked at."""
-        return frozenset(self.columns.get(part, part) for part in _parts(self.name))
+        return frozenset(self.columns.get(part, part) for part in parts_of(self.name))
 
     def get(self, value: Mapping[str, Any], part: str) -> Any:
         """The part of a row; None where there is none."""
         return value.get(self.columns.get(part, part))
 
 
-def detect(source: ResolvedSource) -> Format | None:
-    """The format of a source by the columns of its first row, or as its spec says; None for plain text.
-
-    Example:
-        >>> detect(resolve(SourceSpec("chats.jsonl"))).name          # doctest: +SKIP
-        'messages'
-    """
-    spec = source.spec
-    if spec.format == "text" or (spec.format == "auto" and spec.text_column is not None):
-        _refuse_columns(spec)
-        return None
-    tables = [file for file in source.files if file.kind in TABLES]
-    if not tables:
-        if spec.format != "auto":
-            raise DataError(
-                f"{spec.shown} is text, and format: {spec.format} is of rows with columns",
-                "give JSON lines, CSV or Parquet, or leave the format out",
-            )
-        _refuse_columns(spec)
-        return None
-    found = _by_first_row(spec, tables)
-    if found is None:
-        _refuse_columns(spec)
-        return None
-    others = [file.name for file in source.files if file.kind not in TABLES]
-    if others:
-        raise DataError(
-            f"{spec.shown} holds examples ({tables[0].name}) and texts ({others[0]})",
-            "name the two as sources of their own",
-        )
-    return found
-
-
-def _refuse_columns(spec: SourceSpec) -> None:
-    if spec.columns:
-        raise DataError(
-            f"{spec.shown} is read as text, and columns names parts of an example ({', '.join(spec.columns)})",
-            "set format, or text_column instead of columns",
-        )
-
-
-def _by_first_row(spec: SourceSpec, tables: list[SourceFile]) -> Format | None:
-    from trimtab.data.rows import read_values
-
-    firsts = ((file, row) for file in tables for _, row in itertools.islice(read_values(file), 1))
-    file, row = next(firsts, (None, None))
-    if file is None:
-        if spec.format == "auto" and not spec.columns:
-            return None
-        raise DataError(f"{spec.shown} holds no rows", "give a source with rows in it")
-    wanted = list(PARTS) if spec.format == "auto" else [spec.format]
-    if spec.columns:
-        wanted = [name for name in wanted if set(spec.columns) <= {*PARTS[name][0], *PARTS[name][1]}]
-        if not wanted:
-            known = "; ".join(f"{name}: {', '.join(_parts(name))}" for name in PARTS)
-            raise DataError(
-                f"columns of {spec.shown} names {', '.join(spec.columns)}",
-                f"name parts of one format: {known}",
-            )
-    if not isinstance(row, dict):
-        if spec.format == "auto":
-            return None
-        raise DataError(
-            f"{file.label} holds {type_name(row)} where objects are expected",
-            f"write objects with {', '.join(PARTS[spec.format][0])}, or leave the format out",
-        )
-    for name in wanted:
-        made = Format(name, spec.columns)
-        if all(_fits(part, made.get(row, part), made, row) for part in PARTS[name][0]):
-            return made
-    if spec.format == "auto" and not spec.columns:
-        texts = [name for name in TEXT_COLUMNS if isinstance(row.get(name), str)]
-        if {"chosen", "rejected"} <= set(row) and not texts and not file.accepted:
-            raise _preferences(file, row)
-        return None
-    needs = " or ".join(", ".join(spec.columns.get(p, p) for p in PARTS[name][0]) for name in wanted)
-    raise DataError(
-        f"{file.label} has the columns {', '.join(row)} and not {needs}",
-        "name them with columns, as in columns: {messages: dialog}, or set another format",
-    )
-
-
-def _preferences(file: SourceFile, row: Mapping[str, Any]) -> DataError:
-    """The answer to pairs of a better and a worse answer: the key that trains on the better ones."""
-    chosen = row["chosen"]
-    if isinstance(chosen, str) and chosen.lstrip().startswith("["):  # messages as JSON, as CSV needs them
-        with suppress(ValueError, RecursionError):
-            chosen = json.loads(chosen)
-    first = chosen[0] if isinstance(chosen, list) and chosen and isinstance(chosen[0], dict) else {}
-    whole = first.get("role", first.get("from")) not in (None, "assistant", "gpt")
-    if "prompt" in row and not whole:
-        key, value = "columns", "{completion: chosen}"
-    elif isinstance(chosen, list):
-        key, value = "columns", "{messages: chosen}"
-    else:
-        key, value = "text_column", "chosen"
-    return DataError(
-        f"{file.label} holds preferences (columns chosen and rejected), and preference training such as DPO is not "
-        "available",
-        f"train on the chosen answers: {key}: {value} beside the source, or 'data.train.0.{key}={value}' on the "
-        "command line",
-    )
-
-
-def _parts(name: str) -> tuple[str, ...]:
+def parts_of(name: str) -> tuple[str, ...]:
+    """The parts that a row of a format must have, then those it may have."""
     return (*PARTS[name][0], *PARTS[name][1])
-
-
-def _fits(part: str, value: Any, made: Format, row: Mapping[str, Any]) -> bool:
-    if made.columns.get(part, part) not in row:
-        return False
-    if part in TURNS and isinstance(value, str):
-        return value.lstrip().startswith("[") or part in made.columns
-    return True
 
 
 def known_formats() -> str:
     """The formats and their columns, for messages."""
     return "; ".join(f"{name}: {', '.join(needed)}" for name, (needed, _) in PARTS.items())
+
+
+def choose_name(file: SourceFile, texts: list[str], others: list[str]) -> str:
+    """The text column among the names: a usual name, else the only one that holds text.
+
+    Example:
+        >>> choose_name(SourceFile(None, "a.csv", "csv"), ["title", "body"], ["year"])   # type: ignore
+        'body'
+    """
+    lowered = {name.lower(): name for name in reversed(texts)}
+    for usual in TEXT_COLUMNS:
+        if usual in lowered:
+            return lowered[usual]
+    if len(texts) == 1:
+        return texts[0]
+    listed = ", ".join([*texts, *(f"{name} (not text)" for name in others)]) or "none"
+    raise DataError(
+        f"{file.label} has no obvious text column; its columns: {listed}",
+        f"set text_column, or format and columns for examples ({known_formats()})",
+    )
+
+
+def choose_column(file: SourceFile, value: Any) -> str:
+    """The text column of a JSON object, judged by its first row."""
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{file.label} holds {type_name(value)} where objects are expected",
+            'write one {"text": …} object a row',
+        )
+    # A null in the first row says nothing of a column, except where its name does.
+    texts = [
+        name
+        for name, field in value.items()
+        if isinstance(field, str) or (field is None and name.lower() in TEXT_COLUMNS)
+    ]
+    return choose_name(file, texts, [name for name in value if name not in texts])
+
+
+def text_of(file: SourceFile, row: int, value: Any, column: str | None) -> str:
+    """The text of one JSON row; null counts as empty."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict) or column not in value:
+        keys = ", ".join(value) if isinstance(value, dict) else type_name(value)
+        raise DataError(
+            f"{file.label}:{row} has no column {column!r} (it has {keys})",
+            "set text_column to a column that every row has, or complete the row",
+        )
+    text = value[column]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise DataError(
+            f"column {column!r} of {file.label}:{row} holds {type_name(text)}, not text",
+            "set text_column to a column of strings, or write each row as one string",
+        )
+    return text
+
+
+def type_name(value: Any) -> str:
+    """A JSON value's type in a word.
+
+    Example:
+        >>> type_name([1]), type_name(2.5)
+        ('a list', 'a number')
+    """
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, dict):
+        return f"a {value[UNSUPPORTED]}" if set(value) == {UNSUPPORTED} else "an object"
+    if isinstance(value, bool):
+        return "true or false"
+    return "nothing" if value is None else "a number" if isinstance(value, int | float) else "a string"

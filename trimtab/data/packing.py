@@ -11,11 +11,26 @@ room for it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from trimtab.data.spec import CHUNK_PIECES, MIN_SEQ_LENGTH, chunk_tokens
 from trimtab.facts.errors import DataError
+
+
+class Piece(NamedTuple):
+    """Ids [length] of one document, or of a piece of one, its origin `file:row`, and which ids are trained on
+    [length] (None: all).
+    """
+
+    ids: np.ndarray
+    origin: str
+    trained: np.ndarray | None = None
+
+    def copy(self) -> Piece:
+        """The same piece with memory of its own."""
+        return Piece(self.ids.copy(), self.origin, None if self.trained is None else self.trained.copy())
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,27 @@
-"""Documents of a file by its kind, and their cutting into stretches that a tokenizer takes at once."""
+"""Reading a source: documents and rows of any kind of file, cut into segments that a tokenizer takes at once."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.data.columns import choose_column, choose_name
-from trimtab.data.csv_rows import csv_values, read_csv, text_column
 from trimtab.data.examples import Example, example_of
+from trimtab.data.formats import choose_column
+from trimtab.data.readers_csv import csv_rows, csv_values, read_csv, text_column
+from trimtab.data.readers_parquet import parquet_rows, parquet_schema, parquet_text_column, read_parquet
 from trimtab.data.readers_text import (
     Meter,
     Row,
+    json_values,
+    jsonl_values,
     read_json,
     read_jsonl,
     read_rows,
     read_text,
     unreadable,
 )
-from trimtab.data.rows import parquet_schema, parquet_values, read_values
 from trimtab.data.sources import ROWS, TABLES, ResolvedSource, SourceFile, SourceSpec
 from trimtab.data.spec import SEGMENT_CHARS, UNKNOWN_SIZE
 from trimtab.facts.errors import DataError
@@ -69,42 +71,43 @@ def read(file: SourceFile, spec: SourceSpec, *, start: int = 1, meter: Meter | N
     return read_parquet(file, spec.text_column, start, meter)
 
 
+def read_values(
+    file: SourceFile,
+    *,
+    start: int = 1,
+    meter: Meter | None = None,
+    columns: Collection[str] | None = None,
+    turns: Collection[str] = (),
+) -> Iterator[tuple[int, Any]]:
+    """(row, value) of a table from row `start` on; a value is what JSON has, usually a dict by column.
+
+    `columns` are those that are wanted: of a Parquet file no other is read. `turns` are those that may be lists of
+    messages, in which null is a content.
+    """
+    if file.kind == "jsonl":
+        return jsonl_values(file, start, meter)
+    if file.kind == "json":
+        return json_values(file, start, meter)
+    if file.kind == "csv":
+        return csv_rows(file, start, meter)
+    if file.kind == ROWS:
+        assert file.rows is not None
+        return file.rows.values(start)
+    assert file.kind == "parquet", file.kind
+    return parquet_rows(file, start, meter, columns, turns)
+
+
 def text_column_of(file: SourceFile, spec: SourceSpec) -> str | None:
     """The column of a table that its texts are read from; None for text files and for rows that are strings."""
     if file.kind == "csv":
         _, header = next(csv_values(file, 1, None), (0, []))
         return text_column(file, header, spec.text_column)
     if file.kind == "parquet":
-        return _parquet_column(file, parquet_schema(file), spec.text_column)
+        return parquet_text_column(file, parquet_schema(file), spec.text_column)
     if file.kind not in TABLES:
         return None
     _, value = next(read_values(file), (0, ""))
     return None if isinstance(value, str) else spec.text_column or choose_column(file, value)
-
-
-def read_parquet(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
-    """The texts of a Parquet file's text column."""
-    name = _parquet_column(file, parquet_schema(file), column)
-    return ((row, value[name] or "", True) for row, value in parquet_values(file, [name], start, meter))
-
-
-def _parquet_column(file: SourceFile, schema: Any, column: str | None) -> str:
-    import pyarrow.types as types
-
-    def is_text(kind: Any) -> bool:
-        inner = kind.value_type if types.is_dictionary(kind) else kind
-        return types.is_string(inner) or types.is_large_string(inner) or types.is_string_view(inner)
-
-    texts = [field.name for field in schema if is_text(field.type)]
-    if column is None:
-        return choose_name(file, texts, [name for name in schema.names if name not in texts])
-    if column not in texts:
-        held = f"holds {schema.field(column).type}, not text" if column in schema.names else "is not there"
-        raise DataError(
-            f"column {column!r} of {file.label} {held}",
-            f"set text_column to one of {', '.join(texts)}" if texts else "write a column of strings",
-        )
-    return column
 
 
 def cut(rows: Iterator[Row], file: int) -> Iterator[Segment]:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, Any, cast
 
-from trimtab.data.columns import choose_column, text_of
+from trimtab.data.formats import choose_column, text_of
 from trimtab.data.signatures import recognize
 from trimtab.data.sources import SourceFile
 from trimtab.data.spec import DocumentMode

@@ -11,7 +11,7 @@ from trimtab.data.fingerprints import digest_of
 from trimtab.data.readers import Segment
 from trimtab.data.sources import ResolvedSource
 from trimtab.data.spec import BATCH_EXAMPLES, TrainOn
-from trimtab.data.worker import Text
+from trimtab.data.tokenizer_worker import Text
 from trimtab.facts.errors import DataError, ModelError
 from trimtab.text.chat import ChatProcess, Conversation, Limits, Rendered, TemplateFailed
 

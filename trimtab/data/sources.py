@@ -1,4 +1,4 @@
-"""From what a person names (a file, a folder, a glob) to a stable, ordered list of files."""
+"""Data sources: from what the user names (a file, a folder, a glob) to a stable, ordered list of files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trimtab.facts.names import path_of
 
 if TYPE_CHECKING:
     from trimtab.data.formats import Format
-    from trimtab.data.memory import RowStream
+    from trimtab.data.in_memory import RowStream
 
 KINDS = {
     ".txt": "text",
@@ -44,7 +44,7 @@ KINDS = {
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 ROWS = "rows"
-"""The kind of a source that is no file: rows passed from Python (`memory.RowStream`)."""
+"""The kind of a source that is no file: rows passed from Python (`in_memory.RowStream`)."""
 TABLES = ("jsonl", "json", "csv", "parquet", ROWS)
 
 
@@ -127,7 +127,7 @@ class SourceFile:
     """What messages call it: its path, unless something else is given."""
     rows: RowStream | None = None
     delimiter: str | None = None
-    """What separates the fields of a CSV file; None where its first rows decide (`csv_rows.delimiter_of`)."""
+    """What separates the fields of a CSV file; None where its first rows decide (`readers_csv.delimiter_of`)."""
     accepted: bool = False
     """Whether a run began with this file: it is read again, even if a new run would be refused for a likely mistake."""
 

@@ -1,6 +1,4 @@
-"""Names, limits and costs of the data room as plain numbers; imports nothing, so that a planner can add
-them up.
-"""
+"""Names, limits and costs of data as plain numbers; imports nothing, so that a planner can add them up."""
 
 from __future__ import annotations
 

@@ -1,70 +1,48 @@
-"""A source that is read and tokenized while training, with nothing kept on disk."""
+"""A streamed corpus: a source that is read and tokenized while training, with nothing kept on disk."""
 
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar, Self
 
-from trimtab.data.corpus import Corpus, Summary
+from trimtab.data.cached_corpus import CachedCorpus
+from trimtab.data.detection import detect
 from trimtab.data.fingerprints import (
-    FileStamp,
     as_begun,
-    check_manifest,
     content_fingerprint,
-    manifest,
     stamp_files,
 )
-from trimtab.data.formats import Format, detect
-from trimtab.data.heldout import is_heldout, threshold
-from trimtab.data.progress import ProgressCallback, silent
+from trimtab.data.interface import Corpus, ProgressCallback, Summary, Windows, silent
+from trimtab.data.packing import Piece
 from trimtab.data.rendering import Rendering
-from trimtab.data.sources import ResolvedSource, SourceSpec, resolve
-from trimtab.data.tokenizing import TokenizerLike, TokenizerSpec, default_num_proc
+from trimtab.data.selection import is_heldout, threshold
+from trimtab.data.sources import SourceSpec, resolve
+from trimtab.data.stream_windows import Cursor, Reading, WindowStream, nothing_streamed
+from trimtab.data.tokenizer_pool import default_num_proc
+from trimtab.data.tokenizing import TokenizerLike, TokenizerSpec
 from trimtab.facts.errors import DataError
 
 
-@dataclass(frozen=True)
-class StreamCorpus:
+@dataclass(frozen=True, kw_only=True)
+class StreamCorpus(Corpus):
     """A source that is read as it is trained on; `side` is the held-out part, the rest, or everything."""
 
-    name: str
-    fingerprint: str
-    source: ResolvedSource
-    stamps: tuple[FileStamp, ...]
-    content: str
-    tokenizer: TokenizerSpec
     num_proc: int
     share: float | None = None
     side: str = "all"
     excluded: frozenset[int] = field(default=frozenset(), repr=False)
-    streaming: bool = True
+    streaming: ClassVar[bool] = True
     rendering: Rendering | None = None
     progress: ProgressCallback = field(default=silent, repr=False)
-
-    @property
-    def shown(self) -> str:
-        """What messages call it."""
-        return self.source.spec.shown
-
-    @property
-    def form(self) -> Format | None:
-        """How rows become examples; None where they are texts."""
-        return self.source.form
-
-    @property
-    def summary(self) -> Summary:
-        """Counts are not known before everything has been read: zero documents and tokens stand for that."""
-        return Summary(0, 0, files=len(self.source.files), ignored=self.source.ignored)
 
     @property
     def total_bytes(self) -> int:
         """Of all files together, as they lie on disk."""
         return sum(stamp.size for stamp in self.stamps)
 
-    def split(
-        self, *, share: float | None = None, count: int | None = None
-    ) -> tuple[StreamCorpus, StreamCorpus]:
+    def split(self, *, share: float | None = None, count: int | None = None) -> tuple[Self, Self]:
         """(train, heldout) by content hash, as in the cached mode; a count would need all hashes first."""
         if share is None:
             raise DataError(
@@ -81,7 +59,7 @@ class StreamCorpus:
             ),
         )
 
-    def without(self, other: Corpus) -> StreamCorpus:
+    def without(self, other: CachedCorpus) -> Self:
         """This source less every document that `other` (a cached evaluation set) has too."""
         return dataclasses.replace(
             self,
@@ -89,13 +67,30 @@ class StreamCorpus:
             fingerprint=f"{self.fingerprint} without {other.fingerprint}",
         )
 
-    def manifest(self) -> dict[str, Any]:
-        """Plain data for a run folder, to know the data again; digests are of samples of each file."""
-        return manifest(self.name, self.content, self.stamps)
+    def eval_windows(self, max_seq_length: int, *, packing: bool, max_windows: int | None) -> Windows:
+        """The first windows, shuffled within their chunk, held in memory."""
+        windows: list[list[Piece]] = []
+        with closing(WindowStream(self, max_seq_length, packing, 0, 0)) as stream:
+            while max_windows is None or len(windows) < max_windows:
+                window = stream.take()
+                if window is None:
+                    break
+                # Copies: a window is a view of its chunk, which would otherwise stay in memory.
+                windows.append([piece.copy() for piece in window])
+        return Windows(len(windows), windows.__getitem__)
 
-    def check(self, kept: dict[str, Any]) -> None:
-        """A DataError that names the files which are not as they were when `kept` was made."""
-        check_manifest(kept, self.manifest())
+    def piece(self, number: int, max_seq_length: int) -> tuple[Piece, bool]:
+        """One of the pieces that are trained on, from 0, and whether its document continues after it."""
+        reading = Reading(dataclasses.replace(self, num_proc=1), max_seq_length, True, Cursor())
+        seen = 0
+        with closing(iter(reading)) as pieces:
+            for _, piece in pieces:
+                if seen == number:
+                    return piece, len(piece.ids) == max_seq_length
+                seen += 1
+        if not seen:
+            raise nothing_streamed(self, reading.counts, max_seq_length)
+        raise IndexError(number)
 
     def takes(self, content_hash: int) -> bool:
         """Whether a document with this content belongs to this side."""
@@ -125,6 +120,7 @@ def open_stream(
         stamps=tuple(stamps),
         content=content,
         tokenizer=frame,
+        summary=Summary(0, 0, files=len(source.files), ignored=source.ignored),
         num_proc=num_proc or default_num_proc(),
         rendering=rendering,
         progress=progress,

@@ -1,4 +1,4 @@
-"""The loader over streamed sources: the same interface and the same exactness as `loader.Loader`.
+"""The loader over streamed sources: the same interface and the same exactness as `cached_loader.CachedLoader`.
 
 The number of windows is not known before everything has been read. Train sources are drawn in proportion to
 their bytes until each has been passed once, which ends the epoch; replay sources start over when they end.
@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trimtab.data.batch import Batch, Piece, collate
-from trimtab.data.dealing import StepShape, deal
-from trimtab.data.loader import check_settings
-from trimtab.data.mixture import check_share
+from trimtab.data.batch import Batch, collate
+from trimtab.data.interface import Loader, LoaderFacts
+from trimtab.data.packing import Piece
+from trimtab.data.resume_checks import LoaderSettings
+from trimtab.data.sampling import StepShape, check_share, deal
 from trimtab.data.stream_corpus import StreamCorpus
-from trimtab.data.streaming import WindowStream
+from trimtab.data.stream_windows import StreamPosition, WindowStream
 from trimtab.facts.errors import DataError
 
 
-class StreamLoader:
+class StreamLoader(Loader):
     """Batches from sources that are read while training; made by `trimtab.data.make_loader`."""
 
     num_windows = None
@@ -57,21 +58,26 @@ class StreamLoader:
         self._counts = [0] * len(self._streams)
         self._epoch = self._draws = 0
         self._tokens = self._places = 0
-        self._settings = {
-            "seed": seed,
-            "max_seq_length": max_seq_length,
-            "packing": packing,
-            "replay_share": replay_share,
-            "sources": [
-                [corpus.name, corpus.fingerprint, corpus.tokenizer.fingerprint, weight]
+        self._settings = LoaderSettings(
+            seed,
+            max_seq_length,
+            packing,
+            tuple(
+                (corpus.name, corpus.fingerprint, corpus.tokenizer.fingerprint, weight)
                 for corpus, weight in [*train, *replay]
-            ],
-        }
+            ),
+            replay_share=replay_share,
+        )
 
     @property
     def fill(self) -> float:
         """The share of places that held a token in the windows seen by this object; 0 before the first."""
         return self._tokens / self._places if self._places else 0.0
+
+    @property
+    def facts(self) -> LoaderFacts:
+        """Nothing of an epoch is known beforehand."""
+        return LoaderFacts(None, None, None)
 
     @property
     def epoch(self) -> float:
@@ -105,17 +111,17 @@ class StreamLoader:
             "epoch": self._epoch,
             "draws": self._draws,
             "counts": list(self._counts),
-            "streams": [stream.state() for stream in self._streams],
-            "settings": self._settings,
+            "streams": [stream.position().to_dict() for stream in self._streams],
+            "settings": self._settings.to_dict(),
         }
 
     def restore(self, position: dict[str, Any]) -> None:
         """Continues at a position; an error says what is not as it was."""
-        check_settings(position, self._settings)
+        self._settings.check(position)
         self._epoch, self._draws = int(position["epoch"]), int(position["draws"])
         self._counts = [int(count) for count in position["counts"]]
         for stream, state in zip(self._streams, position["streams"], strict=True):
-            stream.restore(state)
+            stream.restore(StreamPosition.from_dict(state))
 
     def close(self) -> None:
         """Ends the reading threads and their processes."""

@@ -1,40 +1,33 @@
-"""Parallel tokenizing on all cores with bounded memory: segments in, segments with ids out, in the same
-order.
+"""Tokenizing: segments in, segments with ids and loss masks out, in the same order and with bounded memory.
 
-Each core gets a process of its own (`worker.py`) and this process a thread a worker that only moves bytes.
-At most two batches a worker are under way, so memory does not grow with the corpus.
+At most two batches per worker process (`tokenizer_pool.py`) are in flight, so memory does not grow with the corpus.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import subprocess
-import sys
-import tempfile
-import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
-from queue import SimpleQueue
-from typing import IO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
 
-from trimtab.data import worker
+from trimtab.data import tokenizer_worker as worker
+from trimtab.data.examples import example_of
+from trimtab.data.formats import Format
 from trimtab.data.readers import Segment
-from trimtab.data.rendering import ChatSpec, Renderer, Rendering, is_chat
+from trimtab.data.rendering import ChatSpec, Renderer, Rendering, is_chat, no_template
 from trimtab.data.spec import BATCH_CHARS
-from trimtab.data.worker import Tokens
-from trimtab.facts.errors import ModelError, ResourceError
+from trimtab.data.tokenizer_pool import MAX_WORKERS, WorkerPool
+from trimtab.data.tokenizer_worker import Tokens
+from trimtab.facts.errors import DataError, ModelError
+from trimtab.text import Tokenizer
 from trimtab.text.long_text import LongText
 from trimtab.text.markers import markers
-
-MAX_WORKERS = 64
 
 
 class TokenizerLike(Protocol):
@@ -138,12 +131,6 @@ class TokenSegment:
         return None if self.trained is None or self.trained[1:].any() else "untrained"
 
 
-def default_num_proc() -> int:
-    """The cores this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MAX_WORKERS)
-
-
 def tokenize(
     segments: Iterable[Segment], spec: TokenizerSpec, num_proc: int, rendering: Rendering | None = None
 ) -> Iterator[TokenSegment]:
@@ -225,7 +212,7 @@ def _encoded(
                 for batch in source:
                     yield batch, worker.encode(pair, renderer.texts(batch))
         return
-    pool = WorkerPool(spec, min(num_proc, MAX_WORKERS), rendering)
+    pool = WorkerPool((spec.json, spec.continued_json), min(num_proc, MAX_WORKERS), rendering)
     try:
         waiting: deque[tuple[list[Segment], Future[Tokens]]] = deque()
         for source in (head, batches):
@@ -241,98 +228,38 @@ def _encoded(
         pool.close()
 
 
-class _Worker:
-    """One child process and the pipes to it; with another one for the chat template where there are examples."""
+def encode_conversations(
+    tokenizer: Tokenizer, conversations: Sequence[Sequence[Mapping[str, Any]]]
+) -> list[tuple[list[int], list[bool]]]:
+    """(ids, which of them are of an answer) of each conversation, rendered with the tokenizer's chat template.
 
-    def __init__(self, spec: TokenizerSpec, rendering: Rendering | None) -> None:
-        self.complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed with the worker
-        # The child finds the packages where this process does, and must not start threads of its own.
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(worker.__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.complaints,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for the parent, which then closes the pipe
+    Raises:
+        ModelError: there is no chat template, or it fails.
+        DataError: a message is malformed, or a conversation has no answer.
+
+    Example:
+        >>> hi = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+        >>> ids, answer = encode_conversations(tokenizer, [hi])[0]               # doctest: +SKIP
+        >>> tokenizer.decode([i for i, on in zip(ids, answer) if on])            # doctest: +SKIP
+        'Hello'
+    """
+    spec = TokenizerSpec.of(tokenizer)
+    if spec.chat is None:
+        raise no_template("the list")
+    rendering = Rendering(spec.chat, "completions", tokenizer.template_variables, ("conversation",))
+    segments = []
+    for number, messages in enumerate(conversations, 1):
+        row = {"messages": [dict(message) for message in messages]}
+        example = example_of(
+            f"conversation:{number}", row, Format("messages", {}), template=True, keep_end=False
         )
-        self.spec = spec
-        self.renderer = Renderer(rendering)
-        self.greeted = False
-
-    def __call__(self, batch: list[Segment]) -> Tokens:
-        texts = self.renderer.texts(batch)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            if not self.greeted:
-                jsons = (self.spec.json, self.spec.continued_json)
-                worker.write_texts(self.process.stdin, [worker.Text(json.encode()) for json in jsons])
-                self.greeted = True
-            worker.write_texts(self.process.stdin, texts)
-            return worker.read_tokens(self.process.stdout)
-        except (EOFError, BrokenPipeError, ValueError) as error:
-            raise self._died() from error
-
-    def _died(self) -> ResourceError:
-        code = self.process.wait()
-        self.complaints.seek(0)
-        lines = self.complaints.read().decode("utf-8", "replace").strip().splitlines()
-        why = lines[-1] if lines else f"signal {-code}" if code < 0 else f"exit code {code}"
-        return ResourceError(
-            f"a tokenizing process ended early ({why})", "free some memory or lower num_proc, then try again"
-        )
-
-    def close_pipes(self) -> None:
-        self.renderer.close()
-        for stream in (self.process.stdin, self.process.stdout, self.complaints):
-            assert stream is not None
-            with contextlib.suppress(BrokenPipeError):  # bytes for a process that is gone
-                stream.close()
-
-
-class WorkerPool:
-    """A few tokenizing processes; `submit` gives a future of a batch's tokens."""
-
-    def __init__(self, spec: TokenizerSpec, size: int, rendering: Rendering | None = None) -> None:
-        self.size = size
-        self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        self._workers = [_Worker(spec, rendering) for _ in range(size)]
-        for one in self._workers:
-            self._idle.put(one)
-        self._threads = ThreadPoolExecutor(size, thread_name_prefix="tokenizing")
-        self._finalizer = weakref.finalize(self, _close_all, self._workers)
-
-    def submit(self, batch: list[Segment]) -> Future[Tokens]:
-        """Hands segments to the next idle process."""
-        return self._threads.submit(self._encode, batch)
-
-    def _encode(self, batch: list[Segment]) -> Tokens:
-        one = self._idle.get()
-        try:
-            return one(batch)
-        finally:
-            self._idle.put(one)
-
-    def close(self) -> None:
-        """Ends the processes; what was under way is dropped."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._finalizer()
-        self._threads.shutdown(wait=True)
-        for one in self._workers:
-            one.close_pipes()
-
-
-def _close_all(workers: list[_Worker]) -> None:
-    # Processes first, pipes after: a thread that waits on a pipe then wakes up with its end.
-    for one in workers:
-        one.process.kill()
-        one.renderer.kill()
-    for one in workers:
-        one.process.wait()
+        segments.append(Segment(0, number, "", True, True, example=example))
+    encoded = []
+    for segment in tokenize(segments, spec, 1, rendering):
+        if segment.unusable or segment.trained is None:
+            raise DataError(
+                f"conversation:{segment.row} has no answer to measure the loss of",
+                'end it with {"role": "assistant", "content": "…"}',
+            )
+        encoded.append((segment.ids.tolist(), [bool(on) for on in segment.trained]))
+    return encoded

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from trimtab import data, hub, starter
-from trimtab.data import Batch, Progress, SourceSpec
-from trimtab.data.beginning import beginning
-from trimtab.data.corpus import LEFT_OUT, default_cache_dir, left_out
-from trimtab.data.memory import Passed, spool_path
+from trimtab.data import Batch, CachedCorpus, Corpus, Loader, Progress, SourceSpec
+from trimtab.data.caching import default_cache_dir
+from trimtab.data.in_memory import Passed, spool_path
+from trimtab.data.preview import beginning
+from trimtab.data.selection import LEFT_OUT, left_out
 from trimtab.data.sources import classify
 from trimtab.facts.errors import DataError
 from trimtab.facts.names import path_of
@@ -32,7 +33,7 @@ GENERATED_DOCUMENTS = {"train": 20_000, "heldout": 400}
 """How many documents a generated source has, unless `first` says otherwise."""
 STARTER_SEED = 1
 MEMORY_PREFIX = "memory:"
-"""Before the name of rows that were passed from Python (`data.memory`)."""
+"""Before the name of rows that were passed from Python (`data.in_memory`)."""
 QUIET_BYTES = 2**27
 """Reading and checking less than this takes no time worth a line."""
 
@@ -49,14 +50,14 @@ class Corpora:
     """Opened data: what is trained on, replayed and measured on."""
 
     recipe: Recipe
-    train: list[tuple[Any, float]]
-    replay: list[tuple[Any, float]]
-    evaluation: dict[str, list[Any]]
+    train: list[tuple[Corpus, float]]
+    replay: list[tuple[Corpus, float]]
+    evaluation: dict[str, list[CachedCorpus]]
     commits: dict[str, str | None]
     own_text_first: bool = True
     """Whether the first step has a window of a train source; runs of earlier versions may begin with replay alone."""
 
-    def loader(self, mesh: Mesh) -> Any:
+    def loader(self, mesh: Mesh) -> Loader:
         """The training loader for one process of a mesh."""
         recipe = self.recipe
         return data.make_loader(
@@ -77,13 +78,11 @@ class Corpora:
     @cached_property
     def facts(self) -> DataFacts:
         """What the planner wants to know."""
-        if self.recipe.data.streaming:
-            return DataFacts(None, None, None)
-        loader = self._alone
-        return DataFacts(loader.num_windows, loader.num_tokens, loader.fill)
+        facts = self._alone.facts
+        return DataFacts(facts.num_windows, facts.num_tokens, facts.fill)
 
     @cached_property
-    def _alone(self) -> Any:
+    def _alone(self) -> Loader:
         """The loader of a process that is alone, to be asked and not to be drawn from."""
         return self.loader(Mesh.single())
 
@@ -95,7 +94,7 @@ class Corpora:
 
     def notes(self) -> list[str]:
         """What was cut or left out because of the windows' length."""
-        return [] if self.recipe.data.streaming else list(self._alone.notes())
+        return self._alone.notes()
 
     def example(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
         """The first example that is trained on, as a record for a view; None where only texts are."""
@@ -125,7 +124,7 @@ class Corpora:
         """For choices.json: commits of hub data sets, fingerprints of all files, and the order of the first step."""
         return DataPins(self.commits, [corpus.manifest() for corpus in self.all()], self.own_text_first)
 
-    def all(self) -> list[Any]:
+    def all(self) -> list[Corpus]:
         """Every corpus, in an order that follows from the recipe."""
         measured = [corpus for corpora in self.evaluation.values() for corpus in corpora]
         return [*(corpus for corpus, _ in [*self.train, *self.replay]), *measured]
@@ -161,7 +160,7 @@ def open_corpora(
     train = [(_without(corpus, evaluation), weight) for corpus, weight in train]
     if not section.eval.domain and section.eval_share > 0 and not section.streaming:
         halves = [corpus.split(share=section.eval_share) for corpus, _ in train]
-        held = [part for _, part in halves]
+        held = [cast(CachedCorpus, part) for _, part in halves]  # nothing is streamed here
         # A document of several sources may have been held out in one of them alone.
         others = [[part for part in held if part is not own] for own in held]
         train = [
@@ -197,14 +196,14 @@ def open_for_eval(
     )
 
 
-def _without(corpus: Any, evaluation: dict[str, list[Any]]) -> Any:
+def _without(corpus: Corpus, evaluation: dict[str, list[CachedCorpus]]) -> Corpus:
     """A training corpus less every document that is measured on."""
     for measured in (c for corpora in evaluation.values() for c in corpora):
         corpus = corpus.without(measured)
     return corpus
 
 
-def _notes(corpus: Any) -> Iterator[str]:
+def _notes(corpus: Corpus) -> Iterator[str]:
     """What a person should know of a corpus that was just opened."""
     summary = corpus.summary
     for why in LEFT_OUT:
@@ -256,11 +255,11 @@ class _Opening:
         self.commits: dict[str, str | None] = {}
         self.cache_dir = cache_folder(section.cache_dir if section else str(cache_dir) if cache_dir else None)
 
-    def cached(self, source: Source) -> Any:
+    def cached(self, source: Source) -> CachedCorpus:
         """A corpus in the token cache."""
         return self._open(source, streaming=False)
 
-    def trained(self, source: Source) -> Any:
+    def trained(self, source: Source) -> Corpus:
         """A corpus for training: cached, or streamed where the recipe says so. How it begins is shown."""
         corpus = self._open(source, streaming=self.streaming)
         said = beginning(corpus.source, template=self.tokenizer.chat_template is not None)

@@ -17,7 +17,7 @@ import torch
 from trimtab import text
 from trimtab.checkpoint import Found, Store
 from trimtab.checkpoint.layout import step_folders
-from trimtab.data.memory import Passed
+from trimtab.data.in_memory import Passed
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.run_layout import is_checkpoint
@@ -70,7 +70,7 @@ class Given:
     """What only a Python program can give a run."""
 
     rows: Mapping[str, Passed] = field(default_factory=dict)
-    """Rows in memory, by the names of their sources (`data.memory`)."""
+    """Rows in memory, by the names of their sources (`data.in_memory`)."""
     callbacks: Sequence[Any] = ()
     """The user's own (`trainer.callbacks`)."""
     model: OpenedModel | None = None

@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from trimtab.data import memory
-from trimtab.data.columns import type_name
-from trimtab.data.memory import RowStream, first_difference, iterate, lines_of, spool_rows
+from trimtab.data import in_memory
+from trimtab.data.formats import type_name
+from trimtab.data.in_memory import RowStream, first_difference, iterate, lines_of, spool_rows
 from trimtab.facts.errors import DataError
 
 
@@ -129,7 +129,7 @@ def test_what_a_generator_raises_is_its_own_and_leaves_nothing(tmp_path: Path) -
 
 
 def test_a_stream_is_read_again_within_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "WINDOW_BYTES", 80)
+    monkeypatch.setattr(in_memory, "WINDOW_BYTES", 80)
     rows = [f"row {i:03}" for i in range(1, 101)]
     once, many = RowStream(iter(rows)), RowStream(rows)
     assert once.name == many.name != RowStream(rows, key="mine").name == "mine"
@@ -153,7 +153,7 @@ def test_a_stream_knows_the_rows_before_a_place() -> None:
 
 
 def test_an_iterator_of_large_rows_is_read_from_its_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimtab.data.memory.WINDOW_BYTES", 100)
+    monkeypatch.setattr("trimtab.data.in_memory.WINDOW_BYTES", 100)
     stream = RowStream(iter([f"{number} " + "x" * 30 for number in range(1, 41)]))
     assert [value.split()[0] for _, value in stream.values(1)] == [str(number) for number in range(1, 41)]
 

@@ -1,25 +1,71 @@
-"""What is trained on, to be looked at: an example's text in stretches that are trained on and such that are not."""
+"""Previews of data for the user: how a source begins, and which text of an example is trained on."""
 
 from __future__ import annotations
 
-import dataclasses
-from contextlib import closing
+import itertools
 from typing import Any
 
-from trimtab.data.batch import Piece
-from trimtab.data.corpus import Corpus
-from trimtab.data.loader import PackedCorpus
-from trimtab.data.stream_corpus import StreamCorpus
-from trimtab.data.streaming import Cursor, Reading, nothing_streamed
+from trimtab.data.examples import Example
+from trimtab.data.interface import Corpus
+from trimtab.data.readers import SegmentReader, text_column_of
+from trimtab.data.readers_csv import DELIMITERS, delimiter_of, usual_delimiter
+from trimtab.data.sources import TABLES, ResolvedSource
+from trimtab.facts.names import shortened
 from trimtab.text.markers import markers
 from trimtab.text.streaming import Detokenizer
 from trimtab.text.tokenizer import Tokenizer
 
 Runs = list[tuple[str, bool]]
 
+SHOWN = 70
+"""Characters of the first document that are shown."""
+_LOOKED_AT = 100
+
+
+def beginning(source: ResolvedSource, *, template: bool = False) -> str:
+    """What a source was taken for and how its first document begins, printable, on one line.
+
+    Args:
+        source: the files, with the format that was found.
+        template: whether there is a chat template.
+
+    Example:
+        >>> beginning(resolve(SourceSpec("rows.csv")))                        # doctest: +SKIP
+        "text column 'body', separated by semicolons; first document: 'Once upon a time …'"
+    """
+    segments = itertools.islice(SegmentReader(source, template=template), _LOOKED_AT)
+    shown = next((segment for segment in segments if segment.text.strip() or segment.example), None)
+    file = source.files[shown.file if shown is not None else 0]
+    said = []
+    if source.form is not None:
+        said.append(f"format {source.form.name}")
+    elif file.kind in TABLES:
+        column = text_column_of(file, source.spec)
+        said.append("rows of strings" if column is None else f"text column '{shortened(column)}'")
+    if file.kind == "csv" and delimiter_of(file) != usual_delimiter(file):
+        said.append(f"separated by {DELIMITERS[delimiter_of(file)]}")
+    if len(source.files) > 1:
+        said.append(f"{len(source.files):,} files")
+    if source.ignored:
+        some = ", ".join(shortened(name, 40) for name in source.ignored[:3])
+        more = f" and {len(source.ignored) - 3:,} more" if len(source.ignored) > 3 else ""
+        said.append(f"left out as no text: {some}{more}")
+    what = "first document" if source.form is None else "first example"
+    words = "" if shown is None else _words(shown.example) if shown.example else shown.text
+    first = f"{what}: '{shortened(words, SHOWN)}'"
+    return f"{', '.join(said)}; {first}" if said else first
+
+
+def _words(example: Example) -> str:
+    if example.conversation is None:
+        return " ".join(text for text, _ in example.parts)
+    return " ".join(
+        f"{message['role']}: {message.get('content')}" for message in example.conversation.messages
+    )
+
 
 def highlighted(
-    corpus: Corpus | StreamCorpus, tokenizer: Tokenizer, *, max_seq_length: int = 1024, number: int = 0
+    corpus: Corpus, tokenizer: Tokenizer, *, max_seq_length: int = 1024, number: int = 0
 ) -> dict[str, Any]:
     """One piece of a corpus as a record: `origin`, `tokens`, how many of them are `trained`, whether it was `cut` at
     the window's end, the special tokens that close what is trained on as `ends`, ids, and `runs`, its text as [text,
@@ -38,7 +84,7 @@ def highlighted(
         >>> highlighted(open_corpus("chats.jsonl", tokenizer), tokenizer)["runs"]      # doctest: +SKIP
         [('<|user|>Hi<|assistant|>', False), ('Hello!<|end|>', True)]
     """
-    piece, cut = _piece(corpus, max_seq_length, number)
+    piece, cut = corpus.piece(number, max_seq_length)
     flags = [i > 0 and (piece.trained is None or bool(piece.trained[i])) for i in range(len(piece.ids))]
     return {
         "kind": "example",
@@ -87,26 +133,3 @@ def _add(runs: Runs, text: str, flag: bool) -> None:
         runs[-1] = (runs[-1][0] + text, flag)
     else:
         runs.append((text, flag))
-
-
-def _piece(corpus: Corpus | StreamCorpus, max_seq_length: int, number: int) -> tuple[Piece, bool]:
-    """The piece with this number, and whether its document goes on after it."""
-    if isinstance(corpus, StreamCorpus):
-        reading = Reading(dataclasses.replace(corpus, num_proc=1), max_seq_length, True, Cursor())
-        seen = 0
-        with closing(iter(reading)) as pieces:
-            for _, piece in pieces:
-                if seen == number:
-                    return piece, len(piece.ids) == max_seq_length
-                seen += 1
-        if not seen:
-            raise nothing_streamed(corpus, reading.skipped, max_seq_length)
-        raise IndexError(number)
-    packed = PackedCorpus(corpus, max_seq_length, True)
-    pieces_P = packed.packing.pieces
-    document, start = int(pieces_P.document_P[number]), int(pieces_P.start_P[number])
-    end = start + int(pieces_P.length_P[number])
-    trained = corpus.trained(document)
-    mask = None if trained is None else trained[start:end]
-    piece = Piece(corpus.tokens(document)[start:end], corpus.origin(document), mask)
-    return piece, end < int(corpus.lengths_N[document])

@@ -1,4 +1,4 @@
-"""Streaming: documents read and tokenized while training, nothing kept on disk.
+"""Windows of a streamed source: documents read, tokenized and packed while training, nothing kept on disk.
 
 A pass over a source is a run of chunks; a chunk is packed and shuffled exactly as in the cached mode, and
 begins at a (file, row, token) from which it can be made again. A position is therefore that start, the
@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trimtab.data.batch import Piece
-from trimtab.data.corpus import LEFT_OUT, left_out, nothing_left
-from trimtab.data.loader import cut_note, nothing_packed
-from trimtab.data.order import shuffled
-from trimtab.data.packing import check_length, pack_chunk
-from trimtab.data.progress import Progress
+from trimtab.data.interface import Progress
+from trimtab.data.packing import Piece, check_length, pack_chunk
 from trimtab.data.readers import SegmentReader
+from trimtab.data.sampling import shuffled
+from trimtab.data.selection import Counts, cut_note, left_out, nothing_left, nothing_packed
 from trimtab.data.spec import CHUNK_PIECES, chunk_tokens
-from trimtab.data.stream_corpus import StreamCorpus
 from trimtab.data.tokenizing import TokenSegment, tokenize
 from trimtab.facts.errors import DataError
 from trimtab.facts.randomness import derive
+
+if TYPE_CHECKING:
+    from trimtab.data.stream_corpus import StreamCorpus
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,35 @@ class Cursor:
     taken: int = 0
 
 
+@dataclass(frozen=True)
+class StreamPosition:
+    """The next window of a source: in which pass and chunk it is, where the chunk begins (None: the pass ended)."""
+
+    turn: int
+    chunk: int
+    cursor: Cursor | None
+    window: int
+    rows: tuple[tuple[int, str], ...] | None = None
+    """Of rows from Python: numbers of rows, and digests of those before, at the beginning and in the chunk."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for a position as JSON."""
+        made: dict[str, Any] = {
+            "pass": self.turn,
+            "chunk": self.chunk,
+            "cursor": dataclasses.asdict(self.cursor) if self.cursor else None,
+            "window": self.window,
+        }
+        return made if self.rows is None else {**made, "rows": [list(row) for row in self.rows]}
+
+    @staticmethod
+    def from_dict(kept: Mapping[str, Any]) -> StreamPosition:
+        """From what `to_dict` wrote."""
+        cursor = Cursor(**kept["cursor"]) if kept["cursor"] is not None else None
+        rows = tuple((number, digest) for number, digest in kept.get("rows", []))
+        return StreamPosition(int(kept["pass"]), int(kept["chunk"]), cursor, int(kept["window"]), rows)
+
+
 @dataclass
 class Chunk:
     """Packed windows of one chunk [W], in training order, and where the next chunk begins (None: the pass
@@ -51,7 +80,7 @@ class Chunk:
     windows: list[list[Piece]]
     following: Cursor | None
     done_bytes: int
-    skipped: Counter[str] = field(default_factory=Counter)
+    counts: Counts
     """What was left out since reading began."""
 
 
@@ -78,8 +107,12 @@ class Reading:
             taken=start.taken,
             template=corpus.tokenizer.chat is not None,
         )
-        self.skipped: Counter[str] = Counter()
-        """How many documents were left out, by why; `cut` counts examples longer than a window."""
+        self._found: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> Counts:
+        """What was left out or cut so far."""
+        return Counts(**self._found, complaint="")
 
     def __iter__(self) -> Generator[tuple[Cursor, Piece]]:
         """(where this piece begins, piece), the same as `packing.pack_documents` cuts them."""
@@ -104,8 +137,8 @@ class Reading:
                 yield from self._pieces(segment, document)
 
     def _leave_out(self, why: str, segment: TokenSegment) -> None:
-        self.skipped[why] += 1
-        if segment.complaint is not None and self.skipped[why] == 1:
+        self._found[why] += 1
+        if segment.complaint is not None and self._found[why] == 1:
             text = f"{segment.complaint}; the row is left out, as all like it"
             self.corpus.progress(Progress("message", self.corpus.name, message=text))
 
@@ -116,9 +149,9 @@ class Reading:
         """An example is one piece, cut off at the window's end."""
         T, trained = self.max_seq_length, segment.trained
         assert trained is not None
-        self.skipped["cut"] += len(segment.ids) > T
+        self._found["cut"] += len(segment.ids) > T
         if not trained[1:T].any():
-            self.skipped["lost"] += 1
+            self._found["lost"] += 1
             return
         cursor = Cursor(segment.file, segment.row, 0, document.taken_before)
         yield cursor, Piece(segment.ids[:T], self._origin(segment), trained[:T])
@@ -153,12 +186,12 @@ def chunks_of(
     for cursor, piece in reading:
         if len(held) >= CHUNK_PIECES or tokens >= chunk_tokens(max_seq_length):
             windows = _windows(held, max_seq_length, packing, key, number)
-            yield Chunk(windows, cursor, reader.done_bytes, reading.skipped.copy())
+            yield Chunk(windows, cursor, reader.done_bytes, reading.counts)
             held, tokens, number = [], 0, number + 1
         held.append(piece)
         tokens += len(piece.ids)
     windows = _windows(held, max_seq_length, packing, key, number)
-    yield Chunk(windows, None, reader.total_bytes, reading.skipped.copy())
+    yield Chunk(windows, None, reader.total_bytes, reading.counts)
 
 
 def _windows(
@@ -173,18 +206,18 @@ def _windows(
     return [windows[w] for w in shuffled(len(windows), derive(key, "chunk", number)).tolist()]
 
 
-def nothing_streamed(corpus: StreamCorpus, skipped: Counter[str], max_seq_length: int) -> DataError:
+def nothing_streamed(corpus: StreamCorpus, counts: Counts, max_seq_length: int) -> DataError:
     """The complaint about a stream that a whole pass took nothing from."""
     name = corpus.shown if corpus.side == "all" else f"{corpus.shown} ({corpus.side})"
-    if skipped["lost"]:
-        return nothing_packed(name, skipped["lost"], max_seq_length)
-    return nothing_left(name, skipped)
+    if counts.lost:
+        return nothing_packed(name, counts.lost, max_seq_length)
+    return nothing_left(name, counts)
 
 
 class WindowStream:
     """Windows of one source, pass after pass, one chunk made ahead in a thread.
 
-    `state()` names the next window; `WindowStream.restore(state)` continues with it.
+    `position()` names the next window; `restore(position)` continues with it.
     """
 
     def __init__(
@@ -204,32 +237,28 @@ class WindowStream:
         """Goes to the beginning of a pass."""
         self._go(number, 0, Cursor(), 0)
 
-    def state(self) -> dict[str, Any]:
-        """The next window, as JSON; of rows from Python also digests of those before and in its chunk."""
-        state: dict[str, Any] = {
-            "pass": self.turn,
-            "chunk": self._number,
-            "cursor": dataclasses.asdict(self._cursor) if self._cursor else None,
-            "window": self._window,
-        }
+    def position(self) -> StreamPosition:
+        """The next window; of rows from Python also digests of those before and in its chunk."""
+        position = StreamPosition(self.turn, self._number, self._cursor, self._window)
         rows = self.corpus.source.spec.rows
-        if rows is not None and self._cursor is not None:
-            ends = [self._cursor]
-            if self._chunk is not None and self._window:
-                ends.append(self._chunk.following or Cursor(row=rows.count + 1))
-            # A document that a chunk ends in belongs to it.
-            numbers = [cursor.row + (cursor.skip > 0) for cursor in ends]
-            state["rows"] = [[number, rows.digest_before(number)] for number in numbers]
-        return state
+        if rows is None or self._cursor is None:
+            return position
+        ends = [self._cursor]
+        if self._chunk is not None and self._window:
+            ends.append(self._chunk.following or Cursor(row=rows.count + 1))
+        # A document that a chunk ends in belongs to it.
+        numbers = [cursor.row + (cursor.skip > 0) for cursor in ends]
+        return dataclasses.replace(
+            position, rows=tuple((number, rows.digest_before(number)) for number in numbers)
+        )
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continues at a state."""
-        cursor = Cursor(**state["cursor"]) if state["cursor"] is not None else None
+    def restore(self, position: StreamPosition) -> None:
+        """Continues at a position."""
         rows = self.corpus.source.spec.rows
         if rows is not None:
-            for number, digest in state.get("rows", []):
+            for number, digest in position.rows or ():
                 rows.check(number, digest)
-        self._go(int(state["pass"]), int(state["chunk"]), cursor, int(state["window"]))
+        self._go(position.turn, position.chunk, position.cursor, position.window)
 
     @property
     def share_done(self) -> float:
@@ -250,9 +279,9 @@ class WindowStream:
                 return self._chunk.windows[self._window]
             self._done_bytes = self._chunk.done_bytes
             if self._chunk.following is None and self._number == 0 and not self._chunk.windows:
-                raise nothing_streamed(self.corpus, self._chunk.skipped, self.max_seq_length)
+                raise nothing_streamed(self.corpus, self._chunk.counts, self.max_seq_length)
             if self._chunk.following is None:
-                self._tell(self._chunk.skipped)
+                self._tell(self._chunk.counts)
             self._cursor, self._chunk = self._chunk.following, None
             self._number, self._window = self._number + 1, 0
         return None
@@ -267,16 +296,16 @@ class WindowStream:
     def close(self) -> None:
         """Ends the reading thread and its processes; says what was left out of the pass under way."""
         if self._chunk is not None:
-            self._tell(self._chunk.skipped)
+            self._tell(self._chunk.counts)
         self._drop_ahead()
         self._thread.shutdown(wait=True)
 
-    def _tell(self, skipped: Counter[str]) -> None:
+    def _tell(self, counts: Counts) -> None:
         """What was left out of a pass, or of the part of it that was read since the run began or was continued."""
         name, said = self.corpus.shown, []
-        said += [f"{name}: {left_out(skipped[why], why)}" for why in LEFT_OUT if skipped[why]]
-        if skipped["cut"]:
-            said.append(cut_note(name, skipped["cut"], skipped["lost"], self.max_seq_length))
+        said += [f"{name}: {left_out(count, why)}" for why, count in counts.left_out().items()]
+        if counts.cut:
+            said.append(cut_note(name, counts.cut, counts.lost, self.max_seq_length))
         for text in said:
             self.corpus.progress(Progress("message", name, message=text))
 

@@ -1,4 +1,4 @@
-"""CSV files: which character separates their fields, whether they begin with a header, and their rows."""
+"""Reading CSV: which character separates the fields, whether a header comes first, and the rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from trimtab.data.columns import choose_column
+from trimtab.data.formats import choose_column
 from trimtab.data.readers_text import Meter, Row, decoded, lines_of
 from trimtab.data.sources import SourceFile
 from trimtab.data.spec import TEXT_COLUMNS
@@ -186,3 +186,11 @@ def checked_field(file: SourceFile, row: int, fields: list[str], place: int, wan
             "give the row a field for each column",
         )
     return fields[place]
+
+
+def csv_rows(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, dict[str, str]]]:
+    """(row, fields by column) of a CSV file."""
+    values = csv_values(file, start, meter)
+    _, header = next(values, (0, []))
+    for row, fields in values:
+        yield row, {n: checked_field(file, row, fields, i, len(header)) for i, n in enumerate(header)}

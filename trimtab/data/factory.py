@@ -1,24 +1,25 @@
-"""The two doors of the room: open a source as a corpus, make a loader of corpora."""
+"""Factories: open a source as a corpus, make a loader of corpora; here cached or streamed is chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
-from trimtab.data.corpus import Corpus, default_cache_dir, open_cached
-from trimtab.data.dealing import StepShape
-from trimtab.data.loader import Loader
-from trimtab.data.memory import RowStream, spool_rows
-from trimtab.data.progress import ProgressCallback, silent
+from trimtab.data.cached_corpus import CachedCorpus
+from trimtab.data.cached_loader import CachedLoader
+from trimtab.data.caching import default_cache_dir, open_cached
+from trimtab.data.in_memory import RowStream, spool_rows
+from trimtab.data.interface import Corpus, Loader, ProgressCallback, silent
+from trimtab.data.sampling import StepShape
 from trimtab.data.sources import SourceSpec
 from trimtab.data.stream_corpus import StreamCorpus, open_stream
 from trimtab.data.stream_loader import StreamLoader
 from trimtab.data.tokenizing import TokenizerLike, TokenizerSpec
 from trimtab.facts.errors import DataError
 
-AnyCorpus = Corpus | StreamCorpus
-Weighted = AnyCorpus | tuple[AnyCorpus, float]
+Kind = TypeVar("Kind", bound=Corpus)
+Weighted = Corpus | tuple[Corpus, float]
 
 
 @overload
@@ -30,7 +31,7 @@ def open_corpus(
     num_proc: int | None = ...,
     progress: ProgressCallback = ...,
     streaming: Literal[False] = ...,
-) -> Corpus: ...
+) -> CachedCorpus: ...
 @overload
 def open_corpus(
     source: SourceSpec | str | Any,
@@ -40,7 +41,7 @@ def open_corpus(
     num_proc: int | None = ...,
     progress: ProgressCallback = ...,
     streaming: bool,
-) -> AnyCorpus: ...
+) -> Corpus: ...
 def open_corpus(
     source: SourceSpec | str | Any,
     tokenizer: TokenizerLike | TokenizerSpec,
@@ -49,10 +50,10 @@ def open_corpus(
     num_proc: int | None = None,
     progress: ProgressCallback = silent,
     streaming: bool = False,
-) -> AnyCorpus:
+) -> Corpus:
     """The documents of one source as tokens, from the cache where they are there, tokenized on all cores if
     not. A source is a file, folder or glob by its name, a `SourceSpec`, or rows: a list or an iterator of texts, of
-    conversations or of dicts (`data.memory`).
+    conversations or of dicts (`data.in_memory`).
 
     Every process of a run may call it at once: one tokenizes, the others wait. `num_proc` is the number of
     tokenizing processes (default: the cores this process may use), `progress` is called with `Progress`
@@ -97,7 +98,7 @@ def make_loader(
     dp_size: int = 1,
     group_by_length: bool = False,
     own_text_first: bool = True,
-) -> Loader | StreamLoader:
+) -> Loader:
     """A loader over corpora, or (corpus, weight) pairs, all cached or all streamed.
 
     A train source of weight 1 is seen once an epoch, of weight 2 twice, of 0.5 by half (the other half in
@@ -114,8 +115,7 @@ def make_loader(
     if not train:
         raise DataError("there is no source to train on", "name one under data.train")
     shape = StepShape(batch_size, accumulation, dp_rank, dp_size)
-    pairs = [_pair(one) for one in train]
-    others = [_pair(one) for one in replay]
+    pairs, others = [_pair(one) for one in train], [_pair(one) for one in replay]
     kinds = {corpus.streaming for corpus, _ in [*pairs, *others]}
     if len(kinds) > 1:
         raise DataError("some sources are streamed and some are cached", "open all of them in the same way")
@@ -125,17 +125,17 @@ def make_loader(
         raise DataError("group_by_length needs the lengths of all documents", "open them without streaming")
     if kinds == {True}:
         return StreamLoader(
-            [(corpus, weight) for corpus, weight in pairs if isinstance(corpus, StreamCorpus)],
-            [(corpus, weight) for corpus, weight in others if isinstance(corpus, StreamCorpus)],
+            _of_kind(StreamCorpus, pairs),
+            _of_kind(StreamCorpus, others),
             replay_share=replay_share,
             max_seq_length=max_seq_length,
             packing=packing,
             shape=shape,
             seed=seed,
         )
-    return Loader(
-        [(corpus, weight) for corpus, weight in pairs if isinstance(corpus, Corpus)],
-        [(corpus, weight) for corpus, weight in others if isinstance(corpus, Corpus)],
+    return CachedLoader(
+        _of_kind(CachedCorpus, pairs),
+        _of_kind(CachedCorpus, others),
         replay_share=replay_share,
         max_seq_length=max_seq_length,
         packing=packing,
@@ -146,5 +146,10 @@ def make_loader(
     )
 
 
-def _pair(one: Weighted) -> tuple[AnyCorpus, float]:
+def _pair(one: Weighted) -> tuple[Corpus, float]:
     return one if isinstance(one, tuple) else (one, 1.0)
+
+
+def _of_kind(kind: type[Kind], pairs: Sequence[tuple[Corpus, float]]) -> list[tuple[Kind, float]]:
+    """The pairs, all of which are of this kind."""
+    return [(corpus, weight) for corpus, weight in pairs if isinstance(corpus, kind)]

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.data.columns import UNSUPPORTED
 from trimtab.data.drafts import draft
+from trimtab.data.formats import UNSUPPORTED
 from trimtab.facts.errors import DataError, ResourceError
 
 WINDOW_BYTES = 1 << 26

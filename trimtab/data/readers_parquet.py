@@ -1,4 +1,4 @@
-"""Rows of tables as plain data: (row, value) with rows counted from 1."""
+"""Reading Parquet: the text column or the rows of a file, a few rows in memory at a time."""
 
 from __future__ import annotations
 
@@ -6,52 +6,55 @@ import itertools
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from trimtab.data.csv_rows import checked_field, csv_values
-from trimtab.data.readers_text import Meter, json_values, jsonl_values
+from trimtab.data.formats import choose_name
+from trimtab.data.readers_text import Meter, Row
 from trimtab.data.signatures import recognize
-from trimtab.data.sources import ROWS, SourceFile
+from trimtab.data.sources import SourceFile
 from trimtab.facts.errors import DataError, MissingDependency
 
+_SAID_BY = {"content": "role", "value": "from"}
+"""What a message says, which may be null, and who says it."""
 
-def read_values(
+
+def read_parquet(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
+    """The texts of a Parquet file's text column."""
+    name = parquet_text_column(file, parquet_schema(file), column)
+    return ((row, value[name] or "", True) for row, value in parquet_values(file, [name], start, meter))
+
+
+def parquet_text_column(file: SourceFile, schema: Any, column: str | None) -> str:
+    """The column that holds the text: the one named, or the one that the schema shows."""
+    import pyarrow.types as types
+
+    def is_text(kind: Any) -> bool:
+        inner = kind.value_type if types.is_dictionary(kind) else kind
+        return types.is_string(inner) or types.is_large_string(inner) or types.is_string_view(inner)
+
+    texts = [field.name for field in schema if is_text(field.type)]
+    if column is None:
+        return choose_name(file, texts, [name for name in schema.names if name not in texts])
+    if column not in texts:
+        held = f"holds {schema.field(column).type}, not text" if column in schema.names else "is not there"
+        raise DataError(
+            f"column {column!r} of {file.label} {held}",
+            f"set text_column to one of {', '.join(texts)}" if texts else "write a column of strings",
+        )
+    return column
+
+
+def parquet_rows(
     file: SourceFile,
-    *,
-    start: int = 1,
-    meter: Meter | None = None,
-    columns: Collection[str] | None = None,
-    turns: Collection[str] = (),
-) -> Iterator[tuple[int, Any]]:
-    """(row, value) of a table from row `start` on; a value is what JSON has, usually a dict by column.
-
-    `columns` are those that are wanted: of a Parquet file no other is read. `turns` are those that may be lists of
-    messages, in which null is a content.
-    """
-    if file.kind == "jsonl":
-        return jsonl_values(file, start, meter)
-    if file.kind == "json":
-        return json_values(file, start, meter)
-    if file.kind == "csv":
-        return _csv(file, start, meter)
-    if file.kind == ROWS:
-        assert file.rows is not None
-        return file.rows.values(start)
-    assert file.kind == "parquet", file.kind
+    start: int,
+    meter: Meter | None,
+    columns: Collection[str] | None,
+    turns: Collection[str],
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(row, value by column) as JSON has it, of the wanted columns only; see `readers.read_values`."""
     wanted = [name for name in parquet_schema(file).names if columns is None or name in columns]
     return (
         (row, {name: (_turns if name in turns else _without_none)(inner) for name, inner in value.items()})
         for row, value in parquet_values(file, wanted, start, meter)
     )
-
-
-def _csv(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, Any]]:
-    values = csv_values(file, start, meter)
-    _, header = next(values, (0, []))
-    for row, fields in values:
-        yield row, {n: checked_field(file, row, fields, i, len(header)) for i, n in enumerate(header)}
-
-
-_SAID_BY = {"content": "role", "value": "from"}
-"""What a message says, which may be null, and who says it."""
 
 
 def _without_none(value: Any) -> Any:

@@ -14,85 +14,35 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.data.batch import Batch, Piece, collate
-from trimtab.data.corpus import Corpus
-from trimtab.data.dealing import StepShape, deal
-from trimtab.data.grouping import grouped_fill, grouped_order, padded_length
-from trimtab.data.mixture import Mixture, epoch_plan, mix, own_text_first
-from trimtab.data.packing import Packing, pack_documents
-from trimtab.facts.errors import CheckpointError, DataError
+from trimtab.data.batch import Batch, collate
+from trimtab.data.cached_corpus import CachedCorpus, PackedCorpus
+from trimtab.data.interface import Loader, LoaderFacts
+from trimtab.data.packing import Piece
+from trimtab.data.resume_checks import LoaderSettings
+from trimtab.data.sampling import (
+    Mixture,
+    StepShape,
+    deal,
+    epoch_plan,
+    grouped_fill,
+    grouped_order,
+    mix,
+    own_text_first,
+    padded_length,
+)
+from trimtab.data.selection import cut_note
 
 WORTH_GROUPING = 0.1
 """A share of padding that is worth a sentence."""
 
 
-class PackedCorpus:
-    """A corpus with its windows at one length."""
-
-    def __init__(self, corpus: Corpus, max_seq_length: int, packing: bool) -> None:
-        self.corpus = corpus
-        self.cut = self.lost = 0
-        """Examples that are longer than a window, and those of them that have nothing to train on within it."""
-        keep_N = None
-        if corpus.masked:
-            keep_N = corpus.targets_N(max_seq_length) > 0
-            self.cut = int(np.count_nonzero(corpus.lengths_N > max_seq_length))
-            self.lost = int(np.count_nonzero(~keep_N))
-        self.packing: Packing = pack_documents(corpus.lengths_N, max_seq_length, packing, keep_N=keep_N)
-        if not self.packing.num_windows:
-            raise nothing_packed(corpus.shown, self.lost, max_seq_length)
-
-    def window(self, index: int) -> list[Piece]:
-        """The pieces of one window."""
-        pieces, tokens, trained = self.packing.pieces, self.corpus.entry.tokens, self.corpus.entry.trained
-        found = []
-        for piece in self.packing.window(index).tolist():
-            document = int(pieces.document_P[piece])
-            start = int(self.corpus.starts_N[document]) + int(pieces.start_P[piece])
-            end = start + int(pieces.length_P[piece])
-            mask = None if trained is None else trained[start:end]
-            found.append(Piece(tokens[start:end], self.corpus.origin(document), mask))
-        return found
-
-
-def nothing_packed(name: str, lost: int, max_seq_length: int) -> DataError:
-    """The complaint about a source that leaves no window."""
-    if lost:
-        return DataError(
-            f"in all {lost} examples of {name} nothing to train on is within {max_seq_length} tokens",
-            "raise max_seq_length, or shorten what comes before the answers",
-        )
-    return DataError(f"{name} holds no documents", "give a source with text in it")
-
-
-def cut_note(name: str, cut: int, lost: int, max_seq_length: int) -> str:
-    """What was cut, in a sentence.
-
-    Example:
-        >>> cut_note("chats.jsonl", 3, 0, 512)
-        'chats.jsonl: 3 examples are longer than max_seq_length (512) and are cut there'
-    """
-    what, are = ("example", "is") if cut == 1 else ("examples", "are")
-    text = f"{name}: {cut} {what} {are} longer than max_seq_length ({max_seq_length}) and {are} cut there"
-    if lost:
-        has, left = ("has", "is") if lost == 1 else ("have", "are")
-        text += f"; {lost} of them {has} nothing to train on before the cut and {left} left out"
-    return text
-
-
-class Loader:
-    """Batches of an endless run of epochs; made by `trimtab.data.make_loader`.
-
-    Example:
-        >>> loader = make_loader([corpus], max_seq_length=512, batch_size=4, accumulation=4)  # doctest: +SKIP
-        >>> for _ in range(loader.steps_per_epoch):  # doctest: +SKIP
-        ...     train(loader.next_step())
-    """
+class CachedLoader(Loader):
+    """Batches from cached corpora, whose windows are all known; made by `trimtab.data.make_loader`."""
 
     def __init__(
         self,
-        train: Sequence[tuple[Corpus, float]],
-        replay: Sequence[tuple[Corpus, float]],
+        train: Sequence[tuple[CachedCorpus, float]],
+        replay: Sequence[tuple[CachedCorpus, float]],
         *,
         replay_share: float,
         max_seq_length: int,
@@ -113,19 +63,18 @@ class Loader:
             for one, (_, weight) in zip(self.packed, [*train, *replay], strict=True)
         ]
         self.mixture: Mixture = mix(sized[: len(train)], sized[len(train) :], replay_share)
-        self._settings = {
-            "seed": seed,
-            "max_seq_length": max_seq_length,
-            "packing": packing,
-            "sources": [
-                [one.corpus.name, one.corpus.fingerprint, one.corpus.tokenizer.fingerprint, size, count]
+        self._settings = LoaderSettings(
+            seed,
+            max_seq_length,
+            packing,
+            tuple(
+                (one.corpus.name, one.corpus.fingerprint, one.corpus.tokenizer.fingerprint, size, count)
                 for one, size, count in zip(
                     self.packed, self.mixture.sizes, self.mixture.counts, strict=False
                 )
-            ],
-        }
-        if group_by_length:  # which windows meet in a step follows from the microbatches
-            self._settings["group_by_length"] = [shape.batch_size, shape.num_windows]
+            ),
+            group_by_length=(shape.batch_size, shape.num_windows) if group_by_length else None,
+        )
         self._epoch = self._window = 0
         self._opening = shape.num_windows if own_text_first else 0
         self._plan: tuple[int, tuple[np.ndarray, np.ndarray]] | None = None
@@ -156,6 +105,11 @@ class Loader:
         if self.group_by_length:
             return self._grouped_fill
         return self.num_tokens / (self.num_windows * self.max_seq_length)
+
+    @property
+    def facts(self) -> LoaderFacts:
+        """What a plan needs to know of an epoch."""
+        return LoaderFacts(self.num_windows, self.num_tokens, self.fill)
 
     @cached_property
     def _grouped_fill(self) -> float:
@@ -225,12 +179,12 @@ class Loader:
             "epoch": self._epoch,
             "window": self._window,
             "opening": self._opening,
-            "settings": self._settings,
+            "settings": self._settings.to_dict(),
         }
 
     def restore(self, position: dict[str, Any]) -> None:
         """Continues at a position; a CheckpointError or DataError says what is not as it was."""
-        check_settings(position, self._settings)
+        self._settings.check(position)
         self._epoch, self._window = int(position["epoch"]), int(position["window"])
         # Of runs that began before replay alone could not fill their first step: theirs stays as it was.
         self._opening, self._plan = int(position.get("opening", 0)), None
@@ -258,31 +212,3 @@ class Loader:
     def _grouped(self, order: tuple[np.ndarray, np.ndarray], epoch: int) -> tuple[np.ndarray, np.ndarray]:
         place_E = grouped_order(self._lengths(*order), self.shape, self.seed, epoch)
         return order[0][place_E], order[1][place_E]
-
-
-def check_settings(position: dict[str, Any], now: dict[str, Any]) -> None:
-    """Nothing if a position belongs to a loader with these settings; an error naming the first difference
-    if not.
-    """
-    kept = position.get("settings")
-    if position.get("version") != 1 or not isinstance(kept, dict):
-        raise CheckpointError(
-            "the checkpoint's place in the data cannot be read", "resume with the trimtab that wrote it"
-        )
-    for name in [key for key in now if key != "sources"]:
-        if kept.get(name) != now[name]:
-            raise CheckpointError(
-                f"the run began with {name} {kept.get(name)} and now has {now[name]}",
-                f"set {name} back, or start a new run",
-            )
-    if len(kept["sources"]) != len(now["sources"]):
-        raise CheckpointError(
-            f"the run began with {len(kept['sources'])} sources and now has {len(now['sources'])}",
-            "put the data section back as it was, or start a new run",
-        )
-    for before, after in zip(kept["sources"], now["sources"], strict=True):
-        if list(before) != list(after):
-            raise DataError(
-                f"the data of {after[0]} is not what the run began with",
-                "put the files, their weights and the tokenizer back as they were, or start a new run",
-            )

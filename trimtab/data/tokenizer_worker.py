@@ -1,6 +1,6 @@
 """A tokenizing process: texts in on stdin, token ids out on stdout, until stdin ends.
 
-Run as a script by `tokenizing.py` and importing nothing of trimtab, so that it starts in a fraction of a
+Run as a script by `tokenizer_pool.py` and importing nothing of trimtab, so that it starts in a fraction of a
 second, needs no `if __name__ == "__main__"` in anybody's program (as multiprocessing's spawn would),
 unpickles nothing, and ends by itself when its parent dies, however it dies.
 

@@ -1,0 +1,196 @@
+"""A corpus in the token cache: memory-mapped documents, views of parts of them, and their windows at one length.
+
+# N documents
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+
+from trimtab.data.cache import Entry
+from trimtab.data.interface import Corpus, Windows
+from trimtab.data.packing import Packing, Piece, pack_documents
+from trimtab.data.sampling import shuffled
+from trimtab.data.selection import heldout_mask, nothing_packed
+from trimtab.facts.errors import DataError
+from trimtab.facts.randomness import derive
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedCorpus(Corpus):
+    """Documents of one source as tokens; views made by `split` and `without` share the same files.
+
+    Example:
+        >>> corpus = open_corpus(SourceSpec("books/"), tokenizer, cache_dir=Path("cache"))  # doctest: +SKIP
+        >>> train, heldout = corpus.split(share=0.01)  # doctest: +SKIP
+        >>> heldout.tokens(0)[:3], heldout.origin(0)  # doctest: +SKIP
+        (array([ 17, 512,   9], dtype=uint16), 'emma.txt:1')
+    """
+
+    entry: Entry
+    starts_N: np.ndarray
+    lengths_N: np.ndarray
+    records_N: np.ndarray
+    streaming: ClassVar[bool] = False
+
+    @property
+    def num_documents(self) -> int:
+        """Of this view."""
+        return len(self.lengths_N)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of this view, beginning and end tokens included."""
+        return int(self.lengths_N.sum())
+
+    def tokens(self, document: int) -> np.ndarray:
+        """Ids [length] of one document, not copied."""
+        start = int(self.starts_N[document])
+        return self.entry.tokens[start : start + int(self.lengths_N[document])]
+
+    def trained(self, document: int) -> np.ndarray | None:
+        """uint8 [length], 1 where a token of one document is trained on; None where all are."""
+        if self.entry.trained is None:
+            return None
+        start = int(self.starts_N[document])
+        return self.entry.trained[start : start + int(self.lengths_N[document])]
+
+    @property
+    def masked(self) -> bool:
+        """Whether documents are examples, of which not everything is trained on."""
+        return self.entry.trained is not None
+
+    def targets_N(self, max_seq_length: int) -> np.ndarray:
+        """int64 [N]: tokens of each document's first `max_seq_length` that are trained on, its first one excepted.
+
+        (Nothing predicts a first token.)
+        """
+        ends_N = self.starts_N + np.minimum(self.lengths_N, max_seq_length)
+        if self.entry.trained is None:
+            return ends_N - self.starts_N - 1
+        counts_N = np.empty(len(ends_N), np.int64)
+        for first in range(0, len(ends_N), 4096):  # a few MB of running sums at a time
+            part = slice(first, first + 4096)
+            low, high = int(self.starts_N[part].min()), int(ends_N[part].max())
+            sums = np.concatenate([[0], np.cumsum(self.entry.trained[low:high], dtype=np.int64)])
+            counts_N[part] = sums[ends_N[part] - low] - sums[self.starts_N[part] - low + 1]
+        return counts_N
+
+    def origin(self, document: int) -> str:
+        """`file:row` of one document, for messages."""
+        record = self.records_N[document]
+        return f"{self.stamps[int(record['file'])].name}:{int(record['row'])}"
+
+    def split(self, *, share: float | None = None, count: int | None = None) -> tuple[Self, Self]:
+        """(train, heldout): by content hash, so that no document is on both sides.
+
+        A corpus of one distinct document is cut instead: its last tokens are held out.
+        """
+        if self.num_documents == 1 or len(np.unique(self.records_N["hash"])) == 1:
+            if self.masked:
+                raise DataError(
+                    f"{self.shown} is {self._copies}one example, of which no part can be held out",
+                    "give more, name a set under data.eval.domain, or set data.eval_share: 0",
+                )
+            return self._split_tail(share if share is not None else 0.1)
+        mask_N = heldout_mask(self.records_N["hash"], share, count)
+        what = f"share {share}" if share is not None else f"count {count}"
+        return self._view(~mask_N, f"train {what}"), self._view(mask_N, f"heldout {what}")
+
+    def without(self, other: CachedCorpus) -> Self:
+        """This corpus less every document that `other` (an evaluation set, say) has too."""
+        mask_N = ~np.isin(self.records_N["hash"], other.records_N["hash"])
+        if mask_N.all():
+            return self
+        if not mask_N.any():
+            raise DataError(
+                f"every document of {self.shown} is also in {other.shown}",
+                "name other text under data.eval, or take it out of data.train",
+            )
+        return self._view(mask_N, f"without {other.fingerprint}")
+
+    def eval_windows(self, max_seq_length: int, *, packing: bool, max_windows: int | None) -> Windows:
+        """All windows, or `max_windows` drawn from everywhere; the draw depends on the corpus alone."""
+        packed = PackedCorpus(self, max_seq_length, packing)
+        count = packed.packing.num_windows
+        chosen = np.arange(count)
+        if max_windows is not None and max_windows < count:
+            chosen = np.sort(shuffled(count, derive(0, "evaluation"))[:max_windows])
+        return Windows(len(chosen), lambda i: packed.window(int(chosen[i])))
+
+    def piece(self, number: int, max_seq_length: int) -> tuple[Piece, bool]:
+        """One of the pieces that are trained on, from 0, and whether its document continues after it."""
+        pieces_P = PackedCorpus(self, max_seq_length, True).packing.pieces
+        document, start = int(pieces_P.document_P[number]), int(pieces_P.start_P[number])
+        end = start + int(pieces_P.length_P[number])
+        trained = self.trained(document)
+        mask = None if trained is None else trained[start:end]
+        piece = Piece(self.tokens(document)[start:end], self.origin(document), mask)
+        return piece, end < int(self.lengths_N[document])
+
+    def _view(self, mask_N: np.ndarray, what: str) -> Self:
+        return self._replace(self.starts_N[mask_N], self.lengths_N[mask_N], self.records_N[mask_N], what)
+
+    def _split_tail(self, share: float) -> tuple[Self, Self]:
+        kept_N = (self.lengths_N[:1] * (1 - share)).astype(np.int64)
+        rest_N = self.lengths_N[:1] - kept_N
+        if kept_N[0] < 2 or rest_N[0] < 2:
+            raise DataError(
+                f"{self.shown} is {self._copies}one document of {self.lengths_N[0]} tokens, too short to hold a part "
+                "out",
+                "give more text, name a set under data.eval.domain, or set data.eval_share: 0",
+            )
+        start_N, record_N = self.starts_N[:1], self.records_N[:1]
+        return (
+            self._replace(start_N, kept_N, record_N, f"head {share}"),
+            self._replace(start_N + kept_N, rest_N, record_N, f"tail {share}"),
+        )
+
+    @property
+    def _copies(self) -> str:
+        """How often a corpus of one distinct document has it, for messages."""
+        return f"{self.num_documents} copies of " if self.num_documents > 1 else ""
+
+    def _replace(self, starts_N: np.ndarray, lengths_N: np.ndarray, records_N: np.ndarray, what: str) -> Self:
+        summary = dataclasses.replace(self.summary, documents=len(lengths_N), tokens=int(lengths_N.sum()))
+        return dataclasses.replace(
+            self,
+            fingerprint=f"{self.fingerprint} {what}",
+            summary=summary,
+            starts_N=starts_N,
+            lengths_N=lengths_N,
+            records_N=records_N,
+        )
+
+
+class PackedCorpus:
+    """A corpus with its windows at one length."""
+
+    def __init__(self, corpus: CachedCorpus, max_seq_length: int, packing: bool) -> None:
+        self.corpus = corpus
+        self.cut = self.lost = 0
+        """Examples that are longer than a window, and those of them that have nothing to train on within it."""
+        keep_N = None
+        if corpus.masked:
+            keep_N = corpus.targets_N(max_seq_length) > 0
+            self.cut = int(np.count_nonzero(corpus.lengths_N > max_seq_length))
+            self.lost = int(np.count_nonzero(~keep_N))
+        self.packing: Packing = pack_documents(corpus.lengths_N, max_seq_length, packing, keep_N=keep_N)
+        if not self.packing.num_windows:
+            raise nothing_packed(corpus.shown, self.lost, max_seq_length)
+
+    def window(self, index: int) -> list[Piece]:
+        """The pieces of one window."""
+        pieces, tokens, trained = self.packing.pieces, self.corpus.entry.tokens, self.corpus.entry.trained
+        found = []
+        for piece in self.packing.window(index).tolist():
+            document = int(pieces.document_P[piece])
+            start = int(self.corpus.starts_N[document]) + int(pieces.start_P[piece])
+            end = start + int(pieces.length_P[piece])
+            mask = None if trained is None else trained[start:end]
+            found.append(Piece(tokens[start:end], self.corpus.origin(document), mask))
+        return found

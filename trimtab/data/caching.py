@@ -1,0 +1,149 @@
+"""Tokenizing a source into the token cache, or finding it there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from trimtab.data.cache import Entry, TokenCache, Writer, entry_key
+from trimtab.data.cached_corpus import CachedCorpus
+from trimtab.data.detection import detect
+from trimtab.data.fingerprints import FileStamp, as_begun, check_unchanged, content_fingerprint, stamp_files
+from trimtab.data.interface import Progress, ProgressCallback, Summary, silent
+from trimtab.data.readers import SegmentReader
+from trimtab.data.rendering import Rendering
+from trimtab.data.selection import Counts, nothing_left
+from trimtab.data.sources import ResolvedSource, SourceSpec, resolve
+from trimtab.data.spec import SEGMENT_CHARS, estimate_tokens, token_bytes
+from trimtab.data.tokenizer_pool import default_num_proc
+from trimtab.data.tokenizing import TokenizerLike, TokenizerSpec, tokenize
+
+
+def default_cache_dir() -> Path:
+    """Where tokens are kept when nobody says otherwise."""
+    return Path.home() / ".cache" / "trimtab" / "tokens"
+
+
+def open_cached(
+    spec: SourceSpec,
+    tokenizer: TokenizerLike | TokenizerSpec,
+    *,
+    cache_dir: Path | None = None,
+    num_proc: int | None = None,
+    progress: ProgressCallback = silent,
+) -> CachedCorpus:
+    """Tokenizes a source, or finds it in the cache; see `trimtab.data.open_corpus`."""
+    frame = tokenizer if isinstance(tokenizer, TokenizerSpec) else TokenizerSpec.of(tokenizer)
+    source = resolve(spec)
+    cache = TokenCache(
+        (cache_dir or default_cache_dir()).expanduser(),
+        lambda text: progress(Progress("message", spec.name, message=text)),
+    )
+    source = as_begun(source, cache.digests, progress=progress)
+    source = dataclasses.replace(source, form=detect(source))
+    rendering = Rendering.of(source, frame.chat)
+    stamps = stamp_files(source, cache.digests, progress=progress)
+    content = content_fingerprint(source, stamps)
+    key = entry_key(
+        content,
+        frame.fingerprint,
+        [list(frame.prefix), list(frame.suffix)],
+        [frame.vocab_size, SEGMENT_CHARS, *([rendering.digest] if rendering else [])],
+    )
+    width, processes = token_bytes(frame.vocab_size), num_proc or default_num_proc()
+    entry = cache.get_or_build(
+        key,
+        lambda writer: _build(source, stamps, frame, rendering, writer, processes, progress),
+        dtype=f"uint{8 * width}",
+        need_bytes=estimate_tokens(sum(stamp.size for stamp in stamps)) * (width + (rendering is not None)),
+        masked=rendering is not None,
+    )
+    ends_N = np.ascontiguousarray(entry.records["end"])
+    starts_N = np.concatenate([np.zeros(1, np.int64), ends_N[:-1]])
+    return CachedCorpus(
+        name=spec.name,
+        fingerprint=content,
+        summary=_summary(entry, source),
+        entry=entry,
+        starts_N=starts_N,
+        lengths_N=ends_N - starts_N,
+        records_N=entry.records,
+        stamps=tuple(stamps),
+        content=content,
+        tokenizer=frame,
+        source=source,
+    )
+
+
+def _summary(entry: Entry, source: ResolvedSource) -> Summary:
+    counts = entry.meta.counts
+    return Summary(
+        documents=len(entry.records),
+        tokens=len(entry.tokens),
+        empty=counts.empty,
+        short=counts.short,
+        repaired=counts.repaired,
+        untrained=counts.untrained,
+        bad=counts.bad,
+        complaint=counts.complaint,
+        unanswered=counts.unanswered,
+        rewritten=counts.rewritten,
+        trained=len(entry.tokens) if counts.trained is None else counts.trained,
+        files=len(source.files),
+        ignored=source.ignored,
+    )
+
+
+def _build(
+    source: ResolvedSource,
+    stamps: list[FileStamp],
+    frame: TokenizerSpec,
+    rendering: Rendering | None,
+    writer: Writer,
+    num_proc: int,
+    progress: ProgressCallback,
+) -> Counts:
+    reader = SegmentReader(source, template=frame.chat is not None)
+    found: Counter[str] = Counter()
+    complaint = ""
+    told = content_hash = 0
+    for segment in tokenize(reader, frame, num_proc, rendering):
+        if segment.first:
+            content_hash = segment.hash
+        why = segment.unusable
+        if why is not None:
+            found[why] += 1
+            complaint = complaint or segment.complaint or ""
+        else:
+            writer.append_tokens(segment.ids, segment.trained)
+            if segment.trained is not None:
+                found["trained"] += int(np.count_nonzero(segment.trained))
+            if segment.last:
+                writer.end_document(segment.file, segment.row, content_hash)
+                found["repaired"] += segment.repaired
+                for what in ("unanswered", "rewritten"):
+                    if getattr(segment, what):
+                        found[what] += 1
+        if writer.num_tokens - told > 1 << 17:
+            told = writer.num_tokens
+            progress(
+                Progress(
+                    "tokenize",
+                    source.spec.name,
+                    reader.done_bytes,
+                    reader.total_bytes,
+                    writer.num_documents,
+                    writer.num_tokens,
+                )
+            )
+    check_unchanged(source, stamps)
+    trained = found.pop("trained", 0) if rendering is not None else None
+    counts = Counts(**found, trained=trained, complaint=complaint)
+    if writer.num_documents == 0:
+        raise nothing_left(source.spec.shown, counts)
+    total = reader.total_bytes
+    progress(Progress("tokenize", source.spec.name, total, total, writer.num_documents, writer.num_tokens))
+    return counts

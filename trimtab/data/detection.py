@@ -1,0 +1,125 @@
+"""Detection of a source's format: texts, or which examples, judged by the columns of its first row."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from trimtab.data.formats import PARTS, TURNS, Format, parts_of, type_name
+from trimtab.data.readers import read_values
+from trimtab.data.sources import TABLES, ResolvedSource, SourceFile, SourceSpec
+from trimtab.data.spec import TEXT_COLUMNS
+from trimtab.facts.errors import DataError
+
+
+def detect(source: ResolvedSource) -> Format | None:
+    """The format of a source by the columns of its first row, or as its spec says; None for plain text.
+
+    Example:
+        >>> detect(resolve(SourceSpec("chats.jsonl"))).name          # doctest: +SKIP
+        'messages'
+    """
+    spec = source.spec
+    if spec.format == "text" or (spec.format == "auto" and spec.text_column is not None):
+        _refuse_columns(spec)
+        return None
+    tables = [file for file in source.files if file.kind in TABLES]
+    if not tables:
+        if spec.format != "auto":
+            raise DataError(
+                f"{spec.shown} is text, and format: {spec.format} is of rows with columns",
+                "give JSON lines, CSV or Parquet, or leave the format out",
+            )
+        _refuse_columns(spec)
+        return None
+    found = _by_first_row(spec, tables)
+    if found is None:
+        _refuse_columns(spec)
+        return None
+    others = [file.name for file in source.files if file.kind not in TABLES]
+    if others:
+        raise DataError(
+            f"{spec.shown} holds examples ({tables[0].name}) and texts ({others[0]})",
+            "name the two as sources of their own",
+        )
+    return found
+
+
+def _refuse_columns(spec: SourceSpec) -> None:
+    if spec.columns:
+        raise DataError(
+            f"{spec.shown} is read as text, and columns names parts of an example ({', '.join(spec.columns)})",
+            "set format, or text_column instead of columns",
+        )
+
+
+def _by_first_row(spec: SourceSpec, tables: list[SourceFile]) -> Format | None:
+    firsts = ((file, row) for file in tables for _, row in itertools.islice(read_values(file), 1))
+    file, row = next(firsts, (None, None))
+    if file is None:
+        if spec.format == "auto" and not spec.columns:
+            return None
+        raise DataError(f"{spec.shown} holds no rows", "give a source with rows in it")
+    wanted = list(PARTS) if spec.format == "auto" else [spec.format]
+    if spec.columns:
+        wanted = [name for name in wanted if set(spec.columns) <= {*PARTS[name][0], *PARTS[name][1]}]
+        if not wanted:
+            known = "; ".join(f"{name}: {', '.join(parts_of(name))}" for name in PARTS)
+            raise DataError(
+                f"columns of {spec.shown} names {', '.join(spec.columns)}",
+                f"name parts of one format: {known}",
+            )
+    if not isinstance(row, dict):
+        if spec.format == "auto":
+            return None
+        raise DataError(
+            f"{file.label} holds {type_name(row)} where objects are expected",
+            f"write objects with {', '.join(PARTS[spec.format][0])}, or leave the format out",
+        )
+    for name in wanted:
+        made = Format(name, spec.columns)
+        if all(_fits(part, made.get(row, part), made, row) for part in PARTS[name][0]):
+            return made
+    if spec.format == "auto" and not spec.columns:
+        texts = [name for name in TEXT_COLUMNS if isinstance(row.get(name), str)]
+        if {"chosen", "rejected"} <= set(row) and not texts and not file.accepted:
+            raise _preferences(file, row)
+        return None
+    needs = " or ".join(", ".join(spec.columns.get(p, p) for p in PARTS[name][0]) for name in wanted)
+    raise DataError(
+        f"{file.label} has the columns {', '.join(row)} and not {needs}",
+        "name them with columns, as in columns: {messages: dialog}, or set another format",
+    )
+
+
+def _preferences(file: SourceFile, row: Mapping[str, Any]) -> DataError:
+    """The answer to pairs of a better and a worse answer: the key that trains on the better ones."""
+    chosen = row["chosen"]
+    if isinstance(chosen, str) and chosen.lstrip().startswith("["):  # messages as JSON, as CSV needs them
+        with suppress(ValueError, RecursionError):
+            chosen = json.loads(chosen)
+    first = chosen[0] if isinstance(chosen, list) and chosen and isinstance(chosen[0], dict) else {}
+    whole = first.get("role", first.get("from")) not in (None, "assistant", "gpt")
+    if "prompt" in row and not whole:
+        key, value = "columns", "{completion: chosen}"
+    elif isinstance(chosen, list):
+        key, value = "columns", "{messages: chosen}"
+    else:
+        key, value = "text_column", "chosen"
+    return DataError(
+        f"{file.label} holds preferences (columns chosen and rejected), and preference training such as DPO is not "
+        "available",
+        f"train on the chosen answers: {key}: {value} beside the source, or 'data.train.0.{key}={value}' on the "
+        "command line",
+    )
+
+
+def _fits(part: str, value: Any, made: Format, row: Mapping[str, Any]) -> bool:
+    if made.columns.get(part, part) not in row:
+        return False
+    if part in TURNS and isinstance(value, str):
+        return value.lstrip().startswith("[") or part in made.columns
+    return True

@@ -1,0 +1,223 @@
+"""The interface of data: corpora and loaders, whether cached or streamed, and reports of progress.
+
+A `Corpus` is the documents of one source, a `Loader` the batches of a run. Each has two implementations, over the token
+cache (`cached_corpus`, `cached_loader`) and over sources that are read while training (`stream_corpus`,
+`stream_loader`). Callers need not know which they have: what a stream cannot know yet is None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from trimtab.data.resume_checks import Manifest
+
+if TYPE_CHECKING:
+    from trimtab.data.batch import Batch
+    from trimtab.data.cached_corpus import CachedCorpus
+    from trimtab.data.fingerprints import FileStamp
+    from trimtab.data.formats import Format
+    from trimtab.data.packing import Piece
+    from trimtab.data.sampling import StepShape
+    from trimtab.data.sources import ResolvedSource
+    from trimtab.data.tokenizing import TokenizerSpec
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One report: the stage, how far it is, and a message where something happened worth a line."""
+
+    stage: Literal["hash", "tokenize", "verify", "message"]
+    source: str
+    done_bytes: int = 0
+    total_bytes: int = 0
+    documents: int = 0
+    tokens: int = 0
+    message: str | None = None
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+def silent(progress: Progress) -> None:
+    """Reports to nobody."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a corpus holds and what was left out of it."""
+
+    documents: int
+    tokens: int
+    empty: int = 0
+    """Documents without any text, skipped."""
+    short: int = 0
+    """Documents of fewer than two tokens, skipped: they have nothing to predict."""
+    repaired: int = 0
+    """Documents with broken Unicode escapes, which became U+FFFD."""
+    untrained: int = 0
+    """Examples without a single token to train on, left out: conversations without an answer, empty completions,
+    calls of tools that the chat template does not write."""
+    bad: int = 0
+    """Rows that are no example or that the chat template refuses, left out where `bad_rows: skip` says so."""
+    complaint: str = ""
+    """About the first of them."""
+    unanswered: int = 0
+    """Conversations whose last messages no answer follows; these messages were left out."""
+    rewritten: int = 0
+    """Conversations whose earlier turns the chat template writes otherwise once an answer follows."""
+    trained: int = 0
+    """Tokens that are trained on; all of them where documents are texts."""
+    files: int = 0
+    ignored: tuple[str, ...] = ()
+    """Files of a folder that are not text by their extension."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Packed windows by their number: how many there are, and the pieces of each."""
+
+    count: int
+    get: Callable[[int], list[Piece]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus(ABC):
+    """Documents of one source as tokens; `split` and `without` return views of parts of it."""
+
+    name: str
+    fingerprint: str
+    """Digest of the content and of what this view takes of it."""
+    summary: Summary
+    """Of a stream counts are not known before everything has been read: zero documents and tokens stand for that."""
+    source: ResolvedSource
+    """The files it is read from."""
+    stamps: tuple[FileStamp, ...]
+    content: str
+    """Digest of the content of all files and of how they are read."""
+    tokenizer: TokenizerSpec
+    streaming: ClassVar[bool]
+
+    @property
+    def shown(self) -> str:
+        """What messages call it."""
+        return self.source.spec.shown
+
+    @property
+    def form(self) -> Format | None:
+        """How rows become examples; None where they are texts."""
+        return self.source.form
+
+    @abstractmethod
+    def split(self, *, share: float | None = None, count: int | None = None) -> tuple[Self, Self]:
+        """(train, heldout): by content hash, so that no document is on both sides."""
+
+    @abstractmethod
+    def without(self, other: CachedCorpus) -> Self:
+        """This corpus less every document that `other` (a cached evaluation set, say) has too."""
+
+    @abstractmethod
+    def eval_windows(self, max_seq_length: int, *, packing: bool, max_windows: int | None) -> Windows:
+        """The windows for evaluation, the same every time: all, or `max_windows` of them."""
+
+    @abstractmethod
+    def piece(self, number: int, max_seq_length: int) -> tuple[Piece, bool]:
+        """One of the pieces that are trained on, from 0, and whether its document continues after it."""
+
+    def manifest(self) -> dict[str, Any]:
+        """Plain data for a run folder, to know the data again; see `check`."""
+        return self._manifest.to_dict()
+
+    def check(self, kept: Mapping[str, Any]) -> None:
+        """A DataError that names the files which are not as they were when `kept` was made."""
+        Manifest.from_dict(kept).check(self._manifest)
+
+    @property
+    def _manifest(self) -> Manifest:
+        return Manifest.of(self.name, self.content, self.stamps)
+
+
+@dataclass(frozen=True)
+class LoaderFacts:
+    """The size of an epoch; None where it is not known before everything has been read."""
+
+    num_windows: int | None
+    num_tokens: int | None
+    fill: float | None
+
+
+class Loader(ABC):
+    """Batches of an endless run of epochs, deterministic and restorable at every step.
+
+    Made by `trimtab.data.make_loader`.
+
+    Example:
+        >>> loader = make_loader([corpus], max_seq_length=512, batch_size=4, accumulation=4)  # doctest: +SKIP
+        >>> for _ in range(loader.steps_per_epoch):  # doctest: +SKIP
+        ...     train(loader.next_step())
+    """
+
+    max_seq_length: int
+    shape: StepShape
+
+    @property
+    @abstractmethod
+    def num_windows(self) -> int | None:
+        """Windows of one epoch, over all ranks, replay included."""
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int | None:
+        """Tokens of one epoch, about."""
+
+    @property
+    @abstractmethod
+    def steps_per_epoch(self) -> int | None:
+        """Steps of one epoch, the last of which may be smaller."""
+
+    @property
+    @abstractmethod
+    def dropped_tokens(self) -> int | None:
+        """Tokens that are in no window: ends of long documents when packing is off, otherwise none."""
+
+    @property
+    @abstractmethod
+    def fill(self) -> float:
+        """The share of places in microbatches that hold a token."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> LoaderFacts:
+        """What a plan needs to know of an epoch."""
+
+    @property
+    @abstractmethod
+    def epoch(self) -> float:
+        """Epochs done: 1.5 is the middle of the second."""
+
+    @abstractmethod
+    def notes(self) -> list[str]:
+        """What is cut or left out at this length, a sentence per source."""
+
+    @abstractmethod
+    def next_step(self) -> list[Batch]:
+        """The microbatches of this rank for the next step; the last one of an epoch may be smaller."""
+
+    @abstractmethod
+    def position(self) -> dict[str, Any]:
+        """Where the next step begins, as JSON; `restore` continues there exactly."""
+
+    @abstractmethod
+    def restore(self, position: dict[str, Any]) -> None:
+        """Continues at a position; a CheckpointError or DataError says what is not as it was."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends threads and processes that read ahead; idempotent."""

@@ -1,0 +1,258 @@
+"""Sampling order: which window comes next, and which rank and microbatch it goes to.
+
+Everything is a function of (seed, epoch) and of sizes, and the same under every version of numpy. An epoch is one pass
+over the training sources (`weight` passes where a source has a weight), interleaved with replay so that the requested
+share of all windows comes from the replay sources. A step takes the next windows of that order; they are split over
+ranks and microbatches, and grouped by length first where documents are not packed.
+
+# S sources, E windows of an epoch, N values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from trimtab.facts.errors import DataError
+from trimtab.facts.randomness import derive
+
+Item = TypeVar("Item")
+
+MEGA_STEPS = 50
+"""Steps whose windows are sorted together, as in Hugging Face's `LengthGroupedSampler`: enough for microbatches with
+little padding, few enough for the order of an epoch to stay random."""
+MULTIPLE = 8
+"""Lengths are rounded up to a multiple of this, which keeps matrix products and attention on their fast paths."""
+
+
+def scramble(values_N: np.ndarray, key: int) -> np.ndarray:
+    """uint64 [N]: splitmix64 of values under a key, a bijection that looks random."""
+    x_N = values_N.astype(np.uint64)
+    x_N = (x_N + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key & 0xFFFFFFFFFFFFFFFF)
+    x_N = (x_N ^ (x_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x_N = (x_N ^ (x_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x_N ^ (x_N >> np.uint64(31))
+
+
+def shuffled(count: int, key: int) -> np.ndarray:
+    """int64 [count]: the numbers below `count` in an order that is a function of the key.
+
+    Example:
+        >>> sorted(shuffled(5, 1).tolist()), shuffled(5, 1).tolist() == shuffled(5, 1).tolist()
+        ([0, 1, 2, 3, 4], True)
+    """
+    return np.argsort(scramble(np.arange(count), key), kind="stable")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How many windows each source gives an epoch: `counts[s]` of `sizes[s]`, train sources first."""
+
+    sizes: tuple[int, ...]
+    counts: tuple[int, ...]
+    num_train: int
+
+    @property
+    def num_windows(self) -> int:
+        """Of one epoch, replay included."""
+        return sum(self.counts)
+
+    @property
+    def replay_share(self) -> float:
+        """The share of windows that are replay, as it came out in whole windows."""
+        return sum(self.counts[self.num_train :]) / self.num_windows
+
+
+def mix(
+    train: Sequence[tuple[int, float]], replay: Sequence[tuple[int, float]] = (), replay_share: float = 0.0
+) -> Mixture:
+    """A mixture of sources given as (windows, weight).
+
+    Example:
+        >>> mix([(90, 1.0)], [(1000, 1.0)], 0.1).counts
+        (90, 10)
+        >>> mix([(10, 2.0), (30, 1.0)]).counts
+        (20, 30)
+    """
+    check_share(replay_share, bool(replay))
+    counts = [max(1, round(size * weight)) for size, weight in train]
+    sizes = [size for size, _ in train]
+    if replay and replay_share:
+        total = max(1, round(sum(counts) * replay_share / (1 - replay_share)))
+        counts += apportion(total, [size * weight for size, weight in replay])
+        sizes += [size for size, _ in replay]
+    return Mixture(tuple(sizes), tuple(counts), len(train))
+
+
+def check_share(replay_share: float, has_sources: bool) -> None:
+    """A DataError for a share of replay that cannot be."""
+    if not 0 <= replay_share < 1:
+        raise DataError(f"a replay share of {replay_share} is not possible", "give one from 0 up to below 1")
+    if replay_share and not has_sources:
+        raise DataError(
+            f"a replay share of {replay_share} has no sources", "name replay sources or set it to 0"
+        )
+
+
+def apportion(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers that sum to `total`, each within one of its exact share (largest remainders first).
+
+    Example:
+        >>> apportion(10, [1, 1, 1])
+        [4, 3, 3]
+    """
+    exact = [total * weight / sum(weights) for weight in weights]
+    whole = [int(share) for share in exact]
+    by_rest = sorted(range(len(exact)), key=lambda s: (whole[s] - exact[s], s))
+    for s in by_rest[: total - sum(whole)]:
+        whole[s] += 1
+    return whole
+
+
+def epoch_plan(mixture: Mixture, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """(source [E], window [E]) in training order.
+
+    A source's windows come in its own shuffled passes, which go on from epoch to epoch; window j of c
+    stands at time (j + phase) / c, so that any stretch of the epoch holds each source in proportion, to
+    within a window.
+    """
+    sources, windows, times = [], [], []
+    for s, (size, count) in enumerate(zip(mixture.sizes, mixture.counts, strict=True)):
+        if not count:
+            continue
+        draw_C = np.arange(epoch * count, (epoch + 1) * count)
+        window_C = np.empty(count, np.int64)
+        for turn in range(int(draw_C[0]) // size, int(draw_C[-1]) // size + 1):
+            inside_C = draw_C // size == turn
+            order = shuffled(size, derive(seed, "order", s, turn))
+            window_C[inside_C] = order[draw_C[inside_C] % size]
+        phase = (derive(seed, "phase", s, epoch) % (1 << 20)) / (1 << 20)
+        sources.append(np.full(count, s, np.int32))
+        windows.append(window_C)
+        times.append((np.arange(count) + phase) / count)
+    order_E = np.argsort(np.concatenate(times), kind="stable")
+    return np.concatenate(sources)[order_E], np.concatenate(windows)[order_E]
+
+
+def own_text_first(
+    source_E: np.ndarray, window_E: np.ndarray, num_train: int, opening: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The order of a run's first epoch with a train source in its first step, `opening` windows long.
+
+    Where replay alone would fill that step, the first train window changes places with the last of it. Every other
+    order, and with 0 any order, stays as it is.
+    """
+    last, first = min(opening, len(source_E)) - 1, int(np.argmax(source_E < num_train))
+    if not opening or first <= last:
+        return source_E, window_E
+    place_E = np.arange(len(source_E))
+    place_E[[last, first]] = first, last
+    return source_E[place_E], window_E[place_E]
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Windows of a step: `batch_size` × `accumulation` on each of `dp_size` ranks, of which this is
+    `dp_rank`.
+    """
+
+    batch_size: int
+    accumulation: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.accumulation < 1:
+            raise DataError(
+                f"a step of {self.batch_size} windows × {self.accumulation} is empty",
+                "set per_device_train_batch_size and gradient_accumulation_steps to 1 or more",
+            )
+        assert 0 <= self.dp_rank < self.dp_size, (self.dp_rank, self.dp_size)
+
+    @property
+    def num_windows(self) -> int:
+        """Of a full step, over all ranks."""
+        return self.batch_size * self.accumulation * self.dp_size
+
+
+def deal(items: Sequence[Item], shape: StepShape) -> list[list[Item]]:
+    """The microbatches of this rank: a stretch of the step's windows, cut into batches.
+
+    The last step of an epoch may hold fewer windows than a full one. They are then spread evenly, and every
+    rank still gets as many microbatches as the others, empty ones if need be: ranks that gather weights
+    together must go through the model equally often.
+
+    Example:
+        >>> deal([1, 2, 3, 4, 5], StepShape(2, 3)), deal([1, 2, 3], StepShape(1, 1, dp_rank=1, dp_size=4))
+        ([[1, 2], [3, 4], [5]], [[2]])
+        >>> deal([1, 2, 3], StepShape(1, 1, dp_rank=3, dp_size=4))
+        [[]]
+    """
+    assert items, "a step is never empty"
+    assert len(items) <= shape.num_windows, (len(items), shape)
+    most, extra = divmod(len(items), shape.dp_size)
+    start = shape.dp_rank * most + min(shape.dp_rank, extra)
+    mine = items[start : start + most + (shape.dp_rank < extra)]
+    longest = most + (extra > 0)
+    num_micro = -(-longest // shape.batch_size)
+    size = shape.batch_size
+    return [list(mine[i * size : (i + 1) * size]) for i in range(num_micro)]
+
+
+def grouped_order(lengths_E: np.ndarray, shape: StepShape, seed: int, epoch: int) -> np.ndarray:
+    """int64 [E]: the places of an epoch's (already shuffled) windows in the order in which they are trained on.
+
+    The windows of each 50 steps (a mega-batch; fewer in a short epoch) are sorted by length, cut into microbatches, and
+    the microbatches shuffled, so that the steps of a mega-batch hold long and short ones alike. The longest microbatch
+    comes first: memory is then allocated once, for all that follow.
+
+    Example:
+        >>> lengths = np.array([9, 2, 8, 3, 1, 9])
+        >>> order = grouped_order(lengths, StepShape(batch_size=2), seed=0, epoch=0)
+        >>> lengths[order].reshape(-1, 2).max(1)[0], sorted(order.tolist())
+        (np.int64(9), [0, 1, 2, 3, 4, 5])
+    """
+    count, batch = len(lengths_E), shape.batch_size
+    steps = min(max(count // (4 * shape.num_windows), 1), MEGA_STEPS)
+    parts = []
+    for number, start in enumerate(range(0, count, steps * shape.num_windows)):
+        mega_M = lengths_E[start : start + steps * shape.num_windows]
+        sorted_M = start + np.argsort(-mega_M, kind="stable")
+        whole = len(sorted_M) // batch
+        groups_GB = sorted_M[: whole * batch].reshape(whole, batch)
+        parts += [groups_GB[shuffled(whole, derive(seed, "lengths", epoch, number))].ravel()]
+        parts += [sorted_M[whole * batch :]]  # fewer than a microbatch, and only at the end of the epoch
+    order_E = np.concatenate(parts)
+    longest = int(np.argmax(lengths_E[order_E])) // batch * batch
+    first, found = order_E[:batch].copy(), order_E[longest : longest + batch].copy()
+    if len(found) == batch:
+        order_E[longest : longest + batch], order_E[:batch] = first, found
+    return order_E
+
+
+def padded_length(lengths: Sequence[int], max_seq_length: int) -> int:
+    """Tokens in each row of a microbatch of windows of these lengths.
+
+    Example:
+        >>> padded_length([5, 17], 64), padded_length([5, 17], 20), padded_length([], 64)
+        (24, 20, 8)
+    """
+    longest = max(lengths, default=1)
+    return min(-(-longest // MULTIPLE) * MULTIPLE, max_seq_length)
+
+
+def grouped_fill(lengths_E: np.ndarray, batch_size: int, max_seq_length: int) -> float:
+    """The share of places that hold a token where windows come in this order, each microbatch as long as its longest.
+
+    Example:
+        >>> grouped_fill(np.array([16, 8, 3, 3]), 2, 64)
+        0.625
+    """
+    missing = -len(lengths_E) % batch_size
+    rows_GB = np.concatenate([lengths_E, np.zeros(missing, lengths_E.dtype)]).reshape(-1, batch_size)
+    longest_G = np.minimum(-(-rows_GB.max(1) // MULTIPLE) * MULTIPLE, max_seq_length)
+    places = int(longest_G.sum()) * batch_size - missing * int(longest_G[-1])
+    return float(lengths_E.sum()) / places
