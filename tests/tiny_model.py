@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.model import build, init_weights, save_folder
 
 WORDS = [
@@ -53,7 +53,7 @@ def tiny_shape(vocab_size: int = 300, **more: object) -> ModelShape:
         "max_positions": 128,
         "tie_embeddings": True,
     }
-    return ModelShape(**{**fields, **more})  # type: ignore[arg-type]
+    return uniform_shape(**{**fields, **more})  # type: ignore[arg-type]
 
 
 def write_tiny_model(folder: Path, seed: int = 0, **shape: object) -> Path:

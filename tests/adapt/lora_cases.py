@@ -10,14 +10,16 @@ import torch
 
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters
 from trimtab.adapt.peft_files import own_tensors
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.model import build, init_weights, save_folder
 from trimtab.model.decoder import Decoder
 
-TIED = ModelShape(
+TIED = uniform_shape(
     "llama", 97, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, tie_embeddings=True
 )
-UNTIED = ModelShape("qwen2", 97, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qkv_bias=True)
+UNTIED = uniform_shape(
+    "qwen2", 97, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qkv_bias=True
+)
 IDS_BT = torch.arange(40).reshape(2, 20) * 7 % 97
 
 

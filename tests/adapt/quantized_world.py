@@ -9,11 +9,11 @@ import torch
 
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters, trained_parameters
 from trimtab.adapt.quantized import quantize_layout
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.model import build, init_weights, save_folder
 from trimtab.model.decoder import Decoder
 
-SHAPE = ModelShape(
+SHAPE = uniform_shape(
     "qwen2", 64, 64, 128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, qkv_bias=True
 )
 

@@ -21,9 +21,10 @@ from trimtab.adapt import (
     trained_parameters,
 )
 from trimtab.adapt.offloaded_activations import MIN_ELEMENTS
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import uniform_shape
 from trimtab.model import build, init_weights
 from trimtab.model.decoder import Decoder
+from trimtab.model.spec import heads_of
 from trimtab.plan.job import Job
 from trimtab.plan.layers import layer_bytes
 from trimtab.plan.memory import predict
@@ -33,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SHAPE = ModelShape("llama", 4096, 1024, 2816, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=128)
+SHAPE = uniform_shape("llama", 4096, 1024, 2816, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=128)
 QUARTER = dataclasses.replace(LLAMA_8B, num_layers=8)
 
 
@@ -75,9 +76,10 @@ def test_dear_results_come_back_as_they_went(tiles: int, policy: str) -> None:
         for decoder in (kept, sent):
             decoder.zero_grad(set_to_none=True)
     # The input, attention's output and, in fp32, a number a row and head.
-    width = 2 * SHAPE.hidden_size * 2 + (SHAPE.num_heads * 4 if 1024 * SHAPE.num_heads >= MIN_ELEMENTS else 0)
+    H, K, D = heads_of(SHAPE)
+    width = 2 * SHAPE.hidden_size * 2 + (H * 4 if 1024 * H >= MIN_ELEMENTS else 0)
     if policy == "offload_half":
-        width += 2 * ((SHAPE.num_heads + 2 * SHAPE.num_kv_heads) * SHAPE.head_dim + SHAPE.hidden_size)
+        width += 2 * ((H + 2 * K) * D + SHAPE.hidden_size)
     assert sent.around.store.host_bytes >= SHAPE.num_layers * 4096 * width
     gc.collect()
     torch.cuda.synchronize()

@@ -7,7 +7,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from mmap import PAGESIZE
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,7 @@ from trimtab.adapt.spec_recompute import (
 )
 from trimtab.adapt.tiled import tiled
 from trimtab.facts.errors import RecipeError, ResourceError
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.kernels.attention import IMPLS, Layout
 from trimtab.kernels.attention.spec import TILED
 from trimtab.kernels.linear_cross_entropy import linear_cross_entropy
@@ -49,13 +48,13 @@ from trimtab.trainer.memory import LiveBytes
 
 L = len(POLICIES)
 """Layers: one for each policy."""
-LLAMA = ModelShape(
+LLAMA = uniform_shape(
     "llama", 128, 64, 160, num_layers=L, num_heads=4, num_kv_heads=2, head_dim=16, tie_embeddings=True
 )
-QWEN3 = ModelShape(
+QWEN3 = uniform_shape(
     "qwen3", 128, 64, 192, num_layers=L, num_heads=4, num_kv_heads=1, head_dim=32, qk_norm=True
 )
-SQUARE = ModelShape("llama", 128, 64, 64, num_layers=L, num_heads=4, num_kv_heads=4, head_dim=16)
+SQUARE = uniform_shape("llama", 128, 64, 64, num_layers=L, num_heads=4, num_kv_heads=4, head_dim=16)
 """All matrices have the same size: no product can be told from another by its size."""
 B, T = 2, 96
 MIXES = [*((policy,) * L for policy in POLICIES), POLICIES, canonical(POLICIES)]
@@ -110,7 +109,7 @@ def test_what_is_kept_is_what_the_spec_says(policy: str, dtype: str, tiles: int)
 
 def test_a_kept_product_may_be_short_or_biased() -> None:
     """Adapters' short products are cheap, biases another operator; neither changes a bit."""
-    shape = ModelShape(
+    shape = uniform_shape(
         "qwen2", 128, 64, 96, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, qkv_bias=True
     )
     want = trained(decoder_of(shape))
@@ -234,7 +233,9 @@ def compiled_loss(decoder: Decoder, backend: str) -> torch.Tensor:
     layout = Layout.causal()
     layout.prepare("sdpa_flash", "cpu", T)
     x_BTC = decoder.model.embed_tokens(IDS)
-    cos_BTF, sin_BTF = decoder.rotary.cos_sin(torch.arange(T).expand_as(IDS), x_BTC.dtype)
+    cos_BTF, sin_BTF = next(iter(decoder.rotary.values())).cos_sin(
+        torch.arange(T).expand_as(IDS), x_BTC.dtype
+    )
     for i, block in enumerate(decoder.model.layers):
         with decoder.around(i, x_BTC):
             x_BTC = recompute.compiled(block, compiler)(x_BTC, cos_BTF, sin_BTF, layout)
@@ -284,7 +285,7 @@ def test_products_are_told_apart_by_label(
         return found
 
     monkeypatch.setattr(recompute, "_is_saved", noted)
-    decoder = decoder_of(replace(SQUARE, num_layers=1))
+    decoder = decoder_of(SQUARE.of_layers(range(1)))
     add_adapters(decoder, LoraSettings(r=64, lora_dropout=0.5))
     init_adapters(decoder, seed=0)
     set_masks(decoder, torch.device("cpu"))

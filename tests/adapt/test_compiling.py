@@ -26,12 +26,14 @@ from trimtab.adapt import (
 from trimtab.adapt import recompute as recompute_policies
 from trimtab.adapt.compiling import source_key, use_cache_folder
 from trimtab.adapt.lora import set_masks
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.generate.cache import KVCache
 from trimtab.kernels.attention import Layout
 from trimtab.model import Decoder, build, init_weights
 
-PLAIN = ModelShape("qwen3", 64, 32, 64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True)
+PLAIN = uniform_shape(
+    "qwen3", 64, 32, 64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True
+)
 LENGTHS = (32, 40, 33, 7, 24, 56, 9, 100, 64, 2)
 
 
@@ -108,7 +110,7 @@ def test_each_policy_is_a_program(policies: list[str], tiles: int, programs: int
 
 
 def test_each_window_is_a_program() -> None:
-    shape = ModelShape(
+    shape = uniform_shape(
         "mistral", 64, 32, 64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, sliding_window=9
     )
     assert shape.window(0) == 9
@@ -226,7 +228,7 @@ def test_triton_kernels_live_in_the_graph() -> None:
     from trimtab.kernels.rope import impl_triton as rope
 
     kernels = (kernels_forward, kernels_backward, launch_triton, gated, norm, rope, partial_sums)
-    shape = replace(PLAIN, num_layers=2)
+    shape = PLAIN.of_layers(range(2))
     plain = made(shape, attention="sdpa_math")
     compiled = made(shape, attention="triton", pointwise="triton")
     compile_regions(compiled, backend="aot_eager")

@@ -20,7 +20,7 @@ from trimtab.adapt import (
     quantize_layout,
 )
 from trimtab.adapt import recompute as recompute_policies
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import uniform_shape
 from trimtab.kernels.attention import Layout
 from trimtab.model import Decoder, build, init_weights
 
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SHAPE = ModelShape(
+SHAPE = uniform_shape(
     "qwen3", 512, 256, 512, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, qk_norm=True
 )
 LENGTHS = (384, 256, 512, 300, 257, 1000, 640, 131, 512, 777, 900, 384)

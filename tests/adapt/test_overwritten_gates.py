@@ -15,7 +15,7 @@ from tests.kernels.gate_doubles import double_launches
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters, recompute
 from trimtab.adapt.lora import set_masks
 from trimtab.adapt.spec_recompute import POLICIES
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import uniform_shape
 from trimtab.kernels.gated_mlp import gated_activation
 from trimtab.model import build, init_weights, parts
 from trimtab.model.decoder import Decoder
@@ -23,7 +23,7 @@ from trimtab.trainer.memory import LiveBytes
 
 N, C, WIDE, L = 64, 16, 1024, 2
 """Tokens, hidden size, intermediate size, layers: the peak is in a feed-forward half."""
-SHAPE = ModelShape("llama", 32, C, WIDE, L, num_heads=2, num_kv_heads=1, head_dim=8)
+SHAPE = uniform_shape("llama", 32, C, WIDE, L, num_heads=2, num_kv_heads=1, head_dim=8)
 IDS = torch.randint(0, 32, (1, N), generator=torch.Generator().manual_seed(0))
 
 

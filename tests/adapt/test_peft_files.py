@@ -385,9 +385,9 @@ def test_an_adapter_for_another_base(tmp_path: Path) -> None:
     folder = written(tmp_path / "a")
     wider = dataclasses.replace(TIED, hidden_size=64)
     refused(folder, "does not fit", "[2, 32] there and [2, 64] here", "some/base", shape=wider)
-    fewer = dataclasses.replace(TIED, num_layers=1)
+    fewer = TIED.of_layers(range(1))
     refused(folder, "does not fit", "model.layers.1", shape=fewer)
-    more = dataclasses.replace(TIED, num_layers=3)
+    more = dataclasses.replace(TIED, blocks=TIED.blocks[:1] * 3)
     refused(folder, "does not fit", "it has weights for 2 layers, and this model has 3", shape=more)
 
 

@@ -16,12 +16,12 @@ from test_model_gguf import write_gguf
 from trimtab.adapt import spec_quantized
 from trimtab.adapt.quantized import QuantizedLinear, describe, quantize_layout, quantized_layers
 from trimtab.facts.errors import ModelError, RecipeError
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import uniform_shape
 from trimtab.model import build, init_weights, load_weights
 from trimtab.model.decoder import Decoder
 from trimtab.trainer.memory import LiveBytes, storage_bytes
 
-DEEP = dataclasses.replace(SHAPE, num_layers=40)
+DEEP = dataclasses.replace(SHAPE, blocks=SHAPE.blocks[:1] * 40)
 
 
 def all_tensors(decoder: Decoder) -> dict[str, torch.Tensor]:
@@ -124,7 +124,7 @@ def assert_same_weight(on_gpu: QuantizedLinear, on_cpu: QuantizedLinear, name: s
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_peak_while_loading_on_a_gpu(kind: str, tmp_path: Path) -> None:
-    shape = ModelShape("llama", 32_000, 2048, 5632, 12, num_heads=16, num_kv_heads=8, head_dim=128)
+    shape = uniform_shape("llama", 32_000, 2048, 5632, 12, num_heads=16, num_kv_heads=8, head_dim=128)
     source = folder(tmp_path / "m", shape, "bf16")
     decoder = build(shape, dtype="bf16", device="meta", attention="sdpa_flash")
     quantize_layout(decoder, kind, device="cuda")

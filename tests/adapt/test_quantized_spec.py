@@ -15,7 +15,7 @@ from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import RecipeError
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import uniform_shape
 from trimtab.model import init_weights
 from trimtab.model import spec as model_spec
 from trimtab.plan.job import Job
@@ -79,7 +79,7 @@ def test_flops_are_those_of_a_plain_product() -> None:
 
 
 def test_an_8b_model_fits_where_it_should() -> None:
-    llama = ModelShape("llama", 128_256, 4096, 14_336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
+    llama = uniform_shape("llama", 128_256, 4096, 14_336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
     packed = spec_quantized.weight_bytes(llama, "nf4", "bf16")
     assert packed / 2**30 == pytest.approx(5.31, abs=0.01)
     assert spec_quantized.workspace_bytes(llama, "bf16") == 2 * 4096 * 14_336

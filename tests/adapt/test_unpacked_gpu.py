@@ -17,7 +17,7 @@ from trimtab.adapt import (
     trained_parameters,
     workspace,
 )
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import uniform_shape
 from trimtab.model import Decoder, build, init_weights
 
 pytestmark = [
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SHAPE = ModelShape(
+SHAPE = uniform_shape(
     "qwen3", 512, 256, 512, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, qk_norm=True
 )
 

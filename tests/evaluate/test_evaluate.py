@@ -16,11 +16,11 @@ from trimtab import evaluate, starter, text
 from trimtab.data.batch import Batch
 from trimtab.evaluate import perplexity
 from trimtab.facts.errors import DataError, TrainingError
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import uniform_shape
 from trimtab.kernels.attention import Layout
 from trimtab.model import Decoder, build, init_weights
 
-SHAPE = ModelShape(
+SHAPE = uniform_shape(
     "llama",
     vocab_size=4096,
     hidden_size=32,

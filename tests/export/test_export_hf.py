@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -16,11 +17,11 @@ from trimtab import text
 from trimtab.export import Receipt, export_hf
 from trimtab.export import hf as hf_module
 from trimtab.facts.errors import ModelError, ResourceError
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.model import build, init_weights
 from trimtab.model.decoder import Decoder
 
-SHAPE = ModelShape(
+SHAPE = uniform_shape(
     "qwen3",
     300,
     32,
@@ -159,7 +160,7 @@ def test_other_logits_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_tokenizer_larger_than_the_model(tokenizer: text.Tokenizer, tmp_path: Path) -> None:
-    small = ModelShape(**{**SHAPE.to_dict(), "vocab_size": 256})
+    small = dataclasses.replace(SHAPE, vocab_size=256)
     with pytest.raises(ModelError, match="the tokenizer has 257 tokens, the model 256"):
         export_hf(decoder(shape=small), tokenizer, tmp_path / "out", dtype="fp32")
 

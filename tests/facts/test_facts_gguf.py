@@ -138,19 +138,30 @@ def shape(changes: dict[str, Any], names: tuple[str, ...] = ("token_embd.weight"
 
 def test_shapes_from_metadata() -> None:
     plain = shape({})
-    assert (plain.family, plain.head_dim, plain.norm_eps, plain.tie_embeddings) == ("llama", 8, 1e-5, True)
+    assert (plain.family, plain.attention.head_dim, plain.block.norm.eps, plain.tie_embeddings) == (
+        "llama",
+        8,
+        1e-5,
+        True,
+    )
     assert not shape({}, ("output.weight",)).tie_embeddings
     biased = shape({}, ("blk.0.attn_q.bias", "blk.0.attn_q_norm.weight"))
-    assert (biased.qkv_bias, biased.qk_norm, biased.o_bias) == (True, True, False)
-    assert shape({"llama.attention.key_length": 16, "llama.rope.dimension_count": 16}).head_dim == 16
+    assert (biased.attention.qkv_bias, biased.attention.qk_norm, biased.attention.o_bias) == (
+        True,
+        "head",
+        False,
+    )
+    assert (
+        shape({"llama.attention.key_length": 16, "llama.rope.dimension_count": 16}).attention.head_dim == 16
+    )
     assert shape({"llama.attention.sliding_window": 9}).family == "mistral"
-    assert shape({"llama.attention.head_count_kv": [2, 2]}).num_kv_heads == 2
+    assert shape({"llama.attention.head_count_kv": [2, 2]}).attention.num_kv_heads == 2
 
 
 def test_rotary_scaling_from_metadata() -> None:
     scaling = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
     original = {"llama.rope.scaling.original_context_length": 128}
-    yarn = shape({**scaling, **original}).rope_scaling
+    yarn = shape({**scaling, **original}).attention.rope.scaling
     assert (yarn.kind, yarn.factor, yarn.original_max_positions, yarn.attention_factor) == (
         "yarn",
         4.0,
@@ -160,8 +171,8 @@ def test_rotary_scaling_from_metadata() -> None:
     # llama.cpp multiplies YaRN's own 1 + 0.1 ln 4 by its attn_factor.
     assert shape(
         {**scaling, **original, "llama.rope.scaling.attn_factor": 0.5}
-    ).rope_scaling.attention_factor == (pytest.approx(0.5 * 1.138629, rel=1e-5))
-    assert shape({"llama.rope.scaling.type": "none"}).rope_scaling is None
+    ).attention.rope.scaling.attention_factor == (pytest.approx(0.5 * 1.138629, rel=1e-5))
+    assert shape({"llama.rope.scaling.type": "none"}).attention.rope.scaling is None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.facts.errors import ModelError
-from trimtab.facts.shapes import ModelShape, RopeScaling
+from trimtab.facts.shapes import ModelShape, RopeScaling, uniform_shape
 from trimtab.facts.shapes_hf import config_from_shape, read_config, shape_from_config
 
 QWEN3_06B = {
@@ -70,15 +69,17 @@ TINY = {
 
 def test_published_models_have_their_published_sizes() -> None:
     qwen = shape_from_config(QWEN3_06B)
-    assert (qwen.num_parameters, qwen.qk_norm, qwen.head_dim, qwen.sliding_window) == (
+    assert (qwen.num_parameters, qwen.attention.qk_norm, qwen.attention.head_dim, qwen.window(0)) == (
         596_049_920,
-        True,
+        "head",
         128,
         None,
     )
     llama = shape_from_config(LLAMA32_1B)
     assert llama.num_parameters == 1_235_814_400
-    assert llama.rope_scaling == RopeScaling("llama3", 32.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert llama.attention.rope.scaling == RopeScaling(
+        "llama3", 32.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0
+    )
 
 
 def test_both_rotary_spellings_mean_the_same() -> None:
@@ -86,7 +87,9 @@ def test_both_rotary_spellings_mean_the_same() -> None:
     new = {**TINY, "rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}}
     assert shape_from_config(old) == shape_from_config(new)
     assert (
-        shape_from_config({**TINY, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}).rope_theta
+        shape_from_config(
+            {**TINY, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+        ).attention.rope.theta
         == 7
     )
 
@@ -96,9 +99,9 @@ def test_yarn_scales_without_a_factor_and_with_mscale() -> None:
     shape = shape_from_config(
         {**TINY, "max_position_embeddings": 2048, "rope_scaling": {**rope, "mscale_all_dim": 0.5}}
     )
-    assert shape.rope_scaling is not None
-    assert shape.rope_scaling.factor == 4.0
-    assert shape.rope_scaling.attention_factor == pytest.approx(1.138629 / 1.069315, rel=1e-5)
+    assert shape.attention.rope.scaling is not None
+    assert shape.attention.rope.scaling.factor == 4.0
+    assert shape.attention.rope.scaling.attention_factor == pytest.approx(1.138629 / 1.069315, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +127,8 @@ def test_yarn_scales_without_a_factor_and_with_mscale() -> None:
 )
 def test_windows(keys: dict[str, Any], window: int | None, full_layers: int) -> None:
     shape = shape_from_config({**TINY, "model_type": "qwen2", "num_key_value_heads": 2, **keys})
-    assert (shape.sliding_window, shape.num_full_layers) == (window, full_layers)
+    windows = [shape.window(layer) for layer in range(4)]
+    assert windows == [None] * full_layers + [window] * (4 - full_layers)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +198,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
     bias = draw(st.booleans()) if family in ("llama", "qwen3") else False
     window = draw(st.none() | st.integers(1, 99)) if family != "llama" else None
     full = draw(st.integers(0, layers - 1)) if window and family.startswith("qwen") else 0
-    return ModelShape(
+    return uniform_shape(
         family=family,
         vocab_size=draw(st.integers(1, 10**6)),
         hidden_size=draw(st.integers(1, 10**5)),
@@ -226,6 +230,5 @@ def test_a_config_describes_its_shape(shape: ModelShape) -> None:
 
 
 def test_a_shape_that_no_config_describes_is_refused() -> None:
-    shape = shape_from_config(TINY)
     with pytest.raises(ModelError, match="LlamaForCausalLM cannot describe"):
-        config_from_shape(dataclasses.replace(shape, qkv_bias=True), dtype="float32")
+        config_from_shape(uniform_shape("llama", 64, 16, 32, 4, 4, 4, 4, qkv_bias=True), dtype="float32")

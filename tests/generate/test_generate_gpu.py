@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import uniform_shape
 from trimtab.generate.cache import KVCache
 from trimtab.generate.loop import _last_logits
 from trimtab.model import build, init_weights
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 )
 @pytest.mark.parametrize("window", [None, 6])
 def test_padded_rows_give_the_logits_of_each_alone(attention: str, dtype: str, window: int | None) -> None:
-    shape = ModelShape(
+    shape = uniform_shape(
         "mistral", 260, 128, 256, 2, 4, 2, 32, max_positions=128, sliding_window=window, initializer_range=0.1
     )
     exact = init_weights(build(shape, dtype="fp32", device="cpu", attention="reference"), 0)

@@ -11,7 +11,7 @@ import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from trimtab.facts.errors import ModelError, RecipeError
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import uniform_shape
 from trimtab.generate import KVCache, PromptCache, SamplingOptions, generate, generate_many, threads
 from trimtab.generate.sampling import pick_tokens
 from trimtab.model import build, init_weights, save_folder
@@ -19,13 +19,13 @@ from trimtab.model.decoder import Decoder
 from trimtab.text.tokenizer import Tokenizer
 
 SHAPES = {
-    "llama": ModelShape(
+    "llama": uniform_shape(
         "llama", 260, 32, 64, 2, 4, 2, 8, max_positions=128, tie_embeddings=True, initializer_range=0.3
     ),
-    "mistral": ModelShape(
+    "mistral": uniform_shape(
         "mistral", 260, 32, 64, 2, 4, 2, 8, max_positions=128, sliding_window=6, initializer_range=0.3
     ),
-    "qwen3": ModelShape(
+    "qwen3": uniform_shape(
         "qwen3", 260, 32, 64, 2, 4, 1, 16, max_positions=128, qk_norm=True, initializer_range=0.3
     ),
 }

@@ -19,10 +19,10 @@ from test_model_gguf import QWEN2, random_decoder, write_gguf
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.gguf_header import read_gguf_header
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import uniform_shape
 from trimtab.model import build, check_weights, init_weights, read_shape, save_folder
 
-SHAPE = ModelShape("llama", 64, 32, 48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8)
+SHAPE = uniform_shape("llama", 64, 32, 48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8)
 HUGE = 10**12
 
 

@@ -17,13 +17,13 @@ from model_cases import token_ids
 from smollm2 import smollm2_path
 
 from trimtab.facts.errors import ModelError
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.facts.shapes_gguf import llama3_divisors
 from trimtab.model import build, init_weights, load_weights, read_shape, read_token_ids
 from trimtab.model.decoder import Decoder
 from trimtab.model.families import family
 
-TINY = ModelShape(
+TINY = uniform_shape(
     "llama",
     64,
     256,
@@ -35,8 +35,12 @@ TINY = ModelShape(
     norm_eps=1e-5,
     tie_embeddings=True,
 )
-QWEN2 = ModelShape("qwen2", 64, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qkv_bias=True)
-QWEN3 = ModelShape("qwen3", 64, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, qk_norm=True)
+QWEN2 = uniform_shape(
+    "qwen2", 64, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qkv_bias=True
+)
+QWEN3 = uniform_shape(
+    "qwen3", 64, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, qk_norm=True
+)
 TYPES = [GGMLQuantizationType.F32, GGMLQuantizationType.F16, *_type_traits]
 
 
@@ -77,12 +81,12 @@ def write_gguf(
     writer.add_context_length(shape.max_positions)
     writer.add_embedding_length(shape.hidden_size)
     writer.add_feed_forward_length(shape.intermediate_size)
-    writer.add_head_count(shape.num_heads)
-    writer.add_head_count_kv(shape.num_kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_freq_base(shape.rope_theta)
-    writer.add_layer_norm_rms_eps(shape.norm_eps)
+    writer.add_head_count(shape.attention.num_heads)
+    writer.add_head_count_kv(shape.attention.num_kv_heads)
+    writer.add_key_length(shape.attention.head_dim)
+    writer.add_value_length(shape.attention.head_dim)
+    writer.add_rope_freq_base(shape.attention.rope.theta)
+    writer.add_layer_norm_rms_eps(shape.block.norm.eps)
     if tokenizer is None:
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
@@ -96,15 +100,15 @@ def write_gguf(
         merges = json.loads(tokenizer.to_str())["model"]["merges"]
         writer.add_token_merges([" ".join(pair) for pair in merges])
         writer.add_eos_token_id(0)
-    if shape.sliding_window:
-        writer.add_sliding_window(shape.sliding_window)
+    if shape.window(0):
+        writer.add_sliding_window(shape.window(0))
     maps = family(shape.family)
     for name, parameter in decoder.named_parameters():
         array = parameter.detach().float().numpy()
         if arch == "llama" and "q_proj" in name:
-            array = pair_rows(array, shape.num_heads)
+            array = pair_rows(array, shape.attention.num_heads)
         if arch == "llama" and "k_proj" in name:
-            array = pair_rows(array, shape.num_kv_heads)
+            array = pair_rows(array, shape.attention.num_kv_heads)
         stored = maps.gguf_name(name)
         if stored == drop:
             continue
@@ -180,7 +184,7 @@ def test_a_file_gives_back_the_model(shape: ModelShape, tmp_path: Path) -> None:
 
 
 def test_a_window_makes_a_mistral(tmp_path: Path) -> None:
-    shape = ModelShape(
+    shape = uniform_shape(
         "mistral", 64, 32, 64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, sliding_window=5
     )
     write_gguf(random_decoder(shape), tmp_path / "m.gguf")
@@ -191,8 +195,8 @@ def test_llama3_scaling_is_recognized_in_its_divisors(tmp_path: Path) -> None:
     divisors = np.array(llama3_divisors(10_000.0, 64, 32.0), dtype=np.float32)
     write_gguf(random_decoder(TINY), tmp_path / "m.gguf", extra={"rope_freqs.weight": divisors})
     shape = read_shape(tmp_path / "m.gguf")
-    assert shape.rope_scaling is not None
-    assert (shape.rope_scaling.kind, shape.rope_scaling.factor) == ("llama3", 32.0)
+    assert shape.attention.rope.scaling is not None
+    assert (shape.attention.rope.scaling.kind, shape.attention.rope.scaling.factor) == ("llama3", 32.0)
     provenance = load_weights(
         build(shape, dtype="fp32", device="cpu", attention="reference"), tmp_path / "m.gguf"
     )
@@ -222,7 +226,7 @@ def test_row_order_agrees_with_transformers(shape: ModelShape, tmp_path: Path) -
         num_hidden_layers=shape.num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=shape.head_dim,
+        head_dim=shape.attention.head_dim,
         tie_word_embeddings=shape.tie_embeddings,
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -243,7 +247,9 @@ def test_missing_extra_and_misshaped_tensors(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no place for: blk\.0\.surprise"):
         load_weights(decoder, tmp_path / "extra.gguf")
     other = build(
-        ModelShape("qwen2", 65, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qkv_bias=True),
+        uniform_shape(
+            "qwen2", 65, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qkv_bias=True
+        ),
         dtype="fp32",
         device="cpu",
         attention="reference",
@@ -288,7 +294,12 @@ def test_smollm2_is_no_further_from_fp64_than_transformers(smollm2: Path) -> Non
 
     ids_BT = token_ids(vocab=49152, batch=1, tokens=24)
     shape = read_shape(smollm2)
-    assert (shape.num_layers, shape.num_kv_heads, shape.norm_eps, shape.tie_embeddings) == (30, 3, 1e-5, True)
+    assert (shape.num_layers, shape.attention.num_kv_heads, shape.block.norm.eps, shape.tie_embeddings) == (
+        30,
+        3,
+        1e-5,
+        True,
+    )
     logits: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         decoder = build(shape, dtype="fp32", device="cpu", attention="sdpa_flash")

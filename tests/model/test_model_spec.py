@@ -10,17 +10,21 @@ import pytest
 import torch
 
 from trimtab.facts.errors import ModelError
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.kernels.attention import Layout
 from trimtab.model import build, init_weights
 from trimtab.model.spec import flops_per_token, parameter_bytes, saved_bytes
 
-LLAMA = ModelShape(
+LLAMA = uniform_shape(
     "llama", 128, 64, 160, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, tie_embeddings=True
 )
-QWEN2 = ModelShape("qwen2", 128, 64, 96, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, qkv_bias=True)
-QWEN3 = ModelShape("qwen3", 128, 64, 96, num_layers=2, num_heads=4, num_kv_heads=1, head_dim=32, qk_norm=True)
-MISTRAL = ModelShape("mistral", 128, 64, 96, 2, num_heads=4, num_kv_heads=2, head_dim=16, sliding_window=9)
+QWEN2 = uniform_shape(
+    "qwen2", 128, 64, 96, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, qkv_bias=True
+)
+QWEN3 = uniform_shape(
+    "qwen3", 128, 64, 96, num_layers=2, num_heads=4, num_kv_heads=1, head_dim=32, qk_norm=True
+)
+MISTRAL = uniform_shape("mistral", 128, 64, 96, 2, num_heads=4, num_kv_heads=2, head_dim=16, sliding_window=9)
 B, T = 2, 96
 
 

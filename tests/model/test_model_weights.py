@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -15,13 +16,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from trimtab.facts.errors import ModelError, ResourceError
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.model import build, init_weights, load_weights, read_shape, save_folder
 from trimtab.model import save as save_module
 from trimtab.model.decoder import Decoder
 
-SHAPE = ModelShape("qwen2", 64, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qkv_bias=True)
-TIED = ModelShape(
+SHAPE = uniform_shape(
+    "qwen2", 64, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qkv_bias=True
+)
+TIED = uniform_shape(
     "llama", 64, 32, 48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, tie_embeddings=True
 )
 
@@ -76,7 +79,7 @@ def test_dtype_is_converted_on_reading_and_writing(saved: Path, tmp_path: Path) 
 
 
 def test_random_weights_depend_on_seed_and_name_alone() -> None:
-    deeper = ModelShape(**{**SHAPE.to_dict(), "num_layers": 3})
+    deeper = dataclasses.replace(SHAPE, blocks=SHAPE.blocks[:1] * 3)
     a, b = init_weights(fresh(), seed=5), init_weights(fresh(deeper), seed=5)
     others = dict(b.named_parameters())
     for name, parameter in a.named_parameters():
@@ -259,7 +262,8 @@ def test_files_over_a_file(tmp_path: Path) -> None:
 
 
 def test_a_shape_no_config_can_describe_is_not_saved(tmp_path: Path) -> None:
-    odd = ModelShape(**{**TIED.to_dict(), "qkv_bias": True})
+    mixer = dataclasses.replace(TIED.attention, qkv_bias=True)
+    odd = dataclasses.replace(TIED, blocks=(dataclasses.replace(TIED.block, mixer=mixer),) * TIED.num_layers)
     with pytest.raises(ModelError, match="cannot describe"):
         save_folder(init_weights(fresh(odd), seed=0), tmp_path / "m", dtype="fp32")
 

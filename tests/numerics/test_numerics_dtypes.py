@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from tiny_model import tiny_shape
 
@@ -22,7 +20,7 @@ def chosen(**changes: str) -> Resolved:
 
 
 def listed(**changes: str) -> Dtypes:
-    return list_dtypes(dataclasses.replace(tiny_shape(), num_layers=9, qk_norm=True), chosen(**changes))
+    return list_dtypes(tiny_shape(num_layers=9, qk_norm=True), chosen(**changes))
 
 
 def test_fp32_is_fp32_everywhere() -> None:

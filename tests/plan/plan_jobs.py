@@ -7,7 +7,7 @@ import dataclasses
 from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.devices import DeviceFacts
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.plan import DataFacts, Plan, make_plan
 from trimtab.plan.job import Job
 from trimtab.plan.resolved import (
@@ -20,9 +20,9 @@ from trimtab.plan.resolved import (
 from trimtab.recipe import Recipe
 from trimtab.run.resolve import resolve_memory
 
-QWEN = ModelShape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
+QWEN = uniform_shape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
                   tie_embeddings=True, qk_norm=True, max_positions=32_768)  # fmt: skip
-LLAMA_8B = ModelShape("llama", 128_256, 4096, 14_336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
+LLAMA_8B = uniform_shape("llama", 128_256, 4096, 14_336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
 H200 = DeviceFacts(
     "NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True, host_free_bytes=120 * 2**30
 )

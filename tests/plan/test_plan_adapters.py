@@ -15,12 +15,12 @@ from trimtab.adapt import (  # noqa: E402
     LoraSettings,
 )
 from trimtab.adapt.spec_quantized import Quantization  # noqa: E402
-from trimtab.facts.shapes import ModelShape  # noqa: E402
+from trimtab.facts.shapes import uniform_shape  # noqa: E402
 from trimtab.plan.job import Job  # noqa: E402
 from trimtab.plan.memory import predict  # noqa: E402
 from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
 
-SHAPE = ModelShape(
+SHAPE = uniform_shape(
     "qwen3", 512, 64, 192, 6, num_heads=4, num_kv_heads=2, head_dim=32, tie_embeddings=True, qk_norm=True
 )
 LORA = LoraSettings(r=8)
@@ -133,7 +133,7 @@ def test_the_comparison_can_fail() -> None:
 
 def test_what_lora_saves_on_an_8b_model() -> None:
     """The figures people plan by: Llama 3.1 8B, rank 16 on all linear layers, NF4."""
-    llama = ModelShape("llama", 128_256, 4096, 14_336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
+    llama = uniform_shape("llama", 128_256, 4096, 14_336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
     job = Job(llama, batch=1, tokens=2048, accumulation=1, optimizer="adamw_torch", attention="varlen",
               device="cuda", gradient_dtype="fp32", lora=LoraSettings(r=16), quantization=NF4, **BF16)  # fmt: skip
     assert job.trained.count == 41_943_040

@@ -14,7 +14,7 @@ from plan_jobs import planned
 from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.devices import DeviceFacts, host_cores, host_memory, known_ceiling
 from trimtab.facts.errors import ResourceError
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import uniform_shape
 from trimtab.plan import (
     DataFacts,
     Plan,
@@ -29,7 +29,7 @@ from trimtab.plan import (
 from trimtab.plan.resolved import AttentionConfig, OptimizerConfig, PrecisionConfig, Resolved
 from trimtab.recipe import Recipe, loads
 
-QWEN = ModelShape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
+QWEN = uniform_shape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
                   tie_embeddings=True, qk_norm=True, max_positions=32_768)  # fmt: skip
 GPU = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
 RECIPE = "model: q\ndata: {train: x}\noptim: adamw_8bit\ndtype: bf16\ngradient_dtype: bf16\n"

@@ -18,13 +18,13 @@ from tests.kernels.gate_doubles import double_launches  # noqa: E402
 from trimtab.adapt import LoraSettings, lora_dropout, workspace  # noqa: E402
 from trimtab.adapt import spec as adapt_spec  # noqa: E402
 from trimtab.adapt.spec_quantized import Quantization  # noqa: E402
-from trimtab.facts.shapes import ModelShape  # noqa: E402
+from trimtab.facts.shapes import uniform_shape  # noqa: E402
 from trimtab.plan.job import Job  # noqa: E402
 from trimtab.plan.layers import unpacking_bytes, workspace_bytes  # noqa: E402
 from trimtab.plan.memory import predict  # noqa: E402
 from trimtab.trainer.memory import LiveBytes  # noqa: E402
 
-SHAPE = ModelShape("llama", 32, 64, 1024, 2, num_heads=2, num_kv_heads=1, head_dim=32)
+SHAPE = uniform_shape("llama", 32, 64, 1024, 2, num_heads=2, num_kv_heads=1, head_dim=32)
 NF4 = Quantization("nf4", double=True)
 SOME = ("q_proj", "v_proj")
 

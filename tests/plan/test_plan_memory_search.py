@@ -19,7 +19,7 @@ from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.spec_recompute import HOST, POLICIES, canonical
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import uniform_shape
 from trimtab.facts.units import parse_bytes, parse_share
 from trimtab.plan import check_fits, longest_context
 from trimtab.plan.job import Job
@@ -29,7 +29,9 @@ from trimtab.plan.memory import CONTEXT, predict
 from trimtab.plan.memory_search import find_setting, least, setting_of, with_policies, within_limit
 from trimtab.recipe import loads
 
-SMALL = ModelShape("llama", 1000, 256, 688, 5, num_heads=4, num_kv_heads=2, head_dim=64, tie_embeddings=True)
+SMALL = uniform_shape(
+    "llama", 1000, 256, 688, 5, num_heads=4, num_kv_heads=2, head_dim=64, tie_embeddings=True
+)
 QLORA = dataclasses.replace(plan_jobs.QLORA, lora=LoraSettings(r=32))
 RECIPE = "model: q\ndata: {train: x}\noptim: adamw_8bit\ndtype: bf16\ngradient_dtype: bf16\n"
 

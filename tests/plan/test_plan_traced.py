@@ -17,13 +17,13 @@ from trimtab.adapt import (  # noqa: E402
 )
 from trimtab.adapt.spec_quantized import Quantization  # noqa: E402
 from trimtab.facts.dtypes import nbytes  # noqa: E402
-from trimtab.facts.shapes import ModelShape  # noqa: E402
+from trimtab.facts.shapes import uniform_shape  # noqa: E402
 from trimtab.plan.job import Job  # noqa: E402
 from trimtab.plan.layers import unpacking_bytes, workspace_bytes  # noqa: E402
 from trimtab.plan.memory import predict  # noqa: E402
 from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
 
-TINY = ModelShape(
+TINY = uniform_shape(
     "qwen3", 2048, 64, 192, 4, num_heads=4, num_kv_heads=2, head_dim=32, tie_embeddings=True, qk_norm=True
 )
 BASE = Job(
@@ -159,7 +159,7 @@ def test_the_comparison_can_fail() -> None:
 @pytest.mark.parametrize("gradients", ["bf16", "fp32"])
 @pytest.mark.parametrize("loss", ["chunked", "triton, fast", "triton, low memory"])
 def test_predicted_peak_on_a_gpu(policy: str, gradients: str, loss: str) -> None:
-    shape = ModelShape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
+    shape = uniform_shape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
                        tie_embeddings=True, qk_norm=True)  # fmt: skip
     formats = {"dtype": "bf16", "weights_dtype": "bf16", "gradient_dtype": gradients, "bf16": True}
     ours = loss != "chunked"

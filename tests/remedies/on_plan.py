@@ -9,13 +9,13 @@ from typing import Any
 from cases import World, case, settings
 
 from trimtab.facts.devices import DeviceFacts
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import uniform_shape
 from trimtab.facts.units import parse_bytes
 from trimtab.plan import Plan, check_fits, make_plan
 from trimtab.recipe import loads
 from trimtab.run.resolve import resolve_recipe
 
-QWEN = ModelShape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
+QWEN = uniform_shape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
                   tie_embeddings=True, qk_norm=True, max_positions=32_768)  # fmt: skip
 GPU = DeviceFacts("a GPU", "cuda", 24 * 10**9, capability=(9, 0), bf16=True, host_free_bytes=64 * 2**30)
 CPU = DeviceFacts("a CPU", "cpu", 16 * 10**9, cores=8)

@@ -15,7 +15,7 @@ from trimtab.adapt.lora_layers import LoRALinear
 from trimtab.data import Batch
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import uniform_shape
 from trimtab.model import Decoder, build, init_weights
 from trimtab.plan.resolved import CudaGraphsConfig
 from trimtab.recipe import Recipe, loads
@@ -23,7 +23,7 @@ from trimtab.run.microbatch import MicrobatchLoss
 from trimtab.run.resolve import resolve_recipe
 from trimtab.trainer.graphs import WARM_UP, Graphs
 
-SHAPE = ModelShape(
+SHAPE = uniform_shape(
     "qwen3", 512, 256, 512, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, qk_norm=True
 )
 H200 = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)

@@ -8,13 +8,13 @@ import pytest
 from tiny_model import write_recipe, write_tiny_model
 
 from trimtab.facts.devices import DeviceFacts
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.shapes import uniform_shape
 from trimtab.plan import check_fits
 from trimtab.recipe import load
 from trimtab.run import prepare as preparing
 from trimtab.run.prepare import Frozen, Prepared, prepare
 
-QWEN = ModelShape(
+QWEN = uniform_shape(
     "qwen3",
     151_936,
     1024,

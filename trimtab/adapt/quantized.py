@@ -333,9 +333,9 @@ def quantize_layout(
         device: where the weights will lie; by default where the decoder is.
 
     Example:
-        >>> from trimtab.facts.shapes import ModelShape
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> from trimtab.model import build, init_weights
-        >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> decoder = build(tiny, dtype="fp32", device="meta", attention="reference")
         >>> decoder = quantize_layout(decoder, "nf4", device="cpu").to_empty(device="cpu")
         >>> describe(init_weights(decoder, seed=0))

@@ -72,7 +72,7 @@ def apply(decoder: Decoder, policies: Sequence[str], *, mlp_tiles: int = 1) -> D
     decoder.around = offloading if offloading.layers else nothing_around
     for block, way in zip(blocks, _ways(policies, mlp_tiles, offloading), strict=True):
         assert isinstance(block, Block)
-        for impl in (block.self_attn.impl, block.self_attn.whole):
+        for impl in (block.self_attn.packed_impl, block.self_attn.unpacked_impl):
             assert impl in ATTENTION_OPERATORS, f"no recompute policy knows the operators of attention {impl}"
         block.recompute = way
     return decoder

@@ -58,8 +58,8 @@ class LayerBytes:
     """Bytes of one layer under a policy.
 
     Example:
-        >>> from trimtab.facts.shapes import ModelShape
-        >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> from trimtab.facts.shapes import ModelShape, uniform_shape
+        >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> of = {policy: layer_bytes(tiny, policy, batch=1, tokens=8, dtype="fp32", attention="sdpa_flash")
         ...       for policy in POLICIES}
         >>> of["none"].kept > of["pointwise"].kept > of["selective"].kept > of["block"].kept
@@ -148,7 +148,7 @@ def layer_bytes(
         "learning": learning,
     }
     block = model_spec.block_bytes(shape, batch, tokens, dtype, attention, **options)
-    H, K, D, N = shape.num_heads, shape.num_kv_heads, shape.head_dim, batch * tokens
+    (H, K, D), N = model_spec.heads_of(shape), batch * tokens
     tile = 0
     plain = block.total
     if mlp_tiles > 1:
@@ -208,7 +208,7 @@ def again(
         mlp_tiles: parts of the tokens that the feed-forward half is computed in.
     """
     C, width = shape.hidden_size, shape.intermediate_size
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    q, kv = shape.attention.q_size, shape.attention.kv_size
     project, out = 2.0 * C * (q + 2 * kv), 2.0 * q * C
     feed = 2.0 * 2 * C * width
     bytes_ = BYTES[dtype]

@@ -29,9 +29,9 @@ def keep_unpacked(decoder: Decoder, layers: int, *, dtype: torch.dtype | None = 
 
     Example:
         >>> from trimtab.adapt import quantize_layout
-        >>> from trimtab.facts.shapes import ModelShape
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> from trimtab.model import build, init_weights
-        >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> decoder = init_weights(build(tiny, dtype="fp32", device="cpu", attention="reference"), seed=0)
         >>> decoder = keep_unpacked(quantize_layout(decoder, "nf4"), 1)
         >>> [layer.unpacked is not None for _, layer in quantized_layers(decoder)].count(True)

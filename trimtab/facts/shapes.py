@@ -1,40 +1,35 @@
-"""The shape of a model: every number that decides its parameters, memory and arithmetic, and nothing else."""
+"""The shape of a model, layer by layer: what decides its parameters, memory and arithmetic, and nothing else."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from functools import cached_property
 
+from trimtab.facts.blocks import (
+    AttentionShape,
+    BlockShape,
+    ExpertsShape,
+    FeedForwardShape,
+    Norm,
+    Rope,
+    RopeScaling,
+    count_elements,
+)
 from trimtab.facts.errors import ModelError
 
-RopeKind = Literal["linear", "dynamic", "yarn", "llama3"]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched beyond the length a model was pretrained on."""
-
-    kind: RopeKind
-    factor: float = 1.0
-    original_max_positions: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    truncate: bool = True
-
-
-@dataclass(frozen=True)
 class ModelShape:
-    """A decoder's shape; `parameters()` lists its tensors by the names Hugging Face gives them.
+    """A decoder: embedding, blocks, head. `parameters()` lists its tensors by the names Hugging Face gives them.
 
     Example:
-        >>> tiny = ModelShape("llama", vocab_size=64, hidden_size=16, intermediate_size=32, num_layers=1,
-        ...                   num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> tiny = uniform_shape("llama", vocab_size=64, hidden_size=16, intermediate_size=32, num_layers=1,
+        ...                      num_heads=4, num_kv_heads=2, head_dim=4)
         >>> tiny.num_parameters
         4400
     """
@@ -42,96 +37,183 @@ class ModelShape:
     family: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    blocks: tuple[BlockShape, ...]
     max_positions: int = 2048
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-6
+    final_norm: Norm = field(default_factory=Norm)
     tie_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    sliding_window: int | None = None
-    num_full_layers: int = 0
-    """The first layers that attend without the sliding window (Qwen2's `max_window_layers`)."""
     initializer_range: float = 0.02
+
+    @property
+    def num_layers(self) -> int:
+        """How many blocks there are."""
+        return len(self.blocks)
+
+    @cached_property
+    def block(self) -> BlockShape:
+        """The block that all layers have, whatever their windows; the windows are `window(layer)`'s."""
+        kinds = {_without_window(block) for block in self.blocks}
+        assert len(kinds) == 1, "the layers of this model differ"
+        return next(iter(kinds))
+
+    @property
+    def attention(self) -> AttentionShape:
+        """The attention that all layers have, whatever their windows."""
+        return self.block.attention
+
+    @property
+    def intermediate_size(self) -> int:
+        """The width of the feed-forward layers, where all have the same."""
+        return self.block.dense.width
+
+    def runs(self) -> Iterator[tuple[BlockShape, range]]:
+        """(block, the layers that have it) for each run of equal blocks.
+
+        Example:
+            >>> tiny = uniform_shape("mistral", 64, 16, 32, 5, num_heads=4, num_kv_heads=2, head_dim=4,
+            ...                      sliding_window=8, num_full_layers=2)
+            >>> [(block.mixer.window, layers) for block, layers in tiny.runs()]
+            [(None, range(0, 2)), (8, range(2, 5))]
+        """
+        start = 0
+        for block, run in itertools.groupby(self.blocks):
+            stop = start + len(list(run))
+            yield block, range(start, stop)
+            start = stop
 
     def window(self, layer: int) -> int | None:
         """How many tokens, itself included, a query of this layer sees; None for all before it."""
-        return self.sliding_window if layer >= self.num_full_layers else None
+        return self.blocks[layer].mixer.window
+
+    def windows(self) -> list[int | None]:
+        """Every window that a layer has, once."""
+        return list(dict.fromkeys(block.mixer.window for block in self.blocks))
 
     def of_layers(self, layers: range) -> ModelShape:
         """The shape of a model with only these layers, counted from 0, between the same embeddings and head."""
-        full = len([layer for layer in layers if layer < self.num_full_layers])
-        return dataclasses.replace(self, num_layers=len(layers), num_full_layers=full)
+        return dataclasses.replace(self, blocks=tuple(self.blocks[i] for i in layers))
 
     def parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of every trained tensor, in the order of the forward pass."""
-        C, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        yield "model.embed_tokens.weight", (self.vocab_size, C)
-        for i in range(self.num_layers):
-            layer = f"model.layers.{i}"
-            yield f"{layer}.input_layernorm.weight", (C,)
-            for name, width in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-                yield f"{layer}.self_attn.{name}.weight", (width, C)
-                if self.qkv_bias:
-                    yield f"{layer}.self_attn.{name}.bias", (width,)
-            if self.qk_norm:
-                yield f"{layer}.self_attn.q_norm.weight", (self.head_dim,)
-                yield f"{layer}.self_attn.k_norm.weight", (self.head_dim,)
-            yield f"{layer}.self_attn.o_proj.weight", (C, q)
-            if self.o_bias:
-                yield f"{layer}.self_attn.o_proj.bias", (C,)
-            yield f"{layer}.post_attention_layernorm.weight", (C,)
-            for name, (rows, cols) in (
-                ("gate_proj", (self.intermediate_size, C)),
-                ("up_proj", (self.intermediate_size, C)),
-                ("down_proj", (C, self.intermediate_size)),
-            ):
-                yield f"{layer}.mlp.{name}.weight", (rows, cols)
-                if self.mlp_bias:
-                    yield f"{layer}.mlp.{name}.bias", (rows,)
-        yield "model.norm.weight", (C,)
+        """(name, dimensions) of every tensor, in the order of the forward pass."""
+        yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
+        for i, block in enumerate(self.blocks):
+            for name, dims in block.parameters(self.hidden_size):
+                yield f"model.layers.{i}.{name}", dims
+        yield "model.norm.weight", (self.hidden_size,)
         if not self.tie_embeddings:
-            yield "lm_head.weight", (self.vocab_size, C)
+            yield "lm_head.weight", (self.vocab_size, self.hidden_size)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Elements of all tensors, a tied head counted once."""
+        return self._around + sum(
+            len(layers) * count_elements(block.parameters(self.hidden_size)) for block, layers in self.runs()
+        )
 
     @property
-    def num_parameters(self) -> int:
-        """Trained numbers, a tied head counted once."""
-        total = 0
-        for _, dims in self.parameters():
-            count = 1
-            for dim in dims:
-                count *= dim
-            total += count
-        return total
+    def num_active_parameters(self) -> int:
+        """Elements that one token uses; fewer than all where there are experts."""
+        return self._around + sum(
+            len(layers) * block.active_parameters(self.hidden_size) for block, layers in self.runs()
+        )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return dataclasses.asdict(self)
+    @property
+    def _around(self) -> int:
+        """Elements outside the blocks."""
+        return count_elements(dataclasses.replace(self, blocks=()).parameters())
 
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> ModelShape:
-        """The inverse of `to_dict`."""
-        scaling = data.get("rope_scaling")
-        return ModelShape(**{**data, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+
+def _without_window(block: BlockShape) -> BlockShape:
+    return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, window=None))
+
+
+def uniform_shape(
+    family: str,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_positions: int = 2048,
+    rope_theta: float = 10_000.0,
+    rope_scaling: RopeScaling | None = None,
+    norm_eps: float = 1e-6,
+    tie_embeddings: bool = False,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    sliding_window: int | None = None,
+    num_full_layers: int = 0,
+    initializer_range: float = 0.02,
+) -> ModelShape:
+    """The shape of a decoder like Llama's, whose layers are alike but for the window of their attention.
+
+    Args:
+        num_full_layers: the first layers that attend without the sliding window (Qwen2's `max_window_layers`).
+        qk_norm: whether each head's queries and keys are normed (Qwen3).
+        others: as Hugging Face's config names them, or nearly.
+
+    Example:
+        >>> uniform_shape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4).num_layers
+        2
+    """
+    norm = Norm(norm_eps)
+    full = BlockShape(
+        AttentionShape(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            rope=Rope(rope_theta, rope_scaling),
+            qk_norm="head" if qk_norm else None,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+        ),
+        FeedForwardShape(intermediate_size, bias=mlp_bias),
+        norm,
+    )
+    sliding = dataclasses.replace(full, mixer=dataclasses.replace(full.mixer, window=sliding_window))
+    num_full = min(num_full_layers, num_layers)
+    return ModelShape(
+        family=family,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        blocks=(full,) * num_full + (sliding,) * (num_layers - num_full),
+        max_positions=max_positions,
+        final_norm=norm,
+        tie_embeddings=tie_embeddings,
+        initializer_range=initializer_range,
+    )
 
 
 def check(shape: ModelShape) -> ModelShape:
     """The shape itself if its numbers fit together, an error that names the one that does not otherwise."""
-    for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "head_dim"):
-        if getattr(shape, field) < 1:
-            raise ModelError(f"the model's {field} is {getattr(shape, field)}", "it must be at least 1")
-    if shape.num_kv_heads < 1 or shape.num_heads % shape.num_kv_heads:
+    _at_least_1(vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, num_layers=shape.num_layers)
+    for block, _ in shape.runs():
+        mixer, feed_forward = block.mixer, block.feed_forward
+        _at_least_1(intermediate_size=feed_forward.width, num_heads=mixer.num_heads)
+        if isinstance(feed_forward, ExpertsShape):
+            _at_least_1(num_experts=feed_forward.count, num_active_experts=feed_forward.active)
+        if isinstance(mixer, AttentionShape):
+            _check_heads(mixer)
+    return shape
+
+
+def _at_least_1(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ModelError(f"the model's {name} is {value}", "it must be at least 1")
+
+
+def _check_heads(attention: AttentionShape) -> None:
+    _at_least_1(head_dim=attention.head_dim)
+    if attention.num_kv_heads < 1 or attention.num_heads % attention.num_kv_heads:
         raise ModelError(
-            f"{shape.num_heads} query heads cannot share {shape.num_kv_heads} key/value heads",
+            f"{attention.num_heads} query heads cannot share {attention.num_kv_heads} key/value heads",
             "num_attention_heads must be a multiple of num_key_value_heads",
         )
-    if shape.head_dim % 2:
-        raise ModelError(f"a head of {shape.head_dim} cannot be rotated in pairs", "head_dim must be even")
-    return shape
+    if attention.head_dim % 2:
+        raise ModelError(
+            f"a head of {attention.head_dim} cannot be rotated in pairs", "head_dim must be even"
+        )

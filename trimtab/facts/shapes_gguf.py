@@ -6,8 +6,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from trimtab.facts.blocks import RopeScaling
 from trimtab.facts.errors import ModelError
-from trimtab.facts.shapes import ModelShape, RopeScaling, check
+from trimtab.facts.shapes import ModelShape, check, uniform_shape
 from trimtab.facts.shapes_hf import MAX_LAYERS, scaling_from_values
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -60,8 +61,8 @@ def shape_from_gguf(
     max_positions, theta = keys.whole("context_length"), keys.number("rope.freq_base", 10_000.0)
     names = set(tensor_names)
     return check(
-        ModelShape(
-            family="mistral" if arch == "llama" and window else arch,
+        uniform_shape(
+            "mistral" if arch == "llama" and window else arch,
             vocab_size=vocab_size,
             hidden_size=hidden,
             intermediate_size=keys.whole("feed_forward_length"),

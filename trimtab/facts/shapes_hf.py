@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trimtab.facts.blocks import RopeScaling
 from trimtab.facts.errors import ModelError
 from trimtab.facts.files import read_json_object
 from trimtab.facts.run_layout import config_folder
-from trimtab.facts.shapes import FAMILIES, ModelShape, RopeScaling, check
+from trimtab.facts.shapes import FAMILIES, ModelShape, check, uniform_shape
 
 ARCHITECTURES: dict[str, str] = {
     "llama": "LlamaForCausalLM",
@@ -94,8 +95,8 @@ def shape_from_config(config: Mapping[str, Any], where: str = "config.json") -> 
     theta, scaling = _rope(values, max_positions)
     bias = family in ("llama", "qwen3") and values.flag("attention_bias")
     return check(
-        ModelShape(
-            family=family,
+        uniform_shape(
+            family,
             vocab_size=values.whole("vocab_size"),
             hidden_size=hidden,
             intermediate_size=values.whole("intermediate_size"),
@@ -129,7 +130,10 @@ def config_from_shape(
         dtype: torch's name of the stored weights' format ("bfloat16").
         extra: further keys, such as `bos_token_id` and `eos_token_id`; without them those two are null.
     """
-    family = shape.family
+    family, block = shape.family, shape.block
+    attention, rope = block.attention, block.attention.rope
+    windows = [window for window in shape.windows() if window is not None]
+    window = windows[0] if windows else None
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -137,14 +141,14 @@ def config_from_shape(
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": shape.max_positions,
-        "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": _scaling_to_config(shape.rope_scaling),
+        "rms_norm_eps": block.norm.eps,
+        "rope_theta": rope.theta if rope else None,
+        "rope_scaling": _scaling_to_config(rope.scaling if rope else None),
         "tie_word_embeddings": shape.tie_embeddings,
         "initializer_range": shape.initializer_range,
         "attention_dropout": 0.0,
@@ -155,15 +159,16 @@ def config_from_shape(
         "torch_dtype": dtype,
     }
     if family in ("llama", "qwen3"):
-        config["attention_bias"] = shape.qkv_bias
+        config["attention_bias"] = attention.qkv_bias
     if family == "llama":
-        config["mlp_bias"] = shape.mlp_bias
+        config["mlp_bias"] = block.dense.bias
     if family == "mistral":
-        config["sliding_window"] = shape.sliding_window
+        config["sliding_window"] = window
     if family in ("qwen2", "qwen3"):
-        config["use_sliding_window"] = shape.sliding_window is not None
-        config["sliding_window"] = shape.sliding_window
-        config["max_window_layers"] = shape.num_full_layers if shape.sliding_window else shape.num_layers
+        config["use_sliding_window"] = window is not None
+        config["sliding_window"] = window
+        full = [shape.window(layer) for layer in range(shape.num_layers)].count(None)
+        config["max_window_layers"] = full
     if shape_from_config(config) != shape:
         raise ModelError(
             f"transformers' {ARCHITECTURES[family]} cannot describe this model: {shape}",

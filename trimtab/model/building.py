@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.randomness import derive
 from trimtab.facts.shapes import ModelShape, check
 from trimtab.model.decoder import Decoder
+from trimtab.model.parts import LayerKernels
 from trimtab.model.weights import Places
 
 
@@ -23,11 +26,11 @@ def build(
     *,
     dtype: str,
     device: str | torch.device,
-    attention: str,
-    whole: str | None = None,
+    attention: str = "reference",
+    pointwise: str = "reference",
+    kernels: Sequence[LayerKernels] | None = None,
     loss_impl: str = "chunked",
     loss_memory: int | None = None,
-    pointwise: str = "reference",
 ) -> Decoder:
     """A decoder with uninitialized parameters; follow with `load_weights` or `init_weights`.
 
@@ -35,15 +38,15 @@ def build(
         shape: the model.
         dtype: "fp32", "bf16", "fp16" (or "fp64", for checks) of every parameter.
         device: "meta" for a model without memory, to be placed later.
-        attention: the implementation, by name.
-        whole: that for rows which are one document each; the same if None.
+        attention: the implementation in all layers, by name.
+        pointwise: that of norms, RoPE and gates in all layers: "reference" or "triton".
+        kernels: the implementations of each layer, instead of the same in all.
         loss_impl: the loss's implementation, by name.
         loss_memory: bytes that the loss "triton" may hold beyond inputs and gradients.
-        pointwise: that of norms, rotary positions and gates: "reference" or "triton".
 
     Example:
-        >>> from trimtab.facts.shapes import ModelShape
-        >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> from trimtab.facts.shapes import uniform_shape
+        >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> decoder = init_weights(build(tiny, dtype="fp32", device="cpu", attention="reference"), seed=0)
         >>> decoder.head_weight.shape
         torch.Size([64, 16])
@@ -53,11 +56,9 @@ def build(
     with torch.device("meta"):
         decoder = Decoder(
             shape,
-            attention=attention,
-            whole=whole,
+            kernels=kernels or [LayerKernels(attention, attention, pointwise)] * shape.num_layers,
             loss_impl=loss_impl,
             loss_memory=loss_memory,
-            pointwise=pointwise,
         )
     decoder = decoder.to(torch_dtype(dtype))
     names = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]

@@ -6,17 +6,18 @@ V vocabulary, F rotary frequencies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from trimtab.facts.blocks import BlockShape, Rope
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout
 from trimtab.kernels.linear_cross_entropy import linear_cross_entropy
-from trimtab.model.parts import Block, Cache, RMSNorm
+from trimtab.model.parts import Block, Cache, LayerKernels, RMSNorm
 from trimtab.model.rope import Rotary
 
 
@@ -25,14 +26,22 @@ def nothing_around(layer: int, x_BTC: torch.Tensor) -> AbstractContextManager[No
     return nullcontext()
 
 
+def _rope_of(block: BlockShape) -> tuple[Rope, int]:
+    """What a block's angles depend on: RoPE and the size of a head."""
+    assert block.attention.rope is not None, "a layer without positions cannot be built"
+    return block.attention.rope, block.attention.head_dim
+
+
 class Trunk(nn.Module):
     """Embeddings, blocks and the final norm: everything before the head."""
 
-    def __init__(self, shape: ModelShape, attention: str, pointwise: str) -> None:
+    def __init__(self, shape: ModelShape, kernels: Sequence[LayerKernels]) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Block(shape, i, attention, pointwise) for i in range(shape.num_layers))
-        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, pointwise)
+        self.layers = nn.ModuleList(
+            Block(block, shape.hidden_size, i, kernels[i]) for i, block in enumerate(shape.blocks)
+        )
+        self.norm = RMSNorm(shape.hidden_size, shape.final_norm.eps, kernels[-1].pointwise)
 
 
 class Decoder(nn.Module):
@@ -40,12 +49,9 @@ class Decoder(nn.Module):
 
     Args:
         shape: every number that decides the model.
-        attention: the implementation in `trimtab.kernels.attention`, chosen once, by the caller.
-        whole: the implementation for rows that are one document each, where another is faster; `attention` if None.
+        kernels: the implementations of each layer.
         loss_impl: the implementation in `trimtab.kernels.linear_cross_entropy`.
         loss_memory: bytes that the loss "triton" may hold beyond inputs and gradients; little by default.
-        pointwise: the implementation of norms, rotary positions and gates (`rms_norm`, `rope` and `gated_mlp`
-            in `trimtab.kernels`): "reference" or "triton".
 
     Example:
         >>> decoder = build(read_shape("my-model"), dtype="fp32", device="cpu",
@@ -58,29 +64,31 @@ class Decoder(nn.Module):
         self,
         shape: ModelShape,
         *,
-        attention: str,
-        whole: str | None = None,
+        kernels: Sequence[LayerKernels],
         loss_impl: str = "chunked",
         loss_memory: int | None = None,
-        pointwise: str = "reference",
     ) -> None:
         super().__init__()
-        self.shape = shape
-        self.attention, self.whole = attention, whole or attention
+        self.shape, self.kernels = shape, tuple(kernels)
         self.loss_impl, self.loss_memory = loss_impl, loss_memory
         self.around = nothing_around
         """Entered around each layer's call with its number and input, outside of what is compiled; a way to keep a
         layer's input elsewhere (`trimtab.adapt.recompute`)."""
-        self.rotary = Rotary(shape)
+        self.rotary = {kind: Rotary(*kind, shape.max_positions) for kind in map(_rope_of, shape.blocks)}
+        """RoPE of each kind that layers have, by its description and the head size."""
         self.regions: list[Callable[..., torch.Tensor]] | None = None
         """The blocks as `trimtab.adapt.compile_regions` compiled them, for training alone."""
-        self.model = Trunk(shape, attention, pointwise)
-        for block in self.model.layers:
-            assert isinstance(block, Block)
-            block.self_attn.whole = self.whole
+        self.model = Trunk(shape, self.kernels)
         self.lm_head = (
             None if shape.tie_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         )
+
+    @property
+    def attention(self) -> str:
+        """The attention implementation for packed sequences, where all layers have the same."""
+        kinds = {kernels.attention for kernels in self.kernels}
+        assert len(kinds) == 1, f"layers have different attention implementations: {kinds}"
+        return next(iter(kinds))
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -113,7 +121,10 @@ class Decoder(nn.Module):
             positions_BT = positions_T.expand_as(input_ids_BT)
         layout = Layout.causal() if layout is None else layout
         x_BTC = self.model.embed_tokens(input_ids_BT)
-        cos_BTF, sin_BTF = self.rotary.cos_sin(positions_BT, x_BTC.dtype, layout.documents_BT)
+        angles = {
+            kind: rotary.cos_sin(positions_BT, x_BTC.dtype, layout.documents_BT)
+            for kind, rotary in self.rotary.items()
+        }
         blocks: Iterable[Callable[..., torch.Tensor]] = self.model.layers
         if self.regions is not None and cache is None and torch.is_grad_enabled():
             blocks = self.regions
@@ -122,19 +133,26 @@ class Decoder(nn.Module):
                 x_BTC.requires_grad_()
         layouts = self._ready(layout, x_BTC) if cache is None else {}
         for i, block in enumerate(blocks):
+            cos_BTF, sin_BTF = angles[_rope_of(self.shape.blocks[i])]
+            ready = layouts.get(self._layout_key(i, layout), layout)
             with self.around(i, x_BTC):
-                x_BTC = block(x_BTC, cos_BTF, sin_BTF, layouts.get(self.shape.window(i), layout), cache)
+                x_BTC = block(x_BTC, cos_BTF, sin_BTF, ready, cache)
         return self.model.norm(x_BTC)
 
-    def _ready(self, layout: Layout, x_BTC: torch.Tensor) -> dict[int | None, Layout]:
-        """The layout in the form that attention reads, for each window that layers have."""
+    def _layout_key(self, layer: int, layout: Layout) -> tuple[str, int | None]:
+        """(attention implementation, window) of a layer: what its form of a layout depends on."""
+        kernels = self.kernels[layer]
+        impl = kernels.attention if layout.is_packed else kernels.unpacked_attention
+        return impl, self.shape.window(layer)
+
+    def _ready(self, layout: Layout, x_BTC: torch.Tensor) -> dict[tuple[str, int | None], Layout]:
+        """The layout in the form that attention reads, for each implementation and window that layers have."""
         B, T, _ = x_BTC.shape
         kind, dtype = x_BTC.device.type, x_BTC.dtype
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-        windows = {self.shape.window(i) for i in range(self.shape.num_layers)}
-        impl = self.attention if layout.is_packed else self.whole
-        return {w: layout.ready(impl, x_BTC.device, T, w, B=B, dtype=dtype) for w in windows}
+        keys = dict.fromkeys(self._layout_key(i, layout) for i in range(self.shape.num_layers))
+        return {key: layout.ready(key[0], x_BTC.device, T, key[1], B=B, dtype=dtype) for key in keys}
 
     def logits(self, hidden_BTC: torch.Tensor) -> torch.Tensor:
         """logits_BTV in fp32 (fp64 for an fp64 model) of hidden states from `forward`."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from trimtab.facts.shapes import ModelShape
+from trimtab.facts.blocks import BlockShape, FeedForwardShape, Linear
 from trimtab.kernels.attention import Layout, attention
 from trimtab.kernels.gated_mlp import gated_activation
 from trimtab.kernels.rms_norm import add_rms_norm, rms_norm
@@ -46,6 +47,23 @@ def projected(x: torch.Tensor, *layers: nn.Module) -> list[torch.Tensor]:
     return together(x, layers)
 
 
+@dataclass(frozen=True)
+class LayerKernels:
+    """The implementations that one layer runs with, chosen once, by the caller."""
+
+    attention: str
+    """In `trimtab.kernels.attention`, for sequences of several documents and for generating."""
+    unpacked_attention: str
+    """For sequences that are one document each."""
+    pointwise: str = "reference"
+    """Of norms, RoPE and gates (`rms_norm`, `rope` and `gated_mlp` in `trimtab.kernels`): "reference" or "triton"."""
+
+
+def new_linear(linear: Linear) -> nn.Linear:
+    """A linear layer of a block."""
+    return nn.Linear(linear.in_features, linear.out_features, bias=linear.bias)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last axis, computed in fp32 or wider and rounded once."""
 
@@ -62,19 +80,18 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with grouped heads; the computation itself is `trimtab.kernels.attention`."""
 
-    def __init__(self, shape: ModelShape, layer: int, impl: str, pointwise: str = "reference") -> None:
+    def __init__(self, block: BlockShape, hidden_size: int, layer: int, kernels: LayerKernels) -> None:
         super().__init__()
-        C, D = shape.hidden_size, shape.head_dim
-        self.layer, self.head_dim, self.impl, self.pointwise = layer, D, impl, pointwise
-        self.whole = impl
-        """What runs where every row is one document."""
-        self.window = shape.window(layer)
-        self.q_proj = nn.Linear(C, shape.num_heads * D, bias=shape.qkv_bias)
-        self.k_proj = nn.Linear(C, shape.num_kv_heads * D, bias=shape.qkv_bias)
-        self.v_proj = nn.Linear(C, shape.num_kv_heads * D, bias=shape.qkv_bias)
-        self.q_norm = RMSNorm(D, shape.norm_eps) if shape.qk_norm else None
-        self.k_norm = RMSNorm(D, shape.norm_eps) if shape.qk_norm else None
-        self.o_proj = nn.Linear(shape.num_heads * D, C, bias=shape.o_bias)
+        shape = block.attention
+        self.layer, self.head_dim, self.window = layer, shape.head_dim, shape.window
+        self.packed_impl, self.unpacked_impl = kernels.attention, kernels.unpacked_attention
+        self.pointwise = kernels.pointwise
+        q, k, v, o = shape.linears(hidden_size)
+        self.q_proj, self.k_proj, self.v_proj = new_linear(q), new_linear(k), new_linear(v)
+        normed = shape.qk_norm is not None
+        self.q_norm = RMSNorm(shape.head_dim, block.norm.eps) if normed else None
+        self.k_norm = RMSNorm(shape.head_dim, block.norm.eps) if normed else None
+        self.o_proj = new_linear(o)
 
     def forward(
         self,
@@ -96,7 +113,7 @@ class Attention(nn.Module):
         v_BSKD = v_BTKD
         if cache is not None:
             k_BSKD, v_BSKD = cache.update(self.layer, k_BSKD, v_BSKD)
-        impl = self.impl if layout.is_packed or cache is not None else self.whole
+        impl = self.packed_impl if layout.is_packed or cache is not None else self.unpacked_impl
         o_BTHD = attention(q_BTHD, k_BSKD, v_BSKD, layout=layout, window=self.window, impl=impl)
         with in_projection("attention"):
             return self.o_proj(o_BTHD.reshape(B, T, -1))
@@ -124,13 +141,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) · up(x))."""
 
-    def __init__(self, shape: ModelShape, pointwise: str = "reference") -> None:
+    def __init__(self, shape: FeedForwardShape, hidden_size: int, pointwise: str = "reference") -> None:
         super().__init__()
         self.pointwise = pointwise
-        C, width = shape.hidden_size, shape.intermediate_size
-        self.gate_proj = nn.Linear(C, width, bias=shape.mlp_bias)
-        self.up_proj = nn.Linear(C, width, bias=shape.mlp_bias)
-        self.down_proj = nn.Linear(width, C, bias=shape.mlp_bias)
+        self.gate_proj, self.up_proj, self.down_proj = map(new_linear, shape.linears(hidden_size))
 
     def forward(
         self, x_BTC: torch.Tensor, *, overwrite_gate_inputs: bool = False, output_unused: bool = False
@@ -162,17 +176,17 @@ class Block(nn.Module):
     backward pass. It is called inside `forward`, so that compiling and sharding go around it.
     """
 
-    def __init__(self, shape: ModelShape, layer: int, impl: str, pointwise: str = "reference") -> None:
+    def __init__(self, shape: BlockShape, hidden_size: int, layer: int, kernels: LayerKernels) -> None:
         super().__init__()
         self.recompute: (
             Callable[[Block, torch.Tensor, torch.Tensor, torch.Tensor, Layout], torch.Tensor] | None
         )
         self.recompute = None
-        self.pointwise = pointwise
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, pointwise)
-        self.self_attn = Attention(shape, layer, impl, pointwise)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps, pointwise)
-        self.mlp = MLP(shape, pointwise)
+        self.pointwise = kernels.pointwise
+        self.input_layernorm = RMSNorm(hidden_size, shape.norm.eps, kernels.pointwise)
+        self.self_attn = Attention(shape, hidden_size, layer, kernels)
+        self.post_attention_layernorm = RMSNorm(hidden_size, shape.norm.eps, kernels.pointwise)
+        self.mlp = MLP(shape.dense, hidden_size, kernels.pointwise)
 
     def forward(
         self,

@@ -9,15 +9,15 @@ import math
 
 import torch
 
-from trimtab.facts.shapes import ModelShape, RopeScaling
+from trimtab.facts.blocks import Rope, RopeScaling
 
 
-def inverse_frequencies(shape: ModelShape) -> tuple[torch.Tensor, float]:
+def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]:
     """(inv_freq_F in fp32 on the CPU, factor on cos and sin), as transformers computes them.
 
     "dynamic" also depends on the length of each document: see `Rotary.cos_sin`.
     """
-    scaling, theta, D = shape.rope_scaling, shape.rope_theta, shape.head_dim
+    scaling, theta, D = rope.scaling, rope.theta, head_dim
     # On the CPU even where the model is being made on the meta device.
     pos_freqs_F = theta ** (torch.arange(0, D, 2, dtype=torch.float32, device="cpu") / D)
     inv_freq_F = 1.0 / pos_freqs_F
@@ -73,9 +73,9 @@ class Rotary:
     of the model reaches them. They are kept per device, so that no step waits for a copy.
     """
 
-    def __init__(self, shape: ModelShape) -> None:
-        self.shape = shape
-        self.inv_freq_F, self.factor = inverse_frequencies(shape)
+    def __init__(self, rope: Rope, head_dim: int, max_positions: int) -> None:
+        self.rope, self.head_dim, self.max_positions = rope, head_dim, max_positions
+        self.inv_freq_F, self.factor = inverse_frequencies(rope, head_dim)
         self._on_device: dict[torch.device, torch.Tensor] = {}
 
     def cos_sin(
@@ -103,7 +103,7 @@ class Rotary:
         if device not in self._on_device:
             self._on_device[device] = self.inv_freq_F.to(device)
         inv_freq_F = self._on_device[device]
-        scaling = self.shape.rope_scaling
+        scaling = self.rope.scaling
         if scaling is not None and scaling.kind == "dynamic":
             inv_freq_F = self._dynamic(positions_BT, documents_BT, scaling.factor)
         wide = torch.promote_types(dtype, torch.float32)
@@ -114,9 +114,9 @@ class Rotary:
         self, positions_BT: torch.Tensor, documents_BT: torch.Tensor | None, factor: float
     ) -> torch.Tensor:
         """inv_freq_BTF: a larger base for documents beyond the pretrained length; computed in fp64 on the device."""
-        D, limit = self.shape.head_dim, self.shape.max_positions
+        D, limit = self.head_dim, self.max_positions
         length_BT = document_lengths(positions_BT, documents_BT).clamp(min=limit).double()
-        base_BT = self.shape.rope_theta * (factor * length_BT / limit - (factor - 1)) ** (D / (D - 2))
+        base_BT = self.rope.theta * (factor * length_BT / limit - (factor - 1)) ** (D / (D - 2))
         exponent_F = torch.arange(0, D, 2, dtype=torch.float64, device=positions_BT.device) / D
         return (1.0 / base_BT[..., None] ** exponent_F).float()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from trimtab.facts.blocks import Linear
 from trimtab.facts.dtypes import BYTES, nbytes
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import spec as attention_spec
@@ -20,8 +21,8 @@ class Saved:
     """Bytes that a forward pass keeps for the backward, up to the final norm (the loss has its own spec).
 
     Example:
-        >>> from trimtab.facts.shapes import ModelShape
-        >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> from trimtab.facts.shapes import ModelShape, uniform_shape
+        >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> saved = saved_bytes(tiny, batch=1, tokens=8, dtype="fp32", attention="sdpa_flash")
         >>> saved.kept == saved.blocks + saved.final + saved.outside
         True
@@ -65,7 +66,7 @@ class Learning:
         """Numbers a token that adapters on these layers keep besides inputs."""
         total = sum(self.ranks.get(name, 0) for name in names)
         if self.scaled:
-            total += sum(out_features(shape, name) for name in names if name in self.ranks)
+            total += sum(linear_of(shape, name).out_features for name in names if name in self.ranks)
         return total
 
 
@@ -76,18 +77,15 @@ ATTENTION_LINEARS, MLP_LINEARS = (
 EVERYTHING = Learning(frozenset((*ATTENTION_LINEARS, *MLP_LINEARS)))
 
 
-def out_features(shape: ModelShape, name: str) -> int:
-    """Of a block's linear layer, by its last name."""
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    width = shape.intermediate_size
-    wide = {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate_proj": width, "up_proj": width}
-    return wide.get(name, shape.hidden_size)
+def linear_of(shape: ModelShape, name: str) -> Linear:
+    """A block's linear layer, by its last name."""
+    return next(one for one in shape.block.linears(shape.hidden_size) if one.short_name == name)
 
 
-def in_features(shape: ModelShape, name: str) -> int:
-    """Of a block's linear layer, by its last name."""
-    wide = {"o_proj": shape.num_heads * shape.head_dim, "down_proj": shape.intermediate_size}
-    return wide.get(name, shape.hidden_size)
+def heads_of(shape: ModelShape) -> tuple[int, int, int]:
+    """(query heads, key/value heads, head size) of the attention that all layers have."""
+    attention = shape.attention
+    return attention.num_heads, attention.num_kv_heads, attention.head_dim
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def saved_bytes(
         pointwise: the implementation of norms, rotary positions and gates.
         learning: what learns in the blocks.
     """
-    N, F = batch * tokens, shape.head_dim // 2
+    N, F = batch * tokens, shape.attention.head_dim // 2
     stream = stream_dtype(dtype, weights_dtype)
     final = _norm(N, shape.hidden_size, 1, stream, device, pointwise, learning.norms)
     outside = N * 8 + 2 * N * F * 4 + _masks(shape, batch, tokens, dtype, attention, packed)
@@ -174,12 +172,11 @@ def cast_bytes(shape: ModelShape, dtype: str, weights_dtype: str | None) -> int:
 
 def _masks(shape: ModelShape, batch: int, tokens: int, dtype: str, attention: str, packed: bool) -> int:
     """One prepared layout for each distinct window, shared by the layers that have it."""
-    windows = {shape.window(layer) for layer in range(shape.num_layers)}
     # The reference adds its mask to fp32 scores.
     mask_dtype = "fp32" if attention == "reference" else dtype
     return sum(
         attention_spec.layout_bytes(attention, batch, tokens, packed=packed, window=window, dtype=mask_dtype)
-        for window in windows
+        for window in shape.windows()
     )
 
 
@@ -208,7 +205,7 @@ def block_bytes(
 ) -> BlockBytes:
     """Bytes that one block keeps; arguments as in `saved_bytes`."""
     N, C, I = B * T, shape.hidden_size, shape.intermediate_size  # noqa: E741
-    H, K, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    H, K, D = heads_of(shape)
     width = BYTES[dtype]
     stream = stream_dtype(dtype, weights_dtype)
     autocast = stream != dtype
@@ -217,9 +214,9 @@ def block_bytes(
     first = second = _norm(N, C, 1, stream, *kernels)
     if learning.keeps("q_proj", "k_proj", "v_proj"):
         first += N * C * width * (3 if autocast else 1)
-    if shape.qk_norm and pointwise == "triton":
+    if shape.attention.qk_norm and pointwise == "triton":
         first += N * (H + K) * D * width  # as they were before norm and turn, which are one
-    elif shape.qk_norm:
+    elif shape.attention.qk_norm:
         first += _norm(N, D, H + K, "fp32" if autocast else dtype, *kernels)
     first += attention_spec.saved_bytes(attention, B, T, T, H, K, D, dtype)
     if attention not in attention_spec.TILED and learning.keeps("o_proj"):
@@ -235,19 +232,16 @@ def block_bytes(
 
 def linear_numbers(shape: ModelShape) -> tuple[int, int]:
     """Numbers in the matrices of a block's attention half and of its feed-forward half."""
-    C, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    return C * (q + kv + kv) + q * C, 3 * C * shape.intermediate_size
+    block, C = shape.block, shape.hidden_size
+    halves = block.mixer.linears(C), block.feed_forward.linears(C)
+    first, second = (sum(linear.weights for linear in linears) for linears in halves)
+    return first, second
 
 
 def _linear_numbers(shape: ModelShape, *, biases: bool) -> int:
     """Numbers in the linear layers of a block, with or without their biases."""
-    total = sum(linear_numbers(shape))
-    if biases:
-        q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        width = shape.intermediate_size
-        total += (q + kv + kv) * shape.qkv_bias + shape.hidden_size * shape.o_bias
-        total += (2 * width + shape.hidden_size) * shape.mlp_bias
-    return total
+    linears = shape.block.linears(shape.hidden_size)
+    return sum(linear.elements if biases else linear.weights for linear in linears)
 
 
 def flops_per_token(shape: ModelShape, tokens: int, *, training: bool = True) -> float:
@@ -259,8 +253,8 @@ def flops_per_token(shape: ModelShape, tokens: int, *, training: bool = True) ->
         training: forward and backward (three times the matrix products), or forward alone.
 
     Example:
-        >>> from trimtab.facts.shapes import ModelShape
-        >>> tiny = ModelShape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> from trimtab.facts.shapes import ModelShape, uniform_shape
+        >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> flops_per_token(tiny, 1, training=False)
         11392.0
     """
@@ -282,5 +276,6 @@ def product_flops(shape: ModelShape) -> float:
 
 def attention_flops(shape: ModelShape, layer: int, tokens: int, *, backward: bool) -> float:
     """Of one layer's attention, a token of a causal document of so many."""
+    H, _, D = heads_of(shape)
     pairs = attention_spec.visible_pairs(tokens, tokens, shape.window(layer))
-    return attention_spec.flops(pairs, shape.num_heads, shape.head_dim, backward=backward) / tokens
+    return attention_spec.flops(pairs, H, D, backward=backward) / tokens

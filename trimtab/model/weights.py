@@ -260,9 +260,9 @@ def _origin(found: tuple[int, ...], wanted: tuple[int, ...], shape: ModelShape) 
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
-        "head_dim": shape.head_dim,
-        "query heads × head_dim": shape.num_heads * shape.head_dim,
-        "key/value heads × head_dim": shape.num_kv_heads * shape.head_dim,
+        "head_dim": shape.attention.head_dim,
+        "query heads × head_dim": shape.attention.q_size,
+        "key/value heads × head_dim": shape.attention.kv_size,
     }
     differing = [dim for index, dim in enumerate(wanted) if found[index : index + 1] != (dim,)]
     named = [f"{key} is {value}" for key, value in values.items() if value in differing]

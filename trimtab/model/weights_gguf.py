@@ -125,11 +125,12 @@ def unpair_rotary_rows(array: np.ndarray, name: str, shape: ModelShape) -> np.nd
     llama.cpp rotates neighbouring numbers (0, 1), (2, 3) … of a head, transformers (0, D/2), (1, D/2 + 1) …;
     its converter therefore interleaves the two halves of each head for architecture "llama".
     """
+    attention = shape.attention
     if name.endswith(("q_proj.weight", "q_proj.bias")):
-        heads = shape.num_heads
+        heads = attention.num_heads
     elif name.endswith(("k_proj.weight", "k_proj.bias")):
-        heads = shape.num_kv_heads
+        heads = attention.num_kv_heads
     else:
         return array
-    paired = array.reshape(heads, shape.head_dim // 2, 2, *array.shape[1:])
+    paired = array.reshape(heads, attention.head_dim // 2, 2, *array.shape[1:])
     return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(array.shape)

@@ -149,7 +149,7 @@ def _changes(job: Job, device: DeviceFacts, recipe: Recipe) -> Iterator[tuple[Jo
     if job.tokens >= 2 * SHORTEST:
         yield dataclasses.replace(job, tokens=job.tokens // 2), f"max_seq_length: {job.tokens // 2}"
     # Last, since it trains something else.
-    narrow = min(job.shape.hidden_size, job.shape.num_kv_heads * job.shape.head_dim)
+    narrow = min(job.shape.hidden_size, job.shape.attention.kv_size)
     free = not job.in_backward and recipe.embedding_learning_rate is None
     if job.lora is None and free and narrow >= LoraSettings().r:
         yield dataclasses.replace(job, lora=LoraSettings()), "lora: {r: 16}, which trains adapters only"

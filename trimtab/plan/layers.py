@@ -125,7 +125,7 @@ def _beyond(job: Job, policy: str, update: int) -> int:
     """
     shape, N, width = job.shape, job.batch * job.tokens, BYTES[job.dtype]
     C, I = shape.hidden_size, shape.intermediate_size  # noqa: E741
-    H, K, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    H, K, D = model_spec.heads_of(shape)
     back = layer_bytes(job, policy).working
     tiled = job.mlp_tiles > 1
     rows = spec_recompute.tile_rows(N, job.mlp_tiles) if tiled else N
@@ -206,10 +206,7 @@ def _casts(job: Job) -> int:
         return 0
     names = model_spec.ATTENTION_LINEARS + model_spec.MLP_LINEARS
     plain = [name for name in names if lora.lora_dropout or name not in job.trained.learning.ranks]
-    return sum(
-        nbytes(job.dtype, model_spec.in_features(shape, name) * model_spec.out_features(shape, name))
-        for name in plain
-    )
+    return sum(nbytes(job.dtype, model_spec.linear_of(shape, name).weights) for name in plain)
 
 
 def unpacking_bytes(job: Job) -> int:
@@ -237,10 +234,10 @@ def _turning(job: Job, policy: str) -> int:
     if job.pointwise == "triton" or job.mlp_tiles == 1:
         return 0
     shape, N, width = job.shape, job.batch * job.tokens, BYTES[job.dtype]
-    H, K, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    H, K, D = model_spec.heads_of(shape)
     # In 16 bits a copy, then four halves; beside them what goes in, before and after a norm.
     parts = N * H * D * (4 * 2 + (4 if width < 4 else 0))
-    parts += N * (H + K) * D * width * (2 if shape.qk_norm and width < 4 else 1)
+    parts += N * (H + K) * D * width * (2 if shape.attention.qk_norm and width < 4 else 1)
     # The gradient that came in stands where the stream between the halves will, or was.
     attended = policy not in ("none", "block", "offload") and job.attention in attention_spec.TILED
     return parts - N * (H + K + (0 if attended else H)) * D * width

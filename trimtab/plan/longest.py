@@ -52,8 +52,8 @@ def longest_context(job: Job, device: DeviceFacts, limit: int) -> Longest:
     Example:
         >>> from trimtab.adapt.spec import LoraSettings
         >>> from trimtab.adapt.spec_quantized import Quantization
-        >>> from trimtab.facts.shapes import ModelShape
-        >>> llama = ModelShape("llama", 128256, 4096, 14336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
+        >>> from trimtab.facts.shapes import uniform_shape
+        >>> llama = uniform_shape("llama", 128256, 4096, 14336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
         >>> job = Job(llama, batch=1, tokens=4096, accumulation=1, dtype="bf16", weights_dtype="bf16",
         ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="triton", device="cuda",
         ...           pointwise="triton", loss_impl="triton", lora=LoraSettings(r=32),

@@ -86,8 +86,8 @@ def find_setting(
         fixed_loss: whether the loss holds just what the job says.
 
     Example:
-        >>> from trimtab.facts.shapes import ModelShape
-        >>> shape = ModelShape("llama", 32_000, 512, 1376, 8, num_heads=8, num_kv_heads=8, head_dim=64)
+        >>> from trimtab.facts.shapes import uniform_shape
+        >>> shape = uniform_shape("llama", 32_000, 512, 1376, 8, num_heads=8, num_kv_heads=8, head_dim=64)
         >>> job = Job(shape, batch=4, tokens=2048, accumulation=1, dtype="bf16", weights_dtype="bf16",
         ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="varlen", device="cuda")
         >>> gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)

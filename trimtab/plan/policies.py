@@ -41,8 +41,8 @@ def policy_costs(job: Job, device: DeviceFacts) -> list[PolicyCost]:
     """A row for each policy, with the job's own number of tiles.
 
     Example:
-        >>> from trimtab.facts.shapes import ModelShape
-        >>> shape = ModelShape("qwen3", 151936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128)
+        >>> from trimtab.facts.shapes import uniform_shape
+        >>> shape = uniform_shape("qwen3", 151936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128)
         >>> job = Job(shape, batch=4, tokens=1024, accumulation=1, dtype="bf16", weights_dtype="bf16",
         ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="triton", device="cuda",
         ...           pointwise="triton")

@@ -43,6 +43,7 @@ from trimtab.facts.errors import RecipeError, TrimtabError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import Decoder, build, check_weights, init_weights, load_weights, read_shape
 from trimtab.model.building import torch_dtype
+from trimtab.model.parts import LayerKernels
 from trimtab.parallel import Mesh
 from trimtab.plan.resolved import Resolved
 from trimtab.recipe import Recipe
@@ -113,16 +114,14 @@ def build_model(
     assert mesh.size == resolved.parallel.data, "the mesh is not the one that the run was resolved for"
     if layers is not None:
         shape, resolved = shape.of_layers(layers), resolved.of_layers(layers)
-    memory, attention = resolved.memory, resolved.attention.only
+    memory, pointwise = resolved.memory, resolved.pointwise.impl
     decoder = build(
         shape,
         dtype=resolved.precision.weights_dtype,
         device="meta",
-        attention=attention.packed,
-        whole=attention.unpacked,
+        kernels=[LayerKernels(a.packed, a.unpacked, pointwise) for a in resolved.attention.layers],
         loss_impl=resolved.loss.impl,
         loss_memory=resolved.loss.memory_bytes if memory is None else memory.loss_memory,
-        pointwise=resolved.pointwise.impl,
     )
     lay_out(decoder, resolved.quantization, weights, resolved.device)
     if resolved.lora is not None:

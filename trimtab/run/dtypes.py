@@ -82,7 +82,7 @@ def list_dtypes(shape: ModelShape, resolved: Resolved) -> Dtypes:
         >>> found.operations["mm"], found.loss                                       # doctest: +SKIP
         (['bf16 → bf16'], 'fp32')
     """
-    small = dataclasses.replace(shape, num_layers=1, vocab_size=min(shape.vocab_size, VOCABULARY))
+    small = dataclasses.replace(shape.of_layers(range(1)), vocab_size=min(shape.vocab_size, VOCABULARY))
     device = torch.device(resolved.device)
     plain = Resolved(
         resolved.device,

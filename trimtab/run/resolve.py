@@ -137,9 +137,9 @@ def resolve_inference(
         device=device.partition(":")[0],
         capability=capability,
         dtype=dtype,
-        head_dim=shape.head_dim,
+        head_dim=shape.attention.head_dim,
         packed=True,
-        window=shape.sliding_window,
+        window=next((w for w in shape.windows() if w is not None), None),
         training=False,
         requested="auto",
         tokens=1,  # generation asks for one token after another
@@ -250,7 +250,7 @@ def _attention(recipe: Recipe, shape: ModelShape, device: DeviceFacts, dtype: st
         "device": device.kind,
         "capability": device.capability,
         "dtype": dtype,
-        "head_dim": shape.head_dim,
+        "head_dim": shape.attention.head_dim,
         "window": _shortest_window(shape, recipe.max_seq_length),
         "training": True,
         "requested": recipe.model.attn_implementation,
@@ -303,7 +303,7 @@ def _pointwise(device: DeviceFacts, *, autocast: bool) -> PointwiseConfig:
 
 
 def _shortest_window(shape: ModelShape, length: int) -> int | None:
-    windows = [w for w in (shape.window(i) for i in range(shape.num_layers)) if w is not None and w < length]
+    windows = [w for w in shape.windows() if w is not None and w < length]
     return min(windows) if windows else None
 
 

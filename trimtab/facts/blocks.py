@@ -1,0 +1,312 @@
+"""The shape of one block of a decoder: norms, token mixer and feed-forward, as plain data. No torch.
+
+Layers may differ in every field. Equal blocks compare equal, so that counting treats runs of them as one. Names of
+parameters are Hugging Face's, without the prefix of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+RopeKind = Literal["linear", "dynamic", "yarn", "llama3"]
+Split = Literal["column", "row", "vocabulary", "replicated"]
+"""How tensor parallelism cuts a weight [out, in]: by outputs, by inputs, by tokens of the vocabulary, or not at all."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One matrix [out_features, in_features] of a block.
+
+    Example:
+        >>> Linear("mlp.up_proj", 16, 32, "column").short_name
+        'up_proj'
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    split: Split
+    bias: bool = False
+
+    @property
+    def short_name(self) -> str:
+        """The last part of the name, which recipes name it by."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def weights(self) -> int:
+        """Elements of the matrix, without the bias."""
+        return self.in_features * self.out_features
+
+    @property
+    def elements(self) -> int:
+        """Elements of matrix and bias."""
+        return self.weights + (self.out_features if self.bias else 0)
+
+    def parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, dimensions) of its tensors."""
+        yield f"{self.name}.weight", (self.out_features, self.in_features)
+        if self.bias:
+            yield f"{self.name}.bias", (self.out_features,)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm."""
+
+    eps: float = 1e-6
+    unit_offset: bool = False
+    """Whether the factor is 1 + weight (Gemma)."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the length a model was pretrained on."""
+
+    kind: RopeKind
+    factor: float = 1.0
+    original_max_positions: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embeddings of a layer."""
+
+    theta: float = 10_000.0
+    scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+    """Dimensions of a head that are rotated, the first ones; None for all."""
+    interleaved: bool = False
+    """Whether neighbouring dimensions (0, 1), (2, 3) … form pairs instead of (0, D/2), (1, D/2 + 1) …"""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Softmax attention with grouped heads.
+
+    Example:
+        >>> [linear.out_features for linear in AttentionShape(4, 2, 8).linears(hidden_size=16)]
+        [32, 16, 16, 16]
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope | None = Rope()
+    """None for a layer without positions."""
+    window: int | None = None
+    """How many tokens, itself included, a query sees; None for all before it."""
+    qk_norm: Literal["head", "full"] | None = None
+    """RMS norms of queries and keys: over each head, or over all heads at once."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    softcap: float | None = None
+    """Scores s become softcap · tanh(s / softcap)."""
+    scale: float | None = None
+    """Of the scores; 1 / √head_dim if None."""
+    sinks: bool = False
+    """Whether each head has a learned logit without a value in its softmax."""
+
+    @property
+    def q_size(self) -> int:
+        """Width of all queries."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all keys, and of all values."""
+        return self.num_kv_heads * self.head_dim
+
+    def linears(self, hidden_size: int) -> tuple[Linear, ...]:
+        """Its matrices, in the order of the forward pass."""
+        q, kv, bias = self.q_size, self.kv_size, self.qkv_bias
+        return (
+            Linear("self_attn.q_proj", hidden_size, q, "column", bias),
+            Linear("self_attn.k_proj", hidden_size, kv, "column", bias),
+            Linear("self_attn.v_proj", hidden_size, kv, "column", bias),
+            Linear("self_attn.o_proj", q, hidden_size, "row", self.o_bias),
+        )
+
+    def parameters(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, dimensions) of its tensors, in the order of the forward pass."""
+        *inputs, output = self.linears(hidden_size)
+        for linear in inputs:
+            yield from linear.parameters()
+        if self.qk_norm is not None:
+            full = self.qk_norm == "full"
+            yield "self_attn.q_norm.weight", (self.q_size if full else self.head_dim,)
+            yield "self_attn.k_norm.weight", (self.kv_size if full else self.head_dim,)
+        if self.sinks:
+            yield "self_attn.sinks", (self.num_heads,)
+        yield from output.parameters()
+
+
+@dataclass(frozen=True)
+class LatentAttentionShape:
+    """Multi-head latent attention (DeepSeek): keys and values through a narrow latent. It can be counted, not built."""
+
+    num_heads: int
+    kv_rank: int
+    rope_head_dim: int
+    nope_head_dim: int
+    value_head_dim: int
+    q_rank: int | None = None
+    """Of the queries' own latent; None where they are projected at once."""
+    rope: Rope | None = Rope()
+    window: int | None = None
+
+    def linears(self, hidden_size: int) -> tuple[Linear, ...]:
+        """Its matrices, in the order of the forward pass."""
+        H, q = self.num_heads, self.num_heads * (self.nope_head_dim + self.rope_head_dim)
+        queries: tuple[Linear, ...] = (Linear("self_attn.q_proj", hidden_size, q, "column"),)
+        if self.q_rank is not None:
+            queries = (
+                Linear("self_attn.q_a_proj", hidden_size, self.q_rank, "replicated"),
+                Linear("self_attn.q_b_proj", self.q_rank, q, "column"),
+            )
+        values = H * self.value_head_dim
+        return (
+            *queries,
+            Linear(
+                "self_attn.kv_a_proj_with_mqa", hidden_size, self.kv_rank + self.rope_head_dim, "replicated"
+            ),
+            Linear("self_attn.kv_b_proj", self.kv_rank, H * self.nope_head_dim + values, "column"),
+            Linear("self_attn.o_proj", values, hidden_size, "row"),
+        )
+
+    def parameters(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, dimensions) of its tensors, in the order of the forward pass."""
+        for linear in self.linears(hidden_size):
+            yield from linear.parameters()
+            if linear.short_name == "q_a_proj":
+                yield "self_attn.q_a_layernorm.weight", (linear.out_features,)
+            elif linear.short_name == "kv_a_proj_with_mqa":
+                yield "self_attn.kv_a_layernorm.weight", (self.kv_rank,)
+
+
+@dataclass(frozen=True)
+class FeedForwardShape:
+    """A gated feed-forward layer: down(activation(gate(x)) · up(x)).
+
+    Example:
+        >>> sum(linear.elements for linear in FeedForwardShape(32).linears(hidden_size=16))
+        1536
+    """
+
+    width: int
+    activation: str = "silu"
+    bias: bool = False
+
+    def linears(self, hidden_size: int, prefix: str = "mlp") -> tuple[Linear, ...]:
+        """Its matrices, in the order of the forward pass."""
+        return (
+            Linear(f"{prefix}.gate_proj", hidden_size, self.width, "column", self.bias),
+            Linear(f"{prefix}.up_proj", hidden_size, self.width, "column", self.bias),
+            Linear(f"{prefix}.down_proj", self.width, hidden_size, "row", self.bias),
+        )
+
+    def parameters(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, dimensions) of its tensors, in the order of the forward pass."""
+        for linear in self.linears(hidden_size):
+            yield from linear.parameters()
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """A mixture of experts: a router picks `active` of `count` feed-forward layers. It can be counted, not built."""
+
+    count: int
+    active: int
+    width: int
+    """Of one expert."""
+    shared: int = 0
+    """Experts that every token passes."""
+    activation: str = "silu"
+
+    def linears(self, hidden_size: int) -> tuple[Linear, ...]:
+        """The router, every expert's matrices, and the shared ones as a single layer."""
+        expert = FeedForwardShape(self.width, self.activation)
+        found = [Linear("mlp.gate", hidden_size, self.count, "replicated")]
+        for i in range(self.count):
+            found += expert.linears(hidden_size, f"mlp.experts.{i}")
+        if self.shared:
+            shared = FeedForwardShape(self.width * self.shared, self.activation)
+            found += shared.linears(hidden_size, "mlp.shared_experts")
+        return tuple(found)
+
+    def parameters(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, dimensions) of its tensors, in the order of the forward pass."""
+        for linear in self.linears(hidden_size):
+            yield from linear.parameters()
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """One layer: norms, a token mixer and a feed-forward layer, each added to the residual stream."""
+
+    mixer: AttentionShape | LatentAttentionShape
+    feed_forward: FeedForwardShape | ExpertsShape
+    norm: Norm = Norm()
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    """Before a branch (Llama), after it and before its addition (OLMo 2), or both (Gemma 2)."""
+
+    @property
+    def attention(self) -> AttentionShape:
+        """The mixer of a block that has softmax attention."""
+        assert isinstance(self.mixer, AttentionShape), "the block's mixer is no softmax attention"
+        return self.mixer
+
+    @property
+    def dense(self) -> FeedForwardShape:
+        """The feed-forward layer of a block without experts."""
+        assert isinstance(self.feed_forward, FeedForwardShape), "the block has experts"
+        return self.feed_forward
+
+    def linears(self, hidden_size: int) -> tuple[Linear, ...]:
+        """Its matrices, in the order of the forward pass."""
+        return (*self.mixer.linears(hidden_size), *self.feed_forward.linears(hidden_size))
+
+    def parameters(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name without the layer's prefix, dimensions) of its tensors, in the order of the forward pass."""
+        placement, width = self.norm_placement, (hidden_size,)
+        if placement != "post":
+            yield "input_layernorm.weight", width
+        yield from self.mixer.parameters(hidden_size)
+        yield "post_attention_layernorm.weight", width
+        if placement == "both":
+            yield "pre_feedforward_layernorm.weight", width
+        yield from self.feed_forward.parameters(hidden_size)
+        if placement != "pre":
+            yield "post_feedforward_layernorm.weight", width
+
+    def active_parameters(self, hidden_size: int) -> int:
+        """Elements that one token uses: of experts, those that the router picks."""
+        unused = 0
+        if isinstance(self.feed_forward, ExpertsShape):
+            expert = FeedForwardShape(self.feed_forward.width).linears(hidden_size)
+            unused = (self.feed_forward.count - self.feed_forward.active) * sum(e.elements for e in expert)
+        return count_elements(self.parameters(hidden_size)) - unused
+
+
+def count_elements(parameters: Iterator[tuple[str, tuple[int, ...]]]) -> int:
+    """Elements of all tensors of such a list.
+
+    Example:
+        >>> count_elements(iter([("a", (2, 3)), ("b", (4,))]))
+        10
+    """
+    total = 0
+    for _, dims in parameters:
+        count = 1
+        for dim in dims:
+            count *= dim
+        total += count
+    return total
