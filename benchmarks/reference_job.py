@@ -50,8 +50,8 @@ def prepare(work: Path) -> None:
 
     model, documents = work / "model", work / "documents.jsonl"
     if not (model / "model.safetensors").exists():
-        from trimtab.facts.shapes_hf import shape_from_config
         from trimtab.model import build, init_weights, save_folder
+        from trimtab.model.families import shape_from_config
 
         decoder = build(
             shape_from_config(MODELS["qwen3-0.6b"]), dtype="bf16", device="cuda", attention="reference"

@@ -18,7 +18,7 @@ from benchmarks.end_to_end.jobs import (
 )
 from benchmarks.records import read as read_records
 from trimtab.facts.devices import DeviceFacts
-from trimtab.facts.shapes_hf import shape_from_config
+from trimtab.model.families import shape_from_config
 from trimtab.model.spec import flops_per_token
 from trimtab.plan import longest_context
 from trimtab.plan.longest import Longest

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from benchmarks.end_to_end.jobs import DOCUMENT_TOKENS, LORA, TARGETS, Job, config_of
 from trimtab.facts.randomness import derive
-from trimtab.facts.shapes_hf import shape_from_config
+from trimtab.model.families import shape_from_config
 
 SHARD_BYTES = 4 * 2**30
 IGNORED = -100

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.kernels.case import Bench, Case, Contestant, floor, missing
 from benchmarks.models import MODELS
-from trimtab.facts.shapes_hf import shape_from_config
 from trimtab.kernels.adamw8bit import spec
 from trimtab.kernels.adamw8bit.truth import adamw_truth
+from trimtab.model.families import shape_from_config
 from trimtab.optim import build
 
 BETAS, EPS, LR = (0.9, 0.999), 1e-8, 1e-4

@@ -13,7 +13,8 @@ import pytest
 from test_facts_shapes_hf import LLAMA32_1B, QWEN3_06B
 
 from trimtab.facts.errors import ModelError
-from trimtab.facts.shapes_hf import config_from_shape, read_config, shape_from_config
+from trimtab.model.families import config_from_shape, shape_from_config
+from trimtab.model.families.config_json import read_config
 
 YARN = {
     "rope_type": "yarn",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.gguf_header import is_gguf, read_gguf_header
-from trimtab.facts.shapes_gguf import shape_from_gguf
+from trimtab.model.families.gguf_metadata import shape_from_gguf
 
 METADATA: dict[str, Any] = {
     "general.architecture": "llama",

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape, RopeScaling, uniform_shape
-from trimtab.facts.shapes_hf import config_from_shape, read_config, shape_from_config
+from trimtab.model.families import config_from_shape, shape_from_config
+from trimtab.model.families.config_json import read_config
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -159,9 +160,9 @@ def test_windows(keys: dict[str, Any], window: int | None, full_layers: int) -> 
                 "model_type": "qwen2",
                 "num_key_value_heads": 2,
                 "use_sliding_window": True,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "layer_types": ["linear_attention", "full_attention"] * 2,
             },
-            "alternates",
+            "layer_types names 'linear_attention'",
         ),
     ],
 )

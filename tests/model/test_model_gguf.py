@@ -18,10 +18,10 @@ from smollm2 import smollm2_path
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape, uniform_shape
-from trimtab.facts.shapes_gguf import llama3_divisors
 from trimtab.model import build, init_weights, load_weights, read_shape, read_token_ids
 from trimtab.model.decoder import Decoder
 from trimtab.model.families import family
+from trimtab.model.families.gguf_metadata import llama3_divisors
 
 TINY = uniform_shape(
     "llama",
@@ -72,15 +72,19 @@ def write_gguf(
     extra: dict[str, np.ndarray] | None = None,
     drop: str | None = None,
     tokenizer: tokenizers.Tokenizer | None = None,
+    claims: dict[str, int] | None = None,
 ) -> None:
-    """`tokenizer`: byte-level, its end token the first; written as llama.cpp's converter does."""
+    """As llama.cpp's converter does. `tokenizer`: byte-level, its end token the first; `claims`: other sizes than the
+    model has, for the header."""
     shape = decoder.shape
     arch = "llama" if shape.family == "mistral" else shape.family
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(shape.num_layers)
+    claimed = {"num_layers": shape.num_layers, "hidden_size": shape.hidden_size}
+    claimed |= {"intermediate_size": shape.intermediate_size, **(claims or {})}
+    writer.add_block_count(claimed["num_layers"])
     writer.add_context_length(shape.max_positions)
-    writer.add_embedding_length(shape.hidden_size)
-    writer.add_feed_forward_length(shape.intermediate_size)
+    writer.add_embedding_length(claimed["hidden_size"])
+    writer.add_feed_forward_length(claimed["intermediate_size"])
     writer.add_head_count(shape.attention.num_heads)
     writer.add_head_count_kv(shape.attention.num_kv_heads)
     writer.add_key_length(shape.attention.head_dim)

@@ -13,6 +13,7 @@ from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.kernels.attention import Layout
 from trimtab.model import build, init_weights
+from trimtab.model.parts import LayerKernels
 from trimtab.model.spec import flops_per_token, parameter_bytes, saved_bytes
 
 LLAMA = uniform_shape(
@@ -87,7 +88,7 @@ def test_arithmetic_is_counted_as_torch_counts_it() -> None:
         decoder.logits(decoder(ids_BT))
     said = flops_per_token(LLAMA, T, training=False) * T
     # The reference multiplies masked pairs too: T² instead of T (T + 1) / 2 of them.
-    masked = 4 * (T * T - T * (T + 1) // 2) * LLAMA.num_heads * LLAMA.head_dim * LLAMA.num_layers
+    masked = 4 * (T * T - T * (T + 1) // 2) * LLAMA.attention.q_size * LLAMA.num_layers
     assert said + masked == counter.get_total_flops()
 
 
@@ -107,7 +108,13 @@ def test_the_spec_imports_no_torch() -> None:
 
 def test_whole_rows_may_have_an_attention_of_their_own() -> None:
     decoder = init_weights(
-        build(LLAMA, dtype="fp32", device="cpu", attention="varlen", whole="sdpa_math"), seed=0
+        build(
+            LLAMA,
+            dtype="fp32",
+            device="cpu",
+            kernels=[LayerKernels("varlen", "sdpa_math")] * LLAMA.num_layers,
+        ),
+        seed=0,
     )
     plain = init_weights(build(LLAMA, dtype="fp32", device="cpu", attention="sdpa_math"), seed=0)
     ids_BT = torch.arange(12).view(2, 6)

@@ -22,6 +22,7 @@ from trimtab.model.save import check_replaceable
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CONFIG_JSON = "model/families/config_json.py"
 
 
 def config(w: World, **changes: Any) -> object:
@@ -37,7 +38,7 @@ def downloaded_again(w: World, remedy: str) -> None:
 
 
 def refused_config(key: str, **changes: Any) -> None:
-    case(f"facts/shapes_hf.py:{key}", lambda w: config(w, **changes), downloaded_again)
+    case(f"model/families/config_json.py:{key}", lambda w: config(w, **changes), downloaded_again)
 
 
 def accepted_config(key: str, wrong: dict[str, Any], right: Callable[[str], dict[str, Any]]) -> None:
@@ -46,13 +47,17 @@ def accepted_config(key: str, wrong: dict[str, Any], right: Callable[[str], dict
 
 
 CONFIG_AGAIN = "download the model's config.json again"
-refused_config(f"_Values.whole: {CONFIG_AGAIN}", hidden_size=...)
-refused_config("_Values.whole: download it again: a whole number up to {} is expected", hidden_size=-4)
-refused_config("_Values.number: download it again: a number is expected", rms_norm_eps="small")
-refused_config("_Values.flag: download it again: true or false is expected", tie_word_embeddings=1)
+refused_config(f"ConfigValues.whole: {CONFIG_AGAIN}", hidden_size=...)
+refused_config("ConfigValues.whole: download it again: a whole number up to {} is expected", hidden_size=-4)
+refused_config("ConfigValues.number: download it again: a number is expected", rms_norm_eps="small")
+refused_config("ConfigValues.flag: download it again: true or false is expected", tie_word_embeddings=1)
 WINDOWED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-refused_config(f"_window: {CONFIG_AGAIN}", layer_types=["full_attention"], **WINDOWED)
-refused_config("_rope: download it again: an object is expected", rope_scaling=[1])
+case(
+    f"model/families/qwen2.py:read_windows: {CONFIG_AGAIN}",
+    lambda w: config(w, layer_types=["full_attention"], **WINDOWED),
+    downloaded_again,
+)
+refused_config("read_rope: download it again: an object is expected", rope_scaling=[1])
 refused_config(f"scaling_from_values: {CONFIG_AGAIN}", rope_scaling={"rope_type": "linear"})
 
 
@@ -64,11 +69,11 @@ def only_text(content: str) -> Callable[[World], object]:
     return provoke
 
 
-READ = "facts/shapes_hf.py:read_model_json: download or export the model again"
+READ = "model/families/config_json.py:read_model_json: download or export the model again"
 case(READ, only_text("{"), downloaded_again)
 case(READ, only_text("[1]"), downloaded_again)
 case(
-    "facts/shapes_hf.py:read_model_json: download it again: a model's JSON files are smaller",
+    "model/families/config_json.py:read_model_json: download it again: a model's JSON files are smaller",
     only_text(" " * (65 << 20)),
     downloaded_again,
 )
@@ -96,7 +101,9 @@ def folder_or_gguf(w: World, remedy: str) -> None:
 
 
 case(
-    "facts/shapes_hf.py:read_config: give a Hugging Face model folder or a .gguf file", hollow, folder_or_gguf
+    "model/families/config_json.py:read_config: give a Hugging Face model folder or a .gguf file",
+    hollow,
+    folder_or_gguf,
 )
 case(
     "model/source.py:source_kind: give a Hugging Face model folder or a .gguf file",
@@ -104,7 +111,7 @@ case(
     folder_or_gguf,
 )
 case(
-    "facts/shapes_hf.py:shape_from_config: supported are {} (SmolLM2 is a llama)",
+    "model/families/__init__.py:_described: supported are {} (SmolLM2 is a llama)",
     lambda w: config(w, model_type="mamba9"),
     lambda w, remedy: in_turn(
         lambda name: config(w, model_type=name),
@@ -118,69 +125,75 @@ def number_in(remedy: str) -> int:
 
 
 accepted_config(
-    "facts/shapes_hf.py:shape_from_config: it must be at least 1",
+    "model/families/config_json.py:decoder_shape: it must be at least 1",
     {"num_attention_heads": 0},
     lambda remedy: {"num_attention_heads": 2 * number_in(remedy), "head_dim": 16},
 )
 accepted_config(
-    "facts/shapes.py:check: it must be at least 1",
+    "facts/shapes.py:_at_least_1: it must be at least 1",
     {"hidden_size": 0},
     lambda remedy: {"hidden_size": number_in(remedy)},
 )
 accepted_config(
-    "facts/shapes.py:check: num_attention_heads must be a multiple of num_key_value_heads",
+    "facts/shapes.py:_check_heads: num_attention_heads must be a multiple of num_key_value_heads",
     {"num_attention_heads": 3},
     lambda remedy: {"num_attention_heads": 2 * 2, "num_key_value_heads": 2},
 )
 accepted_config(
-    "facts/shapes.py:check: head_dim must be even", {"head_dim": 7}, lambda remedy: {"head_dim": 8}
+    "facts/shapes.py:_check_heads: head_dim must be even", {"head_dim": 7}, lambda remedy: {"head_dim": 8}
 )
 accepted_config(
-    "facts/shapes_hf.py:_refuse_unsupported: use a model with hidden_act: silu, the only one that trimtab trains",
+    f"{CONFIG_JSON}:refuse_unsupported: use a model with hidden_act: silu, the only one that trimtab trains",
     {"hidden_act": "gelu"},
     lambda remedy: {"hidden_act": remedy.partition("hidden_act: ")[2].split(",")[0]},
 )
 accepted_config(
-    "facts/shapes_hf.py:_refuse_unsupported: use a model without partial_rotary_factor: trimtab rotates whole heads",
+    f"{CONFIG_JSON}:refuse_unsupported: use a model without partial_rotary_factor: trimtab rotates whole heads",
     {"partial_rotary_factor": 0.5},
     lambda remedy: {remedy.partition("without ")[2].split(":")[0]: ...},
 )
 accepted_config(
-    "facts/shapes_hf.py:_window: supported are full layers first, then sliding ones",
-    {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]},
-    lambda remedy: {"layer_types": ["full_attention", "sliding_attention"]},
+    "model/families/qwen2.py:read_windows: use a model whose layers are {} or {}, which trimtab trains",
+    {**WINDOWED, "layer_types": ["linear_attention", "full_attention"]},
+    lambda remedy: {"layer_types": re.findall(r"\w+_attention", remedy)},
 )
 accepted_config(
-    "facts/shapes_hf.py:_rope: supported are {} with one setting for all layers",
+    "model/families/config_json.py:refuse_unsupported: use a model without rope_interleaved: trimtab rotates the two "
+    "halves of a head",
+    {"rope_interleaved": True},
+    lambda remedy: {remedy.partition("without ")[2].split(":")[0]: ...},
+)
+accepted_config(
+    "model/families/config_json.py:read_rope: use a model with one setting for all layers",
     {"rope_scaling": {"full_attention": {"rope_type": "default"}}},
     lambda remedy: {"rope_scaling": {"rope_type": "default"}},
 )
 accepted_config(
-    "facts/shapes_hf.py:_rope: it must be above 1",
+    "model/families/config_json.py:read_rope: it must be above 1",
     {"rope_theta": 1},
     lambda remedy: {"rope_theta": number_in(remedy) + 0.5},
 )
 SCALING = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 case(
-    "facts/shapes_hf.py:scaling_from_values: supported are linear, dynamic, yarn and llama3",
+    "model/families/config_json.py:scaling_from_values: supported are linear, dynamic, yarn and llama3",
     lambda w: config(w, rope_scaling={**SCALING, "rope_type": "longrope"}),
     lambda w, remedy: in_turn(
         lambda name: config(w, rope_scaling={**SCALING, "rope_type": name}), listed(remedy, "supported are")
     ),
 )
 accepted_config(
-    "facts/shapes_hf.py:scaling_from_values: use a model in which both are positive",
+    "model/families/config_json.py:scaling_from_values: use a model in which both are positive",
     {"rope_scaling": {**SCALING, "factor": -1.0}},
     lambda remedy: {"rope_scaling": {**SCALING, "factor": 1.0}},
 )
 accepted_config(
-    "facts/shapes_hf.py:scaling_from_values: use a model with 0 < low_freq_factor < high_freq_factor",
+    "model/families/config_json.py:scaling_from_values: use a model with 0 < low_freq_factor < high_freq_factor",
     {"rope_scaling": {**SCALING, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
     lambda remedy: {"rope_scaling": {**SCALING, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
 )
 OPPOSED = {"rope_type": "yarn", "factor": math.e, "mscale": 1.0, "mscale_all_dim": -10.0}
 accepted_config(
-    "facts/shapes_hf.py:scaling_from_values: leave both mscales out",
+    "model/families/config_json.py:scaling_from_values: leave both mscales out",
     {"rope_scaling": OPPOSED},
     lambda remedy: {"rope_scaling": {key: OPPOSED[key] for key in OPPOSED if "mscale" not in key}},
 )
@@ -199,12 +212,12 @@ def follow_unquantized(w: World, remedy: str) -> None:
 
 
 case(
-    f"facts/shapes_hf.py:_refuse_unknown_quantization: {UNQUANTIZED}, or ones that bitsandbytes quantized (NF4, INT8)",
+    f"{CONFIG_JSON}:_refuse_unknown_quantization: {UNQUANTIZED}, or ones that bitsandbytes quantized (NF4, INT8)",
     lambda w: config(w, quantization_config={"quant_method": "gptq"}),
     follow_unquantized,
 )
 case(
-    f"facts/shapes_hf.py:_refuse_unknown_quantization: {UNQUANTIZED}",
+    f"model/families/config_json.py:_refuse_unknown_quantization: {UNQUANTIZED}",
     lambda w: config(w, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
     follow_unquantized,
 )
@@ -215,7 +228,7 @@ def fresh(**shape: Any) -> Any:
 
 
 case(
-    "facts/shapes_hf.py:config_from_shape: build it with the biases, norms and windows of its family",
+    "model/families/__init__.py:config_from_shape: build it with the biases, norms and windows of its family",
     lambda w: save_folder(fresh(qk_norm=True), w.tmp / "saved", dtype="fp32"),
     lambda w, remedy: save_folder(fresh(), w.tmp / "saved", dtype="fp32"),
 )

@@ -11,8 +11,8 @@ from on_model import WEIGHTS, fresh, gguf_file, loaded_gguf, number_in
 from safetensors.torch import save_file
 
 from trimtab.facts.gguf_header import read_gguf_header
-from trimtab.facts.shapes_gguf import shape_from_gguf
 from trimtab.model import load_weights, read_shape
+from trimtab.model.families.gguf_metadata import shape_from_gguf
 
 # GGUF files.
 
@@ -35,17 +35,17 @@ def gguf_again(w: World, remedy: str) -> None:
 
 
 def refused_gguf(key: str, **changes: Any) -> None:
-    case(f"facts/shapes_gguf.py:{key}", lambda w: described(w, **changes), gguf_again)
+    case(f"model/families/gguf_metadata.py:{key}", lambda w: described(w, **changes), gguf_again)
 
 
 case(
-    "facts/shapes_gguf.py:shape_from_gguf: supported are {} (Mistral and SmolLM2 files say llama)",
+    "model/families/gguf_metadata.py:shape_from_gguf: supported are {} (Mistral and SmolLM2 files say llama)",
     lambda w: described(w, arch="mamba9"),
     lambda w, remedy: in_turn(lambda arch: described(w, arch=arch), listed(remedy, "supported are")),
 )
 refused_gguf("shape_from_gguf: use a dense model", expert_count=8)
 case(
-    "facts/shapes_gguf.py:shape_from_gguf: it must be at least 1",
+    "model/families/gguf_metadata.py:shape_from_gguf: it must be at least 1",
     lambda w: described(w, attention__head_count=0),
     lambda w, remedy: described(w, attention__head_count=2 * number_in(remedy)),
 )
@@ -54,7 +54,7 @@ refused_gguf("_Keys.whole: download it again", embedding_length=...)
 refused_gguf("_Keys.whole: download it again: a whole number up to {} is expected", block_count="two")
 refused_gguf("_Keys.number: download it again: a number is expected", rope__freq_base="fast")
 case(
-    "facts/shapes_gguf.py:_llama3_scaling: use the model's Hugging Face folder",
+    "model/families/gguf_metadata.py:_llama3_scaling: use the model's Hugging Face folder",
     lambda w: described(w, rope=[1.0, 2.0, 9.0, 4.0]),
     lambda w, remedy: read_shape(w.model),
 )

@@ -56,7 +56,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "data/readers_text.py:_zstd: pip install 'trimtab[train]'",
         "data/readers_parquet.py:parquet_schema: pip install 'trimtab[train]'",
         "data/readers_parquet.py:parquet_values: pip install 'trimtab[train]'",
-        "facts/shapes_gguf.py:shape_from_gguf: join them with llama-gguf-split --merge",
+        "model/families/gguf_metadata.py:shape_from_gguf: join them with llama-gguf-split --merge",
         "run/device.py:check_device: pip install 'trimtab[train]'",
         "run/device.py:need_torch: pip install 'trimtab[train]'",
         "run/device.py:need_trackers: pip install 'trimtab[{}]'",

@@ -74,6 +74,8 @@ def plan(
         print(
             f"note: {plain(name)} does not exist here, so that training would stop at once", file=sys.stderr
         )
+    for note in prepared.plan.notes:
+        print(f"note: {plain(note)}", file=sys.stderr)
     windows = _longest(prepared) if longest else {}
     costs = policy_costs(prepared.plan.job, prepared.device) if recompute else []
     if as_json:

@@ -20,8 +20,6 @@ from trimtab.facts.blocks import (
 )
 from trimtab.facts.errors import ModelError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-
 
 @dataclass(frozen=True)
 class ModelShape:

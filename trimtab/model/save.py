@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from trimtab.facts.dtypes import TORCH_NAMES, nbytes
 from trimtab.facts.errors import ModelError, ResourceError
 from trimtab.facts.files import sync_file, sync_folder, temporary_path, write_json
-from trimtab.facts.shapes_hf import config_from_shape
 from trimtab.facts.units import format_bytes
 from trimtab.model.building import torch_dtype
 from trimtab.model.decoder import Decoder
+from trimtab.model.families import config_from_shape
 from trimtab.model.weights_safetensors import INDEX, SINGLE
 
 MAX_SHARD_BYTES = 5_000_000_000

@@ -9,8 +9,9 @@ from trimtab.facts.errors import ModelError
 from trimtab.facts.gguf_header import GGUFHeader, is_gguf, read_gguf_header
 from trimtab.facts.run_layout import config_folder
 from trimtab.facts.shapes import ModelShape
-from trimtab.facts.shapes_gguf import shape_from_gguf
-from trimtab.facts.shapes_hf import read_config, read_model_json, shape_from_config
+from trimtab.model.families import shape_from_config, unknown_keys
+from trimtab.model.families.config_json import read_config, read_model_json
+from trimtab.model.families.gguf_metadata import shape_from_gguf
 
 SourceKind = Literal["hf", "gguf"]
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -55,6 +56,19 @@ def read_shape(path: str | Path) -> ModelShape:
     if source_kind(path) == "hf":
         return shape_from_config(read_config(path), str(path / "config.json"))
     return shape_of_header(read_gguf_header(path))
+
+
+def unknown_config_keys(path: str | Path) -> list[str]:
+    """Keys of a model's config.json that its family neither reads nor knows to be harmless; none for a GGUF file.
+
+    Example:
+        >>> unknown_config_keys("my-model")  # doctest: +SKIP
+        ['logit_scale']
+    """
+    path = Path(path)
+    if source_kind(path) != "hf":
+        return []
+    return unknown_keys(read_config(path), str(path / "config.json"))
 
 
 def shape_of_header(header: GGUFHeader) -> ModelShape:

@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 from trimtab.facts.errors import ModelError
 from trimtab.facts.run_layout import PARAMETERS, is_checkpoint
 from trimtab.facts.shapes import ModelShape
-from trimtab.facts.shapes_hf import read_model_json
 from trimtab.model import weights_packed as packed
 from trimtab.model.decoder import Decoder
 from trimtab.model.families import family
+from trimtab.model.families.config_json import read_model_json
 from trimtab.model.source import PICKLE_SUFFIXES, pickle_refused
 from trimtab.model.weights import Places, Progress, Provenance, check_dims, check_layers, check_names
 

@@ -22,7 +22,6 @@ from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import CheckpointError, ModelError, RecipeError
 from trimtab.facts.shapes import ModelShape
-from trimtab.facts.shapes_hf import config_from_shape
 from trimtab.model import (
     Decoder,
     check_weights,
@@ -32,6 +31,7 @@ from trimtab.model import (
     read_shape,
     read_token_ids,
 )
+from trimtab.model.families import config_from_shape
 from trimtab.model.weights import Provenance
 from trimtab.parallel import Mesh
 from trimtab.run.adapter_tokens import tokenizer_beside, with_its_tokens

@@ -11,7 +11,7 @@ from trimtab.adapt.targets import EMBEDDING, HEAD
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
-from trimtab.model.source import read_shape
+from trimtab.model.source import read_shape, unknown_config_keys
 from trimtab.plan import Plan, make_plan
 from trimtab.plan.resolved import Resolved
 from trimtab.recipe import Recipe
@@ -73,7 +73,21 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None) -> Prepared:
         resolved = _resolve_resumed(recipe, shape, frozen)
     plan = make_plan(recipe, shape, resolved, device=device)
     _check_rates(plan)
+    if frozen is None:
+        plan = dataclasses.replace(plan, notes=(*model_notes(model), *plan.notes))
     return Prepared(recipe, device, shape, model, commit, resolved, plan)
+
+
+def model_notes(model: Path) -> list[str]:
+    """What the user should know of a model's config.json."""
+    unknown = unknown_config_keys(model)
+    if not unknown:
+        return []
+    keys = f"the key {unknown[0]}" if len(unknown) == 1 else f"the keys {', '.join(unknown)}"
+    return [
+        f"{model / 'config.json'} has {keys}, which trimtab does not know and ignores: if it changes what the model "
+        "computes, training starts from another model than the published one"
+    ]
 
 
 def _resolve_resumed(recipe: Recipe, shape: ModelShape, frozen: Frozen) -> Resolved:

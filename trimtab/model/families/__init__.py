@@ -1,19 +1,92 @@
-"""One file a family: the maps between its tensors' names in files and in the decoder."""
+"""One file per family: config.json ↔ shape, names of its tensors in files, and what else is special about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from trimtab.facts.errors import ModelError
+from trimtab.facts.shapes import ModelShape, check
 from trimtab.model.families import llama, mistral, qwen2, qwen3
 from trimtab.model.families.base import Family
+from trimtab.model.families.config_json import HARMLESS, ConfigValues, common_keys, refuse_unsupported
 
-_FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3)
-}
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3)}
+"""By transformers' `model_type`."""
 
 
 def family(name: str) -> Family:
-    """The key maps of a family by its name in `facts.shapes.FAMILIES`."""
-    if name not in _FAMILIES:
-        raise ModelError(f"no family is called {name!r}", f"supported are {', '.join(_FAMILIES)}")
-    return _FAMILIES[name]
+    """A family by its name."""
+    if name not in FAMILIES:
+        raise ModelError(f"no family is called {name!r}", f"supported are {', '.join(FAMILIES)}")
+    return FAMILIES[name]
 
 
-__all__ = ["Family", "family"]
+def shape_from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
+    """The shape that a `config.json` describes.
+
+    Args:
+        config: the parsed file.
+        where: how errors name it.
+
+    Example:
+        >>> shape_from_config({"model_type": "llama", "vocab_size": 64, "hidden_size": 16,
+        ...     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}).attention.head_dim
+        4
+    """
+    return _described(config, where)[0]
+
+
+def unknown_keys(config: Mapping[str, Any], where: str = "config.json") -> list[str]:
+    """Keys of a `config.json` that its family neither reads nor knows to be harmless.
+
+    Example:
+        >>> unknown_keys({"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
+        ...     "num_hidden_layers": 1, "num_attention_heads": 4, "use_cache": True, "logit_scale": 0.5})
+        ['logit_scale']
+    """
+    _, values, found = _described(config, where)
+    known = HARMLESS | found.harmless
+    return [key for key in values.unread() if key in config and key not in known]
+
+
+def _described(config: Mapping[str, Any], where: str) -> tuple[ModelShape, ConfigValues, Family]:
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ModelError(
+            f"{where} describes a model of type {name!r}, which trimtab does not know",
+            f"supported are {', '.join(FAMILIES)} (SmolLM2 is a llama)",
+        )
+    found = FAMILIES[name]
+    values = ConfigValues({**found.defaults, **config}, where)
+    refuse_unsupported(values)
+    return check(found.describe(values)), values, found
+
+
+def config_from_shape(
+    shape: ModelShape, *, dtype: str, extra: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """A `config.json` that transformers 4 and 5 load.
+
+    Args:
+        shape: the model.
+        dtype: torch's name of the stored weights' format ("bfloat16").
+        extra: further keys, such as `bos_token_id` and `eos_token_id`; without them those two are null.
+    """
+    found = family(shape.family)
+    config = {
+        "architectures": [found.architecture],
+        **common_keys(shape),
+        **found.own_keys(shape),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    if shape_from_config(config) != shape:
+        raise ModelError(
+            f"transformers' {found.architecture} cannot describe this model",
+            "build it with the biases, norms and windows of its family",
+        )
+    return {**config, **(extra or {})}
+
+
+__all__ = ["FAMILIES", "Family", "config_from_shape", "family", "shape_from_config", "unknown_keys"]

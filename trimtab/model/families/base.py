@@ -1,58 +1,17 @@
-"""What a family has to say about itself: where its tensors are called what, and in which order of rows."""
+"""What a family has to say about itself: its config.json, its tensors' names, and the order of their rows."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from trimtab.facts.errors import ModelError
+from trimtab.facts.shapes import ModelShape
+from trimtab.model.families.config_json import ConfigValues
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-
-
-@dataclass(frozen=True)
-class Family:
-    """Key maps of one family. trimtab's names are Hugging Face's, so only departures are listed.
-
-    Example:
-        >>> from trimtab.model.families import family
-        >>> family("llama").gguf_name("model.layers.3.self_attn.q_proj.weight")
-        'blk.3.attn_q.weight'
-    """
-
-    name: str
-    gguf_top: dict[str, str]
-    """Tensors outside the layers: ours to GGUF's."""
-    gguf_layer: dict[str, str]
-    """Tensors of a layer, without their prefix: ours to GGUF's."""
-    gguf_pairs_rotary_rows: bool
-    """Whether GGUF files interleave the rows of q and k (numbers 0 and D/2 of a head side by side)."""
-    hf_ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
-    """Patterns of tensors in Hugging Face files that are computed, not learnt."""
-    gguf_ignored: tuple[str, ...] = (r"rope_freqs\.weight",)
-
-    def gguf_name(self, name: str) -> str:
-        """GGUF's name of a parameter of ours."""
-        match = _LAYER.fullmatch(name)
-        if match is None:
-            return self.gguf_top[name]
-        if match[2] not in self.gguf_layer:
-            raise ModelError(
-                f"a {self.name} model has no {name} in GGUF files", "use its Hugging Face folder"
-            )
-        return f"blk.{match[1]}.{self.gguf_layer[match[2]]}"
-
-    def hf_name(self, stored: str) -> str:
-        """Our name of a tensor in a Hugging Face file; folders of a bare trunk lack the `model.` in front."""
-        return stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"
-
-    def ignores_hf(self, stored: str) -> bool:
-        """Whether a stored tensor is one that the model computes itself."""
-        return any(re.fullmatch(pattern, stored) for pattern in self.hf_ignored)
-
-    def ignores_gguf(self, stored: str) -> bool:
-        """The same for GGUF files."""
-        return any(re.fullmatch(pattern, stored) for pattern in self.gguf_ignored)
 
 
 TOP = {
@@ -83,3 +42,59 @@ MLP_BIAS = {
     "mlp.down_proj.bias": "ffn_down.bias",
 }
 QK_NORM = {"self_attn.q_norm.weight": "attn_q_norm.weight", "self_attn.k_norm.weight": "attn_k_norm.weight"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: config.json ↔ shape, and key maps. trimtab's names are Hugging Face's, so only departures are listed.
+
+    Example:
+        >>> from trimtab.model.families import family
+        >>> family("llama").gguf_name("model.layers.3.self_attn.q_proj.weight")
+        'blk.3.attn_q.weight'
+    """
+
+    name: str
+    """transformers' `model_type`."""
+    architecture: str
+    """transformers' class, as `architectures` names it."""
+    describe: Callable[[ConfigValues], ModelShape]
+    """The shape that a config.json describes."""
+    own_keys: Callable[[ModelShape], dict[str, Any]]
+    """The keys of a config.json that only this family has, for a shape."""
+    gguf_layer: Mapping[str, str]
+    """Tensors of a layer, without their prefix: ours to GGUF's."""
+    gguf_pairs_rotary_rows: bool
+    """Whether GGUF files interleave the rows of q and k (numbers 0 and D/2 of a head side by side)."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers assumes for keys that a config leaves out (its configuration_<family>.py)."""
+    harmless: frozenset[str] = frozenset()
+    """Keys of a config that change neither parameters nor arithmetic, besides those that all families have."""
+    gguf_top: Mapping[str, str] = field(default_factory=lambda: dict(TOP))
+    """Tensors outside the layers: ours to GGUF's."""
+    hf_ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+    """Patterns of tensors in Hugging Face files that are computed, not learnt."""
+    gguf_ignored: tuple[str, ...] = (r"rope_freqs\.weight",)
+
+    def gguf_name(self, name: str) -> str:
+        """GGUF's name of a parameter of ours."""
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            return self.gguf_top[name]
+        if match[2] not in self.gguf_layer:
+            raise ModelError(
+                f"a {self.name} model has no {name} in GGUF files", "use its Hugging Face folder"
+            )
+        return f"blk.{match[1]}.{self.gguf_layer[match[2]]}"
+
+    def hf_name(self, stored: str) -> str:
+        """Our name of a tensor in a Hugging Face file; folders of a bare trunk lack the `model.` in front."""
+        return stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"
+
+    def ignores_hf(self, stored: str) -> bool:
+        """Whether a stored tensor is one that the model computes itself."""
+        return any(re.fullmatch(pattern, stored) for pattern in self.hf_ignored)
+
+    def ignores_gguf(self, stored: str) -> bool:
+        """The same for GGUF files."""
+        return any(re.fullmatch(pattern, stored) for pattern in self.gguf_ignored)

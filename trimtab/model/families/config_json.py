@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` to a `ModelShape` and back, for the families that trimtab trains.
+"""Hugging Face's config.json: values with their types checked, what all families read of it, and RoPE.
 
 Both spellings of rotary settings are read: `rope_theta` with `rope_scaling` (transformers 4, and what nearly
 every published model has) and `rope_parameters` (transformers 5). The first is written, since transformers 4
@@ -8,36 +8,43 @@ and 5, vLLM and llama.cpp's converter all read it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from trimtab.facts.blocks import RopeScaling
+from trimtab.facts.blocks import AttentionShape, BlockShape, FeedForwardShape, Norm, Rope, RopeScaling
 from trimtab.facts.errors import ModelError
 from trimtab.facts.files import read_json_object
 from trimtab.facts.run_layout import config_folder
-from trimtab.facts.shapes import FAMILIES, ModelShape, check, uniform_shape
+from trimtab.facts.shapes import ModelShape
 
-ARCHITECTURES: dict[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""Family (transformers' `model_type`) to transformers' class, as `architectures` names it."""
-
-# What transformers assumes for a key that a config leaves out (its configuration_<family>.py).
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096},
-    "qwen3": {
-        "max_position_embeddings": 32_768,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "head_dim": 128,
-    },
-}
+HARMLESS = frozenset(
+    {
+        "_attn_implementation",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "is_encoder_decoder",
+        "label2id",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+    }
+)
+"""Keys that change neither parameters nor arithmetic, in every family. trimtab trains without `attention_dropout`."""
 MAX_LAYERS = 10_000
 """More than any model has; a damaged file must not make us build a billion layers."""
 _MAX_CONFIG_BYTES = 64 * 2**20
@@ -66,128 +73,36 @@ def read_model_json(path: Path) -> dict[str, Any]:
         ) from err
 
 
-def shape_from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
-    """The shape that a `config.json` describes.
-
-    Args:
-        config: the parsed file.
-        where: how errors name it.
+class ConfigValues:
+    """A config's values with their types checked; a missing one without a default is an error.
 
     Example:
-        >>> shape_from_config({"model_type": "llama", "vocab_size": 64, "hidden_size": 16,
-        ...     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}).head_dim
-        4
+        >>> config = ConfigValues({"hidden_size": 16, "strange": 1}, "config.json")
+        >>> config.whole("hidden_size"), config.unread()
+        (16, ['strange'])
     """
-    family = config.get("model_type")
-    if not isinstance(family, str) or family not in ARCHITECTURES:
-        raise ModelError(
-            f"{where} describes a model of type {family!r}, which trimtab does not know",
-            f"supported are {', '.join(FAMILIES)} (SmolLM2 is a llama)",
-        )
-    values = _Values({**_DEFAULTS[family], **config}, where)
-    _refuse_unsupported(values)
-    hidden, heads = values.whole("hidden_size"), values.whole("num_attention_heads")
-    layers = values.whole("num_hidden_layers", most=MAX_LAYERS)
-    max_positions = values.whole("max_position_embeddings")
-    if heads < 1:
-        raise ModelError(f"{where}: num_attention_heads is {heads}", "it must be at least 1")
-    window, num_full = _window(family, values, layers)
-    theta, scaling = _rope(values, max_positions)
-    bias = family in ("llama", "qwen3") and values.flag("attention_bias")
-    return check(
-        uniform_shape(
-            family,
-            vocab_size=values.whole("vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=values.whole("intermediate_size"),
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=values.whole("num_key_value_heads", heads),
-            head_dim=values.whole("head_dim", hidden // heads),
-            max_positions=max_positions,
-            rope_theta=theta,
-            rope_scaling=scaling,
-            norm_eps=values.number("rms_norm_eps", 1e-6),
-            tie_embeddings=values.flag("tie_word_embeddings"),
-            qkv_bias=bias or family == "qwen2",
-            o_bias=bias,
-            mlp_bias=family == "llama" and values.flag("mlp_bias"),
-            qk_norm=family == "qwen3",
-            sliding_window=window,
-            num_full_layers=num_full,
-            initializer_range=values.number("initializer_range", 0.02),
-        )
-    )
-
-
-def config_from_shape(
-    shape: ModelShape, *, dtype: str, extra: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """A `config.json` that transformers 4 and 5 load.
-
-    Args:
-        shape: the model.
-        dtype: torch's name of the stored weights' format ("bfloat16").
-        extra: further keys, such as `bos_token_id` and `eos_token_id`; without them those two are null.
-    """
-    family, block = shape.family, shape.block
-    attention, rope = block.attention, block.attention.rope
-    windows = [window for window in shape.windows() if window is not None]
-    window = windows[0] if windows else None
-    config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[family]],
-        "model_type": family,
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": shape.max_positions,
-        "rms_norm_eps": block.norm.eps,
-        "rope_theta": rope.theta if rope else None,
-        "rope_scaling": _scaling_to_config(rope.scaling if rope else None),
-        "tie_word_embeddings": shape.tie_embeddings,
-        "initializer_range": shape.initializer_range,
-        "attention_dropout": 0.0,
-        "use_cache": True,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    }
-    if family in ("llama", "qwen3"):
-        config["attention_bias"] = attention.qkv_bias
-    if family == "llama":
-        config["mlp_bias"] = block.dense.bias
-    if family == "mistral":
-        config["sliding_window"] = window
-    if family in ("qwen2", "qwen3"):
-        config["use_sliding_window"] = window is not None
-        config["sliding_window"] = window
-        full = [shape.window(layer) for layer in range(shape.num_layers)].count(None)
-        config["max_window_layers"] = full
-    if shape_from_config(config) != shape:
-        raise ModelError(
-            f"transformers' {ARCHITECTURES[family]} cannot describe this model: {shape}",
-            "build it with the biases, norms and windows of its family",
-        )
-    return {**config, **(extra or {})}
-
-
-class _Values:
-    """A config's values with their types checked; a missing one without a default is an error."""
 
     def __init__(self, data: Mapping[str, Any], where: str) -> None:
         self.data, self.where = data, where
+        self._read: set[str] = set()
 
     def get(self, key: str) -> Any:
+        """A value as it is; None where it is missing."""
+        self._read.add(key)
         return self.data.get(key)
 
+    def unread(self) -> list[str]:
+        """Keys that nothing has asked for."""
+        return [key for key in self.data if key not in self._read]
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return self.whole("num_hidden_layers", most=MAX_LAYERS)
+
     def whole(self, key: str, default: int | None = None, most: int = 2**40) -> int:
-        value = self.data.get(key)
+        """A whole number from 0 to `most`."""
+        value = self.get(key)
         value = default if value is None else value
         if value is None:
             raise ModelError(f"{self.where} has no {key}", "download the model's config.json again")
@@ -199,14 +114,16 @@ class _Values:
         return value
 
     def number(self, key: str, default: float) -> float:
-        value = self.data.get(key)
+        """A finite number."""
+        value = self.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
             raise ModelError(f"{self.where}: {key} is {value!r}", "download it again: a number is expected")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.data.get(key)
+        """True or false."""
+        value = self.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
             raise ModelError(
@@ -222,7 +139,8 @@ def _is_finite(value: float) -> bool:
         return False
 
 
-def _refuse_unsupported(values: _Values) -> None:
+def refuse_unsupported(values: ConfigValues) -> None:
+    """ModelError for a feature that no family of trimtab's has."""
     where = values.where
     act = values.get("hidden_act") or "silu"
     if act not in ("silu", "swish"):
@@ -231,6 +149,11 @@ def _refuse_unsupported(values: _Values) -> None:
             "use a model with hidden_act: silu, the only one that trimtab trains",
         )
     _refuse_unknown_quantization(values)
+    if values.flag("rope_interleaved"):
+        raise ModelError(
+            f"{where}: rope_interleaved is true",
+            "use a model without rope_interleaved: trimtab rotates the two halves of a head",
+        )
     rope = values.get("rope_parameters") or {}
     partial = values.get("partial_rotary_factor") or (
         rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
@@ -242,7 +165,7 @@ def _refuse_unsupported(values: _Values) -> None:
         )
 
 
-def _refuse_unknown_quantization(values: _Values) -> None:
+def _refuse_unknown_quantization(values: ConfigValues) -> None:
     """bitsandbytes' NF4 and INT8 are read; the files themselves say the rest."""
     stored = values.get("quantization_config")
     if not stored:
@@ -265,38 +188,87 @@ def _refuse_unknown_quantization(values: _Values) -> None:
         )
 
 
-def _window(family: str, values: _Values, layers: int) -> tuple[int | None, int]:
-    """(window, number of first layers without it)."""
-    if family == "llama":
-        return None, 0
-    if values.get("sliding_window") is None:
-        return None, 0
-    window = values.whole("sliding_window")
-    if family == "mistral":
-        return window, 0
-    if not values.flag("use_sliding_window"):
-        return None, 0
-    num_full = min(values.whole("max_window_layers", 28), layers)
-    types = values.get("layer_types")
-    if types is not None:
-        if not isinstance(types, list) or len(types) != layers:
-            raise ModelError(
-                f"{values.where}: layer_types must list {layers} layers",
-                "download the model's config.json again",
-            )
-        num_full = sum(kind == "full_attention" for kind in types)
-        expected = ["full_attention"] * num_full + ["sliding_attention"] * (layers - num_full)
-        if types != expected:
-            raise ModelError(
-                f"{values.where}: layer_types alternates full and sliding attention",
-                "supported are full layers first, then sliding ones",
-            )
-    return (None, 0) if num_full >= layers else (window, num_full)
+def decoder_shape(
+    config: ConfigValues,
+    *,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: Literal["head", "full"] | None = None,
+    windows: Sequence[int | None] | None = None,
+) -> ModelShape:
+    """The shape of a decoder like Llama's: what all families read, with what one of them has besides.
+
+    Args:
+        config: its values.
+        qkv_bias: whether q, k and v have biases; likewise `o_bias` and `mlp_bias`.
+        qk_norm: how queries and keys are normed.
+        windows: of the attention of each layer; full attention everywhere if None.
+    """
+    hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    if heads < 1:
+        raise ModelError(f"{config.where}: num_attention_heads is {heads}", "it must be at least 1")
+    max_positions, norm = config.whole("max_position_embeddings"), Norm(config.number("rms_norm_eps", 1e-6))
+    attention = {
+        window: AttentionShape(
+            heads,
+            config.whole("num_key_value_heads", heads),
+            config.whole("head_dim", hidden // heads),
+            rope=read_rope(config, max_positions),
+            window=window,
+            qk_norm=qk_norm,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+        )
+        for window in dict.fromkeys(windows or [None])
+    }
+    feed_forward = FeedForwardShape(config.whole("intermediate_size"), bias=mlp_bias)
+    return ModelShape(
+        family=str(config.get("model_type")),
+        vocab_size=config.whole("vocab_size"),
+        hidden_size=hidden,
+        blocks=tuple(
+            BlockShape(attention[window], feed_forward, norm)
+            for window in (windows or [None] * config.num_layers)
+        ),
+        max_positions=max_positions,
+        final_norm=norm,
+        tie_embeddings=config.flag("tie_word_embeddings"),
+        initializer_range=config.number("initializer_range", 0.02),
+    )
 
 
-def _rope(values: _Values, max_positions: int) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from either spelling; `rope_scaling` wins if both are there, as in transformers."""
-    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+def common_keys(shape: ModelShape) -> dict[str, Any]:
+    """The keys of a config.json that all families have; the inverse of `decoder_shape`."""
+    block, attention = shape.block, shape.attention
+    rope = attention.rope
+    return {
+        "model_type": shape.family,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.max_positions,
+        "rms_norm_eps": block.norm.eps,
+        "rope_theta": None if rope is None else rope.theta,
+        "rope_scaling": None if rope is None else write_scaling(rope.scaling),
+        "tie_word_embeddings": shape.tie_embeddings,
+        "initializer_range": shape.initializer_range,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def read_rope(values: ConfigValues, max_positions: int) -> Rope:
+    """RoPE from either spelling; `rope_scaling` wins if both are there, as in transformers."""
+    old, new = values.get("rope_scaling"), values.get("rope_parameters")
+    rope = old or new or {}
     if not isinstance(rope, dict):
         raise ModelError(
             f"{values.where}: the rotary settings are {rope!r}", "download it again: an object is expected"
@@ -304,18 +276,18 @@ def _rope(values: _Values, max_positions: int) -> tuple[float, RopeScaling | Non
     if any(isinstance(value, dict) for value in rope.values()):
         raise ModelError(
             f"{values.where}: rotary settings differ between kinds of layers",
-            f"supported are {', '.join(FAMILIES)} with one setting for all layers",
+            "use a model with one setting for all layers",
         )
     where = f"{values.where} (rotary settings)"
-    inner = _Values(rope, where)
+    inner = ConfigValues(rope, where)
     theta = inner.number("rope_theta", values.number("rope_theta", 10_000.0))
     if theta <= 1:
         raise ModelError(f"{values.where}: rope_theta is {theta}", "it must be above 1")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
-        return theta, None
+        return Rope(theta)
     original = values.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    return theta, scaling_from_values(kind, rope, original, max_positions, where)
+    return Rope(theta, scaling_from_values(kind, rope, original, max_positions, where))
 
 
 def scaling_from_values(
@@ -326,8 +298,10 @@ def scaling_from_values(
         raise ModelError(
             f"{where}: scaling {kind!r} is not known", "supported are linear, dynamic, yarn and llama3"
         )
-    inner = _Values(rope, where)
-    original = max_positions if original is None else _Values({"original": original}, where).whole("original")
+    inner = ConfigValues(rope, where)
+    original = (
+        max_positions if original is None else ConfigValues({"original": original}, where).whole("original")
+    )
     if kind == "yarn" and rope.get("factor") is None:
         factor = max_positions / max(original, 1)
     elif rope.get("factor") is None:
@@ -371,7 +345,7 @@ def _mscale(scale: float, mscale: float = 1.0) -> float:
     return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
 
 
-def _scaling_to_config(scaling: RopeScaling | None) -> dict[str, Any] | None:
+def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
     out: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}

@@ -9,7 +9,7 @@ from typing import Any
 from trimtab.facts.blocks import RopeScaling
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape, check, uniform_shape
-from trimtab.facts.shapes_hf import MAX_LAYERS, scaling_from_values
+from trimtab.model.families.config_json import MAX_LAYERS, scaling_from_values
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """`general.architecture` values that are read. Mistral and SmolLM2 files say "llama"."""

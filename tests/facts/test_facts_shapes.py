@@ -1,0 +1,109 @@
+"""Models as descriptions: published sizes, runs of equal blocks, layers that differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from trimtab.facts.blocks import (
+    AttentionShape,
+    BlockShape,
+    ExpertsShape,
+    FeedForwardShape,
+    LatentAttentionShape,
+    Norm,
+    Rope,
+)
+from trimtab.facts.errors import ModelError
+from trimtab.facts.shapes import ModelShape, check, uniform_shape
+from trimtab.model import build, init_weights
+
+TINY = uniform_shape("llama", 64, 16, 32, 3, num_heads=4, num_kv_heads=2, head_dim=4)
+
+
+def test_mixtures_of_experts_have_their_published_sizes() -> None:
+    """Qwen3-30B-A3B: 30.5 B parameters of which a token uses 3.3 B (its model card)."""
+    block = BlockShape(AttentionShape(32, 4, 128, qk_norm="head"), ExpertsShape(128, 8, 768))
+    shape = check(ModelShape("qwen3_moe", 151_936, 2048, (block,) * 48))
+    assert shape.num_parameters == 30_532_122_624
+    assert shape.num_active_parameters // 10**8 == 33
+
+
+def test_latent_attention_has_its_published_size() -> None:
+    """DeepSeek-V3: 671 B parameters of which a token uses 37 B (its paper, without multi-token prediction)."""
+    latent = LatentAttentionShape(
+        128, 512, rope_head_dim=64, nope_head_dim=128, value_head_dim=128, q_rank=1536
+    )
+    dense = BlockShape(latent, FeedForwardShape(18_432))
+    experts = BlockShape(latent, ExpertsShape(256, 8, 2048, shared=1))
+    shape = check(ModelShape("deepseek_v3", 129_280, 7168, (dense,) * 3 + (experts,) * 58))
+    assert round(shape.num_parameters / 1e9) == 671
+    assert round(shape.num_active_parameters / 1e9) in (37, 38)
+    assert [len(layers) for _, layers in shape.runs()] == [3, 58]
+
+
+def test_counts_are_those_of_the_list() -> None:
+    for shape in (TINY, dataclasses.replace(TINY, tie_embeddings=True)):
+        assert shape.num_parameters == sum(math.prod(dims) for _, dims in shape.parameters())
+        assert shape.num_active_parameters == shape.num_parameters
+
+
+def test_equal_layers_are_one_run() -> None:
+    sliding = uniform_shape(
+        "qwen2", 64, 16, 32, 5, num_heads=4, num_kv_heads=2, head_dim=4, sliding_window=3, num_full_layers=2
+    )
+    assert [(block.mixer.window, layers) for block, layers in sliding.runs()] == [
+        (None, range(2)),
+        (3, range(2, 5)),
+    ]
+    assert sliding.windows() == [None, 3]
+    assert sliding.block == TINY.block
+    assert sliding.of_layers(range(1, 4)).blocks == sliding.blocks[1:4]
+    assert list(TINY.runs()) == [(TINY.block, range(3))]
+
+
+def test_layers_may_differ_in_every_field() -> None:
+    """The decoder is built from each block's own description, and its parameters are the listed ones."""
+    plain = TINY.block
+    blocks = (
+        plain,
+        BlockShape(AttentionShape(2, 1, 6, rope=Rope(500.0), qk_norm="head", window=3), FeedForwardShape(20)),
+        BlockShape(
+            AttentionShape(4, 4, 2, qkv_bias=True, o_bias=True), FeedForwardShape(8, bias=True), Norm(1e-3)
+        ),
+    )
+    shape = check(dataclasses.replace(TINY, blocks=blocks))
+    decoder = init_weights(build(shape, dtype="fp32", device="cpu", attention="sdpa_flash"), seed=0)
+    found = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
+    assert found == list(shape.parameters())
+    ids_BT = torch.arange(20).view(2, 10)
+    decoder.loss(ids_BT, ids_BT).backward()
+    assert all(parameter.grad is not None for parameter in decoder.parameters())
+    with pytest.raises(AssertionError, match="differ"):
+        _ = shape.block
+    # A layer of its own kind sees its own window: the first token reaches no further than three.
+    alone = dataclasses.replace(shape, blocks=blocks[1:2])
+    decoder = init_weights(build(alone, dtype="fp32", device="cpu", attention="reference"), seed=0)
+    changed = ids_BT.clone()
+    changed[:, 0] = 63
+    with torch.no_grad():
+        same = (decoder(ids_BT) == decoder(changed)).all(-1)
+    assert same.tolist() == [[False] * 3 + [True] * 7] * 2
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (BlockShape(AttentionShape(4, 3, 4), FeedForwardShape(8)), "4 query heads cannot share 3"),
+        (BlockShape(AttentionShape(4, 2, 3), FeedForwardShape(8)), "a head of 3"),
+        (BlockShape(AttentionShape(4, 2, 4), FeedForwardShape(0)), "intermediate_size is 0"),
+        (BlockShape(AttentionShape(0, 0, 4), FeedForwardShape(8)), "num_heads is 0"),
+        (BlockShape(AttentionShape(4, 2, 4), ExpertsShape(0, 1, 8)), "num_experts is 0"),
+    ],
+)
+def test_blocks_that_cannot_be(block: BlockShape, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        check(dataclasses.replace(TINY, blocks=(TINY.block, block)))
