@@ -10,8 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.facts.errors import RecipeError
+from trimtab.facts.shapes import uniform_shape
 from trimtab.generate import KVCache, SamplingKeywords, SamplingOptions, StopStrings
+from trimtab.generate.cache import PromptCache
 from trimtab.generate.sampling import pick_tokens, uniform
+from trimtab.kernels.attention import Layout
+from trimtab.model import Decoder, build, init_weights
 
 
 def test_cache_returns_all_so_far_and_grows_in_blocks() -> None:
@@ -188,3 +192,81 @@ def test_stop_strings_cut_where_the_whole_text_says(pieces: list[str], stops: li
 def test_stop_string_beginnings_are_held_back() -> None:
     finder = StopStrings(["END"])
     assert [finder.push(p) for p in ("x E", "N", "X")] == [("x ", False), ("", False), ("ENX", False)]
+
+
+def windowed(window: int | None, layers: int = 2, attention: str = "sdpa_flash") -> Decoder:
+    shape = uniform_shape(
+        "mistral",
+        50,
+        32,
+        48,
+        layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        sliding_window=window,
+        max_positions=4096,
+    )
+    return init_weights(build(shape, dtype="fp32", device="cpu", attention=attention), seed=3).eval()
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa_flash"])
+@pytest.mark.parametrize("chunks", [[1] * 40, [17, 1, 1, 9, 12], [40], [3] + [1] * 37])
+def test_what_a_window_no_longer_sees_is_dropped(attention: str, chunks: list[int]) -> None:
+    """Hidden states are those of the whole text at once, whatever is dropped in between."""
+    decoder = windowed(5, attention=attention)
+    ids_BT = torch.randint(0, 50, (2, sum(chunks)), generator=torch.Generator().manual_seed(1))
+    cache = KVCache(2, windows=[5, 5], block=2)
+    with torch.no_grad():
+        whole_BTC = decoder(ids_BT)
+        parts = [decoder(part_BT, None, None, cache) for part_BT in ids_BT.split(chunks, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole_BTC, rtol=1e-5, atol=1e-5)
+    assert cache.length == 40
+
+
+def test_the_memory_of_a_window_is_constant() -> None:
+    new = torch.zeros(1, 1, 2, 8)
+    cache, unlimited = KVCache(1, windows=[16], block=8), KVCache(1, block=8)
+    sizes = []
+    for _ in range(500):
+        k_BSKD, _ = cache.update(0, new, new)
+        unlimited.update(0, new, new)
+        sizes.append(cache.nbytes)
+        assert k_BSKD.shape[1] <= 16
+    assert max(sizes) == max(sizes[:60]) < unlimited.nbytes / 8
+    assert cache.length == 500
+
+
+@pytest.mark.parametrize("window", [3, 6, None])
+def test_padded_rows_are_as_alone_with_a_window(window: int | None) -> None:
+    decoder = windowed(window)
+    rows, padding = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 0, 0, 0, 0, 0, 0, 4, 5]], [0, 7]
+    more = torch.randint(0, 50, (2, 30), generator=torch.Generator().manual_seed(2))
+    ids_BT = torch.cat([torch.tensor(rows), more], dim=1)
+    cache = KVCache(2, windows=[window] * 2, block=2)
+    last = []
+    with torch.no_grad():
+        for part_BT in ids_BT.split([9] + [1] * 30, dim=1):
+            end = cache.length + part_BT.shape[1]
+            places_BT = torch.arange(cache.length, end) - torch.tensor(padding)[:, None]
+            layout = Layout.left_padded(padding, end)
+            last.append(decoder(part_BT, places_BT.clamp(min=0), layout, cache)[:, -1])
+        for row, count in enumerate(padding):
+            alone_TC = decoder(ids_BT[row : row + 1, count:])[0, -31:]
+            together_TC = torch.stack([hidden_BC[row] for hidden_BC in last])
+            torch.testing.assert_close(together_TC, alone_TC, rtol=1e-5, atol=1e-5)
+
+
+def test_a_prompt_that_reaches_behind_a_dropped_window_is_read_anew() -> None:
+    kept, long = PromptCache(), list(range(1, 41))
+    cache = kept.begin(1, long, windows=[4])
+    cache.block = 2
+    new = torch.zeros(1, 1, 2, 8)
+    for _ in long:
+        cache.update(0, new, new)
+    kept.ids = list(long)
+    assert cache.can_truncate(40)
+    assert not cache.can_truncate(10)
+    assert kept.begin(1, [*long, 41], windows=[4]).length == 40
+    assert kept.begin(1, [*long[:10], 99], windows=[4]).length == 0
+    assert kept.ids == []

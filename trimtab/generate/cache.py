@@ -15,6 +15,14 @@ from torch import nn
 class KVCache:
     """Grows in blocks; every row holds the same number of tokens (shorter ones begin with padding).
 
+    A layer whose attention has a window drops keys and values that no later token sees, so that its memory and the time
+    of a token stay the same however long the text is.
+
+    Args:
+        num_layers: of the model.
+        windows: of each layer's attention, None for all tokens; no layer has one by default.
+        block: tokens by which it grows.
+
     Example:
         >>> cache = KVCache(num_layers=1, block=4)
         >>> k_BTKD = torch.zeros(2, 3, 1, 8)
@@ -23,17 +31,23 @@ class KVCache:
         (torch.Size([2, 3, 1, 8]), 3)
     """
 
-    def __init__(self, num_layers: int, *, block: int = 256) -> None:
+    def __init__(
+        self, num_layers: int, *, windows: Sequence[int | None] | None = None, block: int = 256
+    ) -> None:
         assert num_layers >= 1
         assert block >= 1
         self.block = block
+        self.windows = tuple(windows or [None] * num_layers)
+        assert len(self.windows) == num_layers, f"{len(self.windows)} windows for {num_layers} layers"
+        self._dropped = [0] * num_layers
+        """The first tokens that a layer holds no more."""
         self._keys: list[torch.Tensor | None] = [None] * num_layers
         self._values: list[torch.Tensor | None] = [None] * num_layers
         self._lengths = [0] * num_layers
 
     @property
     def length(self) -> int:
-        """Tokens that every layer holds; during a forward pass still the number before it."""
+        """Tokens that every layer has read; during a forward pass still the number before it."""
         return min(self._lengths)
 
     @property
@@ -44,23 +58,47 @@ class KVCache:
     def update(
         self, layer: int, k_BTKD: torch.Tensor, v_BTKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a layer's new keys and values; returns all of its so far, k_BSKD and v_BSKD (views)."""
-        start = self._lengths[layer]
-        end = start + k_BTKD.shape[1]
-        keys = self._keys[layer] = self._with_room(self._keys[layer], k_BTKD, start, end)
-        values = self._values[layer] = self._with_room(self._values[layer], v_BTKD, start, end)
-        keys[:, start:end] = k_BTKD
-        values[:, start:end] = v_BTKD
-        self._lengths[layer] = end
-        return keys[:, :end], values[:, :end]
+        """Add a layer's new keys and values; returns those that the new tokens see, k_BSKD and v_BSKD (views).
+
+        S counts the new tokens and all earlier ones, or as many of these as the layer's window reaches back to.
+        """
+        T, window = k_BTKD.shape[1], self.windows[layer]
+        held = self._lengths[layer] - self._dropped[layer]
+        seen = held if window is None else min(held, window - 1)
+        if held - seen >= self.block:
+            self._drop(layer, held - seen)
+            held = seen
+        end = held + T
+        keys = self._keys[layer] = self._with_room(self._keys[layer], k_BTKD, held, end)
+        values = self._values[layer] = self._with_room(self._values[layer], v_BTKD, held, end)
+        keys[:, held:end] = k_BTKD
+        values[:, held:end] = v_BTKD
+        self._lengths[layer] += T
+        return keys[:, held - seen : end], values[:, held - seen : end]
+
+    def _drop(self, layer: int, count: int) -> None:
+        """Frees the first `count` tokens that a layer holds."""
+        end = self._lengths[layer] - self._dropped[layer]
+        for stored in (self._keys, self._values):
+            tensor = stored[layer]
+            assert tensor is not None
+            stored[layer] = tensor[:, count:end].clone()
+        self._dropped[layer] += count
 
     def select(self, rows: Sequence[int], *, start: int = 0) -> None:
         """Keep only these rows, in this order, without their first `start` tokens (padding that all of them have)."""
         for held in (self._keys, self._values):
             for layer, tensor in enumerate(held):
                 if tensor is not None:
-                    held[layer] = tensor[torch.tensor(rows, device=tensor.device), start:]
+                    first = max(start - self._dropped[layer], 0)
+                    held[layer] = tensor[torch.tensor(rows, device=tensor.device), first:]
         self._lengths = [length - start for length in self._lengths]
+        self._dropped = [max(dropped - start, 0) for dropped in self._dropped]
+
+    def can_truncate(self, length: int) -> bool:
+        """Whether everything that the token after the first `length` ones sees is still held."""
+        pairs = zip(self._dropped, self.windows, strict=True)
+        return all(not dropped or dropped <= length - ((window or 1) - 1) for dropped, window in pairs)
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens; the next ones are written over what followed.
@@ -73,6 +111,7 @@ class KVCache:
             3
         """
         assert 0 <= length <= self.length, f"{length} of {self.length} tokens"
+        assert self.can_truncate(length), f"the window before token {length} was dropped"
         self._lengths = [length] * len(self._lengths)
 
     def _with_room(
@@ -137,20 +176,30 @@ class PromptCache:
         self._cache: KVCache | None = None
         self._weights: WeightState | None = None
 
-    def begin(self, num_layers: int, prompt: Sequence[int], *, weights: WeightState | None = None) -> KVCache:
+    def begin(
+        self,
+        num_layers: int,
+        prompt: Sequence[int],
+        *,
+        windows: Sequence[int | None] | None = None,
+        weights: WeightState | None = None,
+    ) -> KVCache:
         """The cache with what it shares with the beginning of a prompt; the last token is always read anew.
 
-        With other `weights` than last time it is empty.
+        With other `weights` than last time it is empty, and likewise where `windows` made it drop what the next token
+        of the prompt sees.
         """
         if weights is not None and (self._weights is None or not self._weights.matches(weights)):
             self._cache, self._weights = None, weights
         if self._cache is None:
-            self._cache = KVCache(num_layers)
+            self._cache = KVCache(num_layers, windows=windows)
         shared = 0
         for ours, theirs in zip(self.ids[: self._cache.length], prompt[:-1], strict=False):
             if ours != theirs:
                 break
             shared += 1
+        if not self._cache.can_truncate(shared):
+            self._cache, shared = KVCache(num_layers, windows=windows), 0
         self._cache.truncate(shared)
         self.ids = list(prompt[:shared])
         return self._cache

@@ -188,14 +188,15 @@ def _run_batch(
     decoder: Decoder, rows: list[Writing], options: SamplingOptions, kept: PromptCache | None
 ) -> None:
     parameters = decoder.shape.num_parameters
+    windows = [block.mixer.window for block in decoder.shape.blocks]
     longest = max(len(row.prompt) for row in rows)
     padding = [longest - len(row.prompt) for row in rows]
     next_BT = [[0] * count + row.prompt for count, row in zip(padding, rows, strict=True)]
     if kept is None:
-        cache = KVCache(decoder.shape.num_layers)
+        cache = KVCache(len(windows), windows=windows)
     else:
         assert len(rows) == 1, "a kept cache serves one prompt at a time"
-        cache = kept.begin(decoder.shape.num_layers, rows[0].prompt, weights=WeightState(decoder))
+        cache = kept.begin(len(windows), rows[0].prompt, windows=windows, weights=WeightState(decoder))
         next_BT = [next_BT[0][cache.length :]]
     while True:
         if kept is not None:

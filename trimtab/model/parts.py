@@ -32,7 +32,7 @@ class Cache(Protocol):
     def update(
         self, layer: int, k_BTKD: torch.Tensor, v_BTKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the new tokens' keys and values; (k_BSKD, v_BSKD) of all so far."""
+        """Keep the new tokens' keys and values; (k_BSKD, v_BSKD) of those that they see."""
 
 
 def projected(x: torch.Tensor, *layers: nn.Module) -> list[torch.Tensor]:
@@ -113,6 +113,7 @@ class Attention(nn.Module):
         v_BSKD = v_BTKD
         if cache is not None:
             k_BSKD, v_BSKD = cache.update(self.layer, k_BSKD, v_BSKD)
+            layout = layout.last(k_BSKD.shape[1])
         impl = self.packed_impl if layout.is_packed or cache is not None else self.unpacked_impl
         o_BTHD = attention(q_BTHD, k_BSKD, v_BSKD, layout=layout, window=self.window, impl=impl)
         with in_projection("attention"):

@@ -108,6 +108,20 @@ class Layout:
         starts_B1 = torch.tensor(padding_B)[:, None]
         return Layout((torch.arange(length) >= starts_B1).int())
 
+    def last(self, keys: int) -> Layout:
+        """The same for the last so many keys alone: those of a cache that dropped what a window does not reach.
+
+        Example:
+            >>> Layout.left_padded([0, 2], 4).last(3).visible(1, 3, None).int().tolist()
+            [[[1, 1, 1]], [[0, 1, 1]]]
+        """
+        if self.documents_BT is None or self.documents_BT.shape[1] == keys:
+            return self
+        assert keys < self.documents_BT.shape[1], f"{keys} keys of {self.documents_BT.shape[1]}"
+        if ("last", keys) not in self._forms:
+            self._forms["last", keys] = Layout(self.documents_BT[:, -keys:])
+        return self._forms["last", keys]
+
     @property
     def is_packed(self) -> bool:
         """Whether rows may hold several documents."""
