@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 SHAPE = uniform_shape("llama", 4096, 1024, 2816, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=128)
-QUARTER = dataclasses.replace(LLAMA_8B, num_layers=8)
+QUARTER = LLAMA_8B.of_layers(range(8))
 
 
 def decoder_of(policy: str, tiles: int = 1, compiled: bool = False) -> Decoder:

@@ -20,9 +20,19 @@ from trimtab.plan.job import Job  # noqa: E402
 from trimtab.plan.memory import predict  # noqa: E402
 from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
 
-SHAPE = uniform_shape(
-    "qwen3", 512, 64, 192, 6, num_heads=4, num_kv_heads=2, head_dim=32, tie_embeddings=True, qk_norm=True
-)
+SIZES: dict[str, Any] = {
+    "family": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_layers": 6,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "tie_embeddings": True,
+    "qk_norm": True,
+}
+SHAPE = uniform_shape(**SIZES)
 LORA = LoraSettings(r=8)
 NF4 = Quantization("nf4", double=True)
 INT8 = Quantization("int8", block=0)
@@ -44,7 +54,7 @@ BF16: dict[str, Any] = {"dtype": "bf16", "weights_dtype": "bf16"}
 
 
 def vary(shape: dict[str, Any] | None = None, **changes: Any) -> Job:
-    return dataclasses.replace(BASE, shape=dataclasses.replace(SHAPE, **(shape or {})), **changes)
+    return dataclasses.replace(BASE, shape=uniform_shape(**{**SIZES, **(shape or {})}), **changes)
 
 
 CASES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from typing import Any
 
 import pytest
 
@@ -23,9 +24,19 @@ from trimtab.plan.layers import unpacking_bytes, workspace_bytes  # noqa: E402
 from trimtab.plan.memory import predict  # noqa: E402
 from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
 
-TINY = uniform_shape(
-    "qwen3", 2048, 64, 192, 4, num_heads=4, num_kv_heads=2, head_dim=32, tie_embeddings=True, qk_norm=True
-)
+SIZES: dict[str, Any] = {
+    "family": "qwen3",
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "tie_embeddings": True,
+    "qk_norm": True,
+}
+TINY = uniform_shape(**SIZES)
 BASE = Job(
     TINY,
     batch=2,
@@ -41,7 +52,7 @@ BASE = Job(
 
 
 def vary(shape: dict | None = None, **changes: object) -> Job:
-    return dataclasses.replace(BASE, shape=dataclasses.replace(TINY, **(shape or {})), **changes)
+    return dataclasses.replace(BASE, shape=uniform_shape(**{**SIZES, **(shape or {})}), **changes)
 
 
 SHORT = {"batch": 1, "tokens": 32}

@@ -8,28 +8,28 @@ from typing import Any
 
 from cases import World, case, in_turn, listed
 
-from trimtab.hub import Resolved, resolve_dataset, resolve_model
+from trimtab.hub import LocalFiles, resolve_dataset, resolve_model
 
 GOOD = {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": b"weights"}
 ROWS = b'{"text": "a cat"}\n'
 
 
-def model(w: World, name: str = "owner/name", **options: Any) -> Resolved:
+def model(w: World, name: str = "owner/name", **options: Any) -> LocalFiles:
     options = {"endpoint": w.hub.endpoint, "cache_dir": w.tmp / "cache", "progress": False, **options}
     return resolve_model(name, **options)
 
 
-def dataset(w: World, name: str = "owner/data", **options: Any) -> Resolved:
+def dataset(w: World, name: str = "owner/data", **options: Any) -> LocalFiles:
     options = {"endpoint": w.hub.endpoint, "cache_dir": w.tmp / "cache", "progress": False, **options}
     return resolve_dataset(name, **options)
 
 
-def held(w: World, files: dict[str, Any], **options: Any) -> Resolved:
+def held(w: World, files: dict[str, Any], **options: Any) -> LocalFiles:
     w.hub.add_model("owner/name", files)
     return model(w, **options)
 
 
-def good(w: World, remedy: str = "") -> Resolved:
+def good(w: World, remedy: str = "") -> LocalFiles:
     """Another revision, or another model, that is whole."""
     w.hub.add_model("owner/name", GOOD, branch="whole")
     w.hub.add_model("owner/another", GOOD)
@@ -37,7 +37,7 @@ def good(w: World, remedy: str = "") -> Resolved:
     return model(w, revision="whole")
 
 
-def gguf_named(w: World) -> Resolved:
+def gguf_named(w: World) -> LocalFiles:
     w.hub.add_model("owner/files", {"a.gguf": b"a", "b.gguf": b"b"})
     return model(w, "owner/files/a.gguf")
 
@@ -87,7 +87,7 @@ case(
 )
 
 
-def several(w: World) -> Resolved:
+def several(w: World) -> LocalFiles:
     w.hub.add_model("owner/files", {"a.gguf": b"a", "b.gguf": b"b"})
     return model(w, "owner/files")
 
@@ -146,7 +146,7 @@ def with_token(w: World, remedy: str) -> None:
     model(w)
 
 
-def private(w: World, **options: Any) -> Resolved:
+def private(w: World, **options: Any) -> LocalFiles:
     w.hub.add_model("owner/name", GOOD, token="hf_right", **options)
     return model(w)
 
@@ -164,7 +164,7 @@ case(
 )
 
 
-def answered(w: World, status: int) -> Resolved:
+def answered(w: World, status: int) -> LocalFiles:
     w.hub.add_model("owner/name", GOOD)
     w.hub.status_for_all = status
     return model(w)
@@ -189,7 +189,7 @@ case(
 case("hub/faults.py:_explain_status: try again later", lambda w: answered(w, 500), later)
 
 
-def unreachable(w: World) -> Resolved:
+def unreachable(w: World) -> LocalFiles:
     w.hub.add_model("owner/name", GOOD)
     model(w)
     return model(w, endpoint="http://127.0.0.1:9")
@@ -209,7 +209,7 @@ case(
 )
 
 
-def never(w: World) -> Resolved:
+def never(w: World) -> LocalFiles:
     w.hub.add_model("owner/name", GOOD)
     return model(w, offline=True)
 
@@ -246,7 +246,7 @@ configs:
 FILES = {"README.md": CARD, "easy/a.jsonl": ROWS, "hard/a.jsonl": ROWS, "hard/b.jsonl": ROWS}
 
 
-def data(w: World, files: dict[str, Any] | None = None, **options: Any) -> Resolved:
+def data(w: World, files: dict[str, Any] | None = None, **options: Any) -> LocalFiles:
     w.hub.add_dataset("owner/data", files or FILES)
     return dataset(w, **options)
 
@@ -282,7 +282,7 @@ case(
 )
 
 
-def scripted(w: World, **options: Any) -> Resolved:
+def scripted(w: World, **options: Any) -> LocalFiles:
     w.hub.add_dataset("owner/data", {"default/train/0000.parquet": b"x"}, branch="refs/convert/parquet")
     return data(w, {"script.py": "x"}, **options)
 

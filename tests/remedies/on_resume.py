@@ -18,7 +18,7 @@ from trimtab.plan.resolved_json import resolved_from_dict
 from trimtab.recipe import load, loads
 from trimtab.run.folder import read_json
 from trimtab.run.resolve import resolve_backends
-from trimtab.run.resume import device_of, moved
+from trimtab.run.resume import resolve_for_device, resume_device
 
 
 def commands(w: World, remedy: str, *more: str) -> None:
@@ -88,11 +88,11 @@ def on_gpu(w: World) -> object:
     """A run that was trained on a GPU, on this machine without one."""
     w.edit_json(run(w) / "choices.json", device="cuda")
     recipe = load(run(w) / "recipe.yaml", ["device=auto"])
-    return device_of(kept(w), recipe, run(w), asked=False)
+    return resume_device(kept(w), recipe, run(w), asked=False)
 
 
 case(
-    "run/resume.py:device_of: `trimtab doctor` says why; to go on without one: `trimtab train --resume {} "
+    "run/resume.py:resume_device: `trimtab doctor` says why; to go on without one: `trimtab train --resume {} "
     "device=cpu`",
     on_gpu,
     lambda w, remedy: commands(w, remedy),
@@ -105,11 +105,11 @@ NEW_GPU = DeviceFacts("a GPU", "cuda", 16 * 10**9, capability=(9, 0), bf16=True)
 def on_device(w: World, device: DeviceFacts) -> object:
     recipe = loads("model: m\ndata: {train: x}\nmax_seq_length: 64\ndtype: bf16\n")
     shape = read_shape(w.model)
-    return moved(resolve_backends(recipe, shape, NEW_GPU, threads=1), recipe, shape, device)
+    return resolve_for_device(resolve_backends(recipe, shape, NEW_GPU, threads=1), recipe, shape, device)
 
 
 case(
-    "run/resume.py:moved: go on with device=cpu, or another GPU",
+    "run/resume.py:resolve_for_device: go on with device=cpu, or another GPU",
     lambda w: on_device(w, OLD_GPU),
     lambda w, remedy: (on_device(w, CPU), on_device(w, NEW_GPU)),
 )
