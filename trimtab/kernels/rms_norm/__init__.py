@@ -2,10 +2,10 @@
 
 h   = x + residual                                   (rounded to x's dtype; h = x without a residual)
 r_n = 1 / sqrt(mean_d h_nd² + eps)
-y_nd = h_nd · r_n · w_d                              (fp32 or wider inside, rounded once)
+y_nd = h_nd · r_n · (w_d + offset)                   (fp32 or wider inside, rounded once; offset 1 in Gemma, else 0)
 
 ∂L/∂w_d  = Σ_n g_nd · h_nd · r_n                                                 with g = ∂L/∂y
-∂L/∂h_nd = r_n · (g_nd w_d − h_nd r_n · mean_e(g_ne w_e h_ne r_n)) + ∂L/∂h from outside
+∂L/∂h_nd = r_n · (g_nd w_d − h_nd r_n · mean_e(g_ne w_e h_ne r_n)) + ∂L/∂h from outside      (w for w + offset)
 """
 
 # N rows (any leading shape), D numbers in a row
@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 __all__ = ["IMPLS", "add_rms_norm", "rms_norm"]
 
 
-def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, *, impl: str = "reference") -> torch.Tensor:
-    """x / rms(x) · weight over the last axis, computed in fp32 or wider and rounded once.
+def rms_norm(
+    x: torch.Tensor, weight_D: torch.Tensor, eps: float, *, offset: float = 0.0, impl: str = "reference"
+) -> torch.Tensor:
+    """x / rms(x) · (weight + offset) over the last axis, computed in fp32 or wider and rounded once.
 
     Args:
         x: […, D].
         weight_D: [D], in x's dtype or wider (fp32 weights under 16-bit activations).
         eps: Added to the mean square.
+        offset: Added to the weights, in fp32 or wider; Gemma's norms multiply by 1 + weight.
         impl: "reference" (torch) or "triton".
 
     Returns:
@@ -43,23 +46,29 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, *, impl: str =
     if impl == "reference":
         from trimtab.kernels.rms_norm.impl_reference import rms_norm as reference
 
-        return reference(x, weight_D, eps)
+        return reference(x, weight_D, eps, offset)
     elif impl == "triton":
         from trimtab.kernels.rms_norm.impl_triton import rms_norm as fused
 
-        return fused(x, weight_D, eps)
+        return fused(x, weight_D, eps, offset)
     else:
         raise _unknown(impl)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight_D: torch.Tensor, eps: float, *, impl: str = "reference"
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    impl: str = "reference",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm of h, h) with h = x + residual: a block's addition to the stream and the norm that follows it.
 
     Args:
         x, residual: […, D], the same shape and dtype; what a layer adds, and the stream it is added to.
-        weight_D, eps, impl: As for `rms_norm`.
+        weight_D, eps, offset, impl: As for `rms_norm`.
 
     Example:
         >>> import torch
@@ -72,11 +81,11 @@ def add_rms_norm(
     if impl == "reference":
         from trimtab.kernels.rms_norm.impl_reference import add_rms_norm as reference
 
-        return reference(x, residual, weight_D, eps)
+        return reference(x, residual, weight_D, eps, offset)
     elif impl == "triton":
         from trimtab.kernels.rms_norm.impl_triton import add_rms_norm as fused
 
-        return fused(x, residual, weight_D, eps)
+        return fused(x, residual, weight_D, eps, offset)
     else:
         raise _unknown(impl)
 

@@ -84,6 +84,7 @@ class Case:
     residual: bool = False
     scale: float = 1.0
     eps: float = 1e-6
+    offset: float = 0.0
 
 
 CASES = (
@@ -98,6 +99,10 @@ CASES = (
     Case("large numbers", N=9, D=33, scale=100.0, residual=True),
     Case("no rows", N=0, D=8),
 )
+OFFSET_CASES = (
+    Case("offset", N=12, D=64, offset=1.0),
+    Case("offset with residual", N=7, D=65, residual=True, offset=1.0),
+)
 LARGE_CASES = (
     Case("8192x4096", N=8192, D=4096),
     Case("8192x4096 residual", N=8192, D=4096, residual=True),
@@ -107,10 +112,13 @@ LARGE_CASES = (
     Case("widest", N=300, D=WIDEST),
 )
 """For a GPU; all but the last are also timed."""
+LARGE_OFFSET_CASES = (Case("8192x3584 offset, residual", N=8192, D=3584, residual=True, offset=1.0),)
+"""For a GPU."""
 
 
 def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tensor]:
-    """x, weight and, where the case has one, residual: the same bf16 numbers in every dtype."""
+    """x, weight (around 1, the offset included) and, where the case has one, residual: the same bf16 numbers in every
+    dtype."""
     import torch
 
     generator = torch.Generator(device).manual_seed(seed)
@@ -121,7 +129,10 @@ def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> d
     def place(x: torch.Tensor) -> torch.Tensor:
         return x.bfloat16().to(getattr(torch, TORCH_NAMES[dtype]))
 
-    inputs = {"x": place(draw(case.N, case.D) * case.scale), "weight": place(1 + 0.3 * draw(case.D))}
+    inputs = {
+        "x": place(draw(case.N, case.D) * case.scale),
+        "weight": place(1 - case.offset + 0.3 * draw(case.D)),
+    }
     if case.residual:
         inputs["residual"] = place(draw(case.N, case.D) * case.scale)
     return inputs
