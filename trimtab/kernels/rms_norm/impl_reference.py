@@ -24,3 +24,23 @@ def add_rms_norm(
     """See the package."""
     h = x + residual
     return rms_norm(h, weight_D, eps, offset), h
+
+
+def norm_add(
+    branch: torch.Tensor, residual: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float
+) -> torch.Tensor:
+    """See the package."""
+    return residual + rms_norm(branch, weight_D, eps, offset)
+
+
+def norm_add_norm(
+    branch: torch.Tensor,
+    residual: torch.Tensor,
+    weight_D: torch.Tensor,
+    next_weight_D: torch.Tensor,
+    eps: float,
+    offset: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the package."""
+    h = norm_add(branch, residual, weight_D, eps, offset)
+    return rms_norm(h, next_weight_D, eps, offset), h

@@ -152,19 +152,20 @@ torch.library.impl("trimtab::add_rms_norm", ("cpu", "cuda"), _forward)
 torch.library.impl("trimtab::rms_norm_backward", ("cpu", "cuda"), _backward)
 
 
-def _scales(x: torch.Tensor) -> torch.Tensor:
+def row_scales(x: torch.Tensor) -> torch.Tensor:
+    """Memory for the scale of each row."""
     # Not shape.numel(): that would fix a length that torch.compile leaves open.
     return x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32)
 
 
 @torch.library.register_fake("trimtab::rms_norm")
 def _(x, w, eps, offset=0.0):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), _scales(x)
+    return x.new_empty(x.shape), row_scales(x)
 
 
 @torch.library.register_fake("trimtab::add_rms_norm")
 def _(x, residual, w, eps, offset=0.0):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), x.new_empty(x.shape), _scales(x)
+    return x.new_empty(x.shape), x.new_empty(x.shape), row_scales(x)
 
 
 @torch.library.register_fake("trimtab::rms_norm_backward")
