@@ -33,9 +33,16 @@ def rope(
     q_weight_D: torch.Tensor | None,
     k_weight_D: torch.Tensor | None,
     eps: float,
+    offset: float,
+    all_heads: bool,
     interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package."""
     if q_weight_D is not None and k_weight_D is not None:
-        q_BTHD, k_BTKD = rms_norm(q_BTHD, q_weight_D, eps), rms_norm(k_BTKD, k_weight_D, eps)
+        if all_heads:
+            q_BTHD = rms_norm(q_BTHD.flatten(-2), q_weight_D, eps, offset=offset).view(q_BTHD.shape)
+            k_BTKD = rms_norm(k_BTKD.flatten(-2), k_weight_D, eps, offset=offset).view(k_BTKD.shape)
+        else:
+            q_BTHD = rms_norm(q_BTHD, q_weight_D, eps, offset=offset)
+            k_BTKD = rms_norm(k_BTKD, k_weight_D, eps, offset=offset)
     return rotate(q_BTHD, cos_BTF, sin_BTF, interleaved), rotate(k_BTKD, cos_BTF, sin_BTF, interleaved)
