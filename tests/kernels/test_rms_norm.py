@@ -17,19 +17,21 @@ from tests.kernels.parity import UPSTREAM, run, verdicts
 from tests.kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
 from trimtab.facts.errors import ModelError, ResourceError
 from trimtab.kernels.rms_norm import add_rms_norm, rms_norm, spec
-from trimtab.kernels.rms_norm.spec import CASES, LARGE_CASES, Case
+from trimtab.kernels.rms_norm.spec import CASES, LARGE_CASES, LARGE_OFFSET_CASES, OFFSET_CASES, Case
 from trimtab.model.parts import RMSNorm
 
 pytest.importorskip("triton")
 from trimtab.kernels import partial_sums
 from trimtab.kernels.rms_norm import impl_triton
 
+EVERY_CASE = (*CASES, *OFFSET_CASES, *LARGE_CASES, *LARGE_OFFSET_CASES)
+
 
 def caller(case: Case):  # type: ignore[no-untyped-def]
     def call(impl: str, x, weight, residual=None):  # type: ignore[no-untyped-def]
         if residual is None:
-            return rms_norm(x, weight, case.eps, impl=impl)
-        return add_rms_norm(x, residual, weight, case.eps, impl=impl)
+            return rms_norm(x, weight, case.eps, offset=case.offset, impl=impl)
+        return add_rms_norm(x, residual, weight, case.eps, offset=case.offset, impl=impl)
 
     return call
 
@@ -41,7 +43,7 @@ def inputs(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
 interpreter = partial(parity.interpreter, impl_triton, partial_sums)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *OFFSET_CASES], ids=lambda case: case.name)
 @pytest.mark.parametrize("kind", UPSTREAM)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_exact(case: Case, kind: str, dtype: str) -> None:
@@ -51,7 +53,7 @@ def test_exact(case: Case, kind: str, dtype: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*CASES, *LARGE_CASES], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", EVERY_CASE, ids=lambda case: case.name)
 @pytest.mark.parametrize("kind", UPSTREAM)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_exact_on_a_gpu(case: Case, kind: str, dtype: str) -> None:
@@ -75,7 +77,7 @@ def test_any_shape(N: int, D: int, residual: bool, dtype: str, kind: str) -> Non
         assert verdict, verdict
 
 
-@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES[:2], *OFFSET_CASES], ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_the_bound_bites(case: Case, dtype: str) -> None:
     found = verdicts(caller(case), inputs(case), dtype, impl="reference", factor=1.01, around=nullcontext)
@@ -92,6 +94,28 @@ def test_the_decoders_norm_is_the_reference() -> None:
         same = norm.weight.to(dtype)
         if dtype == torch.float32:
             assert torch.equal(torch.nn.functional.rms_norm(x, (24,), same, 1e-5), rms_norm(x, same, 1e-5))
+
+
+def test_an_offset_as_hugging_face_adds_it() -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+    norm = Gemma3RMSNorm(24, eps=1e-5)
+    torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w = torch.randn(5, 24).to(dtype), norm.weight.to(dtype)
+        norm.weight.data = w.float()
+        torch.testing.assert_close(rms_norm(x, w, 1e-5, offset=1.0), norm(x))
+
+
+def test_the_offset_is_added_in_fp32() -> None:
+    """A sum in fp16 would lose these weights: numbers after 1 lie 2⁻¹⁰ apart."""
+    x = torch.randn(1, 256, generator=torch.Generator().manual_seed(0)).half()
+    w = torch.full((256,), 2.0**-12, dtype=torch.float16)
+    exact = rms_norm(x.double(), w.double(), 1e-6, offset=1.0).half()
+    assert not torch.equal(rms_norm(x, w + 1.0, 1e-6), exact)
+    for impl in spec.IMPLS:
+        with interpreter():
+            assert torch.equal(rms_norm(x, w, 1e-6, offset=1.0, impl=impl), exact)
 
 
 def test_fp32_weights_under_half_precision() -> None:
@@ -157,6 +181,8 @@ def test_operators_are_whole() -> None:
     with interpreted(impl_triton, partial_sums):
         torch.library.opcheck(ops.rms_norm, (x, w, 1e-6))
         torch.library.opcheck(ops.add_rms_norm, (x, r, w, 1e-6))
+        torch.library.opcheck(ops.rms_norm, (x, w, 1e-6, 1.0))
+        torch.library.opcheck(ops.add_rms_norm, (x, r, w, 1e-6, 1.0))
         for gh, weight_grad in ((None, True), (g.detach(), False)):
             arguments = (g.detach(), gh, x.detach(), w.detach(), torch.rand(5), weight_grad)
             torch.library.opcheck(ops.rms_norm_backward, arguments)
@@ -186,12 +212,12 @@ def test_compiles_for_every_chip(chip: int) -> None:
             names = ("x_ptr", "residual_ptr", "w_ptr", "y_ptr", "h_ptr")
             types = dict.fromkeys(names, "*fp16") | numbers
             types |= {"scale_ptr": "*fp32", "stride_x": "i32:16", "stride_residual": "i32:16", "eps": "fp32"}
-            kernel, more = impl_triton._forward_kernel, {"HAS_RESIDUAL": True}
+            kernel, more = impl_triton._forward_kernel, {"HAS_RESIDUAL": True, "OFFSET": 0.0}
         else:
             names = ("gy_ptr", "gh_ptr", "h_ptr", "w_ptr", "out_ptr")
             types = dict.fromkeys(names, "*fp16") | numbers | {"scale_ptr": "*fp32", "parts_ptr": "*fp32"}
             types |= {"P": "i32", "stride_gy": "i32:16", "stride_gh": "i32:16", "stride_h": "i32:16"}
-            kernel, more = impl_triton._backward_kernel, {"HAS_GH": True, "WEIGHT_GRAD": True}
+            kernel, more = impl_triton._backward_kernel, {"HAS_GH": True, "WEIGHT_GRAD": True, "OFFSET": 0.0}
         compiled = compile_for(chip, kernel, types, tile | more, num_warps=chosen.warps)
         assert compiled.shared <= SHARED_LIMIT[chip]
         # rows of 16,384 spill some numbers a thread: still one pass over memory

@@ -173,6 +173,7 @@ def test_compiles_for_every_chip(chip: int) -> None:
     for heads, D in ((1, 16), (32, 128), (128, 256)):
         chosen = spec.configuration(heads, D, chip)
         tile = {"BH": chosen.heads, "BK": max(chosen.heads // 4, 1), "BF": chosen.frequencies}
+        tile |= {"OFFSET": 0.0, "ALL_HEADS": False, "ROTATED": 0, "INTERLEAVED": False}
         for kernel, signature, flags in (
             (impl_triton._rope_kernel, types, {"BACK": False, "NORM": True}),
             (impl_triton._normed_backward_kernel, back, {}),

@@ -75,7 +75,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "kernels/attention/launch_triton.py:check: use fp32, fp16 or bf16",
         "kernels/attention/launch_triton.py:check: use sdpa_efficient",
         "kernels/attention/launch_triton.py:check: use fp16",
-        "kernels/rms_norm/impl_triton.py:_check_width: use 'reference'",
+        "kernels/rms_norm/impl_triton.py:check_width: use 'reference'",
     ),
     HUB: (
         "hub/faults.py:_explain_status: check the id and the revision",

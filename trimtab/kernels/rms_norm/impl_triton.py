@@ -23,7 +23,7 @@ from trimtab.kernels.rms_norm.spec import WIDEST, backward_configuration, forwar
 @triton.jit
 def _forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, w_ptr, y_ptr, h_ptr, scale_ptr, N, D, stride_x, stride_residual, eps,
-    HAS_RESIDUAL: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, OFFSET: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * R + tl.arange(0, R)
     columns = tl.arange(0, C)[None, :]
@@ -37,6 +37,8 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         x = rounded.to(tl.float32)  # the norm is of the stream as it is kept
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
     w = tl.load(w_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+    if OFFSET != 0:
+        w += OFFSET
     tl.store(y_ptr + wide * D + columns, x * scale[:, None] * w, mask=inside)
     tl.store(scale_ptr + rows, scale, mask=rows < N)
 
@@ -44,11 +46,13 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _backward_kernel(  # type: ignore[no-untyped-def]
     gy_ptr, gh_ptr, h_ptr, w_ptr, scale_ptr, out_ptr, parts_ptr, N, D, P, stride_gy, stride_gh, stride_h,
-    HAS_GH: tl.constexpr, WEIGHT_GRAD: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    HAS_GH: tl.constexpr, WEIGHT_GRAD: tl.constexpr, OFFSET: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, C)[None, :]
     w = tl.load(w_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
+    if OFFSET != 0:
+        w += OFFSET
     sums = tl.zeros((R, C), tl.float32)
     for tile in range(program, tl.cdiv(N, R), P):
         rows = tile * R + tl.arange(0, R)
@@ -70,7 +74,8 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(parts_ptr + program * D + ends, tl.sum(sums, axis=0), mask=ends < D)
 
 
-def _check_width(D: int) -> None:
+def check_width(D: int) -> None:
+    """Refuses rows that do not fit the registers of one program."""
     if D > WIDEST:
         raise ModelError(
             f"the fused norm takes rows of up to {WIDEST:,} numbers, not {D:,}", "use 'reference'"
@@ -78,13 +83,13 @@ def _check_width(D: int) -> None:
 
 
 def _forward(
-    x: torch.Tensor, residual: torch.Tensor | None, w_D: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, w_D: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, ...]:
     check_device(_forward_kernel, x)
     x_ND, w_D = as_rows(x), w_D.contiguous()
     residual_ND = None if residual is None else as_rows(residual)
     N, D = x_ND.shape
-    _check_width(D)
+    check_width(D)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     h = None if residual is None else torch.empty_like(y)
     scale_N = torch.empty(N, dtype=torch.float32, device=x.device)
@@ -93,13 +98,13 @@ def _forward(
         _forward_kernel[(triton.cdiv(N, chosen.rows),)](
             x_ND, residual_ND, w_D, y, h, scale_N, N, D, x_ND.stride(0),
             0 if residual_ND is None else residual_ND.stride(0), eps,
-            HAS_RESIDUAL=residual is not None, R=chosen.rows, C=chosen.columns, num_warps=chosen.warps,
+            HAS_RESIDUAL=residual is not None, OFFSET=offset, R=chosen.rows, C=chosen.columns, num_warps=chosen.warps,
         )  # fmt: skip
     return (y, scale_N) if h is None else (y, h, scale_N)
 
 
-def _norm(x: torch.Tensor, w_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, ...]:
-    return _forward(x, None, w_D, eps)
+def _norm(x: torch.Tensor, w_D: torch.Tensor, eps: float, offset: float = 0.0) -> tuple[torch.Tensor, ...]:
+    return _forward(x, None, w_D, eps, offset)
 
 
 def _backward(
@@ -109,6 +114,7 @@ def _backward(
     w_D: torch.Tensor,
     scale_N: torch.Tensor,
     weight_grad: bool,
+    offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_device(_backward_kernel, h)
     gy_ND, h_ND, w_D = as_rows(gy), as_rows(h), w_D.contiguous()
@@ -123,46 +129,52 @@ def _backward(
     _backward_kernel[(P,)](
         gy_ND, gh_ND, h_ND, w_D, scale_N, out, parts_PD, N, D, P, gy_ND.stride(0),
         0 if gh_ND is None else gh_ND.stride(0), h_ND.stride(0),
-        HAS_GH=gh is not None, WEIGHT_GRAD=weight_grad, R=chosen.rows, C=chosen.columns, num_warps=chosen.warps,
+        HAS_GH=gh is not None, WEIGHT_GRAD=weight_grad, OFFSET=offset,
+        R=chosen.rows, C=chosen.columns, num_warps=chosen.warps,
     )  # fmt: skip
     return out, summed(parts_PD, w_D.dtype) if weight_grad else w_D.new_empty(0)
 
 
-torch.library.define("trimtab::rms_norm", "(Tensor x, Tensor w, float eps) -> (Tensor, Tensor)")
 torch.library.define(
-    "trimtab::add_rms_norm", "(Tensor x, Tensor residual, Tensor w, float eps) -> (Tensor, Tensor, Tensor)"
+    "trimtab::rms_norm", "(Tensor x, Tensor w, float eps, float offset=0.0) -> (Tensor, Tensor)"
+)
+torch.library.define(
+    "trimtab::add_rms_norm",
+    "(Tensor x, Tensor residual, Tensor w, float eps, float offset=0.0) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "trimtab::rms_norm_backward",
-    "(Tensor gy, Tensor? gh, Tensor h, Tensor w, Tensor scale, bool weight_grad) -> (Tensor, Tensor)",
+    "(Tensor gy, Tensor? gh, Tensor h, Tensor w, Tensor scale, bool weight_grad, float offset=0.0) "
+    "-> (Tensor, Tensor)",
 )
 torch.library.impl("trimtab::rms_norm", ("cpu", "cuda"), _norm)
 torch.library.impl("trimtab::add_rms_norm", ("cpu", "cuda"), _forward)
 torch.library.impl("trimtab::rms_norm_backward", ("cpu", "cuda"), _backward)
 
 
-def _scales(x: torch.Tensor) -> torch.Tensor:
+def row_scales(x: torch.Tensor) -> torch.Tensor:
+    """Memory for the scale of each row."""
     # Not shape.numel(): that would fix a length that torch.compile leaves open.
     return x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32)
 
 
 @torch.library.register_fake("trimtab::rms_norm")
-def _(x, w, eps):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), _scales(x)
+def _(x, w, eps, offset=0.0):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), row_scales(x)
 
 
 @torch.library.register_fake("trimtab::add_rms_norm")
-def _(x, residual, w, eps):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), x.new_empty(x.shape), _scales(x)
+def _(x, residual, w, eps, offset=0.0):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), x.new_empty(x.shape), row_scales(x)
 
 
 @torch.library.register_fake("trimtab::rms_norm_backward")
-def _(gy, gh, h, w, scale, weight_grad):  # type: ignore[no-untyped-def]
+def _(gy, gh, h, w, scale, weight_grad, offset=0.0):  # type: ignore[no-untyped-def]
     return h.new_empty(h.shape), w.new_empty(w.shape if weight_grad else 0)
 
 
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, w, _ = inputs
+    x, w, _, ctx.offset = inputs
     ctx.save_for_backward(x, w, output[1])
     ctx.set_materialize_grads(False)
 
@@ -170,22 +182,25 @@ def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _differentiate(ctx, gy, _):  # type: ignore[no-untyped-def]
     x, w, scale = ctx.saved_tensors
     if gy is None:
-        return None, None, None
-    out, gw = torch.ops.trimtab.rms_norm_backward(gy, None, x, w, scale, ctx.needs_input_grad[1])
-    return out, gw if ctx.needs_input_grad[1] else None, None
+        return None, None, None, None
+    weight_grad = ctx.needs_input_grad[1]
+    out, gw = torch.ops.trimtab.rms_norm_backward(gy, None, x, w, scale, weight_grad, ctx.offset)
+    return out, gw if weight_grad else None, None, None
 
 
 def _keep_sum(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(output[1], inputs[2], output[2])
+    _, _, w, _, ctx.offset = inputs
+    ctx.save_for_backward(output[1], w, output[2])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate_sum(ctx, gy, gh, _):  # type: ignore[no-untyped-def]
     h, w, scale = ctx.saved_tensors
     if gy is None:
-        return gh, gh, None, None
-    out, gw = torch.ops.trimtab.rms_norm_backward(gy, gh, h, w, scale, ctx.needs_input_grad[2])
-    return out, out, gw if ctx.needs_input_grad[2] else None, None
+        return gh, gh, None, None, None
+    weight_grad = ctx.needs_input_grad[2]
+    out, gw = torch.ops.trimtab.rms_norm_backward(gy, gh, h, w, scale, weight_grad, ctx.offset)
+    return out, out, gw if weight_grad else None, None, None
 
 
 torch.library.register_autograd("trimtab::rms_norm", _differentiate, setup_context=_keep)
@@ -193,15 +208,15 @@ torch.library.register_autograd("trimtab::add_rms_norm", _differentiate_sum, set
 torch.library.register_autograd("trimtab::rms_norm_backward", once_differentiable)
 
 
-def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """See the door."""
-    y: torch.Tensor = torch.ops.trimtab.rms_norm(x, weight_D, eps)[0]
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    """See the package."""
+    y: torch.Tensor = torch.ops.trimtab.rms_norm(x, weight_D, eps, offset)[0]
     return y
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight_D: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the door."""
-    y, h, _ = torch.ops.trimtab.add_rms_norm(x, residual, weight_D, eps)
+    """See the package."""
+    y, h, _ = torch.ops.trimtab.add_rms_norm(x, residual, weight_D, eps, offset)
     return y, h

@@ -84,6 +84,11 @@ class Case:
     residual: bool = False
     scale: float = 1.0
     eps: float = 1e-6
+    offset: float = 0.0
+    branch: bool = False
+    """Whether x is a branch that is normed before its addition (`norm_add`); it always has a residual."""
+    next_norm: bool = False
+    """Whether a norm follows a branch's addition (`norm_add_norm`)."""
 
 
 CASES = (
@@ -98,6 +103,23 @@ CASES = (
     Case("large numbers", N=9, D=33, scale=100.0, residual=True),
     Case("no rows", N=0, D=8),
 )
+OFFSET_CASES = (
+    Case("offset", N=12, D=64, offset=1.0),
+    Case("offset with residual", N=7, D=65, residual=True, offset=1.0),
+)
+BRANCH_CASES = (
+    Case("branch", N=12, D=64, residual=True, branch=True),
+    Case("branch, next norm", N=12, D=64, residual=True, branch=True, next_norm=True),
+    Case("branch, offset, odd", N=7, D=65, residual=True, branch=True, offset=1.0),
+    Case(
+        "branch, next norm, offset, odd", N=37, D=193, residual=True, branch=True, next_norm=True, offset=1.0
+    ),
+    Case("branch, next norm, wide", N=3, D=1030, residual=True, branch=True, next_norm=True),
+    Case("branch, next norm, many narrow rows", N=600, D=8, residual=True, branch=True, next_norm=True),
+    Case("branch of tiny numbers", N=9, D=33, residual=True, scale=1e-3, branch=True, next_norm=True),
+    Case("branch without rows", N=0, D=8, residual=True, branch=True),
+    Case("branch, next norm, without rows", N=0, D=8, residual=True, branch=True, next_norm=True),
+)
 LARGE_CASES = (
     Case("8192x4096", N=8192, D=4096),
     Case("8192x4096 residual", N=8192, D=4096, residual=True),
@@ -107,10 +129,18 @@ LARGE_CASES = (
     Case("widest", N=300, D=WIDEST),
 )
 """For a GPU; all but the last are also timed."""
+LARGE_OFFSET_CASES = (Case("8192x3584 offset, residual", N=8192, D=3584, residual=True, offset=1.0),)
+LARGE_BRANCH_CASES = (
+    Case("8192x4096 branch", N=8192, D=4096, residual=True, branch=True),
+    Case("8192x3584 branch, next norm, offset", 8192, 3584, True, offset=1.0, branch=True, next_norm=True),
+    Case("widest branch, next norm", N=300, D=WIDEST, residual=True, branch=True, next_norm=True),
+)
+"""For a GPU."""
 
 
 def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tensor]:
-    """x, weight and, where the case has one, residual: the same bf16 numbers in every dtype."""
+    """x, weight (around 1, the offset included) and, where the case has one, residual and next_weight: the same
+    bf16 numbers in every dtype."""
     import torch
 
     generator = torch.Generator(device).manual_seed(seed)
@@ -121,31 +151,59 @@ def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> d
     def place(x: torch.Tensor) -> torch.Tensor:
         return x.bfloat16().to(getattr(torch, TORCH_NAMES[dtype]))
 
-    inputs = {"x": place(draw(case.N, case.D) * case.scale), "weight": place(1 + 0.3 * draw(case.D))}
+    inputs = {
+        "x": place(draw(case.N, case.D) * case.scale),
+        "weight": place(1 - case.offset + 0.3 * draw(case.D)),
+    }
     if case.residual:
         inputs["residual"] = place(draw(case.N, case.D) * case.scale)
+    if case.next_norm:
+        inputs["next_weight"] = place(1 - case.offset + 0.3 * draw(case.D))
     return inputs
 
 
-def flops(N: int, D: int, *, backward: bool = False) -> int:
-    """Additions and products: square, sum, scale, weight forward; three times as many backward."""
-    return N * D * (12 if backward else 4)
+def flops(N: int, D: int, *, branch: bool = False, next_norm: bool = False, backward: bool = False) -> int:
+    """Additions and products of a norm: square, sum, scale, weight forward; three times as many backward. And the
+    addition of a branch forward, of its gradient backward where a norm follows."""
+    norms = 2 if next_norm else 1
+    return N * D * (norms * (12 if backward else 4) + (next_norm if backward else branch))
 
 
-def bytes_moved(N: int, D: int, dtype: str, *, residual: bool = False, backward: bool = False) -> int:
-    """The least: everything read once, everything written once, the fp32 scale of each row."""
-    if backward:
-        tensors = 4 if residual else 3  # gradient(s) and input read, one gradient written
-        return BYTES[dtype] * (tensors * N * D + 2 * D) + 4 * N
-    tensors = 4 if residual else 2
-    return BYTES[dtype] * (tensors * N * D + D) + 4 * N
+def bytes_moved(
+    N: int,
+    D: int,
+    dtype: str,
+    *,
+    residual: bool = False,
+    branch: bool = False,
+    next_norm: bool = False,
+    backward: bool = False,
+) -> int:
+    """The least: everything read once, everything written once, the fp32 scale of each row and norm.
+
+    Example:
+        >>> rows = 8192 * 4096 * 2
+        >>> bytes_moved(8192, 4096, "bf16", branch=True, next_norm=True) // rows
+        4
+        >>> bytes_moved(8192, 4096, "bf16", branch=True, next_norm=True, backward=True) // rows
+        6
+    """
+    norms = 2 if next_norm else 1
+    if backward:  # gradient(s) and input(s) read, one gradient written for each input that has its own
+        tensors = (6 if next_norm else 3) if branch else (4 if residual else 3)
+        return BYTES[dtype] * (tensors * N * D + 2 * norms * D) + 4 * norms * N
+    tensors = (4 if next_norm else 3) if branch else (4 if residual else 2)
+    return BYTES[dtype] * (tensors * N * D + norms * D) + 4 * norms * N
 
 
-def saved_bytes(N: int, D: int, dtype: str, *, impl: str = "triton") -> int:
-    """Kept for the backward beyond the input (or h) itself: the scale of each row."""
-    return 4 * N
+def saved_bytes(
+    N: int, D: int, dtype: str, *, impl: str = "triton", branch: bool = False, next_norm: bool = False
+) -> int:
+    """Kept for the backward beyond the input (or h) itself: the scale of each row and norm. A branch counts too: nobody
+    else keeps what a projection gave."""
+    return 4 * N * (2 if next_norm else 1) + (N * D * BYTES[dtype] if branch else 0)
 
 
-def scratch_bytes(N: int, D: int, dtype: str, capability: int = 90) -> int:
-    """The programs' parts of the weight's gradient, in the backward."""
-    return 4 * D * programs(capability)
+def scratch_bytes(N: int, D: int, dtype: str, capability: int = 90, *, next_norm: bool = False) -> int:
+    """The programs' parts of the weights' gradients, in the backward."""
+    return 4 * D * programs(capability) * (2 if next_norm else 1)

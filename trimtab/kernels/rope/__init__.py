@@ -1,13 +1,15 @@
 """Rotary positions for queries and keys in one pass, with the norm of each head before it where a model has one.
 
-    a, b = first and second half of a head           (numbers f and f + D/2 are a pair)
+    a, b = numbers f and f + R/2 of a head, or 2 f and 2 f + 1 where pairs are interleaved
     out  = (a · cos − b · sin,  b · cos + a · sin)   with the cosines and sines of the token's position
 
-With weights, each head is first normed: x · w / sqrt(mean x² + eps) (Qwen3's query and key norms). Turning back is
-turning by the negative angle, so the backward of the plain form keeps nothing but cosines and sines.
+The first R of a head's D numbers are rotated, all of them in most models; the rest passes through. With weights, each
+head is normed first: x · (w + offset) / sqrt(mean x² + eps) (query and key norms of Qwen3 and Gemma 3), or all heads of
+a token at once (OLMo 2). The inverse of a rotation is the rotation by the negative angle, so the backward of the plain
+form keeps nothing but cosines and sines.
 """
 
-# B batch, T tokens, H query heads, K key heads, D head size, F = D / 2 frequencies
+# B batch, T tokens, H query heads, K key heads, D head size, R rotated numbers of a head, F = R / 2 frequencies
 
 from __future__ import annotations
 
@@ -30,6 +32,10 @@ def rope(
     q_weight_D: torch.Tensor | None = None,
     k_weight_D: torch.Tensor | None = None,
     eps: float = 1e-6,
+    offset: float = 0.0,
+    norm_all_heads: bool = False,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
     impl: str = "reference",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys turned to their positions, new tensors of the same shape and dtype.
@@ -37,8 +43,13 @@ def rope(
     Args:
         q_BTHD, k_BTKD: In one dtype.
         cos_BTF, sin_BTF: fp32 (or wider) of each token's position; no gradient flows to them.
-        q_weight_D, k_weight_D: Weights of the norms over each head; both or neither.
+        q_weight_D, k_weight_D: Weights of the norms; both or neither. [D] for a norm over each head, [H·D] and [K·D]
+            for one over all heads.
         eps: Of the norms.
+        offset: Added to the weights in fp32 or wider (1 in Gemma).
+        norm_all_heads: Whether one norm goes over the numbers of all heads (OLMo 2).
+        rotary_dim: R, even; all D numbers of a head if not given.
+        interleaved: Whether pairs are neighbours (GLM, GPT-J), not R/2 apart.
         impl: "reference" (torch) or "triton".
 
     Example:
@@ -47,23 +58,54 @@ def rope(
         >>> quarter = torch.zeros(1, 1, 2), torch.ones(1, 1, 2)
         >>> rope(q, q, *quarter)[0].flatten()
         tensor([-3., -4.,  1.,  2.])
+        >>> rope(q, q, *quarter, interleaved=True)[0].flatten()
+        tensor([-2.,  1., -4.,  3.])
     """
-    D = q_BTHD.shape[-1]
-    assert D % 2 == 0, f"a head of {D} numbers has no halves"
-    assert q_BTHD.shape[:2] == k_BTKD.shape[:2], f"{tuple(q_BTHD.shape)} against {tuple(k_BTKD.shape)}"
-    assert k_BTKD.shape[-1] == D, f"heads of {D} against {k_BTKD.shape[-1]}"
-    assert cos_BTF.shape == sin_BTF.shape == (*q_BTHD.shape[:2], D // 2), f"cos is {tuple(cos_BTF.shape)}"
-    assert q_BTHD.dtype == k_BTKD.dtype, f"q is {q_BTHD.dtype}, k {k_BTKD.dtype}"
-    assert (q_weight_D is None) == (k_weight_D is None), "norm both queries and keys, or neither"
+    _check(q_BTHD, k_BTKD, cos_BTF, sin_BTF, rotary_dim)
+    _check_weights(q_BTHD, k_BTKD, q_weight_D, k_weight_D, norm_all_heads)
+    norm = q_weight_D, k_weight_D, eps, offset, norm_all_heads
     if impl == "reference":
         from trimtab.kernels.rope.impl_reference import rope as reference
 
-        return reference(q_BTHD, k_BTKD, cos_BTF, sin_BTF, q_weight_D, k_weight_D, eps)
+        return reference(q_BTHD, k_BTKD, cos_BTF, sin_BTF, *norm, interleaved)
     elif impl == "triton":
         from trimtab.kernels.rope.impl_triton import rope as fused
 
-        return fused(q_BTHD, k_BTKD, cos_BTF, sin_BTF, q_weight_D, k_weight_D, eps)
+        return fused(q_BTHD, k_BTKD, cos_BTF, sin_BTF, *norm, interleaved)
     else:
         from trimtab.facts.errors import ModelError
 
         raise ModelError(f"there is no rope called {impl!r}", f"use one of {', '.join(IMPLS)}")
+
+
+def _check(
+    q_BTHD: torch.Tensor,
+    k_BTKD: torch.Tensor,
+    cos_BTF: torch.Tensor,
+    sin_BTF: torch.Tensor,
+    rotary_dim: int | None,
+) -> None:
+    D = q_BTHD.shape[-1]
+    R = D if rotary_dim is None else rotary_dim
+    assert D % 2 == 0, f"a head of {D} numbers has no halves"
+    assert R % 2 == 0, f"{R} numbers have no pairs"
+    assert 0 < R <= D, f"{R} of {D} numbers cannot be rotated"
+    assert q_BTHD.shape[:2] == k_BTKD.shape[:2], f"{tuple(q_BTHD.shape)} against {tuple(k_BTKD.shape)}"
+    assert k_BTKD.shape[-1] == D, f"heads of {D} against {k_BTKD.shape[-1]}"
+    assert cos_BTF.shape == sin_BTF.shape == (*q_BTHD.shape[:2], R // 2), f"cos is {tuple(cos_BTF.shape)}"
+    assert q_BTHD.dtype == k_BTKD.dtype, f"q is {q_BTHD.dtype}, k {k_BTKD.dtype}"
+
+
+def _check_weights(
+    q_BTHD: torch.Tensor,
+    k_BTKD: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    norm_all_heads: bool,
+) -> None:
+    assert (q_weight is None) == (k_weight is None), "norm both queries and keys, or neither"
+    for x, weight in ((q_BTHD, q_weight), (k_BTKD, k_weight)):
+        width = x.shape[2] * x.shape[3] if norm_all_heads else x.shape[3]
+        assert weight is None or weight.shape == (width,), (
+            f"weights {tuple(weight.shape)} for {width} numbers"
+        )

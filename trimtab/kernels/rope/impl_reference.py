@@ -1,6 +1,6 @@
 """Rotary positions in torch, as the decoder computes them; autograd has the gradients."""
 
-# B batch, T tokens, H query heads, K key heads, D head size, F = D / 2 frequencies
+# B batch, T tokens, H query heads, K key heads, D head size, F frequencies, R = 2 F numbers of a head rotated
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ import torch
 from trimtab.kernels.rms_norm import rms_norm
 
 
-def rotate(x_BTHD: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor) -> torch.Tensor:
-    """x with its halves turned by the positions' angles, in the cosines' dtype, rounded once."""
+def rotate(
+    x_BTHD: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
+    """x with its pairs rotated by the positions' angles, in the cosines' dtype, rounded once; what lies behind the
+    first R = 2 F numbers of a head passes through."""
     cos_BT1F, sin_BT1F = cos_BTF[:, :, None], sin_BTF[:, :, None]
-    a_BTHF, b_BTHF = x_BTHD.to(cos_BTF.dtype).chunk(2, dim=-1)
-    out_BTHD = torch.cat(
-        (a_BTHF * cos_BT1F - b_BTHF * sin_BT1F, b_BTHF * cos_BT1F + a_BTHF * sin_BT1F), dim=-1
-    )
-    return out_BTHD.to(x_BTHD.dtype)
+    R = 2 * cos_BTF.shape[-1]
+    is_partial = x_BTHD.shape[-1] > R
+    x_BTHR = (x_BTHD[..., :R] if is_partial else x_BTHD).to(cos_BTF.dtype)
+    a_BTHF, b_BTHF = (x_BTHR[..., 0::2], x_BTHR[..., 1::2]) if interleaved else x_BTHR.chunk(2, dim=-1)
+    pair = a_BTHF * cos_BT1F - b_BTHF * sin_BT1F, b_BTHF * cos_BT1F + a_BTHF * sin_BT1F
+    out_BTHR = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    out_BTHR = out_BTHR.to(x_BTHD.dtype)
+    return torch.cat((out_BTHR, x_BTHD[..., R:]), dim=-1) if is_partial else out_BTHR
 
 
 def rope(
@@ -27,8 +33,16 @@ def rope(
     q_weight_D: torch.Tensor | None,
     k_weight_D: torch.Tensor | None,
     eps: float,
+    offset: float,
+    all_heads: bool,
+    interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the door."""
+    """See the package."""
     if q_weight_D is not None and k_weight_D is not None:
-        q_BTHD, k_BTKD = rms_norm(q_BTHD, q_weight_D, eps), rms_norm(k_BTKD, k_weight_D, eps)
-    return rotate(q_BTHD, cos_BTF, sin_BTF), rotate(k_BTKD, cos_BTF, sin_BTF)
+        if all_heads:
+            q_BTHD = rms_norm(q_BTHD.flatten(-2), q_weight_D, eps, offset=offset).view(q_BTHD.shape)
+            k_BTKD = rms_norm(k_BTKD.flatten(-2), k_weight_D, eps, offset=offset).view(k_BTKD.shape)
+        else:
+            q_BTHD = rms_norm(q_BTHD, q_weight_D, eps, offset=offset)
+            k_BTKD = rms_norm(k_BTKD, k_weight_D, eps, offset=offset)
+    return rotate(q_BTHD, cos_BTF, sin_BTF, interleaved), rotate(k_BTKD, cos_BTF, sin_BTF, interleaved)

@@ -1,10 +1,11 @@
-"""Rotary positions in Triton: a program a token, queries and keys in one launch, the halves held side by side.
+"""Rotary positions in Triton: a program per token, queries and keys in one launch, pairs held side by side.
 
 The backward of the plain form is the same kernel with the sine's sign turned. With norms, a fixed number of
 programs walks over the tokens and keeps its part of the weights' gradients in registers, as in `rms_norm`.
 """
 
-# N tokens, H query heads, K key heads, D head size, F = D / 2 frequencies; BH, BK, BF the same, of a tile
+# N tokens, H query heads, K key heads, D head size, F = D / 2 pairs (all rotated, or the first ROTATED of them);
+# BH, BK, BF the same, of a tile
 
 from __future__ import annotations
 
@@ -13,116 +14,271 @@ import triton
 import triton.language as tl
 
 from trimtab.kernels.launching import capability_of, check_device, once_differentiable
+from trimtab.kernels.rms_norm.impl_triton import check_width
 from trimtab.kernels.rope.spec import configuration
 
-SCHEMA = "(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)"
+OPTIONS = "float offset=0.0, bool all_heads=False, bool interleaved=False"
+SCHEMA = "(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back, bool interleaved=False) -> (Tensor, Tensor)"
 NORMED_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor q_weight, Tensor k_weight, float eps) "
-    "-> (Tensor, Tensor)"
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor q_weight, Tensor k_weight, float eps, "
+    f"{OPTIONS}) -> (Tensor, Tensor)"
 )
 NORMED_BACKWARD_SCHEMA = (
     "(Tensor gq, Tensor gk, Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor q_weight, Tensor k_weight, "
-    "float eps) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"float eps, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+
+
+@triton.jit
+def _halves(f, F, ROTATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the first member of pair f lies in a head, and how far behind it the second.
+
+    Pairs from ROTATED on are not rotated: they are the halves of the rest.
+    """
+    if ROTATED:
+        first = f + tl.where(f < ROTATED, 0, ROTATED)
+        gap = tl.where(f < ROTATED, ROTATED, F - ROTATED)
+    else:
+        first, gap = f, F
+    return first, gap
+
+
+@triton.jit
+def _load_pairs(  # type: ignore[no-untyped-def]
+    ptr, head, H, stride_h, F, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BF: tl.constexpr
+):
+    """Both members of the pairs of heads [rows, 1]: two tensors [rows, BF] of fp32."""
+    if INTERLEAVED:  # read as it lies, in whole vectors, and taken apart in registers
+        d = tl.arange(0, 2 * BF)[None, :]
+        x = tl.load(ptr + head * stride_h + d, mask=(head < H) & (d < 2 * F), other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(x, (x.shape[0], BF, 2)))
+    else:
+        f = tl.arange(0, BF)[None, :]
+        inside = (head < H) & (f < F)
+        first, gap = _halves(f, F, ROTATED)
+        at = ptr + head * stride_h + first
+        a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(at + gap, mask=inside, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _store_interleaved(row_ptr, inside_row, a, b, F, BF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes pairs [rows, BF] as neighbours, in whole vectors."""
+    d = tl.arange(0, 2 * BF)[None, :]
+    tl.store(row_ptr + d, tl.interleave(a, b), mask=inside_row & (d < 2 * F))
+
+
+@triton.jit
+def _angles(cos_ptr, sin_ptr, n, f, F, ROTATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A token's cosines and sines; of pairs that are not rotated 1 and 0."""
+    if ROTATED:
+        cos = tl.load(cos_ptr + n * ROTATED + f, mask=f < ROTATED, other=1.0)
+        sin = tl.load(sin_ptr + n * ROTATED + f, mask=f < ROTATED, other=0.0)
+    else:
+        cos = tl.load(cos_ptr + n * F + f, mask=f < F, other=0.0)
+        sin = tl.load(sin_ptr + n * F + f, mask=f < F, other=0.0)
+    return cos, sin
+
+
+@triton.jit
+def _weigh(  # type: ignore[no-untyped-def]
+    a, b, scale, w_ptr, head, H, F,
+    OFFSET: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """Pairs times their row's scale and their weights: those of each head, or head 0's for all."""
+    if INTERLEAVED:
+        wa, wb = _load_pairs(w_ptr, head, H, 2 * F, F, ROTATED, INTERLEAVED, BF)
+        a *= scale * (wa + OFFSET)
+        b *= scale * (wb + OFFSET)
+    else:
+        f = tl.arange(0, BF)[None, :]
+        inside = (head < H) & (f < F)
+        first, gap = _halves(f, F, ROTATED)
+        at = w_ptr + head * (2 * F) + first
+        # one weight after the other, the order that was measured; `_load_weights` here would change it
+        wa = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if OFFSET != 0:
+            wa += OFFSET
+        a *= scale * wa
+        wb = tl.load(at + gap, mask=inside, other=0.0).to(tl.float32)
+        if OFFSET != 0:
+            wb += OFFSET
+        b *= scale * wb
+    return a, b
 
 
 @triton.jit
 def _turn(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, w_ptr, stride_h, cos, sin, eps, H, F,
-    NORM: tl.constexpr, BH: tl.constexpr, BF: tl.constexpr,
+    NORM: tl.constexpr, OFFSET: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BH: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token of one tensor."""
+    """All heads of one token of one tensor; with ALL_HEADS they are one tile."""
     f = tl.arange(0, BF)[None, :]
     for first in range(0, H, BH):
         head = first + tl.arange(0, BH)[:, None]
-        inside = (head < H) & (f < F)
-        at = x_ptr + head * stride_h + f
-        a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(at + F, mask=inside, other=0.0).to(tl.float32)
+        a, b = _load_pairs(x_ptr, head, H, stride_h, F, ROTATED, INTERLEAVED, BF)
         if NORM:
-            scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / (2 * F) + eps)[:, None]
-            a *= scale * tl.load(w_ptr + f, mask=f < F, other=0.0).to(tl.float32)
-            b *= scale * tl.load(w_ptr + F + f, mask=f < F, other=0.0).to(tl.float32)
-        to = out_ptr + head * (2 * F) + f
-        tl.store(to, a * cos - b * sin, mask=inside)
-        tl.store(to + F, b * cos + a * sin, mask=inside)
+            squares = tl.sum(a * a + b * b, axis=1)
+            if ALL_HEADS:
+                scale = tl.rsqrt(tl.sum(squares, axis=0) / (2 * F * H) + eps)
+                a, b = _weigh(a, b, scale, w_ptr, head, H, F, OFFSET, ROTATED, INTERLEAVED, BF)
+            else:
+                scale = tl.rsqrt(squares / (2 * F) + eps)[:, None]
+                a, b = _weigh(a, b, scale, w_ptr, 0, 1, F, OFFSET, ROTATED, INTERLEAVED, BF)
+        row_ptr = out_ptr + head * (2 * F)
+        if INTERLEAVED:
+            _store_interleaved(row_ptr, head < H, a * cos - b * sin, b * cos + a * sin, F, BF)
+        else:
+            at, gap = _halves(f, F, ROTATED)
+            inside = (head < H) & (f < F)
+            tl.store(row_ptr + at, a * cos - b * sin, mask=inside)
+            tl.store(row_ptr + at + gap, b * cos + a * sin, mask=inside)
 
 
 @triton.jit
 def _rope_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_out_ptr, k_out_ptr,
     stride_qn, stride_qh, stride_kn, stride_kh, eps, H, K, F,
-    BACK: tl.constexpr, NORM: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr,
+    BACK: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     f = tl.arange(0, BF)[None, :]
-    cos = tl.load(cos_ptr + n * F + f, mask=f < F, other=0.0)
-    sin = tl.load(sin_ptr + n * F + f, mask=f < F, other=0.0)
+    cos, sin = _angles(cos_ptr, sin_ptr, n, f, F, ROTATED)
     if BACK:
         sin = -sin
     D = 2 * F
-    _turn(q_ptr + n * stride_qn, q_out_ptr + n * H * D, qw_ptr, stride_qh, cos, sin, eps, H, F, NORM, BH, BF)
-    _turn(k_ptr + n * stride_kn, k_out_ptr + n * K * D, kw_ptr, stride_kh, cos, sin, eps, K, F, NORM, BK, BF)
+    _turn(
+        q_ptr + n * stride_qn, q_out_ptr + n * H * D, qw_ptr, stride_qh, cos, sin, eps, H, F,
+        NORM, OFFSET, ALL_HEADS, ROTATED, INTERLEAVED, BH, BF,
+    )  # fmt: skip
+    _turn(
+        k_ptr + n * stride_kn, k_out_ptr + n * K * D, kw_ptr, stride_kh, cos, sin, eps, K, F,
+        NORM, OFFSET, ALL_HEADS, ROTATED, INTERLEAVED, BK, BF,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_weights(  # type: ignore[no-untyped-def]
+    w_ptr, H, F, OFFSET: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BH: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """Weights of pairs: [BH, BF] of each head, or [1, BF] of all."""
+    if ALL_HEADS:
+        wa, wb = _load_pairs(w_ptr, tl.arange(0, BH)[:, None], H, 2 * F, F, ROTATED, INTERLEAVED, BF)
+    elif INTERLEAVED:
+        wa, wb = _load_pairs(w_ptr, 0, 1, 0, F, ROTATED, INTERLEAVED, BF)
+    else:
+        f = tl.arange(0, BF)[None, :]
+        first, gap = _halves(f, F, ROTATED)
+        wa = tl.load(w_ptr + first, mask=f < F, other=0.0).to(tl.float32)
+        wb = tl.load(w_ptr + gap + first, mask=f < F, other=0.0).to(tl.float32)
+    if OFFSET != 0:
+        wa += OFFSET
+        wb += OFFSET
+    return wa, wb
 
 
 @triton.jit
 def _turn_back(  # type: ignore[no-untyped-def]
     g_ptr, x_ptr, cos_ptr, sin_ptr, w_ptr, out_ptr, part_ptr, stride_gn, stride_gh, stride_xn, stride_xh, eps,
-    program, P, N, H, F, BH: tl.constexpr, BF: tl.constexpr,
+    program, P, N, H, F, OFFSET: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BH: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """One program's tokens of one tensor: the gradient before turning and norm, and a part of the weight's."""
     f = tl.arange(0, BF)[None, :]
-    wa = tl.load(w_ptr + f, mask=f < F, other=0.0).to(tl.float32)
-    wb = tl.load(w_ptr + F + f, mask=f < F, other=0.0).to(tl.float32)
+    wa, wb = _load_weights(w_ptr, H, F, OFFSET, ALL_HEADS, ROTATED, INTERLEAVED, BH, BF)
     sum_a = tl.zeros((BH, BF), tl.float32)
     sum_b = tl.zeros((BH, BF), tl.float32)
     for token in range(program, N, P):
         n = tl.cast(token, tl.int64)
-        cos = tl.load(cos_ptr + n * F + f, mask=f < F, other=0.0)
-        sin = tl.load(sin_ptr + n * F + f, mask=f < F, other=0.0)
+        cos, sin = _angles(cos_ptr, sin_ptr, n, f, F, ROTATED)
         for first in range(0, H, BH):
             head = first + tl.arange(0, BH)[:, None]
-            inside = (head < H) & (f < F)
-            at = g_ptr + n * stride_gn + head * stride_gh + f
-            ga = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-            gb = tl.load(at + F, mask=inside, other=0.0).to(tl.float32)
+            ga, gb = _load_pairs(g_ptr + n * stride_gn, head, H, stride_gh, F, ROTATED, INTERLEAVED, BF)
             na, nb = ga * cos + gb * sin, gb * cos - ga * sin
-            at = x_ptr + n * stride_xn + head * stride_xh + f
-            a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(at + F, mask=inside, other=0.0).to(tl.float32)
-            scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / (2 * F) + eps)[:, None]
+            a, b = _load_pairs(x_ptr + n * stride_xn, head, H, stride_xh, F, ROTATED, INTERLEAVED, BF)
+            squares = tl.sum(a * a + b * b, axis=1)
+            if ALL_HEADS:
+                scale = tl.rsqrt(tl.sum(squares, axis=0) / (2 * F * H) + eps)
+            else:
+                scale = tl.rsqrt(squares / (2 * F) + eps)[:, None]
             a *= scale
             b *= scale
             sum_a += na * a
             sum_b += nb * b
             na *= wa
             nb *= wb
-            along = (tl.sum(na * a + nb * b, axis=1) / (2 * F))[:, None]
-            to = out_ptr + (n * H + head) * (2 * F) + f
-            tl.store(to, (na - a * along) * scale, mask=inside)
-            tl.store(to + F, (nb - b * along) * scale, mask=inside)
-    ends = tl.arange(0, BF)
-    tl.store(part_ptr + ends, tl.sum(sum_a, axis=0), mask=ends < F)
-    tl.store(part_ptr + F + ends, tl.sum(sum_b, axis=0), mask=ends < F)
+            products = tl.sum(na * a + nb * b, axis=1)
+            if ALL_HEADS:
+                along = tl.sum(products, axis=0) / (2 * F * H)
+            else:
+                along = (products / (2 * F))[:, None]
+            row_ptr = out_ptr + (n * H + head) * (2 * F)
+            if INTERLEAVED:
+                ga, gb = (na - a * along) * scale, (nb - b * along) * scale
+                _store_interleaved(row_ptr, head < H, ga, gb, F, BF)
+            else:
+                at, gap = _halves(f, F, ROTATED)
+                inside = (head < H) & (f < F)
+                tl.store(row_ptr + at, (na - a * along) * scale, mask=inside)
+                tl.store(row_ptr + at + gap, (nb - b * along) * scale, mask=inside)
+    _store_sums(part_ptr, sum_a, sum_b, H, F, ALL_HEADS, ROTATED, INTERLEAVED, BH, BF)
+
+
+@triton.jit
+def _store_sums(  # type: ignore[no-untyped-def]
+    part_ptr, sum_a, sum_b, H, F,
+    ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BH: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """A program's part of the weight's gradient: of each head its own, or of all together."""
+    f = tl.arange(0, BF)
+    at, gap = _halves(f, F, ROTATED)
+    if ALL_HEADS:
+        head = tl.arange(0, BH)[:, None]
+        row_ptr = part_ptr + head * (2 * F)
+        if INTERLEAVED:
+            _store_interleaved(row_ptr, head < H, sum_a, sum_b, F, BF)
+        else:
+            inside = (head < H) & (f < F)[None, :]
+            tl.store(row_ptr + at[None, :], sum_a, mask=inside)
+            tl.store(row_ptr + (at + gap)[None, :], sum_b, mask=inside)
+    elif INTERLEAVED:
+        _store_interleaved(
+            part_ptr, True, tl.sum(sum_a, axis=0)[None, :], tl.sum(sum_b, axis=0)[None, :], F, BF
+        )
+    else:
+        tl.store(part_ptr + at, tl.sum(sum_a, axis=0), mask=f < F)
+        tl.store(part_ptr + at + gap, tl.sum(sum_b, axis=0), mask=f < F)
 
 
 @triton.jit
 def _normed_backward_kernel(  # type: ignore[no-untyped-def]
     gq_ptr, gk_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_out_ptr, k_out_ptr, parts_ptr,
     stride_gqn, stride_gqh, stride_gkn, stride_gkh, stride_qn, stride_qh, stride_kn, stride_kh, eps,
-    N, H, K, F, BH: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr,
+    N, H, K, F, OFFSET: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BH: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     program, P = tl.program_id(0), tl.num_programs(0)
-    part_ptr = parts_ptr + (tl.program_id(1) * P + program) * (2 * F)
+    if ALL_HEADS:
+        q_part_ptr = parts_ptr + program * H * (2 * F)
+        k_part_ptr = parts_ptr + (P * H + program * K) * (2 * F)
+    else:
+        q_part_ptr = parts_ptr + (tl.program_id(1) * P + program) * (2 * F)
+        k_part_ptr = q_part_ptr
     if tl.program_id(1) == 0:
         _turn_back(
-            gq_ptr, q_ptr, cos_ptr, sin_ptr, qw_ptr, q_out_ptr, part_ptr,
-            stride_gqn, stride_gqh, stride_qn, stride_qh, eps, program, P, N, H, F, BH, BF,
+            gq_ptr, q_ptr, cos_ptr, sin_ptr, qw_ptr, q_out_ptr, q_part_ptr,
+            stride_gqn, stride_gqh, stride_qn, stride_qh, eps, program, P, N, H, F,
+            OFFSET, ALL_HEADS, ROTATED, INTERLEAVED, BH, BF,
         )  # fmt: skip
     else:
         _turn_back(
-            gk_ptr, k_ptr, cos_ptr, sin_ptr, kw_ptr, k_out_ptr, part_ptr,
-            stride_gkn, stride_gkh, stride_kn, stride_kh, eps, program, P, N, K, F, BK, BF,
+            gk_ptr, k_ptr, cos_ptr, sin_ptr, kw_ptr, k_out_ptr, k_part_ptr,
+            stride_gkn, stride_gkh, stride_kn, stride_kh, eps, program, P, N, K, F,
+            OFFSET, ALL_HEADS, ROTATED, INTERLEAVED, BK, BF,
         )  # fmt: skip
 
 
@@ -133,47 +289,69 @@ def _tokens(x_BTHD: torch.Tensor) -> torch.Tensor:
     return x_NHD if x_NHD.stride(2) == 1 else x_NHD.contiguous()
 
 
-def _launch(q, k, cos, sin, q_weight, k_weight, eps: float, back: bool) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
+def _rotated(cos: torch.Tensor, D: int) -> int:
+    """Frequencies where a part of a head is rotated; 0 where all of it is."""
+    return 0 if 2 * cos.shape[-1] == D else cos.shape[-1]
+
+
+def _launch(  # type: ignore[no-untyped-def]
+    q, k, cos, sin, q_weight, k_weight, eps: float, back: bool, offset: float, all_heads: bool, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     check_device(_rope_kernel, q)
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     q_NHD, k_NKD = _tokens(q), _tokens(k)
     (N, H, D), K = q_NHD.shape, k_NKD.shape[1]
-    of_q, of_k = (configuration(heads, D, capability_of(q)) for heads in (H, K))
+    if all_heads:
+        check_width(H * D)
+    of_q, of_k = (configuration(heads, D, capability_of(q), all_heads=all_heads) for heads in (H, K))
     if N:
         _rope_kernel[(N,)](
             q_NHD, k_NKD, cos.contiguous(), sin.contiguous(), q_weight, k_weight, q_out, k_out,
             *q_NHD.stride()[:2], *k_NKD.stride()[:2], eps, H, K, D // 2, BACK=back, NORM=q_weight is not None,
+            OFFSET=offset, ALL_HEADS=all_heads, ROTATED=_rotated(cos, D), INTERLEAVED=interleaved,
             BH=of_q.heads, BK=of_k.heads, BF=of_q.frequencies, num_warps=of_q.warps,
         )  # fmt: skip
     return q_out, k_out
 
 
-def _rope(q, k, cos, sin, back: bool) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
-    return _launch(q, k, cos, sin, None, None, 0.0, back)
+def _rope(q, k, cos, sin, back: bool, interleaved: bool = False) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
+    return _launch(q, k, cos, sin, None, None, 0.0, back, 0.0, False, interleaved)
 
 
-def _normed_rope(q, k, cos, sin, q_weight, k_weight, eps: float) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
-    return _launch(q, k, cos, sin, q_weight.contiguous(), k_weight.contiguous(), eps, False)
+def _normed_rope(  # type: ignore[no-untyped-def]
+    q, k, cos, sin, q_weight, k_weight, eps: float,
+    offset: float = 0.0, all_heads: bool = False, interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    weights = q_weight.contiguous(), k_weight.contiguous()
+    return _launch(q, k, cos, sin, *weights, eps, False, offset, all_heads, interleaved)
 
 
-def _normed_backward(gq, gk, q, k, cos, sin, q_weight, k_weight, eps: float) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
+def _normed_backward(  # type: ignore[no-untyped-def]
+    gq, gk, q, k, cos, sin, q_weight, k_weight, eps: float,
+    offset: float = 0.0, all_heads: bool = False, interleaved: bool = False,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     check_device(_normed_backward_kernel, q)
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     q_NHD, k_NKD, gq_NHD, gk_NKD = (_tokens(x) for x in (q, k, gq, gk))
     (N, H, D), K = q_NHD.shape, k_NKD.shape[1]
-    of_q, of_k = (configuration(heads, D, capability_of(q)) for heads in (H, K))
+    of_q, of_k = (configuration(heads, D, capability_of(q), all_heads=all_heads) for heads in (H, K))
     P = min(of_q.programs, N)
-    parts_2PD = torch.empty(2, P, D, dtype=torch.float32, device=q.device)
+    q_width, k_width = q_weight.numel(), k_weight.numel()
+    parts = torch.empty(P * (q_width + k_width), dtype=torch.float32, device=q.device)
     if N:
         _normed_backward_kernel[(P, 2)](
             gq_NHD, gk_NKD, q_NHD, k_NKD, cos.contiguous(), sin.contiguous(),
-            q_weight.contiguous(), k_weight.contiguous(), q_out, k_out, parts_2PD,
+            q_weight.contiguous(), k_weight.contiguous(), q_out, k_out, parts,
             *gq_NHD.stride()[:2], *gk_NKD.stride()[:2], *q_NHD.stride()[:2], *k_NKD.stride()[:2], eps,
-            N, H, K, D // 2, BH=of_q.heads, BK=of_k.heads, BF=of_q.frequencies, num_warps=of_q.warps,
+            N, H, K, D // 2, OFFSET=offset, ALL_HEADS=all_heads, ROTATED=_rotated(cos, D), INTERLEAVED=interleaved,
+            BH=of_q.heads, BK=of_k.heads, BF=of_q.frequencies, num_warps=of_q.warps,
         )  # fmt: skip
-    gw_2D = parts_2PD.sum(1)
+    if all_heads:
+        gqw, gkw = parts[: P * q_width].view(P, q_width).sum(0), parts[P * q_width :].view(P, k_width).sum(0)
+    else:
+        gqw, gkw = parts.view(2, P, D).sum(1)
     # two outputs of an operator may not share memory, which a cast that changes nothing would let them
-    return q_out, k_out, gw_2D[0].to(q_weight.dtype, copy=True), gw_2D[1].to(k_weight.dtype, copy=True)
+    return q_out, k_out, gqw.to(q_weight.dtype, copy=True), gkw.to(k_weight.dtype, copy=True)
 
 
 torch.library.define("trimtab::rope", SCHEMA)
@@ -189,37 +367,38 @@ def _same(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @torch.library.register_fake("trimtab::rope")
-def _(q, k, cos, sin, back):  # type: ignore[no-untyped-def]
+def _(q, k, cos, sin, back, interleaved=False):  # type: ignore[no-untyped-def]
     return _same(q, k)
 
 
 @torch.library.register_fake("trimtab::normed_rope")
-def _(q, k, cos, sin, q_weight, k_weight, eps):  # type: ignore[no-untyped-def]
+def _(q, k, cos, sin, q_weight, k_weight, eps, offset=0.0, all_heads=False, interleaved=False):  # type: ignore[no-untyped-def]
     return _same(q, k)
 
 
 @torch.library.register_fake("trimtab::normed_rope_backward")
-def _(gq, gk, q, k, cos, sin, q_weight, k_weight, eps):  # type: ignore[no-untyped-def]
+def _(gq, gk, q, k, cos, sin, q_weight, k_weight, eps, offset=0.0, all_heads=False, interleaved=False):  # type: ignore[no-untyped-def]
     return _same(q, k, q_weight, k_weight)
 
 
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    _, _, cos, sin, ctx.back = inputs
+    _, _, cos, sin, ctx.back, ctx.interleaved = inputs
     ctx.save_for_backward(cos, sin)
 
 
 def _differentiate(ctx, gq, gk):  # type: ignore[no-untyped-def]
-    return *torch.ops.trimtab.rope(gq, gk, *ctx.saved_tensors, not ctx.back), None, None, None
+    turned = torch.ops.trimtab.rope(gq, gk, *ctx.saved_tensors, not ctx.back, ctx.interleaved)
+    return *turned, None, None, None, None
 
 
 def _keep_normed(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, ctx.eps = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*inputs[:6])
+    ctx.options = inputs[6:]
 
 
 def _differentiate_normed(ctx, gq, gk):  # type: ignore[no-untyped-def]
-    gq, gk, gqw, gkw = torch.ops.trimtab.normed_rope_backward(gq, gk, *ctx.saved_tensors, ctx.eps)
-    return gq, gk, None, None, gqw, gkw, None
+    gq, gk, gqw, gkw = torch.ops.trimtab.normed_rope_backward(gq, gk, *ctx.saved_tensors, *ctx.options)
+    return gq, gk, None, None, gqw, gkw, None, None, None, None
 
 
 torch.library.register_autograd("trimtab::rope", _differentiate, setup_context=_keep)
@@ -235,12 +414,17 @@ def rope(
     q_weight_D: torch.Tensor | None,
     k_weight_D: torch.Tensor | None,
     eps: float,
+    offset: float,
+    all_heads: bool,
+    interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the door."""
+    """See the package."""
     assert not cos_BTF.requires_grad, "no gradient flows to positions"
     assert not sin_BTF.requires_grad, "no gradient flows to positions"
     if q_weight_D is None:
-        q, k = torch.ops.trimtab.rope(q_BTHD, k_BTKD, cos_BTF, sin_BTF, False)
+        q, k = torch.ops.trimtab.rope(q_BTHD, k_BTKD, cos_BTF, sin_BTF, False, interleaved)
     else:
-        q, k = torch.ops.trimtab.normed_rope(q_BTHD, k_BTKD, cos_BTF, sin_BTF, q_weight_D, k_weight_D, eps)
+        q, k = torch.ops.trimtab.normed_rope(
+            q_BTHD, k_BTKD, cos_BTF, sin_BTF, q_weight_D, k_weight_D, eps, offset, all_heads, interleaved
+        )
     return q, k

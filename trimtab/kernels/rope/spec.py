@@ -1,6 +1,6 @@
 """What rotary positions are tested on, how they are laid out on a chip, and what they cost; no torch at import."""
 
-# N = B · T tokens, H query heads, K key heads, D head size, F = D / 2 frequencies
+# N = B · T tokens, H query heads, K key heads, D head size, R rotated numbers of a head, F = R / 2 frequencies
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ tokens, 16/8 heads of 128, H200); tiles of 2048 are no faster, and spill on Blac
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a kernel is laid out: heads and frequencies of a tile, warps, programs (of the normed backward)."""
+    """How a kernel is laid out: heads and pairs (frequencies) of a tile, warps, programs (of the normed backward)."""
 
     heads: int
     frequencies: int
@@ -30,14 +30,21 @@ class Configuration:
     programs: int
 
 
-def configuration(heads: int, D: int, capability: int) -> Configuration:
-    """Of a token's heads, as many at once as make a tile.
+def configuration(heads: int, D: int, capability: int, *, all_heads: bool = False) -> Configuration:
+    """Of a token's heads, as many at once as make a tile; all of them where one norm goes over them, with as many
+    pairs per thread, up to 16 warps.
 
     Example:
         >>> configuration(32, 128, 90)
         Configuration(heads=16, frequencies=64, warps=4, programs=264)
+        >>> configuration(32, 128, 90, all_heads=True)
+        Configuration(heads=32, frequencies=64, warps=8, programs=264)
     """
     frequencies = max(1 << (D // 2 - 1).bit_length(), 8)
+    if all_heads:
+        rows = 1 << (heads - 1).bit_length()
+        warps = min(max(rows * frequencies * WARPS // TILE, WARPS), 16)
+        return Configuration(rows, frequencies, warps, programs(capability))
     rows = min(1 << (heads - 1).bit_length(), max(TILE // frequencies, 1))
     return Configuration(rows, frequencies, WARPS, programs(capability))
 
@@ -53,6 +60,10 @@ class Case:
     K: int
     D: int
     norm: bool = False
+    offset: float = 0.0
+    all_heads: bool = False
+    R: int | None = None
+    interleaved: bool = False
 
 
 CASES = (
@@ -65,12 +76,49 @@ CASES = (
     Case("no tokens", B=1, T=0, H=2, K=1, D=8),
     Case("no tokens with norms", B=1, T=0, H=2, K=1, D=8, norm=True),
 )
+OPTION_CASES = (
+    Case("norms with an offset", B=2, T=5, H=4, K=2, D=16, norm=True, offset=1.0),
+    Case("one norm over all heads", B=2, T=5, H=4, K=2, D=16, norm=True, all_heads=True),
+    Case("one norm over all odd heads", B=1, T=3, H=9, K=3, D=96, norm=True, all_heads=True, offset=1.0),
+    Case("partial", B=2, T=5, H=4, K=2, D=16, R=8),
+    Case("partial, a quarter and odd", B=1, T=3, H=9, K=3, D=80, R=22),
+    Case("partial with norms", B=3, T=3, H=3, K=1, D=96, R=72, norm=True, offset=1.0),
+    Case("interleaved", B=2, T=5, H=4, K=2, D=16, interleaved=True),
+    Case("interleaved with norms", B=2, T=5, H=4, K=2, D=12, norm=True, interleaved=True),
+    Case("interleaved, partial", B=1, T=3, H=9, K=3, D=80, R=40, interleaved=True),
+    Case(
+        "interleaved, partial, one pair",
+        B=1,
+        T=3,
+        H=2,
+        K=1,
+        D=20,
+        R=2,
+        norm=True,
+        offset=1.0,
+        interleaved=True,
+    ),
+    Case(
+        "all of it", B=2, T=3, H=5, K=3, D=24, R=16, norm=True, offset=1.0, all_heads=True, interleaved=True
+    ),
+    Case("all of it in halves", B=2, T=3, H=5, K=3, D=24, R=16, norm=True, all_heads=True),
+    Case("one norm over all heads, no tokens", B=1, T=0, H=2, K=1, D=8, norm=True, all_heads=True),
+)
 LARGE_CASES = (
     Case("16384 tokens, 32/8 of 128", B=4, T=4096, H=32, K=8, D=128),
     Case("16384 tokens, 16/8 of 128, norms", B=4, T=4096, H=16, K=8, D=128, norm=True),
     Case("16384 tokens, 9/3 of 64", B=8, T=2048, H=9, K=3, D=64),
 )
 """For a GPU; also timed."""
+LARGE_OPTION_CASES = (
+    Case("16384 tokens, 32/8 of 128, all heads", B=4, T=4096, H=32, K=8, D=128, norm=True, all_heads=True),
+    Case("4096 tokens, 40/8 of 128, all heads", B=1, T=4096, H=40, K=8, D=128, norm=True, all_heads=True),
+    Case("16384 tokens, 32/2 of 128, GLM", B=4, T=4096, H=32, K=2, D=128, R=64, interleaved=True),
+    Case("16384 tokens, 24/8 of 128, partial", B=4, T=4096, H=24, K=8, D=128, R=96),
+    Case("4096 tokens, 8/4 of 256, offset", B=1, T=4096, H=8, K=4, D=256, norm=True, offset=1.0),
+    Case("4096 tokens, interleaved, norms", B=1, T=4096, H=16, K=8, D=128, norm=True, interleaved=True),
+)
+"""For a GPU."""
 
 
 def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tensor]:
@@ -85,8 +133,8 @@ def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> d
     def place(x: torch.Tensor) -> torch.Tensor:
         return x.bfloat16().to(getattr(torch, TORCH_NAMES[dtype]))
 
-    B, T, D = case.B, case.T, case.D
-    inverse_F = 10_000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    B, T, D, R = case.B, case.T, case.D, case.R or case.D
+    inverse_F = 10_000.0 ** (-torch.arange(0, R, 2, dtype=torch.float64) / R)
     angles_BTF = (torch.arange(T)[None, :, None] + 3 * torch.arange(B)[:, None, None]) * inverse_F
     wide = torch.float64 if dtype == "fp64" else torch.float32
     inputs = {
@@ -97,21 +145,34 @@ def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> d
         "sin": angles_BTF.sin().float().to(device, wide),
     }
     if case.norm:
-        inputs |= {"q_weight": place(1 + 0.3 * draw(D)), "k_weight": place(1 + 0.3 * draw(D))}
+        for name, heads in (("q_weight", case.H), ("k_weight", case.K)):
+            weight = 1 - case.offset + 0.3 * draw(heads * D if case.all_heads else D)
+            inputs[name] = place(weight)
     return inputs
 
 
-def flops(N: int, H: int, K: int, D: int, *, norm: bool = False, backward: bool = False) -> int:
-    """Three a number for turning; four more forward and twelve more backward for the norm."""
-    return N * (H + K) * D * (3 + (12 if backward else 4) * norm)
+def flops(
+    N: int, H: int, K: int, D: int, *, R: int | None = None, norm: bool = False, backward: bool = False
+) -> int:
+    """Three per rotated number; for the norm, four more forward and twelve more backward per number."""
+    return N * (H + K) * (3 * (R or D) + D * (12 if backward else 4) * norm)
 
 
 def bytes_moved(
-    N: int, H: int, K: int, D: int, dtype: str, *, norm: bool = False, backward: bool = False
+    N: int,
+    H: int,
+    K: int,
+    D: int,
+    dtype: str,
+    *,
+    R: int | None = None,
+    norm: bool = False,
+    backward: bool = False,
 ) -> int:
-    """The least: heads read and written once (read twice for the normed backward), cosines and sines."""
+    """The least: heads read and written once (read twice for the normed backward), cosines and sines. The same whether
+    norms go over each head or over all, and whichever pairs are rotated: what passes through is copied too."""
     tensors = 3 if norm and backward else 2
-    return tensors * N * (H + K) * D * BYTES[dtype] + 4 * N * D
+    return tensors * N * (H + K) * D * BYTES[dtype] + 4 * N * (R or D)
 
 
 def saved_bytes(N: int, H: int, K: int, D: int, dtype: str, *, norm: bool = False) -> int:
@@ -119,6 +180,15 @@ def saved_bytes(N: int, H: int, K: int, D: int, dtype: str, *, norm: bool = Fals
     return N * (H + K) * D * BYTES[dtype] if norm else 0
 
 
-def scratch_bytes(D: int, *, norm: bool = False, capability: int = 90) -> int:
-    """The programs' parts of both weights' gradients, in the backward."""
-    return 2 * 4 * D * programs(capability) if norm else 0
+def scratch_bytes(
+    D: int,
+    *,
+    norm: bool = False,
+    capability: int = 90,
+    H: int = 1,
+    K: int = 1,
+    all_heads: bool = False,
+) -> int:
+    """The programs' parts of both weights' gradients, in the backward; heads count where a norm goes over all."""
+    widths = (H + K) * D if all_heads else 2 * D
+    return 4 * widths * programs(capability) if norm else 0
