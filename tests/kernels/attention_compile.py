@@ -18,6 +18,8 @@ KERNELS = {
 }
 STATISTICS = ("lse_ptr", "delta_ptr")
 BOUNDS = ("first_ptr", "last_ptr")
+OPTIONAL: dict[str, Any] = {"dlse_ptr": None}
+"""Arguments that a call without options leaves out, as constants: such a kernel has neither them nor their code."""
 
 
 def compiled(
@@ -36,6 +38,7 @@ def compiled(
     kernel = KERNELS[name]
     chosen = with_tiles or tiles(name, D, 4 if dtype == "fp32" else 2, chip, packed=packed)
     constants: dict[str, Any] = {"G": G, "D": D, "DP": padded(D), "BR": chosen.rows, "BN": chosen.keys}
+    constants |= {argument: value for argument, value in OPTIONAL.items() if argument in kernel.arg_names}
     constants |= {"CAUSAL": True, "PACKED": packed, "SOFTCAP": softcap, "PRECISION": "ieee", "TMA": tma}
     heads, rows = (G, chosen.rows) if name == "key" else (1, chosen.keys)
     described = f"tensordesc<{dtype}[1,{rows // heads},{heads},{padded(D)}]>"

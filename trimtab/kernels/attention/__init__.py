@@ -16,9 +16,9 @@ Every implementation is exact, and a query that sees nothing gives zeros. Which 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from trimtab.kernels.attention.spec import CAPPED, IMPLS
+from trimtab.kernels.attention.spec import CAPPED, IMPLS, WITH_LSE
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,7 @@ SMALLEST_NORMAL = 2.0**-126
 __all__ = ["IMPLS", "Layout", "attention", "choose_attention"]
 
 
+@overload
 def attention(
     q_BTHD: torch.Tensor,
     k_BSKD: torch.Tensor,
@@ -41,8 +42,38 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    return_lse: Literal[False] = False,
     impl: str,
-) -> torch.Tensor:
+) -> torch.Tensor: ...
+
+
+@overload
+def attention(
+    q_BTHD: torch.Tensor,
+    k_BSKD: torch.Tensor,
+    v_BSKD: torch.Tensor,
+    *,
+    layout: Layout,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: Literal[True],
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def attention(
+    q_BTHD: torch.Tensor,
+    k_BSKD: torch.Tensor,
+    v_BSKD: torch.Tensor,
+    *,
+    layout: Layout,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    impl: str,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention with grouped heads.
 
     Args:
@@ -53,10 +84,13 @@ def attention(
         window: How many keys, its own included, a query sees at most; None for all before it.
         scale: Factor on the products; 1/√D by default.
         softcap: Bends scores to softcap · tanh(score / softcap); None leaves them.
+        return_lse: Whether to return the log-sum-exp of each query's scores too; it is differentiable.
         impl: One of `IMPLS`. One that cannot serve these inputs is an error, never replaced.
 
     Returns:
-        o_BTHD in q's dtype.
+        o_BTHD in q's dtype; with `return_lse` also lse_BTH = log Σ_j exp(score_tj) in fp32 (fp64 for fp64 inputs),
+        −∞ for a query that sees nothing. Its axes are those of o without the last, so that `lse_BTH[..., None]`
+        broadcasts against o where partial results over several sets of keys are combined.
 
     Example:
         >>> import torch
@@ -65,8 +99,6 @@ def attention(
         >>> attention(q, k, v, layout=Layout.causal(), impl="reference").shape
         torch.Size([2, 5, 4, 8])
     """
-    import torch.nn.functional as F
-
     T, S = q_BTHD.shape[1], k_BSKD.shape[1]
     assert q_BTHD.shape[2] % k_BSKD.shape[2] == 0, "query heads must be a multiple of key/value heads"
     assert window is None or window >= 1, "a window holds at least the query's own key"
@@ -81,6 +113,7 @@ def attention(
     if q_BTHD.numel() == 0:
         # Sums of nothing, so that keys and values get gradients of zeros.
         o_BTHD = q_BTHD.clone() + (k_BSKD[:0].sum() + v_BSKD[:0].sum())
+        lse_BTH = o_BTHD.sum(-1, dtype=_statistics_dtype(q_BTHD)) if return_lse else None
     else:
         scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
         # Tiled kernels take a row's maximum before they scale: a negative scale would turn it into the minimum (torch's
@@ -89,8 +122,43 @@ def attention(
             q_BTHD, scale = -q_BTHD, -scale
         if scale < SMALLEST_NORMAL:
             q_BTHD, scale = q_BTHD * scale, 1.0
-        o_BTHD = _dispatch(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, impl)
-    return F.pad(o_BTHD, (0, 0, 0, 0, num_blind, 0)) if num_blind else o_BTHD
+        o_BTHD, lse_BTH = _dispatch(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, return_lse, impl)
+    if num_blind:
+        o_BTHD, lse_BTH = _with_blind_queries(num_blind, o_BTHD, lse_BTH)
+    if not return_lse:
+        return o_BTHD
+    assert lse_BTH is not None, f"{impl} is in WITH_LSE"
+    return o_BTHD, lse_BTH
+
+
+def _with_blind_queries(
+    num_blind: int, o_BTHD: torch.Tensor, lse_BTH: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Results with those of `num_blind` queries that see nothing in front."""
+    import torch.nn.functional as F
+
+    o_BTHD = F.pad(o_BTHD, (0, 0, 0, 0, num_blind, 0))
+    if lse_BTH is not None:
+        lse_BTH = F.pad(lse_BTH, (0, 0, num_blind, 0), value=float("-inf"))
+    return o_BTHD, lse_BTH
+
+
+def _statistics_dtype(q_BTHD: torch.Tensor) -> torch.dtype:
+    import torch
+
+    return torch.promote_types(q_BTHD.dtype, torch.float32)
+
+
+def _refuse(impl: str, softcap: float | None, return_lse: bool) -> None:
+    """Raises where a backend lacks what a call asks for."""
+    for asked, able, lack in (
+        (softcap is not None, CAPPED, "has no soft cap on scores"),
+        (return_lse, WITH_LSE, "does not return a differentiable log-sum-exp"),
+    ):
+        if asked and impl in IMPLS and impl not in able:
+            from trimtab.facts.errors import ModelError
+
+            raise ModelError(f"{impl} {lack}", f"use one of {', '.join(able)}")
 
 
 def _dispatch(
@@ -101,33 +169,32 @@ def _dispatch(
     window: int | None,
     scale: float,
     softcap: float | None,
+    return_lse: bool,
     impl: str,
-) -> torch.Tensor:
-    if softcap is not None and impl in IMPLS and impl not in CAPPED:
-        from trimtab.facts.errors import ModelError
-
-        raise ModelError(f"{impl} has no soft cap on scores", f"use one of {', '.join(CAPPED)}")
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(o_BTHD, lse_BTH or None)."""
+    _refuse(impl, softcap, return_lse)
     # Static imports in an if/elif: torch.compile traces through them; importlib would break the graph.
     if impl == "reference":
         from trimtab.kernels.attention.impl_reference import attention_reference
 
-        return attention_reference(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap)
+        return attention_reference(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, return_lse)
     elif impl in ("sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"):
         from trimtab.kernels.attention.impl_sdpa import attention_sdpa
 
-        return attention_sdpa(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, impl)
+        return attention_sdpa(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, impl), None
     elif impl == "varlen":
         from trimtab.kernels.attention.impl_varlen import attention_varlen
 
-        return attention_varlen(q_BTHD, k_BSKD, v_BSKD, layout, window, scale)
+        return attention_varlen(q_BTHD, k_BSKD, v_BSKD, layout, window, scale), None
     elif impl == "flex":
         from trimtab.kernels.attention.impl_flex import attention_flex
 
-        return attention_flex(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap)
+        return attention_flex(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap), None
     elif impl == "triton":
         from trimtab.kernels.attention.impl_triton import attention_triton
 
-        return attention_triton(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap)
+        return attention_triton(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, return_lse)
     else:
         from trimtab.facts.errors import ModelError
 

@@ -17,7 +17,8 @@ def attention_reference(
     window: int | None,
     scale: float,
     softcap: float | None = None,
-) -> torch.Tensor:
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `trimtab.kernels.attention.attention`; differentiable by autograd, to any order."""
     T, S = q_BTHD.shape[1], k_BSKD.shape[1]
     group = q_BTHD.shape[2] // k_BSKD.shape[2]
@@ -37,4 +38,5 @@ def attention_reference(
         later_TS = torch.ones(T, S, dtype=torch.bool, device=q_BTHD.device).triu(1)
         scores_BHTS = scores_BHTS.masked_fill(later_TS, float("-inf"))
     p_BHTS = scores_BHTS.softmax(dim=-1).to(q_BTHD.dtype)
-    return torch.einsum("bhts,bshd->bthd", p_BHTS, v_BSHD)
+    lse_BTH = scores_BHTS.logsumexp(dim=-1).transpose(1, 2) if return_lse else None
+    return torch.einsum("bhts,bshd->bthd", p_BHTS, v_BSHD), lse_BTH

@@ -18,11 +18,12 @@ from trimtab.kernels.attention.launch_triton import NO_WINDOW, KernelArguments
 from trimtab.kernels.attention.layout import Layout
 
 _SHARED = "Tensor? first, Tensor? last, int window, float scale, float softcap, bool causal"
+# What is optional has a default, which the dispatcher leaves out of graphs: a call without it is traced as before.
 _library = torch.library.Library("trimtab", "FRAGMENT")
 _library.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_SHARED}) -> (Tensor, Tensor)")
 _library.define(
     "attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    f"{_SHARED}) -> (Tensor, Tensor, Tensor)"
+    f"{_SHARED}, Tensor? dlse=None) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -53,9 +54,10 @@ def _backward(
     scale: float,
     softcap: float,
     causal: bool,
+    dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     arguments = KernelArguments(window, scale, softcap, causal)
-    return launch_triton.backward(do, q, k, v, o, lse, first, last, arguments)
+    return launch_triton.backward(do, q, k, v, o, lse, first, last, arguments, dlse_BTH=dlse)
 
 
 for _device in ("CUDA", "CPU"):  # on a CPU only Triton's interpreter runs them; the launch says so otherwise
@@ -78,12 +80,16 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, first, last, *ctx.numbers = inputs
     o, lse = output
-    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)  # a log-sum-exp that nothing reads costs no tensor of zeros
     ctx.save_for_backward(q, k, v, o, lse, first, last)
 
 
-def _differentiate(ctx: Any, do: torch.Tensor, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    grads = torch.ops.trimtab.attention_backward(do, *ctx.saved_tensors, *ctx.numbers)
+def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    if do is None:
+        if dlse is None:
+            return (None,) * 9
+        do = torch.zeros_like(ctx.saved_tensors[3])
+    grads = torch.ops.trimtab.attention_backward(do, *ctx.saved_tensors, *ctx.numbers, dlse)
     return *grads, None, None, None, None, None, None
 
 
@@ -100,11 +106,12 @@ def attention_triton(
     window: int | None,
     scale: float,
     softcap: float | None,
-) -> torch.Tensor:
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `trimtab.kernels.attention.attention`; heads of up to 256 numbers, fp32, fp16 and bf16."""
     B, T = q_BTHD.shape[:2]
     bounds = layout.prepare("triton", q_BTHD.device, T, window, S=k_BSKD.shape[1], B=B)
-    o_BTHD: torch.Tensor = torch.ops.trimtab.attention_forward(
+    o_BTHD, lse_BTH = torch.ops.trimtab.attention_forward(
         q_BTHD,
         k_BSKD,
         v_BSKD,
@@ -114,8 +121,8 @@ def attention_triton(
         scale,
         softcap or 0.0,
         True,
-    )[0]
-    return o_BTHD
+    )
+    return o_BTHD, lse_BTH if return_lse else None
 
 
 class FlashAttention(torch.autograd.Function):

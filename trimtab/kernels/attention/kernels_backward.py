@@ -2,7 +2,8 @@
 
 Each sums what it writes in its own registers, in a fixed order, so that the same inputs give the same bits.
 The price is that scores and dp are computed in both: seven products where one kernel with atomic additions
-needs five. The first also writes D = rowsum(o ∘ do), which the second reads.
+needs five. The first also writes D = rowsum(o ∘ do), which the second reads. Where the log-sum-exp L has
+a gradient dL, D − dL takes D's place: dL adds p · dL to ds = p · (dp − D).
 
 As in the forward kernel, a tile of packed rows whose gradients are not finite is computed once more, a key or a row at
 a time, so that NaN and infinities stay in their document.
@@ -45,6 +46,12 @@ def load_lse(ptr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def subtract_dlse(delta, ptr, lse):  # type: ignore[no-untyped-def]
+    """D − dL. Where nothing is seen (`lse` as `load_lse` gives it) L is a constant, whatever its gradient holds."""
+    return delta - tl.where(lse == float("inf"), 0.0, tl.load(ptr))
+
+
+@triton.jit
 def query_gradient(  # type: ignore[no-untyped-def]
     dq, q, do, lse, delta, k_ptr, v_ptr, b, g, n, first, end, S, stride_k, stride_v, inner, outer,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
@@ -65,7 +72,7 @@ def query_gradient(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def query_gradient_by_key(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dq_ptr, first_ptr, r0, low, high,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dlse_ptr, dq_ptr, first_ptr, r0, low, high,
     stride_qt, stride_qh, stride_k, stride_v, stride_dt, stride_dh, T, S, H, window, inner, outer, scale,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     CAUSAL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -78,6 +85,8 @@ def query_gradient_by_key(  # type: ignore[no-untyped-def]
     do = row_tile(do_ptr, inside, stride_dt, stride_dh, G, D, DP).to(tl.float32)
     delta = tl.sum(row_tile(o_ptr, inside, H * D, D, G, D, DP).to(tl.float32) * do, 1)
     lse = load_lse(lse_ptr + (inside // G).to(tl.int64) * H + inside % G)
+    if dlse_ptr is not None:
+        delta = subtract_dlse(delta, dlse_ptr + (inside // G).to(tl.int64) * H + inside % G, lse)
     first, end = interval(inside // G, first_ptr, T, S, window, CAUSAL, PACKED)
     dq = tl.zeros((FEW, DP), tl.float32)
     for j in tl.range(low, high, num_stages=1):
@@ -96,7 +105,7 @@ def query_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, k_rows_ptr, v_rows_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, first_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_db, stride_dt, stride_dh,
-    T, S, K, window, inner, outer, scale,
+    T, S, K, window, inner, outer, scale, dlse_ptr,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
@@ -123,6 +132,8 @@ def query_kernel(  # type: ignore[no-untyped-def]
     do = row_tile(do_ptr, inside, stride_dt, stride_dh, G, D, DP)
     o = row_tile(o_ptr + base * D, inside, H * D, D, G, D, DP)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        delta = subtract_dlse(delta, dlse_ptr + vector, load_lse(lse_ptr + vector))
     tl.store(delta_ptr + vector, delta, mask=r < R)
     lse = load_lse(lse_ptr + vector)
 
@@ -151,10 +162,11 @@ def query_kernel(  # type: ignore[no-untyped-def]
     if PACKED:  # noqa: SIM102  (decided at compile time, the next one not)
         if holds_bad(dq) != 0:
             for r0 in tl.range(tile * BR, tl.minimum(tile * BR + BR, R), FEW, num_stages=1):
+                dlse = None if dlse_ptr is None else dlse_ptr + base
                 query_gradient_by_key(
                     q_ptr, k_rows_ptr + b64 * stride_kb + g64 * stride_kh,
                     v_rows_ptr + b64 * stride_vb + g64 * stride_vh,
-                    o_ptr + base * D, do_ptr, lse_ptr + base, dq_ptr + base * D, first_ptr, r0, low, high,
+                    o_ptr + base * D, do_ptr, lse_ptr + base, dlse, dq_ptr + base * D, first_ptr, r0, low, high,
                     stride_qt, stride_qh, stride_kt, stride_vt, stride_dt, stride_dh, T, S, H, window,
                     inner, outer, scale, G, D, DP, CAUSAL, PACKED, SOFTCAP,
                 )  # fmt: skip

@@ -76,15 +76,17 @@ def backward(
     last_BT: torch.Tensor | None,
     arguments: KernelArguments,
     *,
+    dlse_BTH: torch.Tensor | None = None,
     with_tiles: tuple[Tiles, Tiles] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), contiguous, the same bits each time."""
+    """(dq, dk, dv), contiguous, the same bits each time; `dlse_BTH` where the log-sum-exp has a gradient too."""
     do, q, k, v = (_strided(x) for x in (do_BTHD, q_BTHD, k_BSKD, v_BSKD))
     (B, T, H, D), (S, K) = q.shape, k.shape[1:3]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if q.numel() == 0 or S == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     delta_BTH = torch.empty(lse_BTH.shape, dtype=torch.float32, device=q.device)
+    dlse_BTH = None if dlse_BTH is None else dlse_BTH.contiguous()
     lse_BTH, o_BTHD = lse_BTH.contiguous(), o_BTHD.contiguous()
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
     numbers = (T, S, K, arguments.window, *_factors(arguments), arguments.scale)
@@ -95,7 +97,7 @@ def backward(
     k_tiles, v_tiles, tma = _read_by(k, v, 1, by_query.keys, capability)
     query_kernel[(triton.cdiv(T * (H // K), by_query.rows) * B * K,)](
         q, k_tiles, v_tiles, k, v, o_BTHD, do, lse_BTH, delta_BTH, dq, q if first_BT is None else first_BT,
-        *strides, *numbers, **_constants(q, H // K, first_BT, arguments, by_query), TMA=tma,
+        *strides, *numbers, dlse_BTH, **_constants(q, H // K, first_BT, arguments, by_query), TMA=tma,
     )  # fmt: skip
     q_tiles, do_tiles, tma = _read_by(q, do, H // K, by_key.rows, capability)
     key_kernel[(triton.cdiv(S, by_key.keys) * B * K,)](

@@ -19,6 +19,8 @@ MASKED = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient")
 """Those that read packed documents and windows from a [T, S] mask, shared by all layers."""
 CAPPED = ("reference", "flex", "triton")
 """Those that can bend scores with a soft cap."""
+WITH_LSE = ("reference", "triton")
+"""Those that return a differentiable log-sum-exp."""
 SHORTEST_FLEX = 128
 """Queries that FlexAttention needs on a GPU: below a block its generated kernels failed on an H200."""
 
@@ -90,6 +92,14 @@ def make_inputs(
     return q_BTHD, k_BSKD, v_BSKD, grad_BTHD, torch.tensor(rows, dtype=torch.int32)
 
 
+def make_lse_gradient(case: Case, dtype: str, device: str = "cpu", seed: int = 1) -> torch.Tensor:
+    """dlse_BTH, an upstream gradient of the log-sum-exp: fp32, or fp64 for fp64 inputs."""
+    import torch
+
+    dlse_BTH = torch.randn(case.B, case.T, case.H, generator=torch.Generator().manual_seed(seed))
+    return dlse_BTH.to(device=device, dtype=torch.float64 if dtype == "fp64" else torch.float32)
+
+
 def visible_pairs(T: int, S: int, window: int | None = None) -> int:
     """How many (query, key) pairs one causal document of T queries and S keys computes.
 
@@ -109,17 +119,25 @@ def flops(pairs: int, H: int, D: int, *, backward: bool = False) -> int:
     return (10 if backward else 4) * pairs * H * D
 
 
-def bytes_moved(B: int, T: int, S: int, H: int, K: int, D: int, dtype: str, *, backward: bool = False) -> int:
-    """The least a tiled kernel must read and write: inputs and output once; backward also their gradients."""
-    q, kv, lse = B * T * H * D * BYTES[dtype], B * S * K * D * BYTES[dtype], B * H * T * 4
-    return (4 * q + 4 * kv + lse) if backward else (2 * q + 2 * kv + lse)
+def bytes_moved(
+    B: int, T: int, S: int, H: int, K: int, D: int, dtype: str, *, backward: bool = False, lse: bool = False
+) -> int:
+    """The least a tiled kernel must read and write: inputs and output once; backward also their gradients.
+
+    With `lse` the log-sum-exp, which is written in any case, has a gradient to be read.
+    """
+    q, kv, row = B * T * H * D * BYTES[dtype], B * S * K * D * BYTES[dtype], B * H * T * 4
+    return (4 * q + 4 * kv + row * (2 if lse else 1)) if backward else (2 * q + 2 * kv + row)
 
 
-def saved_bytes(impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype: str) -> int:
+def saved_bytes(
+    impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype: str, *, lse: bool = False
+) -> int:
     """Bytes one layer keeps for backward, inputs and output included where they are kept.
 
     Tiled implementations keep q, k, v, o and a log-sum-exp a row; the others a [T, S] matrix a head, and
-    keys and values repeated for every query head.
+    keys and values repeated for every query head. With `lse` (the log-sum-exp is returned and differentiated) the
+    reference keeps the matrix of scores too, and Triton nothing more.
 
     Example:
         >>> saved_bytes("sdpa_flash", 1, 1024, 1024, 16, 8, 128, "bf16") / 2**20
@@ -133,7 +151,8 @@ def saved_bytes(impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype
     weights = B * H * T * S
     repeated = 2 * B * S * H * D * width
     if impl == "reference":
-        return q + repeated + weights * (4 + (width if width != 4 else 0))
+        scores = (weights + B * H * T) * 4 if lse else 0
+        return q + repeated + weights * (4 + (width if width != 4 else 0)) + scores
     # sdpa_math computes in fp32 whatever comes in, and keeps its scaled q and k.
     return B * T * H * D * 4 + 2 * B * S * H * D * 4 + weights * 4
 
