@@ -18,7 +18,7 @@ KERNELS = {
 }
 STATISTICS = ("lse_ptr", "delta_ptr")
 BOUNDS = ("first_ptr", "last_ptr")
-OPTIONAL: dict[str, Any] = {"dlse_ptr": None}
+OPTIONAL: dict[str, Any] = {"dlse_ptr": None, "query_last_ptr": None, "key_first_ptr": None, "offset": None}
 """Arguments that a call without options leaves out, as constants: such a kernel has neither them nor their code."""
 
 
@@ -39,7 +39,14 @@ def compiled(
     chosen = with_tiles or tiles(name, D, 4 if dtype == "fp32" else 2, chip, packed=packed)
     constants: dict[str, Any] = {"G": G, "D": D, "DP": padded(D), "BR": chosen.rows, "BN": chosen.keys}
     constants |= {argument: value for argument, value in OPTIONAL.items() if argument in kernel.arg_names}
-    constants |= {"CAUSAL": True, "PACKED": packed, "SOFTCAP": softcap, "PRECISION": "ieee", "TMA": tma}
+    constants |= {
+        "CAUSAL": True,
+        "TWO_SIDED": False,
+        "PACKED": packed,
+        "SOFTCAP": softcap,
+        "PRECISION": "ieee",
+        "TMA": tma,
+    }
     heads, rows = (G, chosen.rows) if name == "key" else (1, chosen.keys)
     described = f"tensordesc<{dtype}[1,{rows // heads},{heads},{padded(D)}]>"
     signature = {}

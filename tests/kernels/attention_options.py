@@ -43,7 +43,10 @@ def truth(case: Case, q_BTHD: torch.Tensor, k_BSKD: torch.Tensor, v_BSKD: torch.
     """(o_BTHD, lse_BTH) a query at a time, sharing no code with any implementation."""
     (B, T, H, D), (S, K) = q_BTHD.shape, k_BSKD.shape[1:3]
     scale = D**-0.5 if case.scale is None else case.scale
-    o, lse = torch.zeros_like(q_BTHD), torch.full_like(q_BTHD[..., 0], -torch.inf)
+    nothing = 0.0 * sum(
+        x.sum() for x in (q_BTHD, k_BSKD, v_BSKD)
+    )  # gradients of zeros, where nothing is seen
+    o, lse = torch.zeros_like(q_BTHD) + nothing, torch.full_like(q_BTHD[..., 0], -torch.inf) + nothing
     for b in range(B):
         document = (
             [n for n, length in enumerate(case.documents[b]) for _ in range(length)]
@@ -51,7 +54,7 @@ def truth(case: Case, q_BTHD: torch.Tensor, k_BSKD: torch.Tensor, v_BSKD: torch.
             else None
         )
         for t in range(T):
-            i = t + S - T
+            i = t + (S - T if case.offset is None else case.offset)
             seen = [j for j in range(S) if _sees(case, document, i, j)]
             for h in range(H if seen else 0):
                 s = scale * k_BSKD[b, seen, h * K // H] @ q_BTHD[b, t, h]
@@ -64,15 +67,17 @@ def truth(case: Case, q_BTHD: torch.Tensor, k_BSKD: torch.Tensor, v_BSKD: torch.
 
 
 def _sees(case: Case, document: list[int] | None, i: int, j: int) -> bool:
-    near = case.window is None or i - j < case.window
-    return j <= i and near and (document is None or document[i] == document[j])
+    near = case.window is None or abs(i - j) < case.window
+    return (j <= i or not case.causal) and near and (document is None or document[i] == document[j])
 
 
 def run(function: Callable[..., Any], inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Any:
-    """(o, lse, dq, dk, dv) with both upstream gradients."""
+    """(o, lse, dq, dk, dv) with both upstream gradients, or with one of them (o, dq, dk, dv)."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    outputs = function(*leaves)
-    return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, leaves, grads)]
+    outputs = function(*leaves) if len(grads) > 1 else [function(*leaves)]
+    found = torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+    found = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+    return [*(x.detach() for x in outputs), *found]
 
 
 @functools.cache
@@ -82,14 +87,16 @@ def true_results(case: Case) -> Any:
     return run(functools.partial(truth, case), inputs, (do, make_lse_gradient(case, "fp64")))
 
 
-def by_impl(case: Case, documents_BT: torch.Tensor | None, impl: str) -> Callable[..., Any]:
+def by_impl(
+    case: Case, documents_BT: torch.Tensor | None, impl: str, *, return_lse: bool = True
+) -> Callable[..., Any]:
     """The case as a function of its tensors."""
     layout = Layout.causal() if documents_BT is None else Layout.packed(documents_BT)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         return attention(
-            q, k, v, layout=layout, window=case.window, scale=case.scale, softcap=case.softcap, return_lse=True,
-            impl=impl,
+            q, k, v, layout=layout, window=case.window, scale=case.scale, softcap=case.softcap, causal=case.causal,
+            offset=case.offset, return_lse=return_lse, impl=impl,
         )  # fmt: skip
 
     return call

@@ -66,6 +66,8 @@ def attend(impl: str, layout: Layout | None = None, **options: Any) -> object:
 offers("kernels/attention/__init__.py:_dispatch: use one of {}", attend)
 for lacking, options in (
     ("sdpa_flash", {"softcap": 5.0}),
+    ("flex", {"causal": False}),
+    ("varlen", {"offset": 3}),
     ("sdpa_flash", {"return_lse": True}),
 ):
     case(
@@ -77,7 +79,7 @@ for lacking, options in (
     )
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2]])
 case(
-    "kernels/attention/layout.py:Layout.prepare: with a key/value cache give the documents of all keys, or "
+    "kernels/attention/layout.py:Layout._check: with a key/value cache give the documents of all keys, or "
     "Layout.causal()",
     lambda w: attention(Q[:, :1], Q, Q, layout=Layout.packed(DOCUMENTS[:, :4]), impl="reference"),
     lambda w, remedy: (

@@ -1,10 +1,11 @@
-"""Attention of a decoder: causal, grouped heads, packed documents, sliding windows.
+"""Attention of a decoder: grouped heads, packed documents, sliding windows; causal, or with `causal=False` not.
 
-For a query t (placed at the end of the S keys: its position is i = t + S − T) of head h, with g = h·K // H
-the key/value head it shares and A(i) the keys it may see,
+For a query t at position i = t + offset (offset = S − T by default: the queries are the last positions) of head h,
+with g = h·K // H the key/value head it shares and A(i) the keys it may see,
 
     o_t = Σ_{j ∈ A(i)} p_tj · v_gj,      p_t = softmax_{j ∈ A(i)}( cap( scale · q_th · k_gj ) )
-    A(i) = { j ≤ i,  i − j < window,  document(j) = document(i) }
+    A(i) = { j ≤ i,  i − j < window,  document(j) = document(i) }      causal
+    A(i) = { |i − j| < window,  document(j) = document(i) }            otherwise
 
 with cap(s) = softcap · tanh(s / softcap), or s where there is none.
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from trimtab.kernels.attention.spec import CAPPED, IMPLS, WITH_LSE
+from trimtab.kernels.attention.spec import BIDIRECTIONAL, CAPPED, IMPLS, WITH_LSE, WITH_OFFSET
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,8 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    causal: bool = True,
+    offset: int | None = None,
     return_lse: Literal[False] = False,
     impl: str,
 ) -> torch.Tensor: ...
@@ -57,6 +60,8 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    causal: bool = True,
+    offset: int | None = None,
     return_lse: Literal[True],
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -71,19 +76,26 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    causal: bool = True,
+    offset: int | None = None,
     return_lse: bool = False,
     impl: str,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention with grouped heads.
+    """Attention with grouped heads, causal unless told otherwise.
 
     Args:
-        q_BTHD: Queries. With more keys than queries (a key/value cache) they are the last T positions.
+        q_BTHD: Queries. With more keys than queries (a key/value cache) they are the last T positions, or those
+            that `offset` says.
         k_BSKD, v_BSKD: Keys and values; K divides H.
         layout: `Layout.causal()`, or `Layout.packed(documents_BT)` for windows holding several documents.
             Made once a batch and passed to every layer.
-        window: How many keys, its own included, a query sees at most; None for all before it.
+        window: How many keys, its own included, a query sees at most on each side; None for all.
         scale: Factor on the products; 1/√D by default.
         softcap: Bends scores to softcap · tanh(score / softcap); None leaves them.
+        causal: Whether a query sees no later key. Otherwise it sees its whole document, or what of it is less than
+            `window` tokens away.
+        offset: Position of the first query, counted from the first key; S − T by default. Any number without packed
+            documents: queries may lie before the first key or after the last one.
         return_lse: Whether to return the log-sum-exp of each query's scores too; it is differentiable.
         impl: One of `IMPLS`. One that cannot serve these inputs is an error, never replaced.
 
@@ -99,17 +111,21 @@ def attention(
         >>> attention(q, k, v, layout=Layout.causal(), impl="reference").shape
         torch.Size([2, 5, 4, 8])
     """
+    from trimtab.kernels.attention.layout import hiding_window
+
     T, S = q_BTHD.shape[1], k_BSKD.shape[1]
     assert q_BTHD.shape[2] % k_BSKD.shape[2] == 0, "query heads must be a multiple of key/value heads"
     assert window is None or window >= 1, "a window holds at least the query's own key"
     assert softcap is None or softcap > 0, "a soft cap is positive"
-    # The first T − S queries stand before the first key and see nothing. They are cut off here and their
-    # zeros put back below, so that no implementation ever meets a softmax over nothing.
-    num_blind = max(T - S, 0)
+    offset = S - T if offset is None else offset
+    # Causal queries before the first key see nothing. They are cut off here and their zeros put back below, so that
+    # hardly an implementation meets a softmax over nothing.
+    num_blind = T if S == 0 else min(max(-offset, 0), T) if causal else 0
     if num_blind:
-        q_BTHD = q_BTHD[:, num_blind:]
-    if window is not None and window >= S:
-        window = None
+        q_BTHD, T, offset = q_BTHD[:, num_blind:], T - num_blind, offset + num_blind
+    window = hiding_window(window, T, S, offset, causal)
+    if not causal and window is None and not layout.is_packed:
+        offset = S - T  # wherever they are, they see everything
     if q_BTHD.numel() == 0:
         # Sums of nothing, so that keys and values get gradients of zeros.
         o_BTHD = q_BTHD.clone() + (k_BSKD[:0].sum() + v_BSKD[:0].sum())
@@ -122,7 +138,9 @@ def attention(
             q_BTHD, scale = -q_BTHD, -scale
         if scale < SMALLEST_NORMAL:
             q_BTHD, scale = q_BTHD * scale, 1.0
-        o_BTHD, lse_BTH = _dispatch(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, return_lse, impl)
+        o_BTHD, lse_BTH = _dispatch(
+            q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, causal, offset, return_lse, impl
+        )
     if num_blind:
         o_BTHD, lse_BTH = _with_blind_queries(num_blind, o_BTHD, lse_BTH)
     if not return_lse:
@@ -149,10 +167,12 @@ def _statistics_dtype(q_BTHD: torch.Tensor) -> torch.dtype:
     return torch.promote_types(q_BTHD.dtype, torch.float32)
 
 
-def _refuse(impl: str, softcap: float | None, return_lse: bool) -> None:
+def _refuse(impl: str, softcap: float | None, causal: bool, at_end: bool, return_lse: bool) -> None:
     """Raises where a backend lacks what a call asks for."""
     for asked, able, lack in (
         (softcap is not None, CAPPED, "has no soft cap on scores"),
+        (not causal, BIDIRECTIONAL, "is causal only"),
+        (not at_end, WITH_OFFSET, "takes the queries for the last positions"),
         (return_lse, WITH_LSE, "does not return a differentiable log-sum-exp"),
     ):
         if asked and impl in IMPLS and impl not in able:
@@ -169,20 +189,25 @@ def _dispatch(
     window: int | None,
     scale: float,
     softcap: float | None,
+    causal: bool,
+    offset: int,
     return_lse: bool,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o_BTHD, lse_BTH or None)."""
-    _refuse(impl, softcap, return_lse)
+    at_end = offset == k_BSKD.shape[1] - q_BTHD.shape[1] and layout.first_key is None
+    _refuse(impl, softcap, causal, at_end, return_lse)
     # Static imports in an if/elif: torch.compile traces through them; importlib would break the graph.
     if impl == "reference":
         from trimtab.kernels.attention.impl_reference import attention_reference
 
-        return attention_reference(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, return_lse)
+        return attention_reference(
+            q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, return_lse, causal, offset
+        )
     elif impl in ("sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"):
         from trimtab.kernels.attention.impl_sdpa import attention_sdpa
 
-        return attention_sdpa(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, impl), None
+        return attention_sdpa(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, impl, causal, offset), None
     elif impl == "varlen":
         from trimtab.kernels.attention.impl_varlen import attention_varlen
 
@@ -194,7 +219,9 @@ def _dispatch(
     elif impl == "triton":
         from trimtab.kernels.attention.impl_triton import attention_triton
 
-        return attention_triton(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, return_lse)
+        return attention_triton(
+            q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, return_lse, causal, offset
+        )
     else:
         from trimtab.facts.errors import ModelError
 

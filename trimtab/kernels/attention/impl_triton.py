@@ -19,11 +19,12 @@ from trimtab.kernels.attention.layout import Layout
 
 _SHARED = "Tensor? first, Tensor? last, int window, float scale, float softcap, bool causal"
 # What is optional has a default, which the dispatcher leaves out of graphs: a call without it is traced as before.
+_PLACED = "Tensor? query_last=None, Tensor? key_first=None, SymInt? offset=None"
 _library = torch.library.Library("trimtab", "FRAGMENT")
-_library.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_SHARED}) -> (Tensor, Tensor)")
+_library.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_SHARED}, {_PLACED}) -> (Tensor, Tensor)")
 _library.define(
     "attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    f"{_SHARED}, Tensor? dlse=None) -> (Tensor, Tensor, Tensor)"
+    f"{_SHARED}, {_PLACED}, Tensor? dlse=None) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -37,8 +38,12 @@ def _forward(
     scale: float,
     softcap: float,
     causal: bool,
+    query_last: torch.Tensor | None = None,
+    key_first: torch.Tensor | None = None,
+    offset: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch_triton.forward(q, k, v, first, KernelArguments(window, scale, softcap, causal))
+    arguments = KernelArguments(window, scale, softcap, causal, offset)
+    return launch_triton.forward(q, k, v, first, arguments, query_last_BT=query_last)
 
 
 def _backward(
@@ -54,10 +59,15 @@ def _backward(
     scale: float,
     softcap: float,
     causal: bool,
+    query_last: torch.Tensor | None = None,
+    key_first: torch.Tensor | None = None,
+    offset: int | None = None,
     dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    arguments = KernelArguments(window, scale, softcap, causal)
-    return launch_triton.backward(do, q, k, v, o, lse, first, last, arguments, dlse_BTH=dlse)
+    return launch_triton.backward(
+        do, q, k, v, o, lse, first, last, KernelArguments(window, scale, softcap, causal, offset),
+        dlse_BTH=dlse, query_last_BT=query_last, key_first_BS=key_first,
+    )  # fmt: skip
 
 
 for _device in ("CUDA", "CPU"):  # on a CPU only Triton's interpreter runs them; the launch says so otherwise
@@ -78,19 +88,22 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, first, last, *ctx.numbers = inputs
+    q, k, v, first, last, *ctx.numbers, query_last, key_first, ctx.offset = inputs
     o, lse = output
     ctx.set_materialize_grads(False)  # a log-sum-exp that nothing reads costs no tensor of zeros
-    ctx.save_for_backward(q, k, v, o, lse, first, last)
+    ctx.save_for_backward(q, k, v, o, lse, first, last, query_last, key_first)
 
 
 def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     if do is None:
         if dlse is None:
-            return (None,) * 9
+            return (None,) * 12
         do = torch.zeros_like(ctx.saved_tensors[3])
-    grads = torch.ops.trimtab.attention_backward(do, *ctx.saved_tensors, *ctx.numbers, dlse)
-    return *grads, None, None, None, None, None, None
+    *tensors, query_last, key_first = ctx.saved_tensors
+    grads = torch.ops.trimtab.attention_backward(
+        do, *tensors, *ctx.numbers, query_last, key_first, ctx.offset, dlse
+    )
+    return *grads, *(None,) * 9
 
 
 torch.library.register_autograd(
@@ -106,21 +119,26 @@ def attention_triton(
     window: int | None,
     scale: float,
     softcap: float | None,
-    return_lse: bool = False,
+    return_lse: bool,
+    causal: bool,
+    offset: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `trimtab.kernels.attention.attention`; heads of up to 256 numbers, fp32, fp16 and bf16."""
-    B, T = q_BTHD.shape[:2]
-    bounds = layout.prepare("triton", q_BTHD.device, T, window, S=k_BSKD.shape[1], B=B)
+    (B, T), S = q_BTHD.shape[:2], k_BSKD.shape[1]
+    bounds = layout.prepare("triton", q_BTHD.device, T, window, S=S, B=B, causal=causal, offset=offset)
     o_BTHD, lse_BTH = torch.ops.trimtab.attention_forward(
         q_BTHD,
         k_BSKD,
         v_BSKD,
         bounds.first_BT,
-        bounds.last_BT,
+        bounds.last_BS,
         NO_WINDOW if window is None else window,
         scale,
         softcap or 0.0,
-        True,
+        causal,
+        None if causal else bounds.last_BT,
+        None if causal else bounds.first_BS,
+        None if offset == S - T else offset,
     )
     return o_BTHD, lse_BTH if return_lse else None
 

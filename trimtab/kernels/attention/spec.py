@@ -19,6 +19,10 @@ MASKED = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient")
 """Those that read packed documents and windows from a [T, S] mask, shared by all layers."""
 CAPPED = ("reference", "flex", "triton")
 """Those that can bend scores with a soft cap."""
+BIDIRECTIONAL = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "triton")
+"""Those that serve attention that is not causal."""
+WITH_OFFSET = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "triton")
+"""Those that serve queries elsewhere than at the last positions; sdpa_flash on a CPU, where it reads a mask."""
 WITH_LSE = ("reference", "triton")
 """Those that return a differentiable log-sum-exp."""
 SHORTEST_FLEX = 128
@@ -40,6 +44,8 @@ class Case:
     documents: tuple[tuple[int, ...], ...] | None = None
     scale: float | None = None
     softcap: float | None = None
+    causal: bool = True
+    offset: int | None = None
 
 
 CASES = (
@@ -66,6 +72,28 @@ CASES = (
     Case("no queries", B=2, T=0, S=5, H=2, K=1, D=16),
     Case("empty batch", B=0, T=4, S=4, H=2, K=2, D=16),
 )
+
+
+OPTION_CASES = (
+    Case("not causal", B=1, T=21, S=21, H=3, K=1, D=16, causal=False),
+    Case("not causal, more keys", B=1, T=5, S=23, H=2, K=2, D=8, causal=False),
+    Case("not causal, window", B=1, T=40, S=40, H=2, K=1, D=16, window=6, causal=False),
+    Case("not causal, packed", B=2, T=20, S=20, H=2, K=1, D=16, documents=((20,), (7, 1, 12)), causal=False),
+    Case(
+        "not causal, packed, window, offset, grouped", B=2, T=11, S=40, H=4, K=2, D=16, window=5, offset=9,
+        documents=((40,), (7, 10, 23)), causal=False,
+    ),
+    Case("offset", B=1, T=9, S=40, H=2, K=1, D=16, offset=13),
+    Case("offset, window", B=1, T=20, S=40, H=2, K=2, D=16, offset=3, window=9),
+    Case("offset, packed, grouped", B=2, T=12, S=40, H=4, K=2, D=16, offset=17, documents=((40,), (20, 3, 17))),
+    Case("packed, queries last", B=1, T=12, S=40, H=2, K=1, D=16, documents=((31, 9),), window=8),
+    Case("before the keys", B=1, T=12, S=20, H=2, K=2, D=16, offset=-5),
+    Case("past the keys", B=1, T=12, S=20, H=2, K=2, D=16, offset=15),
+    Case("past the keys, window", B=1, T=40, S=20, H=2, K=1, D=16, offset=5, window=6),
+    Case("all past the keys", B=1, T=4, S=20, H=2, K=1, D=16, offset=50, window=6),
+    Case("not causal, blind on both sides", B=1, T=40, S=9, H=2, K=1, D=16, offset=-15, window=5, causal=False),
+)  # fmt: skip
+"""Of arguments that a decoder in training does not use: small, since the interpreter takes its time."""
 
 
 def make_inputs(
@@ -100,18 +128,30 @@ def make_lse_gradient(case: Case, dtype: str, device: str = "cpu", seed: int = 1
     return dlse_BTH.to(device=device, dtype=torch.float64 if dtype == "fp64" else torch.float32)
 
 
-def visible_pairs(T: int, S: int, window: int | None = None) -> int:
-    """How many (query, key) pairs one causal document of T queries and S keys computes.
+def visible_pairs(
+    T: int, S: int, window: int | None = None, *, causal: bool = True, offset: int | None = None
+) -> int:
+    """How many (query, key) pairs one document of T queries and S keys computes.
 
     Example:
         >>> visible_pairs(4, 4), visible_pairs(4, 4, window=2), visible_pairs(1, 9)
         (10, 7, 9)
+        >>> visible_pairs(4, 4, window=2, causal=False), visible_pairs(2, 9, offset=3)
+        (10, 9)
     """
-    limit = S if window is None else min(window, S)
-    first = max(S - T, 0)  # position of the first query that sees a key
-    num_rising = max(min(limit, S) - first, 0)  # queries whose view still grows: first+1, …, limit keys
-    rising = num_rising * (first + 1 + first + num_rising) // 2
-    return rising + (S - first - num_rising) * limit
+    i = S - T if offset is None else offset
+    if window is None:
+        return _clamped_sum(i + 1, T, S) if causal else T * S
+    # Query i sees the keys from i − window + 1 to before i + 1, or i + window, as far as there are such keys.
+    return _clamped_sum(i + 1 if causal else i + window, T, S) - _clamped_sum(i - window + 1, T, S)
+
+
+def _clamped_sum(first: int, count: int, highest: int) -> int:
+    """Σ min(max(first + n, 0), highest) over n = 0 … count − 1."""
+    low, high = (
+        min(max(x, first), first + count) for x in (0, highest)
+    )  # x where 0 < x < highest, and beyond
+    return (high - low) * (low + high - 1) // 2 + (first + count - high) * highest
 
 
 def flops(pairs: int, H: int, D: int, *, backward: bool = False) -> int:
