@@ -18,7 +18,13 @@ KERNELS = {
 }
 STATISTICS = ("lse_ptr", "delta_ptr")
 BOUNDS = ("first_ptr", "last_ptr")
-OPTIONAL: dict[str, Any] = {"dlse_ptr": None, "query_last_ptr": None, "key_first_ptr": None, "offset": None}
+OPTIONAL: dict[str, Any] = {
+    "dlse_ptr": None,
+    "query_last_ptr": None,
+    "key_first_ptr": None,
+    "offset": None,
+    "sinks_ptr": None,
+}
 """Arguments that a call without options leaves out, as constants: such a kernel has neither them nor their code."""
 
 

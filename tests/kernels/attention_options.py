@@ -14,10 +14,10 @@ import torch
 from triton_tools import interpreted
 
 from trimtab.kernels.attention import Layout, attention
-from trimtab.kernels.attention.spec import Case, make_inputs, make_lse_gradient
+from trimtab.kernels.attention.spec import Case, make_inputs, make_lse_gradient, make_sinks
 from trimtab.kernels.exactness import SHARE, Verdict, judge
 
-RESULTS = ("o", "lse", "dq", "dk", "dv")
+RESULTS = ("o", "lse", "dq", "dk", "dv", "dsinks")
 PLACES = ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
@@ -39,7 +39,13 @@ def dtypes_at(place: str) -> tuple[str, ...]:
     return ("fp32", "fp16") if place == "interpreter" else ("fp32", "fp16", "bf16")
 
 
-def truth(case: Case, q_BTHD: torch.Tensor, k_BSKD: torch.Tensor, v_BSKD: torch.Tensor) -> tuple[Any, Any]:
+def truth(
+    case: Case,
+    q_BTHD: torch.Tensor,
+    k_BSKD: torch.Tensor,
+    v_BSKD: torch.Tensor,
+    sinks_H: torch.Tensor | None = None,
+) -> tuple[Any, Any]:
     """(o_BTHD, lse_BTH) a query at a time, sharing no code with any implementation."""
     (B, T, H, D), (S, K) = q_BTHD.shape, k_BSKD.shape[1:3]
     scale = D**-0.5 if case.scale is None else case.scale
@@ -56,12 +62,13 @@ def truth(case: Case, q_BTHD: torch.Tensor, k_BSKD: torch.Tensor, v_BSKD: torch.
         for t in range(T):
             i = t + (S - T if case.offset is None else case.offset)
             seen = [j for j in range(S) if _sees(case, document, i, j)]
-            for h in range(H if seen else 0):
+            for h in range(H if seen or sinks_H is not None else 0):
                 s = scale * k_BSKD[b, seen, h * K // H] @ q_BTHD[b, t, h]
                 s = s if case.softcap is None else case.softcap * (s / case.softcap).tanh()
+                s = s if sinks_H is None else torch.cat([s, sinks_H[h : h + 1]])
                 place = torch.zeros(B, T, H, dtype=torch.bool)
                 place[b, t, h] = True
-                o = torch.where(place[..., None], s.softmax(0) @ v_BSKD[b, seen, h * K // H], o)
+                o = torch.where(place[..., None], s.softmax(0)[: len(seen)] @ v_BSKD[b, seen, h * K // H], o)
                 lse = torch.where(place, s.exp().sum().log(), lse)
     return o, lse
 
@@ -72,7 +79,7 @@ def _sees(case: Case, document: list[int] | None, i: int, j: int) -> bool:
 
 
 def run(function: Callable[..., Any], inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Any:
-    """(o, lse, dq, dk, dv) with both upstream gradients, or with one of them (o, dq, dk, dv)."""
+    """(o, lse, dq, dk, dv[, dsinks]) with both upstream gradients, or with one of them without lse."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     outputs = function(*leaves) if len(grads) > 1 else [function(*leaves)]
     found = torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
@@ -80,10 +87,17 @@ def run(function: Callable[..., Any], inputs: Sequence[torch.Tensor], grads: Seq
     return [*(x.detach() for x in outputs), *found]
 
 
+def make_all_inputs(case: Case, dtype: str, device: str = "cpu") -> tuple[list[Any], Any, Any]:
+    """([q, k, v] with the sinks behind them if there are any, do, documents)."""
+    *inputs, do, documents_BS = make_inputs(case, dtype, device)
+    sinks_H = make_sinks(case, dtype, device)
+    return [*inputs, *([] if sinks_H is None else [sinks_H])], do, documents_BS
+
+
 @functools.cache
 def true_results(case: Case) -> Any:
     """In fp64."""
-    *inputs, do, _ = make_inputs(case, "fp64")
+    inputs, do, _ = make_all_inputs(case, "fp64")
     return run(functools.partial(truth, case), inputs, (do, make_lse_gradient(case, "fp64")))
 
 
@@ -93,10 +107,10 @@ def by_impl(
     """The case as a function of its tensors."""
     layout = Layout.causal() if documents_BT is None else Layout.packed(documents_BT)
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> Any:
         return attention(
             q, k, v, layout=layout, window=case.window, scale=case.scale, softcap=case.softcap, causal=case.causal,
-            offset=case.offset, return_lse=return_lse, impl=impl,
+            offset=case.offset, sinks_H=sinks, return_lse=return_lse, impl=impl,
         )  # fmt: skip
 
     return call
@@ -106,7 +120,7 @@ def compare(
     case: Case, impl: str, dtype: str, device: str = "cpu", *, factor: float = 1.0, dlse_factor: float = 1.0
 ) -> list[Verdict]:
     """Verdicts for o, lse and every gradient; `factor` and `dlse_factor` make errors to be found."""
-    *inputs, do, documents_BT = make_inputs(case, dtype, device)
+    inputs, do, documents_BT = make_all_inputs(case, dtype, device)
     dlse = make_lse_gradient(case, dtype, device)
     own = run(by_impl(case, documents_BT, "reference"), inputs, (do, dlse))
     got = run(by_impl(case, documents_BT, impl), inputs, (do, dlse * dlse_factor))
@@ -117,7 +131,7 @@ def compare(
     # Without cancellation dq and dk are as large as dv.
     floors = {"floor": 0.1 * float(dv.square().mean().sqrt()), "peak_floor": 0.1 * float(dv.abs().max())}
     verdicts = []
-    for name, x, t, r in zip(RESULTS, got, true, own, strict=True):
+    for name, x, t, r in zip(RESULTS[: len(true)], got, true, own, strict=True):
         x, r = (y.cpu().double() for y in (x, r))
         assert torch.equal(x.isinf(), t.isinf()), f"{name}: blind queries"
         x, t, r = (y.masked_fill(y.isinf(), 0.0) for y in (x * factor, t, r))

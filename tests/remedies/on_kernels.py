@@ -68,6 +68,7 @@ for lacking, options in (
     ("sdpa_flash", {"softcap": 5.0}),
     ("flex", {"causal": False}),
     ("varlen", {"offset": 3}),
+    ("sdpa_math", {"sinks_H": torch.zeros(2)}),
     ("sdpa_flash", {"return_lse": True}),
 ):
     case(

@@ -7,7 +7,8 @@ with g = h·K // H the key/value head it shares and A(i) the keys it may see,
     A(i) = { j ≤ i,  i − j < window,  document(j) = document(i) }      causal
     A(i) = { |i − j| < window,  document(j) = document(i) }            otherwise
 
-with cap(s) = softcap · tanh(s / softcap), or s where there is none.
+with cap(s) = softcap · tanh(s / softcap), or s where there is none. With sinks the softmax has one more logit, sink_h,
+whose value is 0: it takes a share of every row's weights.
 
 Every implementation is exact, and a query that sees nothing gives zeros. Which one runs is an argument;
 `choose_attention` picks one and says why.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from trimtab.kernels.attention.spec import BIDIRECTIONAL, CAPPED, IMPLS, WITH_LSE, WITH_OFFSET
+from trimtab.kernels.attention.spec import BIDIRECTIONAL, CAPPED, IMPLS, WITH_LSE, WITH_OFFSET, WITH_SINKS
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,7 @@ def attention(
     softcap: float | None = None,
     causal: bool = True,
     offset: int | None = None,
+    sinks_H: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
     impl: str,
 ) -> torch.Tensor: ...
@@ -62,6 +64,7 @@ def attention(
     softcap: float | None = None,
     causal: bool = True,
     offset: int | None = None,
+    sinks_H: torch.Tensor | None = None,
     return_lse: Literal[True],
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -78,6 +81,7 @@ def attention(
     softcap: float | None = None,
     causal: bool = True,
     offset: int | None = None,
+    sinks_H: torch.Tensor | None = None,
     return_lse: bool = False,
     impl: str,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -96,13 +100,15 @@ def attention(
             `window` tokens away.
         offset: Position of the first query, counted from the first key; S − T by default. Any number without packed
             documents: queries may lie before the first key or after the last one.
+        sinks_H: A learned logit per query head in the denominator of the softmax (gpt-oss), which a soft cap leaves as
+            it is; it gets a gradient.
         return_lse: Whether to return the log-sum-exp of each query's scores too; it is differentiable.
         impl: One of `IMPLS`. One that cannot serve these inputs is an error, never replaced.
 
     Returns:
         o_BTHD in q's dtype; with `return_lse` also lse_BTH = log Σ_j exp(score_tj) in fp32 (fp64 for fp64 inputs),
-        −∞ for a query that sees nothing. Its axes are those of o without the last, so that `lse_BTH[..., None]`
-        broadcasts against o where partial results over several sets of keys are combined.
+        the sink among them, −∞ for a query that sees nothing. Its axes are those of o without the last, so that
+        `lse_BTH[..., None]` broadcasts against o where partial results over several sets of keys are combined.
 
     Example:
         >>> import torch
@@ -117,6 +123,7 @@ def attention(
     assert q_BTHD.shape[2] % k_BSKD.shape[2] == 0, "query heads must be a multiple of key/value heads"
     assert window is None or window >= 1, "a window holds at least the query's own key"
     assert softcap is None or softcap > 0, "a soft cap is positive"
+    assert sinks_H is None or sinks_H.shape == q_BTHD.shape[2:3], "a sink for each query head"
     offset = S - T if offset is None else offset
     # Causal queries before the first key see nothing. They are cut off here and their zeros put back below, so that
     # hardly an implementation meets a softmax over nothing.
@@ -127,8 +134,9 @@ def attention(
     if not causal and window is None and not layout.is_packed:
         offset = S - T  # wherever they are, they see everything
     if q_BTHD.numel() == 0:
-        # Sums of nothing, so that keys and values get gradients of zeros.
+        # Sums of nothing, so that keys, values and sinks get gradients of zeros.
         o_BTHD = q_BTHD.clone() + (k_BSKD[:0].sum() + v_BSKD[:0].sum())
+        o_BTHD = o_BTHD if sinks_H is None else o_BTHD + sinks_H[:0].sum().to(o_BTHD.dtype)
         lse_BTH = o_BTHD.sum(-1, dtype=_statistics_dtype(q_BTHD)) if return_lse else None
     else:
         scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
@@ -139,10 +147,10 @@ def attention(
         if scale < SMALLEST_NORMAL:
             q_BTHD, scale = q_BTHD * scale, 1.0
         o_BTHD, lse_BTH = _dispatch(
-            q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, causal, offset, return_lse, impl
+            q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, causal, offset, sinks_H, return_lse, impl
         )
     if num_blind:
-        o_BTHD, lse_BTH = _with_blind_queries(num_blind, o_BTHD, lse_BTH)
+        o_BTHD, lse_BTH = _with_blind_queries(num_blind, o_BTHD, lse_BTH, sinks_H)
     if not return_lse:
         return o_BTHD
     assert lse_BTH is not None, f"{impl} is in WITH_LSE"
@@ -150,13 +158,17 @@ def attention(
 
 
 def _with_blind_queries(
-    num_blind: int, o_BTHD: torch.Tensor, lse_BTH: torch.Tensor | None
+    num_blind: int, o_BTHD: torch.Tensor, lse_BTH: torch.Tensor | None, sinks_H: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Results with those of `num_blind` queries that see nothing in front."""
+    """Results with those of `num_blind` queries that see nothing, or their sink alone, in front."""
+    import torch
     import torch.nn.functional as F
 
     o_BTHD = F.pad(o_BTHD, (0, 0, 0, 0, num_blind, 0))
-    if lse_BTH is not None:
+    if lse_BTH is not None and sinks_H is not None:
+        sinks_BTH = sinks_H.to(lse_BTH.dtype).expand(lse_BTH.shape[0], num_blind, -1)
+        lse_BTH = torch.cat([sinks_BTH, lse_BTH], dim=1)
+    elif lse_BTH is not None:
         lse_BTH = F.pad(lse_BTH, (0, 0, num_blind, 0), value=float("-inf"))
     return o_BTHD, lse_BTH
 
@@ -167,12 +179,15 @@ def _statistics_dtype(q_BTHD: torch.Tensor) -> torch.dtype:
     return torch.promote_types(q_BTHD.dtype, torch.float32)
 
 
-def _refuse(impl: str, softcap: float | None, causal: bool, at_end: bool, return_lse: bool) -> None:
+def _refuse(
+    impl: str, softcap: float | None, causal: bool, at_end: bool, sinks: bool, return_lse: bool
+) -> None:
     """Raises where a backend lacks what a call asks for."""
     for asked, able, lack in (
         (softcap is not None, CAPPED, "has no soft cap on scores"),
         (not causal, BIDIRECTIONAL, "is causal only"),
         (not at_end, WITH_OFFSET, "takes the queries for the last positions"),
+        (sinks, WITH_SINKS, "has no sinks"),
         (return_lse, WITH_LSE, "does not return a differentiable log-sum-exp"),
     ):
         if asked and impl in IMPLS and impl not in able:
@@ -191,18 +206,19 @@ def _dispatch(
     softcap: float | None,
     causal: bool,
     offset: int,
+    sinks_H: torch.Tensor | None,
     return_lse: bool,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o_BTHD, lse_BTH or None)."""
     at_end = offset == k_BSKD.shape[1] - q_BTHD.shape[1] and layout.first_key is None
-    _refuse(impl, softcap, causal, at_end, return_lse)
+    _refuse(impl, softcap, causal, at_end, sinks_H is not None, return_lse)
     # Static imports in an if/elif: torch.compile traces through them; importlib would break the graph.
     if impl == "reference":
         from trimtab.kernels.attention.impl_reference import attention_reference
 
         return attention_reference(
-            q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, return_lse, causal, offset
+            q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, return_lse, causal, offset, sinks_H
         )
     elif impl in ("sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"):
         from trimtab.kernels.attention.impl_sdpa import attention_sdpa
@@ -220,7 +236,7 @@ def _dispatch(
         from trimtab.kernels.attention.impl_triton import attention_triton
 
         return attention_triton(
-            q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, return_lse, causal, offset
+            q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, return_lse, causal, offset, sinks_H
         )
     else:
         from trimtab.facts.errors import ModelError

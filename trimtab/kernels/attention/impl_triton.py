@@ -19,12 +19,14 @@ from trimtab.kernels.attention.layout import Layout
 
 _SHARED = "Tensor? first, Tensor? last, int window, float scale, float softcap, bool causal"
 # What is optional has a default, which the dispatcher leaves out of graphs: a call without it is traced as before.
-_PLACED = "Tensor? query_last=None, Tensor? key_first=None, SymInt? offset=None"
+_OPTIONAL = "Tensor? query_last=None, Tensor? key_first=None, SymInt? offset=None, Tensor? sinks=None"
 _library = torch.library.Library("trimtab", "FRAGMENT")
-_library.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_SHARED}, {_PLACED}) -> (Tensor, Tensor)")
+_library.define(
+    f"attention_forward(Tensor q, Tensor k, Tensor v, {_SHARED}, {_OPTIONAL}) -> (Tensor, Tensor)"
+)
 _library.define(
     "attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    f"{_SHARED}, {_PLACED}, Tensor? dlse=None) -> (Tensor, Tensor, Tensor)"
+    f"{_SHARED}, {_OPTIONAL}, Tensor? dlse=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -41,9 +43,10 @@ def _forward(
     query_last: torch.Tensor | None = None,
     key_first: torch.Tensor | None = None,
     offset: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     arguments = KernelArguments(window, scale, softcap, causal, offset)
-    return launch_triton.forward(q, k, v, first, arguments, query_last_BT=query_last)
+    return launch_triton.forward(q, k, v, first, arguments, sinks_H=sinks, query_last_BT=query_last)
 
 
 def _backward(
@@ -62,12 +65,15 @@ def _backward(
     query_last: torch.Tensor | None = None,
     key_first: torch.Tensor | None = None,
     offset: int | None = None,
+    sinks: torch.Tensor | None = None,
     dlse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return launch_triton.backward(
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv, dsinks); the last is empty without sinks, since an operator returns tensors only."""
+    dq, dk, dv, *dsinks = launch_triton.backward(
         do, q, k, v, o, lse, first, last, KernelArguments(window, scale, softcap, causal, offset),
-        dlse_BTH=dlse, query_last_BT=query_last, key_first_BS=key_first,
+        dlse_BTH=dlse, sinks_H=sinks, query_last_BT=query_last, key_first_BS=key_first,
     )  # fmt: skip
+    return dq, dk, dv, dsinks[0] if dsinks else q.new_empty(0)
 
 
 for _device in ("CUDA", "CPU"):  # on a CPU only Triton's interpreter runs them; the launch says so otherwise
@@ -82,28 +88,30 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[to
 
 @torch.library.register_fake("trimtab::attention_backward", lib=_library)
 def _(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **more: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    sinks = rest[11] if len(rest) > 11 else more.get("sinks")
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, first, last, *ctx.numbers, query_last, key_first, ctx.offset = inputs
+    q, k, v, first, last, *ctx.numbers, query_last, key_first, ctx.offset, sinks = inputs
     o, lse = output
     ctx.set_materialize_grads(False)  # a log-sum-exp that nothing reads costs no tensor of zeros
-    ctx.save_for_backward(q, k, v, o, lse, first, last, query_last, key_first)
+    ctx.save_for_backward(q, k, v, o, lse, first, last, query_last, key_first, sinks)
 
 
 def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     if do is None:
         if dlse is None:
-            return (None,) * 12
+            return (None,) * 13
         do = torch.zeros_like(ctx.saved_tensors[3])
-    *tensors, query_last, key_first = ctx.saved_tensors
-    grads = torch.ops.trimtab.attention_backward(
-        do, *tensors, *ctx.numbers, query_last, key_first, ctx.offset, dlse
+    *tensors, query_last, key_first, sinks = ctx.saved_tensors
+    *grads, dsinks = torch.ops.trimtab.attention_backward(
+        do, *tensors, *ctx.numbers, query_last, key_first, ctx.offset, sinks, dlse
     )
-    return *grads, *(None,) * 9
+    return *grads, *(None,) * 9, None if sinks is None else dsinks
 
 
 torch.library.register_autograd(
@@ -122,6 +130,7 @@ def attention_triton(
     return_lse: bool,
     causal: bool,
     offset: int,
+    sinks_H: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `trimtab.kernels.attention.attention`; heads of up to 256 numbers, fp32, fp16 and bf16."""
     (B, T), S = q_BTHD.shape[:2], k_BSKD.shape[1]
@@ -139,6 +148,7 @@ def attention_triton(
         None if causal else bounds.last_BT,
         None if causal else bounds.first_BS,
         None if offset == S - T else offset,
+        sinks_H,
     )
     return o_BTHD, lse_BTH if return_lse else None
 

@@ -131,6 +131,13 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def sink_only(ptr):  # type: ignore[no-untyped-def]
+    """(maximum in units of log 2, sum of exp) of rows that have seen their sink and no key: exp of a logit, value 0."""
+    m = tl.load(ptr).to(tl.float32) * 1.4426950408889634
+    return m, tl.where(m == float("-inf"), 0.0, 1.0)
+
+
+@triton.jit
 def attend(  # type: ignore[no-untyped-def]
     q, k_ptr, v_ptr, b, g, n, acc, m, total, first, end, S, stride_k, stride_v, inner, outer,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
@@ -162,7 +169,7 @@ def attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def attend_by_key(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, o_ptr, first_ptr, query_last_ptr, r0, low, high,
+    q_ptr, k_ptr, v_ptr, o_ptr, sinks_ptr, first_ptr, query_last_ptr, r0, low, high,
     stride_qt, stride_qh, stride_k, stride_v, T, S, H, window, inner, outer, offset,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -177,6 +184,8 @@ def attend_by_key(  # type: ignore[no-untyped-def]
     )
     m = tl.full((FEW,), float("-inf"), tl.float32)
     total = tl.zeros((FEW,), tl.float32)
+    if sinks_ptr is not None:
+        m, total = sink_only(sinks_ptr + inside % G)
     acc = tl.zeros((FEW, DP), tl.float32)
     for j in tl.range(low, high, num_stages=1):
         row = tl.cast(j, tl.int64)
@@ -202,15 +211,16 @@ def attend_by_key(  # type: ignore[no-untyped-def]
 def forward_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, k_rows_ptr, v_rows_ptr, o_ptr, lse_ptr, first_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    T, S, K, window, inner, outer, query_last_ptr, offset,
+    T, S, K, window, inner, outer, sinks_ptr, query_last_ptr, offset,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """o and its log-sum-exp for a tile of rows of one (batch, key/value head).
 
-    k_ptr and v_ptr may be descriptors; k_rows_ptr and v_rows_ptr point to the same tensors. query_last_ptr (the last
-    key of each query's document, where later keys are seen) and offset are None in calls that need neither.
+    k_ptr and v_ptr may be descriptors; k_rows_ptr and v_rows_ptr point to the same tensors. sinks_ptr (a logit per
+    head), query_last_ptr (the last key of each query's document, where later keys are seen) and offset are None in
+    calls that need none of them.
     """
     R = T * G
     num_tiles = tl.cdiv(R, BR)
@@ -224,6 +234,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     first_ptr += b64 * T
     if query_last_ptr is not None:
         query_last_ptr += b64 * T
+    if sinks_ptr is not None:
+        sinks_ptr += g * G
 
     r = tile * BR + tl.arange(0, BR)
     inside = tl.minimum(r, R - 1)
@@ -245,6 +257,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
     m = tl.full((BR,), float("-inf"), tl.float32)
     total = tl.zeros((BR,), tl.float32)
+    if sinks_ptr is not None:
+        m, total = sink_only(sinks_ptr + inside % G)
     acc = tl.zeros((BR, DP), tl.float32)
     for block in range(left, left + whole):
         acc, m, total = attend(
@@ -271,7 +285,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
                 attend_by_key(
                     q_ptr, k_rows_ptr + b64 * stride_kb + g64 * stride_kh,
                     v_rows_ptr + b64 * stride_vb + g64 * stride_vh,
-                    o_ptr + (b64 * T * H + g * G) * D, first_ptr, query_last_ptr, r0, low, high,
+                    o_ptr + (b64 * T * H + g * G) * D, sinks_ptr, first_ptr, query_last_ptr, r0, low, high,
                     stride_qt, stride_qh, stride_kt, stride_vt, T, S, H, window, inner, outer, offset,
                     G, D, DP, CAUSAL, TWO_SIDED, PACKED, SOFTCAP,
                 )  # fmt: skip

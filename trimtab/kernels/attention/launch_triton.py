@@ -44,6 +44,7 @@ def forward(
     first_BT: torch.Tensor | None,
     arguments: KernelArguments,
     *,
+    sinks_H: torch.Tensor | None = None,
     query_last_BT: torch.Tensor | None = None,
     with_tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +59,8 @@ def forward(
     o_BTHD = torch.empty((B, T, H, D), dtype=q.dtype, device=q.device)
     lse_BTH = torch.empty((B, T, H), dtype=torch.float32, device=q.device)
     if q.numel() == 0 or S == 0:
-        return o_BTHD.zero_(), lse_BTH.fill_(-math.inf)
+        return o_BTHD.zero_(), lse_BTH.fill_(-math.inf) if sinks_H is None else lse_BTH.copy_(sinks_H)
+    sinks_H = None if sinks_H is None else sinks_H.contiguous()
     capability = _capability(q)
     chosen = with_tiles or tiles("forward", D, q.element_size(), capability, packed=first_BT is not None)
     grid = (triton.cdiv(T * (H // K), chosen.rows) * B * K,)
@@ -66,7 +68,7 @@ def forward(
     forward_kernel[grid](
         q, k_tiles, v_tiles, k, v, o_BTHD, lse_BTH, q if first_BT is None else first_BT,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        T, S, K, arguments.window, *_factors(arguments), query_last_BT, arguments.offset,
+        T, S, K, arguments.window, *_factors(arguments), sinks_H, query_last_BT, arguments.offset,
         **_constants(q, H // K, first_BT, arguments, chosen), TMA=tma,
     )  # fmt: skip
     return o_BTHD, lse_BTH
@@ -84,19 +86,22 @@ def backward(
     arguments: KernelArguments,
     *,
     dlse_BTH: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
     query_last_BT: torch.Tensor | None = None,
     key_first_BS: torch.Tensor | None = None,
     with_tiles: tuple[Tiles, Tiles] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv), contiguous, the same bits each time; `dlse_BTH` where the log-sum-exp has a gradient too.
 
+    With sinks their gradient is the fourth. The kernels do not read them: they are in the log-sum-exp.
     `last_BS` and, without causality, `key_first_BS` are the bounds of each key's document.
     """
     do, q, k, v = (_strided(x) for x in (do_BTHD, q_BTHD, k_BSKD, v_BSKD))
     (B, T, H, D), (S, K) = q.shape, k.shape[1:3]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if q.numel() == 0 or S == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        delta_BTH = torch.zeros_like(lse_BTH) if dlse_BTH is None else -dlse_BTH
+        return dq.zero_(), dk.zero_(), dv.zero_(), *_sink_gradient(sinks_H, lse_BTH, delta_BTH)
     delta_BTH = torch.empty(lse_BTH.shape, dtype=torch.float32, device=q.device)
     dlse_BTH = None if dlse_BTH is None else dlse_BTH.contiguous()
     lse_BTH, o_BTHD = lse_BTH.contiguous(), o_BTHD.contiguous()
@@ -119,7 +124,18 @@ def backward(
         q_tiles, k, v, do_tiles, q, do, lse_BTH, delta_BTH, dk, dv, q if last_BS is None else last_BS,
         *strides, *numbers, key_first_BS, offset, **_constants(q, H // K, last_BS, arguments, by_key), TMA=tma,
     )  # fmt: skip
-    return dq, dk, dv
+    return dq, dk, dv, *_sink_gradient(sinks_H, lse_BTH, delta_BTH)
+
+
+def _sink_gradient(
+    sinks_H: torch.Tensor | None, lse_BTH: torch.Tensor, delta_BTH: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """(dsinks_H,) = −Σ exp(sink − lse) · D, where D has the gradient of lse in it; () without sinks."""
+    if sinks_H is None:
+        return ()
+    p_BTH = torch.sub(sinks_H.float(), lse_BTH).exp_()
+    p_BTH.masked_fill_(lse_BTH == -math.inf, 0.0)  # a sink of −∞ and nothing seen: −∞ − −∞
+    return (p_BTH.mul_(delta_BTH).sum((0, 1)).neg_().to(sinks_H.dtype),)
 
 
 def check(q_BTHD: torch.Tensor, k_BSKD: torch.Tensor, v_BSKD: torch.Tensor) -> None:

@@ -23,6 +23,8 @@ BIDIRECTIONAL = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa
 """Those that serve attention that is not causal."""
 WITH_OFFSET = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "triton")
 """Those that serve queries elsewhere than at the last positions; sdpa_flash on a CPU, where it reads a mask."""
+WITH_SINKS = ("reference", "triton")
+"""Those that serve learned logits in the denominator of the softmax."""
 WITH_LSE = ("reference", "triton")
 """Those that return a differentiable log-sum-exp."""
 SHORTEST_FLEX = 128
@@ -46,6 +48,7 @@ class Case:
     softcap: float | None = None
     causal: bool = True
     offset: int | None = None
+    sinks: bool = False
 
 
 CASES = (
@@ -92,6 +95,15 @@ OPTION_CASES = (
     Case("past the keys, window", B=1, T=40, S=20, H=2, K=1, D=16, offset=5, window=6),
     Case("all past the keys", B=1, T=4, S=20, H=2, K=1, D=16, offset=50, window=6),
     Case("not causal, blind on both sides", B=1, T=40, S=9, H=2, K=1, D=16, offset=-15, window=5, causal=False),
+    Case("sinks", B=2, T=21, S=21, H=3, K=1, D=16, sinks=True),
+    Case("sinks, more keys", B=1, T=4, S=37, H=2, K=2, D=8, window=20, sinks=True),
+    Case(
+        "sinks, packed, window, grouped", B=2, T=36, S=36, H=4, K=2, D=16, window=9, documents=((36,), (7, 10, 19)),
+        sinks=True,
+    ),
+    Case("sinks, soft cap", B=1, T=12, S=12, H=2, K=1, D=16, scale=0.5, softcap=2.0, sinks=True),
+    Case("sinks, queries before any key", B=1, T=12, S=7, H=2, K=1, D=16, sinks=True),
+    Case("sinks, not causal, blind", B=1, T=30, S=9, H=2, K=1, D=16, offset=-9, window=5, causal=False, sinks=True),
 )  # fmt: skip
 """Of arguments that a decoder in training does not use: small, since the interpreter takes its time."""
 
@@ -118,6 +130,14 @@ def make_inputs(
         return q_BTHD, k_BSKD, v_BSKD, grad_BTHD, None
     rows = [[i for i, length in enumerate(row) for _ in range(length)] for row in case.documents]
     return q_BTHD, k_BSKD, v_BSKD, grad_BTHD, torch.tensor(rows, dtype=torch.int32)
+
+
+def make_sinks(case: Case, dtype: str, device: str = "cpu", seed: int = 2) -> torch.Tensor | None:
+    """sinks_H in a dtype, as large as some scores; None where a case has none."""
+    import torch
+
+    sinks_H = torch.randn(case.H, generator=torch.Generator().manual_seed(seed)).bfloat16() + 1.0
+    return sinks_H.to(device=device, dtype=getattr(torch, TORCH_NAMES[dtype])) if case.sinks else None
 
 
 def make_lse_gradient(case: Case, dtype: str, device: str = "cpu", seed: int = 1) -> torch.Tensor:
@@ -171,13 +191,24 @@ def bytes_moved(
 
 
 def saved_bytes(
-    impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype: str, *, lse: bool = False
+    impl: str,
+    B: int,
+    T: int,
+    S: int,
+    H: int,
+    K: int,
+    D: int,
+    dtype: str,
+    *,
+    lse: bool = False,
+    sinks: bool = False,
 ) -> int:
     """Bytes one layer keeps for backward, inputs and output included where they are kept.
 
     Tiled implementations keep q, k, v, o and a log-sum-exp a row; the others a [T, S] matrix a head, and
     keys and values repeated for every query head. With `lse` (the log-sum-exp is returned and differentiated) the
-    reference keeps the matrix of scores too, and Triton nothing more.
+    reference keeps the matrix of scores too, and Triton nothing more; `sinks` are an input and a column of the
+    reference's matrices.
 
     Example:
         >>> saved_bytes("sdpa_flash", 1, 1024, 1024, 16, 8, 128, "bf16") / 2**20
@@ -187,8 +218,8 @@ def saved_bytes(
     q, kv = B * T * H * D * width, B * S * K * D * width
     if impl in TILED:
         repeated = 2 * B * S * H * D * width if impl == "sdpa_efficient" and H != K else 2 * kv
-        return 2 * q + repeated + B * H * T * 4
-    weights = B * H * T * S
+        return 2 * q + repeated + B * H * T * 4 + (H * width if sinks else 0)
+    weights = B * H * T * (S + 1 if sinks else S)
     repeated = 2 * B * S * H * D * width
     if impl == "reference":
         scores = (weights + B * H * T) * 4 if lse else 0
@@ -197,10 +228,13 @@ def saved_bytes(
     return B * T * H * D * 4 + 2 * B * S * H * D * 4 + weights * 4
 
 
-def scratch_bytes(impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype: str) -> int:
+def scratch_bytes(
+    impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype: str, *, sinks: bool = False
+) -> int:
     """Bytes held for a moment beyond what is saved and the gradients, at the larger of both passes."""
     if impl == "triton":
-        return B * T * H * 4  # the row sums of o∘do
+        # the row sums of o∘do; with sinks their weights, and which rows see nothing
+        return B * T * H * (4 + (5 if sinks else 0))
     if impl in TILED:
         return B * T * H * (D * 4 + 4)  # dq in fp32 and the row sums of o∘do
     return 2 * B * H * T * S * 4  # scores, or the gradients of weights and scores
