@@ -18,14 +18,14 @@ KERNELS = {
 }
 STATISTICS = ("lse_ptr", "delta_ptr")
 BOUNDS = ("first_ptr", "last_ptr")
-OPTIONAL: dict[str, Any] = {
-    "dlse_ptr": None,
-    "query_last_ptr": None,
-    "key_first_ptr": None,
-    "offset": None,
-    "sinks_ptr": None,
+OPTIONAL = {
+    "sinks_ptr": "*fp32",
+    "dlse_ptr": "*fp32",
+    "query_last_ptr": "*i32",
+    "key_first_ptr": "*i32",
+    "offset": "i32",
 }
-"""Arguments that a call without options leaves out, as constants: such a kernel has neither them nor their code."""
+"""Arguments that are None in a call without options, whose kernel then has neither them nor their code."""
 
 
 def compiled(
@@ -38,16 +38,18 @@ def compiled(
     packed: bool = True,
     softcap: bool = False,
     tma: bool = False,
+    options: bool = False,
     with_tiles: Tiles | None = None,
 ) -> Compiled:
-    """One kernel as a launch on `chip` would compile it."""
+    """One kernel as a launch on `chip` would compile it, with all optional arguments or with none."""
     kernel = KERNELS[name]
     chosen = with_tiles or tiles(name, D, 4 if dtype == "fp32" else 2, chip, packed=packed)
     constants: dict[str, Any] = {"G": G, "D": D, "DP": padded(D), "BR": chosen.rows, "BN": chosen.keys}
-    constants |= {argument: value for argument, value in OPTIONAL.items() if argument in kernel.arg_names}
+    if not options:
+        constants |= {argument: None for argument in OPTIONAL if argument in kernel.arg_names}
     constants |= {
-        "CAUSAL": True,
-        "TWO_SIDED": False,
+        "CAUSAL": not options,
+        "TWO_SIDED": options,
         "PACKED": packed,
         "SOFTCAP": softcap,
         "PRECISION": "ieee",
@@ -61,6 +63,8 @@ def compiled(
             continue
         if tma and argument in (("q_ptr", "do_ptr") if name == "key" else ("k_ptr", "v_ptr")):
             signature[argument] = described
+        elif argument in OPTIONAL:
+            signature[argument] = OPTIONAL[argument]
         elif argument in STATISTICS:
             signature[argument] = "*fp32"
         elif argument in BOUNDS:

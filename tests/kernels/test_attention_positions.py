@@ -9,6 +9,7 @@ import torch
 from attention_options import PLACES, at, by_impl, compare, run, true_results
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton_tools import SHARED_LIMIT
 
 from trimtab.facts.errors import ModelError
 from trimtab.kernels.attention import IMPLS, Layout, attention, spec
@@ -20,6 +21,7 @@ from trimtab.kernels.attention.spec import (
     make_inputs,
     make_lse_gradient,
 )
+from trimtab.kernels.attention.tiles import KERNELS
 from trimtab.kernels.exactness import SHARE, judge
 
 MASKED = ("sdpa_math", "sdpa_flash")
@@ -192,6 +194,18 @@ def test_traces_without_a_graph_break(place):
         traced = torch.compile(call, fullgraph=True, backend="aot_eager")
         for x, y in zip(run(traced, inputs, grads), want, strict=True):
             torch.testing.assert_close(x, y)
+
+
+def test_kernels_with_every_option_fit():
+    """Two-sided bounds, an offset, sinks and a gradient of the log-sum-exp, on one chip: a second each."""
+    pytest.importorskip("triton")
+    from attention_compile import compiled
+
+    for name in KERNELS:
+        made = compiled(name, 90, "bf16", 128, tma=True, options=True)
+        assert made.shared <= SHARED_LIMIT[90], (name, made.shared)
+        assert "f64" not in made.ptx
+        assert not made.spills or made.spills <= 96, (name, made.spills)
 
 
 def test_other_backends_refuse():
