@@ -18,6 +18,14 @@ KERNELS = {
 }
 STATISTICS = ("lse_ptr", "delta_ptr")
 BOUNDS = ("first_ptr", "last_ptr")
+OPTIONAL = {
+    "sinks_ptr": "*fp32",
+    "dlse_ptr": "*fp32",
+    "query_last_ptr": "*i32",
+    "key_first_ptr": "*i32",
+    "offset": "i32",
+}
+"""Arguments that are None in a call without options, whose kernel then has neither them nor their code."""
 
 
 def compiled(
@@ -30,13 +38,23 @@ def compiled(
     packed: bool = True,
     softcap: bool = False,
     tma: bool = False,
+    options: bool = False,
     with_tiles: Tiles | None = None,
 ) -> Compiled:
-    """One kernel as a launch on `chip` would compile it."""
+    """One kernel as a launch on `chip` would compile it, with all optional arguments or with none."""
     kernel = KERNELS[name]
     chosen = with_tiles or tiles(name, D, 4 if dtype == "fp32" else 2, chip, packed=packed)
     constants: dict[str, Any] = {"G": G, "D": D, "DP": padded(D), "BR": chosen.rows, "BN": chosen.keys}
-    constants |= {"CAUSAL": True, "PACKED": packed, "SOFTCAP": softcap, "PRECISION": "ieee", "TMA": tma}
+    if not options:
+        constants |= {argument: None for argument in OPTIONAL if argument in kernel.arg_names}
+    constants |= {
+        "CAUSAL": not options,
+        "TWO_SIDED": options,
+        "PACKED": packed,
+        "SOFTCAP": softcap,
+        "PRECISION": "ieee",
+        "TMA": tma,
+    }
     heads, rows = (G, chosen.rows) if name == "key" else (1, chosen.keys)
     described = f"tensordesc<{dtype}[1,{rows // heads},{heads},{padded(D)}]>"
     signature = {}
@@ -45,6 +63,8 @@ def compiled(
             continue
         if tma and argument in (("q_ptr", "do_ptr") if name == "key" else ("k_ptr", "v_ptr")):
             signature[argument] = described
+        elif argument in OPTIONAL:
+            signature[argument] = OPTIONAL[argument]
         elif argument in STATISTICS:
             signature[argument] = "*fp32"
         elif argument in BOUNDS:

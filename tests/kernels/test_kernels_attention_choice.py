@@ -47,6 +47,11 @@ H100 = {**CPU, "device": "cuda", "capability": (9, 0), "dtype": "bf16"}
         ({"dtype": "fp16", "capability": (7, 5)}, "sdpa_efficient"),
         ({"dtype": "bf16", "capability": (7, 5)}, "sdpa_math"),
         ({"device": "mps", "capability": None}, "sdpa_math"),
+        ({"sinks": True, "packed": False}, "triton"),
+        ({"lse": True, "capability": (8, 0)}, "triton"),
+        ({"sinks": True, "triton": False}, "reference"),
+        ({"causal": False, "packed": False}, "sdpa_cudnn"),
+        ({"causal": False, "training": False}, "sdpa_efficient"),
     ],
 )
 def test_auto(change, impl):
@@ -87,6 +92,13 @@ def test_a_request_is_kept_or_refused():
         choose_attention(**H100, tokens=127, requested="flex")
     with pytest.raises(ModelError, match="no soft cap on scores"):
         choose_attention(**H100, softcap=30.0, requested="varlen")
+    for asked, lack in (
+        ({"sinks": True}, "no sinks"),
+        ({"lse": True}, "log-sum-exp"),
+        ({"causal": False}, "causal only"),
+    ):
+        with pytest.raises(ModelError, match=lack):
+            choose_attention(**H100, **asked, requested="varlen")
     with pytest.raises(ModelError, match="no attention called 'eager'"):
         choose_attention(**CPU, requested="eager")
 
@@ -102,6 +114,9 @@ def test_a_request_is_kept_or_refused():
     deterministic=st.booleans(),
     tokens=st.none() | st.integers(1, 300),
     softcap=st.none() | st.just(30.0),
+    causal=st.booleans(),
+    sinks=st.booleans(),
+    lse=st.booleans(),
 )
 def test_every_job_gets_an_answer_that_stands_when_asked_for(device, capability, **job):
     job |= {"device": device, "capability": capability if device == "cuda" else None}

@@ -59,19 +59,28 @@ HIDDEN, HEAD, LABELS = torch.ones(3, 4), torch.ones(8, 4), torch.tensor([1, -100
 Q = torch.randn(1, 8, 2, 8)
 
 
-def attend(impl: str, layout: Layout | None = None, **options: Any) -> torch.Tensor:
+def attend(impl: str, layout: Layout | None = None, **options: Any) -> object:
     return attention(Q, Q, Q, layout=layout or Layout.causal(), impl=impl, **options)
 
 
 offers("kernels/attention/__init__.py:_dispatch: use one of {}", attend)
-case(
-    "kernels/attention/__init__.py:_dispatch: use one of {}",
-    lambda w: attend("sdpa_flash", softcap=5.0),
-    lambda w, remedy: known(lambda impl: attend(impl, softcap=5.0), listed(remedy, "one of")),
-)
+for lacking, options in (
+    ("sdpa_flash", {"softcap": 5.0}),
+    ("flex", {"causal": False}),
+    ("varlen", {"offset": 3}),
+    ("sdpa_math", {"sinks_H": torch.zeros(2)}),
+    ("sdpa_flash", {"return_lse": True}),
+):
+    case(
+        "kernels/attention/__init__.py:_refuse: use one of {}",
+        lambda w, impl=lacking, options=options: attend(impl, **options),
+        lambda w, remedy, options=options: known(
+            lambda impl: attend(impl, **options), listed(remedy, "one of")
+        ),
+    )
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2]])
 case(
-    "kernels/attention/layout.py:Layout.prepare: with a key/value cache give the documents of all keys, or "
+    "kernels/attention/layout.py:Layout._check: with a key/value cache give the documents of all keys, or "
     "Layout.causal()",
     lambda w: attention(Q[:, :1], Q, Q, layout=Layout.packed(DOCUMENTS[:, :4]), impl="reference"),
     lambda w, remedy: (

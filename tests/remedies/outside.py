@@ -72,6 +72,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "GPUs torch sees",
         "kernels/attention/impl_flex.py:attention_flex: use triton or sdpa_flash",
         "kernels/attention/impl_sdpa.py:attention_sdpa: use varlen, or flex, or leave the choice to auto",
+        "kernels/attention/impl_sdpa.py:attention_sdpa: use triton or sdpa_efficient",
         "kernels/attention/launch_triton.py:check: use fp32, fp16 or bf16",
         "kernels/attention/launch_triton.py:check: use sdpa_efficient",
         "kernels/attention/launch_triton.py:check: use fp16",

@@ -1,12 +1,14 @@
-"""Attention of a decoder: causal, grouped heads, packed documents, sliding windows.
+"""Attention of a decoder: grouped heads, packed documents, sliding windows; causal, or with `causal=False` not.
 
-For a query t (placed at the end of the S keys: its position is i = t + S − T) of head h, with g = h·K // H
-the key/value head it shares and A(i) the keys it may see,
+For a query t at position i = t + offset (offset = S − T by default: the queries are the last positions) of head h,
+with g = h·K // H the key/value head it shares and A(i) the keys it may see,
 
     o_t = Σ_{j ∈ A(i)} p_tj · v_gj,      p_t = softmax_{j ∈ A(i)}( cap( scale · q_th · k_gj ) )
-    A(i) = { j ≤ i,  i − j < window,  document(j) = document(i) }
+    A(i) = { j ≤ i,  i − j < window,  document(j) = document(i) }      causal
+    A(i) = { |i − j| < window,  document(j) = document(i) }            otherwise
 
-with cap(s) = softcap · tanh(s / softcap), or s where there is none.
+with cap(s) = softcap · tanh(s / softcap), or s where there is none. With sinks the softmax has one more logit, sink_h,
+whose value is 0: it takes a share of every row's weights.
 
 Every implementation is exact, and a query that sees nothing gives zeros. Which one runs is an argument;
 `choose_attention` picks one and says why.
@@ -16,9 +18,9 @@ Every implementation is exact, and a query that sees nothing gives zeros. Which 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from trimtab.kernels.attention.spec import CAPPED, IMPLS
+from trimtab.kernels.attention.spec import BIDIRECTIONAL, CAPPED, IMPLS, WITH_LSE, WITH_OFFSET, WITH_SINKS
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +34,7 @@ SMALLEST_NORMAL = 2.0**-126
 __all__ = ["IMPLS", "Layout", "attention", "choose_attention"]
 
 
+@overload
 def attention(
     q_BTHD: torch.Tensor,
     k_BSKD: torch.Tensor,
@@ -41,22 +44,71 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    causal: bool = True,
+    offset: int | None = None,
+    sinks_H: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
     impl: str,
-) -> torch.Tensor:
-    """Causal attention with grouped heads.
+) -> torch.Tensor: ...
+
+
+@overload
+def attention(
+    q_BTHD: torch.Tensor,
+    k_BSKD: torch.Tensor,
+    v_BSKD: torch.Tensor,
+    *,
+    layout: Layout,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+    offset: int | None = None,
+    sinks_H: torch.Tensor | None = None,
+    return_lse: Literal[True],
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def attention(
+    q_BTHD: torch.Tensor,
+    k_BSKD: torch.Tensor,
+    v_BSKD: torch.Tensor,
+    *,
+    layout: Layout,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+    offset: int | None = None,
+    sinks_H: torch.Tensor | None = None,
+    return_lse: bool = False,
+    impl: str,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention with grouped heads, causal unless told otherwise.
 
     Args:
-        q_BTHD: Queries. With more keys than queries (a key/value cache) they are the last T positions.
+        q_BTHD: Queries. With more keys than queries (a key/value cache) they are the last T positions, or those
+            that `offset` says.
         k_BSKD, v_BSKD: Keys and values; K divides H.
         layout: `Layout.causal()`, or `Layout.packed(documents_BT)` for windows holding several documents.
             Made once a batch and passed to every layer.
-        window: How many keys, its own included, a query sees at most; None for all before it.
+        window: How many keys, its own included, a query sees at most on each side; None for all.
         scale: Factor on the products; 1/√D by default.
         softcap: Bends scores to softcap · tanh(score / softcap); None leaves them.
+        causal: Whether a query sees no later key. Otherwise it sees its whole document, or what of it is less than
+            `window` tokens away.
+        offset: Position of the first query, counted from the first key; S − T by default. Any number without packed
+            documents: queries may lie before the first key or after the last one.
+        sinks_H: A learned logit per query head in the denominator of the softmax (gpt-oss), which a soft cap leaves as
+            it is; it gets a gradient.
+        return_lse: Whether to return the log-sum-exp of each query's scores too; it is differentiable.
         impl: One of `IMPLS`. One that cannot serve these inputs is an error, never replaced.
 
     Returns:
-        o_BTHD in q's dtype.
+        o_BTHD in q's dtype; with `return_lse` also lse_BTH = log Σ_j exp(score_tj) in fp32 (fp64 for fp64 inputs),
+        the sink among them, −∞ for a query that sees nothing. Its axes are those of o without the last, so that
+        `lse_BTH[..., None]` broadcasts against o where partial results over several sets of keys are combined.
 
     Example:
         >>> import torch
@@ -65,22 +117,27 @@ def attention(
         >>> attention(q, k, v, layout=Layout.causal(), impl="reference").shape
         torch.Size([2, 5, 4, 8])
     """
-    import torch.nn.functional as F
+    from trimtab.kernels.attention.layout import hiding_window
 
     T, S = q_BTHD.shape[1], k_BSKD.shape[1]
     assert q_BTHD.shape[2] % k_BSKD.shape[2] == 0, "query heads must be a multiple of key/value heads"
     assert window is None or window >= 1, "a window holds at least the query's own key"
     assert softcap is None or softcap > 0, "a soft cap is positive"
-    # The first T − S queries stand before the first key and see nothing. They are cut off here and their
-    # zeros put back below, so that no implementation ever meets a softmax over nothing.
-    num_blind = max(T - S, 0)
+    assert sinks_H is None or sinks_H.shape == q_BTHD.shape[2:3], "a sink for each query head"
+    offset = S - T if offset is None else offset
+    # Causal queries before the first key see nothing. They are cut off here and their zeros put back below, so that
+    # hardly an implementation meets a softmax over nothing.
+    num_blind = T if S == 0 else min(max(-offset, 0), T) if causal else 0
     if num_blind:
-        q_BTHD = q_BTHD[:, num_blind:]
-    if window is not None and window >= S:
-        window = None
+        q_BTHD, T, offset = q_BTHD[:, num_blind:], T - num_blind, offset + num_blind
+    window = hiding_window(window, T, S, offset, causal)
+    if not causal and window is None and not layout.is_packed:
+        offset = S - T  # wherever they are, they see everything
     if q_BTHD.numel() == 0:
-        # Sums of nothing, so that keys and values get gradients of zeros.
+        # Sums of nothing, so that keys, values and sinks get gradients of zeros.
         o_BTHD = q_BTHD.clone() + (k_BSKD[:0].sum() + v_BSKD[:0].sum())
+        o_BTHD = o_BTHD if sinks_H is None else o_BTHD + sinks_H[:0].sum().to(o_BTHD.dtype)
+        lse_BTH = o_BTHD.sum(-1, dtype=_statistics_dtype(q_BTHD)) if return_lse else None
     else:
         scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
         # Tiled kernels take a row's maximum before they scale: a negative scale would turn it into the minimum (torch's
@@ -89,8 +146,54 @@ def attention(
             q_BTHD, scale = -q_BTHD, -scale
         if scale < SMALLEST_NORMAL:
             q_BTHD, scale = q_BTHD * scale, 1.0
-        o_BTHD = _dispatch(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, impl)
-    return F.pad(o_BTHD, (0, 0, 0, 0, num_blind, 0)) if num_blind else o_BTHD
+        o_BTHD, lse_BTH = _dispatch(
+            q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, causal, offset, sinks_H, return_lse, impl
+        )
+    if num_blind:
+        o_BTHD, lse_BTH = _with_blind_queries(num_blind, o_BTHD, lse_BTH, sinks_H)
+    if not return_lse:
+        return o_BTHD
+    assert lse_BTH is not None, f"{impl} is in WITH_LSE"
+    return o_BTHD, lse_BTH
+
+
+def _with_blind_queries(
+    num_blind: int, o_BTHD: torch.Tensor, lse_BTH: torch.Tensor | None, sinks_H: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Results with those of `num_blind` queries that see nothing, or their sink alone, in front."""
+    import torch
+    import torch.nn.functional as F
+
+    o_BTHD = F.pad(o_BTHD, (0, 0, 0, 0, num_blind, 0))
+    if lse_BTH is not None and sinks_H is not None:
+        sinks_BTH = sinks_H.to(lse_BTH.dtype).expand(lse_BTH.shape[0], num_blind, -1)
+        lse_BTH = torch.cat([sinks_BTH, lse_BTH], dim=1)
+    elif lse_BTH is not None:
+        lse_BTH = F.pad(lse_BTH, (0, 0, num_blind, 0), value=float("-inf"))
+    return o_BTHD, lse_BTH
+
+
+def _statistics_dtype(q_BTHD: torch.Tensor) -> torch.dtype:
+    import torch
+
+    return torch.promote_types(q_BTHD.dtype, torch.float32)
+
+
+def _refuse(
+    impl: str, softcap: float | None, causal: bool, at_end: bool, sinks: bool, return_lse: bool
+) -> None:
+    """Raises where a backend lacks what a call asks for."""
+    for asked, able, lack in (
+        (softcap is not None, CAPPED, "has no soft cap on scores"),
+        (not causal, BIDIRECTIONAL, "is causal only"),
+        (not at_end, WITH_OFFSET, "takes the queries for the last positions"),
+        (sinks, WITH_SINKS, "has no sinks"),
+        (return_lse, WITH_LSE, "does not return a differentiable log-sum-exp"),
+    ):
+        if asked and impl in IMPLS and impl not in able:
+            from trimtab.facts.errors import ModelError
+
+            raise ModelError(f"{impl} {lack}", f"use one of {', '.join(able)}")
 
 
 def _dispatch(
@@ -101,33 +204,40 @@ def _dispatch(
     window: int | None,
     scale: float,
     softcap: float | None,
+    causal: bool,
+    offset: int,
+    sinks_H: torch.Tensor | None,
+    return_lse: bool,
     impl: str,
-) -> torch.Tensor:
-    if softcap is not None and impl in IMPLS and impl not in CAPPED:
-        from trimtab.facts.errors import ModelError
-
-        raise ModelError(f"{impl} has no soft cap on scores", f"use one of {', '.join(CAPPED)}")
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(o_BTHD, lse_BTH or None)."""
+    at_end = offset == k_BSKD.shape[1] - q_BTHD.shape[1] and layout.first_key is None
+    _refuse(impl, softcap, causal, at_end, sinks_H is not None, return_lse)
     # Static imports in an if/elif: torch.compile traces through them; importlib would break the graph.
     if impl == "reference":
         from trimtab.kernels.attention.impl_reference import attention_reference
 
-        return attention_reference(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap)
+        return attention_reference(
+            q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, return_lse, causal, offset, sinks_H
+        )
     elif impl in ("sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"):
         from trimtab.kernels.attention.impl_sdpa import attention_sdpa
 
-        return attention_sdpa(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, impl)
+        return attention_sdpa(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, impl, causal, offset), None
     elif impl == "varlen":
         from trimtab.kernels.attention.impl_varlen import attention_varlen
 
-        return attention_varlen(q_BTHD, k_BSKD, v_BSKD, layout, window, scale)
+        return attention_varlen(q_BTHD, k_BSKD, v_BSKD, layout, window, scale), None
     elif impl == "flex":
         from trimtab.kernels.attention.impl_flex import attention_flex
 
-        return attention_flex(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap)
+        return attention_flex(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap), None
     elif impl == "triton":
         from trimtab.kernels.attention.impl_triton import attention_triton
 
-        return attention_triton(q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap)
+        return attention_triton(
+            q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, return_lse, causal, offset, sinks_H
+        )
     else:
         from trimtab.facts.errors import ModelError
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.facts.errors import ModelError
-from trimtab.kernels.attention.spec import CAPPED, IMPLS, MASKED, SHORTEST_FLEX, TILED
+from trimtab.kernels.attention.spec import (
+    BIDIRECTIONAL,
+    CAPPED,
+    IMPLS,
+    MASKED,
+    SHORTEST_FLEX,
+    TILED,
+    WITH_LSE,
+    WITH_SINKS,
+)
 from trimtab.kernels.choice import ImplChoice
 
 
@@ -24,6 +33,9 @@ class _Requirements:
     tokens: int | None
     softcap: float | None
     triton: bool
+    causal: bool
+    sinks: bool
+    lse: bool
 
     @property
     def mask(self) -> bool:
@@ -44,6 +56,9 @@ def choose_attention(
     tokens: int | None = None,
     softcap: float | None = None,
     triton: bool = True,
+    causal: bool = True,
+    sinks: bool = False,
+    lse: bool = False,
 ) -> ImplChoice:
     """Chooses the attention backend that serves these requirements, or confirms the requested one.
 
@@ -60,6 +75,9 @@ def choose_attention(
         tokens: The fewest queries of a call, where known.
         softcap: The cap on scores, if the model has one.
         triton: Whether Triton is installed.
+        causal: Whether queries see no later key.
+        sinks: Whether the model has learned logits in the denominator of the softmax.
+        lse: Whether the log-sum-exp is wanted too, as where results over parts of the keys are combined.
 
     Example:
         >>> choose_attention(
@@ -68,8 +86,9 @@ def choose_attention(
         'sdpa_flash'
     """
     needs = _Requirements(
-        device, capability, dtype, head_dim, packed, window, training, deterministic, tokens, softcap, triton
-    )
+        device, capability, dtype, head_dim, packed, window, training, deterministic, tokens, softcap, triton,
+        causal, sinks, lse,
+    )  # fmt: skip
     obstacles = {impl: _obstacle(impl, needs) for impl in IMPLS}
     if requested != "auto":
         if requested not in IMPLS:
@@ -109,6 +128,12 @@ def _obstacle(impl: str, needs: _Requirements) -> str | None:
     """Why an implementation cannot meet the requirements at all, or None."""
     if needs.softcap is not None and impl not in CAPPED:
         return "it has no soft cap on scores"
+    if not needs.causal and impl not in BIDIRECTIONAL:
+        return "it is causal only"
+    if needs.sinks and impl not in WITH_SINKS:
+        return "it has no sinks"
+    if needs.lse and impl not in WITH_LSE:
+        return "it does not return a differentiable log-sum-exp"
     if impl in ("reference", "sdpa_math"):
         return None
     if impl == "flex":

@@ -16,8 +16,12 @@ def attention_reference(
     layout: Layout,
     window: int | None,
     scale: float,
-    softcap: float | None = None,
-) -> torch.Tensor:
+    softcap: float | None,
+    return_lse: bool,
+    causal: bool,
+    offset: int,
+    sinks_H: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `trimtab.kernels.attention.attention`; differentiable by autograd, to any order."""
     T, S = q_BTHD.shape[1], k_BSKD.shape[1]
     group = q_BTHD.shape[2] // k_BSKD.shape[2]
@@ -30,11 +34,29 @@ def attention_reference(
     scores_BHTS = torch.einsum("bthd,bshd->bhts", q_BTHD, k_BSHD).to(dtype) * scale
     if softcap is not None:
         scores_BHTS = softcap * torch.tanh(scores_BHTS / softcap)
-    mask = layout.prepare("reference", q_BTHD.device, T, window, S=S, dtype=dtype)
+    mask = layout.prepare(
+        "reference", q_BTHD.device, T, window, S=S, dtype=dtype, causal=causal, offset=offset
+    )
     if mask.bias is not None:
         scores_BHTS = scores_BHTS + mask.bias
     elif mask.is_causal:
         later_TS = torch.ones(T, S, dtype=torch.bool, device=q_BTHD.device).triu(1)
         scores_BHTS = scores_BHTS.masked_fill(later_TS, float("-inf"))
+    blind_BT = mask.blind_BT
+    if (
+        sinks_H is not None
+    ):  # one more logit per head, whose value is 0; a query that sees nothing still has it
+        if blind_BT is not None:
+            scores_BHTS = scores_BHTS.masked_fill(blind_BT[:, None, :, None], float("-inf"))
+            blind_BT = None
+        sinks_BHT1 = sinks_H.to(dtype)[:, None, None].expand(*scores_BHTS.shape[:3], 1)
+        scores_BHTS = torch.cat([scores_BHTS, sinks_BHT1], dim=-1)
     p_BHTS = scores_BHTS.softmax(dim=-1).to(q_BTHD.dtype)
-    return torch.einsum("bhts,bshd->bthd", p_BHTS, v_BSHD)
+    if sinks_H is not None:
+        p_BHTS = p_BHTS[..., :S]
+    o_BTHD = torch.einsum("bhts,bshd->bthd", p_BHTS, v_BSHD)
+    lse_BTH = scores_BHTS.logsumexp(dim=-1).transpose(1, 2) if return_lse else None
+    if blind_BT is not None:
+        o_BTHD = o_BTHD.masked_fill(blind_BT[:, :, None, None], 0.0)
+        lse_BTH = None if lse_BTH is None else lse_BTH.masked_fill(blind_BT[:, :, None], float("-inf"))
+    return o_BTHD, lse_BTH

@@ -27,6 +27,8 @@ def attention_sdpa(
     window: int | None,
     scale: float,
     impl: str,
+    causal: bool,
+    offset: int,
 ) -> torch.Tensor:
     """See `trimtab.kernels.attention.attention`."""
     T, S = q_BTHD.shape[1], k_BSKD.shape[1]
@@ -37,16 +39,23 @@ def attention_sdpa(
                 f"{impl} on a GPU serves neither packed documents nor a sliding window",
                 "use varlen, or flex, or leave the choice to auto",
             )
+        if causal and offset != S - T:
+            raise ModelError(
+                f"{impl} on a GPU takes no mask, so causal queries are the last positions and cannot begin at {offset}",
+                "use triton or sdpa_efficient",
+            )
         # These take no mask, and SDPA's is_causal aligns the first query with the first key. Several queries
         # behind a cache therefore get dummy ones in front; a single query sees all keys and needs no mask.
-        num_padding = S - T if T > 1 else 0
+        num_padding = S - T if T > 1 and causal else 0
     elif impl in ("sdpa_efficient", "sdpa_cudnn") and not q_BTHD.is_cuda:
         raise ModelError(f"{impl} exists on GPUs only", "use sdpa_flash on a CPU")
 
     if num_padding:
         q_BTHD = F.pad(q_BTHD, (0, 0, 0, 0, num_padding, 0))
-        T = S
-    mask = layout.prepare(impl, q_BTHD.device, T, window, S=S, dtype=q_BTHD.dtype)
+        T, offset = S, 0
+    mask = layout.prepare(
+        impl, q_BTHD.device, T, window, S=S, dtype=q_BTHD.dtype, causal=causal, offset=offset
+    )
     grouped = q_BTHD.shape[2] != k_BSKD.shape[2]
     if grouped and impl == "sdpa_efficient":  # the one backend that cannot share key/value heads itself
         group = q_BTHD.shape[2] // k_BSKD.shape[2]
@@ -65,4 +74,5 @@ def attention_sdpa(
             scale=scale,
             enable_gqa=grouped,
         )
-    return o_BHTD.transpose(1, 2)[:, num_padding:]
+    o_BTHD = o_BHTD.transpose(1, 2)[:, num_padding:]
+    return o_BTHD if mask.blind_BT is None else o_BTHD.masked_fill(mask.blind_BT[:, :, None, None], 0.0)

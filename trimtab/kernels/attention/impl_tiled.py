@@ -7,6 +7,9 @@ itself, and with D = rowsum(O ∘ dO)
 
     dV = pᵀ dO,   dp = dO Vᵀ,   ds = p ∘ (dp − D),   dQ = ds K / √d,   dK = dsᵀ Q / √d.
 
+`FlashAttentionWithLSE` returns L too, for results over parts of the keys that are combined afterwards. Since ∂L/∂s = p,
+a gradient dL adds p ∘ dL to ds: D − dL takes D's place, and nothing else changes.
+
 `impl_triton.FlashAttention` is the same function over the Triton kernels. Both are for readers of the algorithm and for
 tests; no recipe and no `impl=` uses them.
 """
@@ -43,29 +46,7 @@ class FlashAttention(torch.autograd.Function):
         With `is_causal` the queries are the last n_q positions of the n_k keys; one that sees nothing
         (n_q > n_k) gives zeros.
         """
-        batch, n_q, d = Q.shape
-        n_k, scale = K.shape[1], 1 / math.sqrt(d)
-        accumulate = torch.promote_types(Q.dtype, torch.float32)
-        O = torch.empty_like(Q, memory_format=torch.contiguous_format)  # noqa: E741
-        L = torch.empty(batch, n_q, dtype=accumulate, device=Q.device)
-        for queries in _tiles(0, n_q):
-            q = Q[:, queries].to(accumulate)
-            m = q.new_full((batch, q.shape[1]), -math.inf)
-            l = q.new_zeros(batch, q.shape[1])  # noqa: E741
-            o = torch.zeros_like(q)
-            for keys in _tiles(0, _seen_by(queries, n_q, n_k, is_causal)):
-                s = q @ K[:, keys].to(accumulate).mT * scale
-                if is_causal:
-                    s = s.masked_fill(_hidden(queries, keys, n_q, n_k, Q.device), -math.inf)
-                m_new = torch.maximum(m, s.amax(-1))
-                base = m_new.masked_fill(m_new == -math.inf, 0)  # seen nothing yet: −∞ − −∞ is no number
-                p = torch.exp(s - base[..., None])
-                shrink = torch.exp(m - base)
-                l = l * shrink + p.sum(-1)  # noqa: E741
-                o = o * shrink[..., None] + p @ V[:, keys].to(accumulate)
-                m = m_new
-            O[:, queries] = (o / l.masked_fill(l == 0, 1)[..., None]).to(O.dtype)
-            L[:, queries] = m + l.log()  # −∞ where nothing is seen
+        O, L = _forward(Q, K, V, is_causal)  # noqa: E741
         ctx.save_for_backward(Q, K, V, O, L)
         ctx.is_causal = is_causal
         return O
@@ -73,25 +54,96 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dO: torch.Tensor) -> tuple[Any, ...]:
         """(dQ, dK, dV, None): each tile of scores is computed once more."""
-        Q, K, V, O, L = ctx.saved_tensors  # noqa: E741
-        n_q, n_k, scale = Q.shape[1], K.shape[1], 1 / math.sqrt(Q.shape[-1])
-        accumulate = L.dtype
-        D = (O.to(accumulate) * dO.to(accumulate)).sum(-1)
-        blind = L.isneginf()
-        dQ, dK, dV = (torch.zeros(x.shape, dtype=accumulate, device=x.device) for x in (Q, K, V))
-        for queries in _tiles(0, n_q):
-            q, do = Q[:, queries].to(accumulate), dO[:, queries].to(accumulate)
-            lse = L[:, queries].masked_fill(blind[:, queries], math.inf)  # then p = exp(−∞) = 0
-            for keys in _tiles(0, _seen_by(queries, n_q, n_k, ctx.is_causal)):
-                k, v = K[:, keys].to(accumulate), V[:, keys].to(accumulate)
-                p = torch.exp(q @ k.mT * scale - lse[..., None])
-                if ctx.is_causal:
-                    p = p.masked_fill(_hidden(queries, keys, n_q, n_k, Q.device), 0)
-                dV[:, keys] += p.mT @ do
-                ds = p * (do @ v.mT - D[:, queries, None]) * scale
-                dQ[:, queries] += ds @ k
-                dK[:, keys] += ds.mT @ q
-        return dQ.to(Q.dtype), dK.to(K.dtype), dV.to(V.dtype), None
+        return *_backward(dO, None, *ctx.saved_tensors, is_causal=ctx.is_causal), None
+
+
+class FlashAttentionWithLSE(torch.autograd.Function):
+    """(O, L) of one head, both differentiable; L = log Σ exp s is (batch, n_q), −∞ where nothing is seen.
+
+    Example:
+        >>> Q, K, V = (torch.randn(4, 128, 64, requires_grad=True) for _ in range(3))
+        >>> O, L = FlashAttentionWithLSE.apply(Q, K, V, True)
+        >>> L.sum().backward()
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, is_causal: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `FlashAttention.forward`, with L."""
+        O, L = _forward(Q, K, V, is_causal)  # noqa: E741
+        ctx.save_for_backward(Q, K, V, O, L)
+        ctx.is_causal = is_causal
+        return O, L
+
+    @staticmethod
+    def backward(ctx: Any, dO: torch.Tensor, dL: torch.Tensor) -> tuple[Any, ...]:
+        """(dQ, dK, dV, None)."""
+        return *_backward(dO, dL, *ctx.saved_tensors, is_causal=ctx.is_causal), None
+
+
+def _forward(
+    Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(O, L)."""
+    batch, n_q, d = Q.shape
+    n_k, scale = K.shape[1], 1 / math.sqrt(d)
+    accumulate = torch.promote_types(Q.dtype, torch.float32)
+    O = torch.empty_like(Q, memory_format=torch.contiguous_format)  # noqa: E741
+    L = torch.empty(batch, n_q, dtype=accumulate, device=Q.device)
+    for queries in _tiles(0, n_q):
+        q = Q[:, queries].to(accumulate)
+        m = q.new_full((batch, q.shape[1]), -math.inf)
+        l = q.new_zeros(batch, q.shape[1])  # noqa: E741
+        o = torch.zeros_like(q)
+        for keys in _tiles(0, _seen_by(queries, n_q, n_k, is_causal)):
+            s = q @ K[:, keys].to(accumulate).mT * scale
+            if is_causal:
+                s = s.masked_fill(_hidden(queries, keys, n_q, n_k, Q.device), -math.inf)
+            m_new = torch.maximum(m, s.amax(-1))
+            base = m_new.masked_fill(m_new == -math.inf, 0)  # seen nothing yet: −∞ − −∞ is no number
+            p = torch.exp(s - base[..., None])
+            shrink = torch.exp(m - base)
+            l = l * shrink + p.sum(-1)  # noqa: E741
+            o = o * shrink[..., None] + p @ V[:, keys].to(accumulate)
+            m = m_new
+        O[:, queries] = (o / l.masked_fill(l == 0, 1)[..., None]).to(O.dtype)
+        L[:, queries] = m + l.log()  # −∞ where nothing is seen
+    return O, L
+
+
+def _backward(
+    dO: torch.Tensor,
+    dL: torch.Tensor | None,
+    Q: torch.Tensor,
+    K: torch.Tensor,
+    V: torch.Tensor,
+    O: torch.Tensor,  # noqa: E741
+    L: torch.Tensor,
+    *,
+    is_causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dQ, dK, dV): each tile of scores is computed once more."""
+    n_q, n_k, scale = Q.shape[1], K.shape[1], 1 / math.sqrt(Q.shape[-1])
+    accumulate = L.dtype
+    D = (O.to(accumulate) * dO.to(accumulate)).sum(-1)
+    blind = L.isneginf()
+    if dL is not None:
+        D = D - dL.masked_fill(blind, 0)  # where nothing is seen L is a constant
+    dQ, dK, dV = (torch.zeros(x.shape, dtype=accumulate, device=x.device) for x in (Q, K, V))
+    for queries in _tiles(0, n_q):
+        q, do = Q[:, queries].to(accumulate), dO[:, queries].to(accumulate)
+        lse = L[:, queries].masked_fill(blind[:, queries], math.inf)  # then p = exp(−∞) = 0
+        for keys in _tiles(0, _seen_by(queries, n_q, n_k, is_causal)):
+            k, v = K[:, keys].to(accumulate), V[:, keys].to(accumulate)
+            p = torch.exp(q @ k.mT * scale - lse[..., None])
+            if is_causal:
+                p = p.masked_fill(_hidden(queries, keys, n_q, n_k, Q.device), 0)
+            dV[:, keys] += p.mT @ do
+            ds = p * (do @ v.mT - D[:, queries, None]) * scale
+            dQ[:, queries] += ds @ k
+            dK[:, keys] += ds.mT @ q
+    return dQ.to(Q.dtype), dK.to(K.dtype), dV.to(V.dtype)
 
 
 def _tiles(start: int, stop: int) -> Iterator[slice]:

@@ -18,11 +18,15 @@ from trimtab.kernels.attention.launch_triton import NO_WINDOW, KernelArguments
 from trimtab.kernels.attention.layout import Layout
 
 _SHARED = "Tensor? first, Tensor? last, int window, float scale, float softcap, bool causal"
+# What is optional has a default, which the dispatcher leaves out of graphs: a call without it is traced as before.
+_OPTIONAL = "Tensor? query_last=None, Tensor? key_first=None, SymInt? offset=None, Tensor? sinks=None"
 _library = torch.library.Library("trimtab", "FRAGMENT")
-_library.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_SHARED}) -> (Tensor, Tensor)")
+_library.define(
+    f"attention_forward(Tensor q, Tensor k, Tensor v, {_SHARED}, {_OPTIONAL}) -> (Tensor, Tensor)"
+)
 _library.define(
     "attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    f"{_SHARED}) -> (Tensor, Tensor, Tensor)"
+    f"{_SHARED}, {_OPTIONAL}, Tensor? dlse=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -36,8 +40,13 @@ def _forward(
     scale: float,
     softcap: float,
     causal: bool,
+    query_last: torch.Tensor | None = None,
+    key_first: torch.Tensor | None = None,
+    offset: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch_triton.forward(q, k, v, first, KernelArguments(window, scale, softcap, causal))
+    arguments = KernelArguments(window, scale, softcap, causal, offset)
+    return launch_triton.forward(q, k, v, first, arguments, sinks_H=sinks, query_last_BT=query_last)
 
 
 def _backward(
@@ -53,9 +62,18 @@ def _backward(
     scale: float,
     softcap: float,
     causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    arguments = KernelArguments(window, scale, softcap, causal)
-    return launch_triton.backward(do, q, k, v, o, lse, first, last, arguments)
+    query_last: torch.Tensor | None = None,
+    key_first: torch.Tensor | None = None,
+    offset: int | None = None,
+    sinks: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv, dsinks); the last is empty without sinks, since an operator returns tensors only."""
+    dq, dk, dv, *dsinks = launch_triton.backward(
+        do, q, k, v, o, lse, first, last, KernelArguments(window, scale, softcap, causal, offset),
+        dlse_BTH=dlse, sinks_H=sinks, query_last_BT=query_last, key_first_BS=key_first,
+    )  # fmt: skip
+    return dq, dk, dv, dsinks[0] if dsinks else q.new_empty(0)
 
 
 for _device in ("CUDA", "CPU"):  # on a CPU only Triton's interpreter runs them; the launch says so otherwise
@@ -70,21 +88,30 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[to
 
 @torch.library.register_fake("trimtab::attention_backward", lib=_library)
 def _(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **more: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    sinks = rest[11] if len(rest) > 11 else more.get("sinks")
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, first, last, *ctx.numbers = inputs
+    q, k, v, first, last, *ctx.numbers, query_last, key_first, ctx.offset, sinks = inputs
     o, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, o, lse, first, last)
+    ctx.set_materialize_grads(False)  # a log-sum-exp that nothing reads costs no tensor of zeros
+    ctx.save_for_backward(q, k, v, o, lse, first, last, query_last, key_first, sinks)
 
 
-def _differentiate(ctx: Any, do: torch.Tensor, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    grads = torch.ops.trimtab.attention_backward(do, *ctx.saved_tensors, *ctx.numbers)
-    return *grads, None, None, None, None, None, None
+def _differentiate(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    if do is None:
+        if dlse is None:
+            return (None,) * 13
+        do = torch.zeros_like(ctx.saved_tensors[3])
+    *tensors, query_last, key_first, sinks = ctx.saved_tensors
+    *grads, dsinks = torch.ops.trimtab.attention_backward(
+        do, *tensors, *ctx.numbers, query_last, key_first, ctx.offset, sinks, dlse
+    )
+    return *grads, *(None,) * 9, None if sinks is None else dsinks
 
 
 torch.library.register_autograd(
@@ -100,22 +127,30 @@ def attention_triton(
     window: int | None,
     scale: float,
     softcap: float | None,
-) -> torch.Tensor:
+    return_lse: bool,
+    causal: bool,
+    offset: int,
+    sinks_H: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `trimtab.kernels.attention.attention`; heads of up to 256 numbers, fp32, fp16 and bf16."""
-    B, T = q_BTHD.shape[:2]
-    bounds = layout.prepare("triton", q_BTHD.device, T, window, S=k_BSKD.shape[1], B=B)
-    o_BTHD: torch.Tensor = torch.ops.trimtab.attention_forward(
+    (B, T), S = q_BTHD.shape[:2], k_BSKD.shape[1]
+    bounds = layout.prepare("triton", q_BTHD.device, T, window, S=S, B=B, causal=causal, offset=offset)
+    o_BTHD, lse_BTH = torch.ops.trimtab.attention_forward(
         q_BTHD,
         k_BSKD,
         v_BSKD,
         bounds.first_BT,
-        bounds.last_BT,
+        bounds.last_BS,
         NO_WINDOW if window is None else window,
         scale,
         softcap or 0.0,
-        True,
-    )[0]
-    return o_BTHD
+        causal,
+        None if causal else bounds.last_BT,
+        None if causal else bounds.first_BS,
+        None if offset == S - T else offset,
+        sinks_H,
+    )
+    return o_BTHD, lse_BTH if return_lse else None
 
 
 class FlashAttention(torch.autograd.Function):

@@ -2,7 +2,8 @@
 
 Each sums what it writes in its own registers, in a fixed order, so that the same inputs give the same bits.
 The price is that scores and dp are computed in both: seven products where one kernel with atomic additions
-needs five. The first also writes D = rowsum(o ∘ do), which the second reads.
+needs five. The first also writes D = rowsum(o ∘ do), which the second reads. Where the log-sum-exp L has
+a gradient dL, D − dL takes D's place: dL adds p · dL to ds = p · (dp − D).
 
 As in the forward kernel, a tile of packed rows whose gradients are not finite is computed once more, a key or a row at
 a time, so that NaN and infinities stay in their document.
@@ -45,6 +46,12 @@ def load_lse(ptr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def subtract_dlse(delta, ptr, lse):  # type: ignore[no-untyped-def]
+    """D − dL. Where nothing is seen (`lse` as `load_lse` gives it) L is a constant, whatever its gradient holds."""
+    return delta - tl.where(lse == float("inf"), 0.0, tl.load(ptr))
+
+
+@triton.jit
 def query_gradient(  # type: ignore[no-untyped-def]
     dq, q, do, lse, delta, k_ptr, v_ptr, b, g, n, first, end, S, stride_k, stride_v, inner, outer,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
@@ -65,10 +72,10 @@ def query_gradient(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def query_gradient_by_key(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dq_ptr, first_ptr, r0, low, high,
-    stride_qt, stride_qh, stride_k, stride_v, stride_dt, stride_dh, T, S, H, window, inner, outer, scale,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dlse_ptr, dq_ptr, first_ptr, query_last_ptr, r0, low, high,
+    stride_qt, stride_qh, stride_k, stride_v, stride_dt, stride_dh, T, S, H, window, inner, outer, scale, offset,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Writes dq of FEW rows again, keys low … high one at a time: dq = Σ ds · k over those that a row sees."""
     R = T * G
@@ -78,7 +85,11 @@ def query_gradient_by_key(  # type: ignore[no-untyped-def]
     do = row_tile(do_ptr, inside, stride_dt, stride_dh, G, D, DP).to(tl.float32)
     delta = tl.sum(row_tile(o_ptr, inside, H * D, D, G, D, DP).to(tl.float32) * do, 1)
     lse = load_lse(lse_ptr + (inside // G).to(tl.int64) * H + inside % G)
-    first, end = interval(inside // G, first_ptr, T, S, window, CAUSAL, PACKED)
+    if dlse_ptr is not None:
+        delta = subtract_dlse(delta, dlse_ptr + (inside // G).to(tl.int64) * H + inside % G, lse)
+    first, end = interval(
+        inside // G, first_ptr, query_last_ptr, T, S, window, offset, CAUSAL, TWO_SIDED, PACKED
+    )
     dq = tl.zeros((FEW, DP), tl.float32)
     for j in tl.range(low, high, num_stages=1):
         row = tl.cast(j, tl.int64)
@@ -91,14 +102,14 @@ def query_gradient_by_key(  # type: ignore[no-untyped-def]
     store_rows(dq_ptr, dq * scale, r, R, H * D, G, D, DP)
 
 
-@triton.jit(do_not_specialize=["T", "S", "window"])
+@triton.jit(do_not_specialize=["T", "S", "window", "offset"])
 def query_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, k_rows_ptr, v_rows_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, first_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_db, stride_dt, stride_dh,
-    T, S, K, window, inner, outer, scale,
+    T, S, K, window, inner, outer, scale, dlse_ptr, query_last_ptr, offset,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """dq and D for a tile of rows; walks the keys as the forward does."""
@@ -114,6 +125,8 @@ def query_kernel(  # type: ignore[no-untyped-def]
         k_ptr += b64 * stride_kb + g64 * stride_kh
         v_ptr += b64 * stride_vb + g64 * stride_vh
     first_ptr += b64 * T
+    if query_last_ptr is not None:
+        query_last_ptr += b64 * T
     base = b64 * T * H + g * G
 
     r = tile * BR + tl.arange(0, BR)
@@ -123,13 +136,21 @@ def query_kernel(  # type: ignore[no-untyped-def]
     do = row_tile(do_ptr, inside, stride_dt, stride_dh, G, D, DP)
     o = row_tile(o_ptr + base * D, inside, H * D, D, G, D, DP)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        delta = subtract_dlse(delta, dlse_ptr + vector, load_lse(lse_ptr + vector))
     tl.store(delta_ptr + vector, delta, mask=r < R)
     lse = load_lse(lse_ptr + vector)
 
-    first, end = interval(inside // G, first_ptr, T, S, window, CAUSAL, PACKED)
-    low, all_end = interval(tile * BR // G, first_ptr, T, S, window, CAUSAL, PACKED)
+    first, end = interval(
+        inside // G, first_ptr, query_last_ptr, T, S, window, offset, CAUSAL, TWO_SIDED, PACKED
+    )
+    low, all_end = interval(
+        tile * BR // G, first_ptr, query_last_ptr, T, S, window, offset, CAUSAL, TWO_SIDED, PACKED
+    )
     last = tl.minimum(tile * BR + BR - 1, R - 1) // G
-    all_first, high = interval(last, first_ptr, T, S, window, CAUSAL, PACKED)
+    all_first, high = interval(
+        last, first_ptr, query_last_ptr, T, S, window, offset, CAUSAL, TWO_SIDED, PACKED
+    )
     left = tl.cdiv(tl.maximum(all_first - low, 0), BN)
     whole = tl.maximum(all_end - low - left * BN, 0) // BN
     count = tl.cdiv(tl.maximum(high - low, 0), BN)
@@ -151,12 +172,14 @@ def query_kernel(  # type: ignore[no-untyped-def]
     if PACKED:  # noqa: SIM102  (decided at compile time, the next one not)
         if holds_bad(dq) != 0:
             for r0 in tl.range(tile * BR, tl.minimum(tile * BR + BR, R), FEW, num_stages=1):
+                dlse = None if dlse_ptr is None else dlse_ptr + base
                 query_gradient_by_key(
                     q_ptr, k_rows_ptr + b64 * stride_kb + g64 * stride_kh,
                     v_rows_ptr + b64 * stride_vb + g64 * stride_vh,
-                    o_ptr + base * D, do_ptr, lse_ptr + base, dq_ptr + base * D, first_ptr, r0, low, high,
+                    o_ptr + base * D, do_ptr, lse_ptr + base, dlse, dq_ptr + base * D, first_ptr, query_last_ptr,
+                    r0, low, high,
                     stride_qt, stride_qh, stride_kt, stride_vt, stride_dt, stride_dh, T, S, H, window,
-                    inner, outer, scale, G, D, DP, CAUSAL, PACKED, SOFTCAP,
+                    inner, outer, scale, offset, G, D, DP, CAUSAL, TWO_SIDED, PACKED, SOFTCAP,
                 )  # fmt: skip
 
 
@@ -204,13 +227,17 @@ def key_gradients(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def key_gradients_by_row(  # type: ignore[no-untyped-def]
-    program, q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, last_ptr,
+    program, q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, last_ptr, key_first_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_db, stride_dt, stride_dh,
-    S, K, window, inner, outer, scale,
-    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr,
+    T, S, K, window, inner, outer, scale, offset,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, TWO_SIDED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Writes dk and dv of a program's tile of packed rows again: FEW keys at a time against one row after the other."""
+    """Writes dk and dv of a program's tile of packed rows again: FEW keys at a time against one row after the other.
+
+    Without an offset there are as many queries as keys: `launch_triton.backward` gives one to every other call.
+    """
     H = K * G
     num_tiles = tl.cdiv(S, BN)
     low = program % num_tiles * BN
@@ -219,24 +246,38 @@ def key_gradients_by_row(  # type: ignore[no-untyped-def]
     do_ptr += b * stride_db + g * G * stride_dh
     last_ptr += b * S
     stop = tl.minimum(low + BN, S)
-    i_stop = tl.minimum(tl.minimum(stop - 1 + window, S), tl.load(last_ptr + stop - 1) + 1)
+    if offset is None:
+        shift, num_queries = 0, S
+    else:
+        shift, num_queries = offset, T
+    i_end = num_queries + shift
+    i_stop = tl.minimum(tl.minimum(stop - 1 + window, i_end), tl.load(last_ptr + stop - 1) + 1)
+    i_start = low
+    if TWO_SIDED:
+        key_first_ptr += b * S
+        i_start = tl.maximum(low - window + 1, tl.load(key_first_ptr + low))
+    if TWO_SIDED or offset is not None:
+        i_start = tl.maximum(i_start, shift)
     for n0 in tl.range(low, stop, FEW, num_stages=1):
         n = n0 + tl.arange(0, FEW)
         j = tl.minimum(n, S - 1)
         k = row_tile(k_ptr + b * stride_kb + g * stride_kh, j, stride_kt, 0, 1, D, DP).to(tl.float32)
         v = row_tile(v_ptr + b * stride_vb + g * stride_vh, j, stride_vt, 0, 1, D, DP).to(tl.float32)
-        i_last = tl.minimum(tl.minimum(j + window - 1, S - 1), tl.load(last_ptr + j))
+        i_first = j
+        if TWO_SIDED:
+            i_first = tl.maximum(j - window + 1, tl.load(key_first_ptr + j))
+        i_last = tl.minimum(tl.minimum(j + window - 1, i_end - 1), tl.load(last_ptr + j))
         dk = tl.zeros((FEW, DP), tl.float32)
         dv = tl.zeros((FEW, DP), tl.float32)
-        for r in tl.range(low * G, i_stop * G, num_stages=1):
-            i, h = r // G, r % G
-            t = tl.cast(i, tl.int64)
-            vector = (b * S + t) * H + g * G + h
+        for r in tl.range((i_start - shift) * G, (i_stop - shift) * G, num_stages=1):
+            i, h = r // G + shift, r % G
+            t = tl.cast(r // G, tl.int64)
+            vector = (b * num_queries + t) * H + g * G + h
             q = one_row(q_ptr + t * stride_qt + h * stride_qh, D, DP)[None, :]
             do = one_row(do_ptr + t * stride_dt + h * stride_dh, D, DP)[None, :]
             p, bend = weights(tl.sum(k * q, 1), load_lse(lse_ptr + vector), inner, outer, SOFTCAP)
             ds = p * (tl.sum(v * do, 1) - tl.load(delta_ptr + vector)) * bend
-            seen = ((i >= j) & (i <= i_last))[:, None]
+            seen = ((i >= i_first) & (i <= i_last))[:, None]
             dv += tl.where(seen, p[:, None] * do, 0.0)
             dk += tl.where(seen, ds[:, None] * q, 0.0)
         tl.debug_barrier()  # what the tile has written comes before, whichever threads wrote it
@@ -244,14 +285,14 @@ def key_gradients_by_row(  # type: ignore[no-untyped-def]
         store_rows(dv_ptr + (b * S * K + g) * D, dv, n, stop, K * D, 1, D, DP)
 
 
-@triton.jit(do_not_specialize=["T", "S", "window"])
+@triton.jit(do_not_specialize=["T", "S", "window", "offset"])
 def key_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, do_ptr, q_rows_ptr, do_rows_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, last_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_db, stride_dt, stride_dh,
-    T, S, K, window, inner, outer, scale,
+    T, S, K, window, inner, outer, scale, key_first_ptr, offset,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """dk and dv for a tile of keys, summed over the rows of all heads of the group."""
@@ -264,20 +305,35 @@ def key_kernel(  # type: ignore[no-untyped-def]
     if not TMA:
         q_ptr += b64 * stride_qb + g64 * G * stride_qh
         do_ptr += b64 * stride_db + g64 * G * stride_dh
-    whole_lse_ptr, whole_delta_ptr, whole_last_ptr = lse_ptr, delta_ptr, last_ptr
+    whole_lse_ptr, whole_delta_ptr, whole_last_ptr, whole_first_ptr = (
+        lse_ptr,
+        delta_ptr,
+        last_ptr,
+        key_first_ptr,
+    )
     lse_ptr += b64 * T * H + g * G
     delta_ptr += b64 * T * H + g * G
     k = key_tile(k_ptr + b64 * stride_kb + g64 * stride_kh, b, g, n, stride_kt, S, D, DP, BN, True, False)
     v = key_tile(v_ptr + b64 * stride_vb + g64 * stride_vh, b, g, n, stride_vt, S, D, DP, BN, True, False)
 
     # The queries that see key j stand at positions i_first … i_last; `low` … `high` are those of the tile.
-    shift = S - T
+    if offset is None:
+        shift, i_end = S - T, S - 1
+    else:
+        shift, i_end = offset, offset + T - 1
     j = tl.minimum(n + tl.arange(0, BN), S - 1)
     n_last = tl.minimum(n + BN - 1, S - 1)
-    if CAUSAL:
+    if CAUSAL or TWO_SIDED:
         i_first, low, all_first = j, n, n_last
-        i_last = tl.minimum(j + window - 1, S - 1)
-        all_last, high = tl.minimum(n + window - 1, S - 1), tl.minimum(n_last + window - 1, S - 1)
+        if TWO_SIDED:
+            i_first, low, all_first = j - window + 1, n - window + 1, n_last - window + 1
+            if PACKED:
+                key_first_ptr += b64 * S
+                i_first = tl.maximum(i_first, tl.load(key_first_ptr + j))
+                low = tl.maximum(low, tl.load(key_first_ptr + n))
+                all_first = tl.maximum(all_first, tl.load(key_first_ptr + n_last))
+        i_last = tl.minimum(j + window - 1, i_end)
+        all_last, high = tl.minimum(n + window - 1, i_end), tl.minimum(n_last + window - 1, i_end)
         if PACKED:
             last_ptr += b64 * S
             i_last = tl.minimum(i_last, tl.load(last_ptr + j))
@@ -319,8 +375,8 @@ def key_kernel(  # type: ignore[no-untyped-def]
             # has found by then in registers all through the loops.
             key_gradients_by_row(
                 tl.program_id(0) + bad - 1, q_rows_ptr, k_ptr, v_ptr, do_rows_ptr, whole_lse_ptr, whole_delta_ptr,
-                dk_ptr, dv_ptr, whole_last_ptr,
+                dk_ptr, dv_ptr, whole_last_ptr, whole_first_ptr,
                 stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
                 stride_db, stride_dt, stride_dh,
-                S, K, window, inner, outer, scale, G, D, DP, BN, SOFTCAP,
+                T, S, K, window, inner, outer, scale, offset, G, D, DP, BN, TWO_SIDED, SOFTCAP,
             )  # fmt: skip

@@ -3,8 +3,9 @@
 The query heads of a group are rows of one matrix: with G = H/K heads to a key/value head, row r is query
 r // G of head r % G, so that a tile of 128 rows and G = 4 spans 32 tokens. Its keys are then read once for
 the whole group, and where documents are short little is computed outside of them. What a query sees is an
-interval of keys, [first, end), whatever made it: causality, a window, a document. A tile therefore walks from
-its first row's `first` to its last row's `end`; only blocks that not all of its rows see are masked.
+interval of keys, [first, end), whatever made it: causality, a window on one side or both, a document. A tile
+therefore walks from its first row's `first` to its last row's `end`; only blocks that not all of its rows see are
+masked.
 
 A NaN or an infinity reaches only the documents that hold it. In a product a masked weight is 0, and 0 · NaN is NaN, so
 a bad value would reach every row of a tile. The loops do not look for that: a tile of packed rows whose result is not
@@ -24,14 +25,32 @@ FEW = tl.constexpr(16)
 
 
 @triton.jit
-def interval(t, first_ptr, T, S, window, CAUSAL: tl.constexpr, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The keys [first, end) that queries `t` see, a scalar or a vector of them."""
+def interval(  # type: ignore[no-untyped-def]
+    t, first_ptr, query_last_ptr, T, S, window, offset,
+    CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The keys [first, end) that queries `t` see, a scalar or a vector of them; empty where end <= first.
+
+    Query t is at position t + offset; without an offset the queries are the last positions, and end cannot pass S.
+    """
     if CAUSAL:
-        i = t + (S - T)
+        if offset is None:
+            i = t + (S - T)
+        else:
+            i = t + offset
         first = tl.maximum(i - window + 1, 0)
         if PACKED:
             first = tl.maximum(first, tl.load(first_ptr + t))
         end = i + 1
+        if offset is not None:
+            end = tl.minimum(end, S)
+    elif TWO_SIDED:
+        i = t + (S - T if offset is None else offset)
+        first = tl.maximum(i - window + 1, 0)
+        end = tl.minimum(i + window, S)
+        if PACKED:
+            first = tl.maximum(first, tl.load(first_ptr + t))
+            end = tl.minimum(end, tl.load(query_last_ptr + t) + 1)
     else:
         first = t * 0
         end = t * 0 + S
@@ -112,6 +131,13 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def sink_only(ptr):  # type: ignore[no-untyped-def]
+    """(maximum in units of log 2, sum of exp) of rows that have seen their sink and no key: exp of a logit, value 0."""
+    m = tl.load(ptr).to(tl.float32) * 1.4426950408889634
+    return m, tl.where(m == float("-inf"), 0.0, 1.0)
+
+
+@triton.jit
 def attend(  # type: ignore[no-untyped-def]
     q, k_ptr, v_ptr, b, g, n, acc, m, total, first, end, S, stride_k, stride_v, inner, outer,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
@@ -143,19 +169,23 @@ def attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def attend_by_key(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, o_ptr, first_ptr, r0, low, high,
-    stride_qt, stride_qh, stride_k, stride_v, T, S, H, window, inner, outer,
+    q_ptr, k_ptr, v_ptr, o_ptr, sinks_ptr, first_ptr, query_last_ptr, r0, low, high,
+    stride_qt, stride_qh, stride_k, stride_v, T, S, H, window, inner, outer, offset,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Writes o of FEW rows again, keys low … high one at a time: o = Σ p · v over those that a row sees."""
     R = T * G
     r = r0 + tl.arange(0, FEW)
     inside = tl.minimum(r, R - 1)
     q = row_tile(q_ptr, inside, stride_qt, stride_qh, G, D, DP).to(tl.float32)
-    first, end = interval(inside // G, first_ptr, T, S, window, CAUSAL, PACKED)
+    first, end = interval(
+        inside // G, first_ptr, query_last_ptr, T, S, window, offset, CAUSAL, TWO_SIDED, PACKED
+    )
     m = tl.full((FEW,), float("-inf"), tl.float32)
     total = tl.zeros((FEW,), tl.float32)
+    if sinks_ptr is not None:
+        m, total = sink_only(sinks_ptr + inside % G)
     acc = tl.zeros((FEW, DP), tl.float32)
     for j in tl.range(low, high, num_stages=1):
         row = tl.cast(j, tl.int64)
@@ -177,18 +207,20 @@ def attend_by_key(  # type: ignore[no-untyped-def]
     store_rows(o_ptr, acc, r, R, H * D, G, D, DP)
 
 
-@triton.jit(do_not_specialize=["T", "S", "window"])
+@triton.jit(do_not_specialize=["T", "S", "window", "offset"])
 def forward_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, k_rows_ptr, v_rows_ptr, o_ptr, lse_ptr, first_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    T, S, K, window, inner, outer,
+    T, S, K, window, inner, outer, sinks_ptr, query_last_ptr, offset,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """o and its log-sum-exp for a tile of rows of one (batch, key/value head).
 
-    k_ptr and v_ptr may be descriptors; k_rows_ptr and v_rows_ptr point to the same tensors.
+    k_ptr and v_ptr may be descriptors; k_rows_ptr and v_rows_ptr point to the same tensors. sinks_ptr (a logit per
+    head), query_last_ptr (the last key of each query's document, where later keys are seen) and offset are None in
+    calls that need none of them.
     """
     R = T * G
     num_tiles = tl.cdiv(R, BR)
@@ -200,14 +232,24 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         k_ptr += b64 * stride_kb + g64 * stride_kh
         v_ptr += b64 * stride_vb + g64 * stride_vh
     first_ptr += b64 * T
+    if query_last_ptr is not None:
+        query_last_ptr += b64 * T
+    if sinks_ptr is not None:
+        sinks_ptr += g * G
 
     r = tile * BR + tl.arange(0, BR)
     inside = tl.minimum(r, R - 1)
     q = row_tile(q_ptr, inside, stride_qt, stride_qh, G, D, DP)
-    first, end = interval(inside // G, first_ptr, T, S, window, CAUSAL, PACKED)
-    low, all_end = interval(tile * BR // G, first_ptr, T, S, window, CAUSAL, PACKED)
+    first, end = interval(
+        inside // G, first_ptr, query_last_ptr, T, S, window, offset, CAUSAL, TWO_SIDED, PACKED
+    )
+    low, all_end = interval(
+        tile * BR // G, first_ptr, query_last_ptr, T, S, window, offset, CAUSAL, TWO_SIDED, PACKED
+    )
     last = tl.minimum(tile * BR + BR - 1, R - 1) // G
-    all_first, high = interval(last, first_ptr, T, S, window, CAUSAL, PACKED)
+    all_first, high = interval(
+        last, first_ptr, query_last_ptr, T, S, window, offset, CAUSAL, TWO_SIDED, PACKED
+    )
     # Blocks from `low` on: `left` that not all rows see, `whole` that all see, then masked ones up to `high`.
     left = tl.cdiv(tl.maximum(all_first - low, 0), BN)
     whole = tl.maximum(all_end - low - left * BN, 0) // BN
@@ -215,6 +257,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
     m = tl.full((BR,), float("-inf"), tl.float32)
     total = tl.zeros((BR,), tl.float32)
+    if sinks_ptr is not None:
+        m, total = sink_only(sinks_ptr + inside % G)
     acc = tl.zeros((BR, DP), tl.float32)
     for block in range(left, left + whole):
         acc, m, total = attend(
@@ -241,7 +285,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
                 attend_by_key(
                     q_ptr, k_rows_ptr + b64 * stride_kb + g64 * stride_kh,
                     v_rows_ptr + b64 * stride_vb + g64 * stride_vh,
-                    o_ptr + (b64 * T * H + g * G) * D, first_ptr, r0, low, high,
-                    stride_qt, stride_qh, stride_kt, stride_vt, T, S, H, window, inner, outer,
-                    G, D, DP, CAUSAL, PACKED, SOFTCAP,
+                    o_ptr + (b64 * T * H + g * G) * D, sinks_ptr, first_ptr, query_last_ptr, r0, low, high,
+                    stride_qt, stride_qh, stride_kt, stride_vt, T, S, H, window, inner, outer, offset,
+                    G, D, DP, CAUSAL, TWO_SIDED, PACKED, SOFTCAP,
                 )  # fmt: skip

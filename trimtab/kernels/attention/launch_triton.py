@@ -32,6 +32,9 @@ class KernelArguments:
     softcap: float
     """0 for none."""
     causal: bool
+    """Without causality a window reaches as far to the right as to the left."""
+    offset: int | None = None
+    """Position of the first query among the keys; None where the queries are the last ones."""
 
 
 def forward(
@@ -41,9 +44,14 @@ def forward(
     first_BT: torch.Tensor | None,
     arguments: KernelArguments,
     *,
+    sinks_H: torch.Tensor | None = None,
+    query_last_BT: torch.Tensor | None = None,
     with_tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o_BTHD, lse_BTH): the output, and log Σ exp of each row's scores, −∞ where it sees nothing."""
+    """(o_BTHD, lse_BTH): the output, and log Σ exp of each row's scores, −∞ where it sees nothing.
+
+    `first_BT` and, without causality, `query_last_BT` are the bounds of each query's document (`layout.Bounds`).
+    """
     q, k, v = (_strided(x) for x in (q_BTHD, k_BSKD, v_BSKD))
     (B, T, H, D), (S, K) = q.shape, k.shape[1:3]
     check(q, k, v)
@@ -51,7 +59,8 @@ def forward(
     o_BTHD = torch.empty((B, T, H, D), dtype=q.dtype, device=q.device)
     lse_BTH = torch.empty((B, T, H), dtype=torch.float32, device=q.device)
     if q.numel() == 0 or S == 0:
-        return o_BTHD.zero_(), lse_BTH.fill_(-math.inf)
+        return o_BTHD.zero_(), lse_BTH.fill_(-math.inf) if sinks_H is None else lse_BTH.copy_(sinks_H)
+    sinks_H = None if sinks_H is None else sinks_H.contiguous()
     capability = _capability(q)
     chosen = with_tiles or tiles("forward", D, q.element_size(), capability, packed=first_BT is not None)
     grid = (triton.cdiv(T * (H // K), chosen.rows) * B * K,)
@@ -59,7 +68,7 @@ def forward(
     forward_kernel[grid](
         q, k_tiles, v_tiles, k, v, o_BTHD, lse_BTH, q if first_BT is None else first_BT,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        T, S, K, arguments.window, *_factors(arguments),
+        T, S, K, arguments.window, *_factors(arguments), sinks_H, query_last_BT, arguments.offset,
         **_constants(q, H // K, first_BT, arguments, chosen), TMA=tma,
     )  # fmt: skip
     return o_BTHD, lse_BTH
@@ -73,21 +82,33 @@ def backward(
     o_BTHD: torch.Tensor,
     lse_BTH: torch.Tensor,
     first_BT: torch.Tensor | None,
-    last_BT: torch.Tensor | None,
+    last_BS: torch.Tensor | None,
     arguments: KernelArguments,
     *,
+    dlse_BTH: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
+    query_last_BT: torch.Tensor | None = None,
+    key_first_BS: torch.Tensor | None = None,
     with_tiles: tuple[Tiles, Tiles] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), contiguous, the same bits each time."""
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv), contiguous, the same bits each time; `dlse_BTH` where the log-sum-exp has a gradient too.
+
+    With sinks their gradient is the fourth. The kernels do not read them: they are in the log-sum-exp.
+    `last_BS` and, without causality, `key_first_BS` are the bounds of each key's document.
+    """
     do, q, k, v = (_strided(x) for x in (do_BTHD, q_BTHD, k_BSKD, v_BSKD))
     (B, T, H, D), (S, K) = q.shape, k.shape[1:3]
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if q.numel() == 0 or S == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        delta_BTH = torch.zeros_like(lse_BTH) if dlse_BTH is None else -dlse_BTH
+        return dq.zero_(), dk.zero_(), dv.zero_(), *_sink_gradient(sinks_H, lse_BTH, delta_BTH)
     delta_BTH = torch.empty(lse_BTH.shape, dtype=torch.float32, device=q.device)
+    dlse_BTH = None if dlse_BTH is None else dlse_BTH.contiguous()
     lse_BTH, o_BTHD = lse_BTH.contiguous(), o_BTHD.contiguous()
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
     numbers = (T, S, K, arguments.window, *_factors(arguments), arguments.scale)
+    # For packed rows the kernels' second pass takes queries and keys for the same positions, unless it gets an offset.
+    offset = S - T if arguments.offset is None and last_BS is not None and T != S else arguments.offset
     width, capability = q.element_size(), _capability(q)
     by_query, by_key = with_tiles or tuple(
         tiles(name, D, width, capability, packed=first_BT is not None) for name in ("query", "key")
@@ -95,14 +116,26 @@ def backward(
     k_tiles, v_tiles, tma = _read_by(k, v, 1, by_query.keys, capability)
     query_kernel[(triton.cdiv(T * (H // K), by_query.rows) * B * K,)](
         q, k_tiles, v_tiles, k, v, o_BTHD, do, lse_BTH, delta_BTH, dq, q if first_BT is None else first_BT,
-        *strides, *numbers, **_constants(q, H // K, first_BT, arguments, by_query), TMA=tma,
+        *strides, *numbers, dlse_BTH, query_last_BT, offset,
+        **_constants(q, H // K, first_BT, arguments, by_query), TMA=tma,
     )  # fmt: skip
     q_tiles, do_tiles, tma = _read_by(q, do, H // K, by_key.rows, capability)
     key_kernel[(triton.cdiv(S, by_key.keys) * B * K,)](
-        q_tiles, k, v, do_tiles, q, do, lse_BTH, delta_BTH, dk, dv, q if last_BT is None else last_BT,
-        *strides, *numbers, **_constants(q, H // K, last_BT, arguments, by_key), TMA=tma,
+        q_tiles, k, v, do_tiles, q, do, lse_BTH, delta_BTH, dk, dv, q if last_BS is None else last_BS,
+        *strides, *numbers, key_first_BS, offset, **_constants(q, H // K, last_BS, arguments, by_key), TMA=tma,
     )  # fmt: skip
-    return dq, dk, dv
+    return dq, dk, dv, *_sink_gradient(sinks_H, lse_BTH, delta_BTH)
+
+
+def _sink_gradient(
+    sinks_H: torch.Tensor | None, lse_BTH: torch.Tensor, delta_BTH: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """(dsinks_H,) = −Σ exp(sink − lse) · D, where D has the gradient of lse in it; () without sinks."""
+    if sinks_H is None:
+        return ()
+    p_BTH = torch.sub(sinks_H.float(), lse_BTH).exp_()
+    p_BTH.masked_fill_(lse_BTH == -math.inf, 0.0)  # a sink of −∞ and nothing seen: −∞ − −∞
+    return (p_BTH.mul_(delta_BTH).sum((0, 1)).neg_().to(sinks_H.dtype),)
 
 
 def check(q_BTHD: torch.Tensor, k_BSKD: torch.Tensor, v_BSKD: torch.Tensor) -> None:
@@ -175,6 +208,7 @@ def _constants(
         "BR": chosen.rows,
         "BN": chosen.keys,
         "CAUSAL": arguments.causal,
+        "TWO_SIDED": not arguments.causal and (bounds is not None or arguments.window != NO_WINDOW),
         "PACKED": bounds is not None,
         "SOFTCAP": arguments.softcap > 0,
         # the tensor cores' tf32 is off by 3e-4: far outside what fp32 may be off

@@ -32,6 +32,9 @@ class Mask:
     bias: torch.Tensor | None
     """[B or 1, 1, T, S] in the dtype of the queries: 0 where a key may be seen, −∞ elsewhere."""
     is_causal: bool
+    blind_BT: torch.Tensor | None = None
+    """[B or 1, T] bool: queries that see nothing; None where there cannot be any. `bias` is 0 for them, so that no
+    softmax is over nothing, and their results have to be replaced."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,23 @@ class Offsets:
 
 @dataclass(frozen=True)
 class Bounds:
-    """For `triton`: the first and the last token of each token's document; None where a row is one document."""
+    """For `triton`: the first and the last token of a token's document, counted from the first key.
+
+    int32 on the device, None where a row is one document. Causal attention reads the first two.
+    """
 
     first_BT: torch.Tensor | None
-    """[B, T] int32 on the device."""
-    last_BT: torch.Tensor | None
+    """Of each query's document."""
+    last_BS: torch.Tensor | None
+    """Of each key's document."""
+    last_BT: torch.Tensor | None = None
+    first_BS: torch.Tensor | None = None
+
+
+def hiding_window(window: int | None, T: int, S: int, offset: int, causal: bool) -> int | None:
+    """The window, or None where it hides no key from any query."""
+    reach = offset + T if causal else max(offset + T, S - offset)
+    return None if window is None or window >= reach else window
 
 
 class Layout:
@@ -64,10 +79,12 @@ class Layout:
         (True, [0, 0, 1, 1, 0, 0])
     """
 
-    def __init__(self, documents_BT: torch.Tensor | None) -> None:
+    def __init__(self, documents_BT: torch.Tensor | None, first_key: int | None = None) -> None:
         self.documents_BT = documents_BT
-        """Index of each key's run of equal ids within its row, int32; None where a row is one document. The queries
-        are the last of these positions: all of them, or those that follow a key/value cache."""
+        """Index of each position's run of equal ids within its row, int32; None where a row is one document. Usually
+        the keys are at all of these positions, and the queries at the last ones."""
+        self.first_key = first_key
+        """Position of the first key, where the keys are a part of these positions (`from_key`); else None."""
         self._forms: dict[tuple[Any, ...], Any] = {}
 
     @staticmethod
@@ -122,6 +139,19 @@ class Layout:
             self._forms["last", keys] = Layout(self.documents_BT[:, -keys:])
         return self._forms["last", keys]
 
+    def from_key(self, first_key: int) -> Layout:
+        """The same rows for keys that begin at this position, as many as a call has.
+
+        For attention over a part of the keys, whose results are combined by their log-sum-exp. The `offset` of the
+        queries is counted from the first key, as always; they may lie before or after these keys.
+
+        Example:
+            >>> rows = Layout.packed(torch.tensor([[0, 0, 1, 1, 1, 1]]))
+            >>> rows.from_key(2).visible(2, 2, None, offset=2).int().tolist()  # queries 4, 5 and keys 2, 3
+            [[[1, 1], [1, 1]]]
+        """
+        return Layout(None) if self.documents_BT is None else Layout(self.documents_BT, first_key)
+
     @property
     def is_packed(self) -> bool:
         """Whether rows may hold several documents."""
@@ -137,6 +167,8 @@ class Layout:
         S: int | None = None,
         B: int = 1,
         dtype: torch.dtype = torch.float32,
+        causal: bool = True,
+        offset: int | None = None,
     ) -> Any:
         """The form that `impl` reads, built at the first call with these arguments and kept.
 
@@ -148,24 +180,21 @@ class Layout:
             window: As in `attention`.
             B: Rows of the batch; only needed by `varlen` without packed documents.
             dtype: Of the queries; masks are additive and carry it.
+            causal, offset: As in `attention`.
         """
         S = T if S is None else S
-        if self.documents_BT is not None and (T > S or self.documents_BT.shape[1] != S):
-            raise ModelError(
-                f"documents of {self.documents_BT.shape[1]} tokens do not describe {T} queries and {S} keys",
-                "with a key/value cache give the documents of all keys, or Layout.causal()",
-            )
-        if window is not None and window >= S:
-            window = None
+        offset = S - T if offset is None else offset
+        self._check(T, S, offset)
+        window = hiding_window(window, T, S, offset, causal)
         device = torch.device(device)
         if impl == "varlen":
             key: tuple[Any, ...] = ("offsets", device, B, T, S)
         elif impl == "flex":
             key = ("blocks", device, T, S, window)
         elif impl == "triton":
-            key = ("bounds", device, T)
+            key = ("bounds", device, T, S, offset)
         else:
-            key = ("mask", device, T, S, window, dtype)
+            key = ("mask", device, T, S, window, dtype, causal, offset)
         form = self._forms.get(key)
         if form is None:
             if impl == "varlen":
@@ -173,13 +202,25 @@ class Layout:
             elif impl == "flex":
                 form = self._blocks(T, S, window, device)
             elif impl == "triton":
-                form = self._bounds(T, device)
+                form = self._bounds(T, S, offset, device)
             else:
-                form = self._mask(T, S, window, device, dtype)
+                form = self._mask(T, S, window, device, dtype, causal, offset)
             if len(self._forms) >= KEPT_FORMS:
                 del self._forms[next(iter(self._forms))]
             self._forms[key] = form
         return form
+
+    def _check(self, T: int, S: int, offset: int) -> None:
+        if self.documents_BT is None:
+            return
+        L, first_key = self.documents_BT.shape[1], self.first_key or 0
+        keys_fit = S == L if self.first_key is None else 0 <= first_key <= L - S
+        if not keys_fit or not 0 <= first_key + offset <= L - T:
+            raise ModelError(
+                f"documents of {L} tokens do not describe {T} queries from {first_key + offset} on and {S} keys from "
+                f"{first_key} on",
+                "with a key/value cache give the documents of all keys, or Layout.causal()",
+            )
 
     def ready(
         self,
@@ -190,6 +231,7 @@ class Layout:
         *,
         B: int = 1,
         dtype: torch.dtype = torch.float32,
+        causal: bool = True,
     ) -> Ready:
         """This layout in the one form that `impl` reads: what a compiled region is handed.
 
@@ -203,30 +245,59 @@ class Layout:
         """
         if impl == "reference":  # its scores, and so its mask, are never narrower
             dtype = torch.promote_types(dtype, torch.float32)
-        return Ready(self.prepare(impl, device, T, window, B=B, dtype=dtype), self.documents_BT)
+        return Ready(
+            self.prepare(impl, device, T, window, B=B, dtype=dtype, causal=causal), self.documents_BT
+        )
 
     def visible(
-        self, T: int, S: int, window: int | None, device: torch.device | str | None = None
+        self,
+        T: int,
+        S: int,
+        window: int | None,
+        device: torch.device | str | None = None,
+        *,
+        causal: bool = True,
+        offset: int | None = None,
     ) -> torch.Tensor:
         """[B or 1, T, S] bool: may query t see key s? The definition that every form must agree with."""
-        i_T1 = torch.arange(S - T, S, device=device)[:, None]
+        offset = S - T if offset is None else offset
+        i_T1 = torch.arange(offset, offset + T, device=device)[:, None]
         j_S = torch.arange(S, device=device)
-        seen_BTS = (j_S <= i_T1)[None]
+        seen_BTS = (j_S <= i_T1)[None] if causal else torch.ones(1, T, S, dtype=torch.bool, device=device)
         if window is not None:
             seen_BTS = seen_BTS & (i_T1 - j_S < window)
+            seen_BTS = seen_BTS if causal else seen_BTS & (j_S - i_T1 < window)
         if self.documents_BT is not None:
-            documents_BT = self.documents_BT.to(i_T1.device)
-            seen_BTS = seen_BTS & (documents_BT[:, S - T :, None] == documents_BT[:, None, :])
+            documents_BL, first_key = self.documents_BT.to(i_T1.device), self.first_key or 0
+            of_queries_BT = documents_BL[:, first_key + offset :][:, :T]
+            of_keys_BS = documents_BL[:, first_key:][:, :S]
+            seen_BTS = seen_BTS & (of_queries_BT[:, :, None] == of_keys_BS[:, None, :])
         return seen_BTS
 
-    def _mask(self, T: int, S: int, window: int | None, device: torch.device, dtype: torch.dtype) -> Mask:
-        if self.documents_BT is None and window is None and (T == S or T == 1):
-            return Mask(None, is_causal=T > 1)
-        seen_BTS = self.visible(T, S, window, device)
+    def _mask(
+        self,
+        T: int,
+        S: int,
+        window: int | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        causal: bool,
+        offset: int,
+    ) -> Mask:
+        if self.documents_BT is None and window is None:
+            if not causal or offset >= S - 1:
+                return Mask(None, is_causal=False)
+            if T == S and offset == 0:
+                return Mask(None, is_causal=True)
+        seen_BTS = self.visible(T, S, window, device, causal=causal, offset=offset)
+        blind_BT = None
+        if offset < 0 or offset + T > S:  # others see at least the key at their own position
+            blind_BT = ~seen_BTS.any(-1)
+            seen_BTS = seen_BTS | blind_BT[:, :, None]
         # Rows padded to 8 numbers: CUDA's memory-efficient kernel would else copy the mask in each layer.
         room_BTS = torch.empty(*seen_BTS.shape[:2], -(-S // 8) * 8, device=device, dtype=dtype)
         bias_BTS = room_BTS[:, :, :S].fill_(float("-inf")).masked_fill_(seen_BTS, 0.0)
-        return Mask(bias_BTS[:, None], is_causal=False)
+        return Mask(bias_BTS[:, None], is_causal=False, blind_BT=blind_BT)
 
     def _offsets(self, B: int, T: int, S: int, device: torch.device) -> Offsets:
         if self.documents_BT is None:
@@ -245,24 +316,32 @@ class Layout:
         starts_k = starts.to(device=device, dtype=torch.int32)
         return Offsets(starts_q, starts_k, min(longest, T), longest)
 
-    def _bounds(self, T: int, device: torch.device) -> Bounds:
-        """Of the last T positions. Nothing here waits for a GPU, wherever the documents live."""
+    def _bounds(self, T: int, S: int, offset: int, device: torch.device) -> Bounds:
+        """Nothing here waits for a GPU, wherever the documents live."""
         if self.documents_BT is None:
             return Bounds(None, None)
-        documents_BS = self.documents_BT
-        S = documents_BS.shape[1]
-        place_S = torch.arange(S, dtype=torch.int32, device=documents_BS.device)
-        starts_BS = torch.ones_like(documents_BS, dtype=torch.bool)
-        starts_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
-        ends_BS = starts_BS.roll(-1, 1)  # a document ends where the next one starts, or at the row's end
-        first_BS = torch.where(starts_BS, place_S, 0).cummax(1).values
-        last_BS = torch.where(ends_BS, place_S, S - 1).flip(1).cummin(1).values.flip(1)
-        return Bounds(*(x[:, S - T :].to(device, torch.int32).contiguous() for x in (first_BS, last_BS)))
+        documents_BL = self.documents_BT
+        L, first_key = documents_BL.shape[1], self.first_key or 0
+        place_L = torch.arange(L, dtype=torch.int32, device=documents_BL.device)
+        starts_BL = torch.ones_like(documents_BL, dtype=torch.bool)
+        starts_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
+        ends_BL = starts_BL.roll(-1, 1)  # a document ends where the next one starts, or at the row's end
+        first_BL = torch.where(starts_BL, place_L, 0).cummax(1).values - first_key
+        last_BL = torch.where(ends_BL, place_L, L - 1).flip(1).cummin(1).values.flip(1) - first_key
+
+        def cut(x_BL: torch.Tensor, start: int, length: int) -> torch.Tensor:
+            return x_BL[:, start : start + length].to(device, torch.int32).contiguous()
+
+        first_BS, last_BS = (cut(x, first_key, S) for x in (first_BL, last_BL))
+        if T == S and offset == 0:
+            return Bounds(first_BS, last_BS, last_BS, first_BS)
+        first_BT, last_BT = (cut(x, first_key + offset, T) for x in (first_BL, last_BL))
+        return Bounds(first_BT, last_BS, last_BT, first_BS)
 
     def _blocks(self, T: int, S: int, window: int | None, device: torch.device) -> BlockMask:
         from trimtab.kernels.attention.impl_flex import block_mask
 
-        return block_mask(self._bounds(T, device).first_BT, T, S, window, device)
+        return block_mask(self._bounds(T, S, S - T, device).first_BT, T, S, window, device)
 
 
 class Ready(Layout):
@@ -288,6 +367,8 @@ class Ready(Layout):
         S: int | None = None,
         B: int = 1,
         dtype: torch.dtype = torch.float32,
+        causal: bool = True,
+        offset: int | None = None,
     ) -> Any:
         """The form it was made with, whatever is asked."""
         return self.form

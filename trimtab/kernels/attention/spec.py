@@ -19,6 +19,14 @@ MASKED = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient")
 """Those that read packed documents and windows from a [T, S] mask, shared by all layers."""
 CAPPED = ("reference", "flex", "triton")
 """Those that can bend scores with a soft cap."""
+BIDIRECTIONAL = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "triton")
+"""Those that serve attention that is not causal."""
+WITH_OFFSET = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "triton")
+"""Those that serve queries elsewhere than at the last positions; sdpa_flash on a CPU, where it reads a mask."""
+WITH_SINKS = ("reference", "triton")
+"""Those that serve learned logits in the denominator of the softmax."""
+WITH_LSE = ("reference", "triton")
+"""Those that return a differentiable log-sum-exp."""
 SHORTEST_FLEX = 128
 """Queries that FlexAttention needs on a GPU: below a block its generated kernels failed on an H200."""
 
@@ -38,6 +46,9 @@ class Case:
     documents: tuple[tuple[int, ...], ...] | None = None
     scale: float | None = None
     softcap: float | None = None
+    causal: bool = True
+    offset: int | None = None
+    sinks: bool = False
 
 
 CASES = (
@@ -66,6 +77,37 @@ CASES = (
 )
 
 
+OPTION_CASES = (
+    Case("not causal", B=1, T=21, S=21, H=3, K=1, D=16, causal=False),
+    Case("not causal, more keys", B=1, T=5, S=23, H=2, K=2, D=8, causal=False),
+    Case("not causal, window", B=1, T=40, S=40, H=2, K=1, D=16, window=6, causal=False),
+    Case("not causal, packed", B=2, T=20, S=20, H=2, K=1, D=16, documents=((20,), (7, 1, 12)), causal=False),
+    Case(
+        "not causal, packed, window, offset, grouped", B=2, T=11, S=40, H=4, K=2, D=16, window=5, offset=9,
+        documents=((40,), (7, 10, 23)), causal=False,
+    ),
+    Case("offset", B=1, T=9, S=40, H=2, K=1, D=16, offset=13),
+    Case("offset, window", B=1, T=20, S=40, H=2, K=2, D=16, offset=3, window=9),
+    Case("offset, packed, grouped", B=2, T=12, S=40, H=4, K=2, D=16, offset=17, documents=((40,), (20, 3, 17))),
+    Case("packed, queries last", B=1, T=12, S=40, H=2, K=1, D=16, documents=((31, 9),), window=8),
+    Case("before the keys", B=1, T=12, S=20, H=2, K=2, D=16, offset=-5),
+    Case("past the keys", B=1, T=12, S=20, H=2, K=2, D=16, offset=15),
+    Case("past the keys, window", B=1, T=40, S=20, H=2, K=1, D=16, offset=5, window=6),
+    Case("all past the keys", B=1, T=4, S=20, H=2, K=1, D=16, offset=50, window=6),
+    Case("not causal, blind on both sides", B=1, T=40, S=9, H=2, K=1, D=16, offset=-15, window=5, causal=False),
+    Case("sinks", B=2, T=21, S=21, H=3, K=1, D=16, sinks=True),
+    Case("sinks, more keys", B=1, T=4, S=37, H=2, K=2, D=8, window=20, sinks=True),
+    Case(
+        "sinks, packed, window, grouped", B=2, T=36, S=36, H=4, K=2, D=16, window=9, documents=((36,), (7, 10, 19)),
+        sinks=True,
+    ),
+    Case("sinks, soft cap", B=1, T=12, S=12, H=2, K=1, D=16, scale=0.5, softcap=2.0, sinks=True),
+    Case("sinks, queries before any key", B=1, T=12, S=7, H=2, K=1, D=16, sinks=True),
+    Case("sinks, not causal, blind", B=1, T=30, S=9, H=2, K=1, D=16, offset=-9, window=5, causal=False, sinks=True),
+)  # fmt: skip
+"""Of arguments that a decoder in training does not use: small, since the interpreter takes its time."""
+
+
 def make_inputs(
     case: Case, dtype: str, device: str = "cpu", seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -90,18 +132,46 @@ def make_inputs(
     return q_BTHD, k_BSKD, v_BSKD, grad_BTHD, torch.tensor(rows, dtype=torch.int32)
 
 
-def visible_pairs(T: int, S: int, window: int | None = None) -> int:
-    """How many (query, key) pairs one causal document of T queries and S keys computes.
+def make_sinks(case: Case, dtype: str, device: str = "cpu", seed: int = 2) -> torch.Tensor | None:
+    """sinks_H in a dtype, as large as some scores; None where a case has none."""
+    import torch
+
+    sinks_H = torch.randn(case.H, generator=torch.Generator().manual_seed(seed)).bfloat16() + 1.0
+    return sinks_H.to(device=device, dtype=getattr(torch, TORCH_NAMES[dtype])) if case.sinks else None
+
+
+def make_lse_gradient(case: Case, dtype: str, device: str = "cpu", seed: int = 1) -> torch.Tensor:
+    """dlse_BTH, an upstream gradient of the log-sum-exp: fp32, or fp64 for fp64 inputs."""
+    import torch
+
+    dlse_BTH = torch.randn(case.B, case.T, case.H, generator=torch.Generator().manual_seed(seed))
+    return dlse_BTH.to(device=device, dtype=torch.float64 if dtype == "fp64" else torch.float32)
+
+
+def visible_pairs(
+    T: int, S: int, window: int | None = None, *, causal: bool = True, offset: int | None = None
+) -> int:
+    """How many (query, key) pairs one document of T queries and S keys computes.
 
     Example:
         >>> visible_pairs(4, 4), visible_pairs(4, 4, window=2), visible_pairs(1, 9)
         (10, 7, 9)
+        >>> visible_pairs(4, 4, window=2, causal=False), visible_pairs(2, 9, offset=3)
+        (10, 9)
     """
-    limit = S if window is None else min(window, S)
-    first = max(S - T, 0)  # position of the first query that sees a key
-    num_rising = max(min(limit, S) - first, 0)  # queries whose view still grows: first+1, …, limit keys
-    rising = num_rising * (first + 1 + first + num_rising) // 2
-    return rising + (S - first - num_rising) * limit
+    i = S - T if offset is None else offset
+    if window is None:
+        return _clamped_sum(i + 1, T, S) if causal else T * S
+    # Query i sees the keys from i − window + 1 to before i + 1, or i + window, as far as there are such keys.
+    return _clamped_sum(i + 1 if causal else i + window, T, S) - _clamped_sum(i - window + 1, T, S)
+
+
+def _clamped_sum(first: int, count: int, highest: int) -> int:
+    """Σ min(max(first + n, 0), highest) over n = 0 … count − 1."""
+    low, high = (
+        min(max(x, first), first + count) for x in (0, highest)
+    )  # x where 0 < x < highest, and beyond
+    return (high - low) * (low + high - 1) // 2 + (first + count - high) * highest
 
 
 def flops(pairs: int, H: int, D: int, *, backward: bool = False) -> int:
@@ -109,17 +179,36 @@ def flops(pairs: int, H: int, D: int, *, backward: bool = False) -> int:
     return (10 if backward else 4) * pairs * H * D
 
 
-def bytes_moved(B: int, T: int, S: int, H: int, K: int, D: int, dtype: str, *, backward: bool = False) -> int:
-    """The least a tiled kernel must read and write: inputs and output once; backward also their gradients."""
-    q, kv, lse = B * T * H * D * BYTES[dtype], B * S * K * D * BYTES[dtype], B * H * T * 4
-    return (4 * q + 4 * kv + lse) if backward else (2 * q + 2 * kv + lse)
+def bytes_moved(
+    B: int, T: int, S: int, H: int, K: int, D: int, dtype: str, *, backward: bool = False, lse: bool = False
+) -> int:
+    """The least a tiled kernel must read and write: inputs and output once; backward also their gradients.
+
+    With `lse` the log-sum-exp, which is written in any case, has a gradient to be read.
+    """
+    q, kv, row = B * T * H * D * BYTES[dtype], B * S * K * D * BYTES[dtype], B * H * T * 4
+    return (4 * q + 4 * kv + row * (2 if lse else 1)) if backward else (2 * q + 2 * kv + row)
 
 
-def saved_bytes(impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype: str) -> int:
+def saved_bytes(
+    impl: str,
+    B: int,
+    T: int,
+    S: int,
+    H: int,
+    K: int,
+    D: int,
+    dtype: str,
+    *,
+    lse: bool = False,
+    sinks: bool = False,
+) -> int:
     """Bytes one layer keeps for backward, inputs and output included where they are kept.
 
     Tiled implementations keep q, k, v, o and a log-sum-exp a row; the others a [T, S] matrix a head, and
-    keys and values repeated for every query head.
+    keys and values repeated for every query head. With `lse` (the log-sum-exp is returned and differentiated) the
+    reference keeps the matrix of scores too, and Triton nothing more; `sinks` are an input and a column of the
+    reference's matrices.
 
     Example:
         >>> saved_bytes("sdpa_flash", 1, 1024, 1024, 16, 8, 128, "bf16") / 2**20
@@ -129,19 +218,23 @@ def saved_bytes(impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype
     q, kv = B * T * H * D * width, B * S * K * D * width
     if impl in TILED:
         repeated = 2 * B * S * H * D * width if impl == "sdpa_efficient" and H != K else 2 * kv
-        return 2 * q + repeated + B * H * T * 4
-    weights = B * H * T * S
+        return 2 * q + repeated + B * H * T * 4 + (H * width if sinks else 0)
+    weights = B * H * T * (S + 1 if sinks else S)
     repeated = 2 * B * S * H * D * width
     if impl == "reference":
-        return q + repeated + weights * (4 + (width if width != 4 else 0))
+        scores = (weights + B * H * T) * 4 if lse else 0
+        return q + repeated + weights * (4 + (width if width != 4 else 0)) + scores
     # sdpa_math computes in fp32 whatever comes in, and keeps its scaled q and k.
     return B * T * H * D * 4 + 2 * B * S * H * D * 4 + weights * 4
 
 
-def scratch_bytes(impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype: str) -> int:
+def scratch_bytes(
+    impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype: str, *, sinks: bool = False
+) -> int:
     """Bytes held for a moment beyond what is saved and the gradients, at the larger of both passes."""
     if impl == "triton":
-        return B * T * H * 4  # the row sums of o∘do
+        # the row sums of o∘do; with sinks their weights, and which rows see nothing
+        return B * T * H * (4 + (5 if sinks else 0))
     if impl in TILED:
         return B * T * H * (D * 4 + 4)  # dq in fp32 and the row sums of o∘do
     return 2 * B * H * T * S * 4  # scores, or the gradients of weights and scores
