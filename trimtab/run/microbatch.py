@@ -55,7 +55,7 @@ class MicrobatchLoss:
         layout = Layout.packed(batch.documents_BT)
         if self.decoder.attention == "triton":
             bounds = layout.prepare("triton", "cpu", batch.documents_BT.shape[1])
-            return found | {"first": bounds.first_BT, "last": bounds.last_BT}
+            return found | {"first": bounds.first_BT, "last": bounds.last_BS}
         assert layout.documents_BT is not None
         return found | {"documents": layout.documents_BT}
 
