@@ -94,6 +94,52 @@ def test_layers_may_differ_in_every_field() -> None:
     assert same.tolist() == [[False] * 3 + [True] * 7] * 2
 
 
+ATTENTION, FEED = TINY.block.attention, TINY.block.dense
+
+
+@pytest.mark.parametrize(
+    ("block", "feature"),
+    [
+        (BlockShape(ATTENTION, ExpertsShape(4, 2, 8)), "experts"),
+        (BlockShape(LatentAttentionShape(4, 8, 4, 4, 4), FEED), "latent attention"),
+        (BlockShape(ATTENTION, FEED, norm_placement="both"), "norms after a branch"),
+        (BlockShape(ATTENTION, FEED, Norm(unit_offset=True)), "norms with an offset"),
+        (BlockShape(ATTENTION, dataclasses.replace(FEED, activation="gelu")), "the activation gelu"),
+        (BlockShape(dataclasses.replace(ATTENTION, softcap=5.0), FEED), "soft-capped"),
+        (BlockShape(dataclasses.replace(ATTENTION, scale=0.5), FEED), "a scale of attention"),
+        (BlockShape(dataclasses.replace(ATTENTION, sinks=True), FEED), "attention sinks"),
+        (BlockShape(dataclasses.replace(ATTENTION, qk_norm="full"), FEED), "norms over all heads"),
+        (BlockShape(dataclasses.replace(ATTENTION, rope=None), FEED), "layers without RoPE"),
+        (BlockShape(dataclasses.replace(ATTENTION, rope=Rope(rotary_dim=2)), FEED), "partial RoPE"),
+        (BlockShape(dataclasses.replace(ATTENTION, rope=Rope(interleaved=True)), FEED), "interleaved RoPE"),
+    ],
+)
+def test_what_can_be_counted_and_not_be_built_is_refused(block: BlockShape, feature: str) -> None:
+    """Nothing that a description says is left out in silence."""
+    shape = dataclasses.replace(TINY, blocks=(TINY.block, block))
+    assert shape.num_parameters > 0
+    with pytest.raises(ModelError, match=f"a model with {feature}"):
+        build(shape, dtype="fp32", device="meta")
+
+
+def test_every_field_of_a_block_is_built_or_refused() -> None:
+    """A new field needs its code, or its line in the refusals."""
+    fields = {
+        cls.__name__: {field.name for field in dataclasses.fields(cls)}
+        for cls in (BlockShape, AttentionShape, FeedForwardShape, Norm, Rope)
+    }
+    assert fields == {
+        "BlockShape": {"mixer", "feed_forward", "norm", "norm_placement"},
+        "AttentionShape": {
+            *("num_heads", "num_kv_heads", "head_dim", "rope", "window", "qk_norm", "qkv_bias", "o_bias"),
+            *("softcap", "scale", "sinks"),
+        },
+        "FeedForwardShape": {"width", "activation", "bias"},
+        "Norm": {"eps", "unit_offset"},
+        "Rope": {"theta", "scaling", "rotary_dim", "interleaved"},
+    }
+
+
 @pytest.mark.parametrize(
     ("block", "message"),
     [

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,19 @@ case(
     "model/families/__init__.py:config_from_shape: build it with the biases, norms and windows of its family",
     lambda w: save_folder(fresh(qk_norm=True), w.tmp / "saved", dtype="fp32"),
     lambda w, remedy: save_folder(fresh(), w.tmp / "saved", dtype="fp32"),
+)
+
+
+def with_activation(activation: str) -> Any:
+    tiny = tiny_shape()
+    block = replace(tiny.block, feed_forward=replace(tiny.block.dense, activation=activation))
+    return build(replace(tiny, blocks=(block,)), dtype="fp32", device="meta")
+
+
+case(
+    "model/building.py:_check_supported: use a model without that",
+    lambda w: with_activation("gelu"),
+    lambda w, remedy: with_activation("silu"),
 )
 case(
     "model/families/__init__.py:family: supported are {}",

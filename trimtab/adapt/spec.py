@@ -156,6 +156,7 @@ def check_trainable(shape: ModelShape, settings: LoraSettings, adapter: str | No
         adapter: where they were loaded from, if they were.
 
     Example:
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> check_trainable(tiny, LoraSettings(r=2, lora_dropout=0.1))
     """
@@ -195,6 +196,7 @@ def trained(
     """(name, dims, number format) of everything that is trained: adapters, and modules trained whole.
 
     Example:
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> found = trained(tiny, LoraSettings(r=2, target_modules=("q_proj",)), "bf16")
         >>> [(name.rpartition("q_proj.")[2], dims, dtype) for name, dims, dtype in found]
@@ -214,6 +216,7 @@ def frozen_flops_per_token(shape: ModelShape, settings: LoraSettings) -> float:
     """Arithmetic of weights' gradients that is left out a token: those of the blocks' products and of a frozen head.
 
     Example:
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> frozen_flops_per_token(tiny, LoraSettings(r=2))
         6656.0
@@ -240,6 +243,7 @@ def dropout_bytes(shape: ModelShape, settings: LoraSettings, tokens: int, dtype:
     """Most bytes that dropout holds for a moment: (the words of a piece of a mask, one dropped input).
 
     Example:
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> dropout_bytes(tiny, LoraSettings(r=2, lora_dropout=0.1), 10, "fp32")
         (2560, 1280)

@@ -86,6 +86,7 @@ def linear_shapes(shape: ModelShape, skip: tuple[str, ...] = ()) -> dict[str, tu
     """The weights that `quantize_layout` packs, by parameter name: two dimensions, inside a block.
 
     Example:
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> len(linear_shapes(tiny)), linear_shapes(tiny)["model.layers.0.mlp.up_proj.weight"]
         (7, (32, 16))
@@ -133,7 +134,7 @@ def weight_bytes(
     """Bytes of all weights of a quantized model: packed ones, and the others in `dtype`.
 
     Example:
-        >>> from trimtab.facts.shapes import ModelShape, uniform_shape
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> llama = uniform_shape("llama", 128256, 4096, 14336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
         >>> round(weight_bytes(llama, "nf4", "bf16") / 2**30, 2)
         5.31
@@ -155,6 +156,7 @@ def unpacked_bytes(shape: ModelShape, layers: int, dtype: str, *, skip: tuple[st
     """Bytes of the weights of the first so many blocks, kept unpacked beside the packed ones in the products' format.
 
     Example:
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> llama = uniform_shape("llama", 128256, 4096, 14336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
         >>> round(unpacked_bytes(llama, 32, "bf16") / 2**30, 2)
         13.0

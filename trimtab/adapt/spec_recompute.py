@@ -58,7 +58,7 @@ class LayerBytes:
     """Bytes of one layer under a policy.
 
     Example:
-        >>> from trimtab.facts.shapes import ModelShape, uniform_shape
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> of = {policy: layer_bytes(tiny, policy, batch=1, tokens=8, dtype="fp32", attention="sdpa_flash")
         ...       for policy in POLICIES}

@@ -42,6 +42,7 @@ def matrices(shape: ModelShape) -> dict[str, Matrix]:
     """Every module with a matrix, by name: the embedding, the blocks' linear layers, the head where it has its own.
 
     Example:
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> list(matrices(tiny))[-3:]
         ['model.layers.0.mlp.up_proj', 'model.layers.0.mlp.down_proj', 'lm_head']

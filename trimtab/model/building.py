@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from trimtab.facts.blocks import AttentionShape, BlockShape, FeedForwardShape
 from trimtab.facts.dtypes import TORCH_NAMES
+from trimtab.facts.errors import ModelError
 from trimtab.facts.randomness import derive
 from trimtab.facts.shapes import ModelShape, check
 from trimtab.model.decoder import Decoder
@@ -52,6 +54,7 @@ def build(
         torch.Size([64, 16])
     """
     check(shape)
+    _check_supported(shape)
     # Modules fill their parameters when they are made; on the meta device that costs neither time nor memory.
     with torch.device("meta"):
         decoder = Decoder(
@@ -64,6 +67,41 @@ def build(
     names = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
     assert names == list(shape.parameters()), "the decoder and its shape disagree on the parameters"
     return decoder if torch.device(device).type == "meta" else decoder.to_empty(device=device)
+
+
+def _check_supported(shape: ModelShape) -> None:
+    """ModelError for a model that can be described and counted, and not be built."""
+    found = [feature for block, _ in shape.runs() for feature in _unsupported(block)]
+    if shape.final_norm.unit_offset:
+        found.append("norms with an offset")
+    if found:
+        raise ModelError(
+            f"a model with {found[0]} can be planned and not be trained", "use a model without that"
+        )
+
+
+def _unsupported(block: BlockShape) -> Iterator[str]:
+    attention, feed_forward, norm = block.mixer, block.feed_forward, block.norm
+    if not isinstance(feed_forward, FeedForwardShape):
+        yield "experts"
+    elif feed_forward.activation != "silu":
+        yield f"the activation {feed_forward.activation}"
+    if not isinstance(attention, AttentionShape):
+        yield "latent attention"
+        return
+    rope = attention.rope
+    features = {
+        "norms after a branch": block.norm_placement != "pre",
+        "norms with an offset": norm.unit_offset,
+        "soft-capped attention": attention.softcap is not None,
+        "a scale of attention of its own": attention.scale is not None,
+        "attention sinks": attention.sinks,
+        "norms over all heads": attention.qk_norm == "full",
+        "layers without RoPE": rope is None,
+        "partial RoPE": rope is not None and rope.rotary_dim is not None,
+        "interleaved RoPE": rope is not None and rope.interleaved,
+    }
+    yield from (feature for feature, there in features.items() if there)
 
 
 @torch.no_grad()

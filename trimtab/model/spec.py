@@ -21,7 +21,7 @@ class Saved:
     """Bytes that a forward pass keeps for the backward, up to the final norm (the loss has its own spec).
 
     Example:
-        >>> from trimtab.facts.shapes import ModelShape, uniform_shape
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> saved = saved_bytes(tiny, batch=1, tokens=8, dtype="fp32", attention="sdpa_flash")
         >>> saved.kept == saved.blocks + saved.final + saved.outside
@@ -253,7 +253,7 @@ def flops_per_token(shape: ModelShape, tokens: int, *, training: bool = True) ->
         training: forward and backward (three times the matrix products), or forward alone.
 
     Example:
-        >>> from trimtab.facts.shapes import ModelShape, uniform_shape
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> flops_per_token(tiny, 1, training=False)
         11392.0

@@ -49,7 +49,7 @@ def attention_table(
     [T, D] a head, and one fp32 log-sum-exp L a query and head.
 
     Example:
-        >>> from trimtab.facts.shapes import ModelShape, uniform_shape
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> shape = uniform_shape("qwen3", 151936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128)
         >>> row, = attention_table(shape, batch=4, lengths=[1024])
         >>> round(row.plain_one_head / 1e6), round(row.plain / 1e9, 1), round(row.flash / 1e6)

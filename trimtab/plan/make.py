@@ -101,6 +101,7 @@ def make_plan(
         >>> from trimtab.facts.devices import DeviceFacts
         >>> from trimtab.plan.resolved import *
         >>> from trimtab.recipe import loads
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 512, 64, 128, 2, num_heads=4, num_kv_heads=2, head_dim=16)
         >>> fp32 = PrecisionConfig("fp32", "fp32", "fp32")
         >>> resolved = Resolved("cpu", threads=2, deterministic=False, precision=fp32,

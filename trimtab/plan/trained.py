@@ -40,6 +40,7 @@ class Trained:
     """Trained and frozen parts of a model.
 
     Example:
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> part = trained(tiny, "bf16", "fp32", LoraSettings(r=2, target_modules=("q_proj",)))
         >>> part.weight_bytes - model_spec.parameter_bytes(tiny, "bf16"), part.gradient_bytes, part.count

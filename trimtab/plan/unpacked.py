@@ -41,6 +41,7 @@ def unpack(job: Job, setting: MemorySetting, limit: int) -> MemorySetting:
         >>> from trimtab.adapt.spec_quantized import Quantization
         >>> from trimtab.facts.devices import DeviceFacts
         >>> from trimtab.plan.memory_search import find_setting
+        >>> from trimtab.facts.shapes import uniform_shape
         >>> llama = uniform_shape("llama", 128256, 4096, 14336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
         >>> job = Job(llama, batch=1, tokens=2048, accumulation=1, dtype="bf16", weights_dtype="bf16",
         ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="triton", device="cuda",
