@@ -171,5 +171,7 @@ def test_an_order_is_a_permutation_with_the_longest_first(
     lengths_E = np.array(lengths)
     order = grouped_order(lengths_E, StepShape(batch, accumulation, 0, ranks), 1, 0)
     assert sorted(order.tolist()) == list(range(len(lengths)))
-    if len(lengths) >= batch:
+    whole = len(lengths) // batch * batch
+    # The longest window may be in the last microbatch of the epoch, which is not whole and stays where it is.
+    if whole and lengths_E[order[:whole]].max() == max(lengths) > lengths_E[order[whole:]].max(initial=0):
         assert lengths_E[order[:batch]].max() == max(lengths)

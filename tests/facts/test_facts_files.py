@@ -41,6 +41,13 @@ def test_a_failed_write_leaves_the_old_file_alone(
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+def test_errors_name_the_file_and_not_its_temporary_name(tmp_path: Path) -> None:
+    for path in (tmp_path / "no-folder" / "a", tmp_path / ("a" * 300)):
+        with pytest.raises(OSError, match=r".") as error:
+            write_atomic(path, "x")
+        assert error.value.filename == str(path)
+
+
 def test_durable_writes_reach_the_disk_before_they_get_their_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,7 +231,7 @@ def test_an_older_page_is_replaced_whole_and_a_failure_leaves_it(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", full)
+        patched.setattr("os.replace", full)
         with pytest.raises(ResourceError, match="No space left on device; give another place"):
             write_page(data, target)
     assert target.read_text() == "older"

@@ -207,7 +207,7 @@ def grouped_order(lengths_E: np.ndarray, shape: StepShape, seed: int, epoch: int
 
     The windows of each 50 steps (a mega-batch; fewer in a short epoch) are sorted by length, cut into microbatches, and
     the microbatches shuffled, so that the steps of a mega-batch hold long and short ones alike. The longest microbatch
-    comes first: memory is then allocated once, for all that follow.
+    comes first, unless it is the last and incomplete one: memory is then allocated once, for all that follow.
 
     Example:
         >>> lengths = np.array([9, 2, 8, 3, 1, 9])

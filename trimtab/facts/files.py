@@ -7,6 +7,7 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,11 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> N
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):  # a name that is too long cannot be removed either
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # not the temporary name, which nobody gave
         raise
     if durable:
         sync_folder(path.parent)

@@ -31,7 +31,7 @@ def unusable_name(name: str) -> tuple[str, str] | None:
 
     Example:
         >>> unusable_name("notes/a.txt") is None, unusable_name("word " * 80)[0][:60]
-        (True, 'is a text of 400 characters, too long for a file name (\'word')
+        (True, "is a text of 400 characters, too long for a file name ('word")
     """
     if "\0" in name:
         return f"has a NUL character in it ('{shortened(name)}')", "remove it"

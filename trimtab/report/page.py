@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -36,6 +37,8 @@ def write_page(data: RunData, target: Path) -> None:
         # Newlines as they are: the policy's hashes are of the scripts as a browser reads them.
         write_atomic(target, text)
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # the command line shortens it
+            raise
         raise ResourceError(
             f"{target} cannot be written: {error.strerror}", "give another place with --out"
         ) from error
