@@ -154,6 +154,7 @@ def test_windows(keys: dict[str, Any], window: int | None, full_layers: int) -> 
         ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, "are positive"),
         ({"rope_scaling": [1]}, "an object is expected"),
         ({"rope_theta": 0.0}, "rope_theta is 0"),
+        ({"model_type": "mistral", "sliding_window": 0, "num_key_value_heads": 2}, "sliding_window is 0"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between kinds of layers"),
         (
             {

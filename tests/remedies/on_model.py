@@ -49,7 +49,9 @@ def accepted_config(key: str, wrong: dict[str, Any], right: Callable[[str], dict
 
 CONFIG_AGAIN = "download the model's config.json again"
 refused_config(f"ConfigValues.whole: {CONFIG_AGAIN}", hidden_size=...)
-refused_config("ConfigValues.whole: download it again: a whole number up to {} is expected", hidden_size=-4)
+refused_config(
+    "ConfigValues.whole: download it again: a whole number from {} to {} is expected", hidden_size=-4
+)
 refused_config("ConfigValues.number: download it again: a number is expected", rms_norm_eps="small")
 refused_config("ConfigValues.flag: download it again: true or false is expected", tie_word_embeddings=1)
 WINDOWED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from trimtab.adapt.spec import LoraSettings
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError
 from trimtab.facts.files import FileDigest
@@ -105,6 +106,14 @@ def test_a_model_is_opened_from_a_file_with_the_recipe_alone(folder: RunFolder) 
         ("lengths", [{"step": 0}]),
         ("lengths", [3]),
         ("attention", {}),
+        ("optimizer", 5.5),
+        ("compile", [1]),
+        ("loss", 3),
+        ("pointwise", [1]),
+        ("graphs", 5.5),
+        ("quantization", 5.5),
+        ("parallel", [3]),
+        ("lora", 5.5),
         ("memory", {"recompute": 5}),
     ],
 )
@@ -113,6 +122,15 @@ def test_damage_inside_is_named(folder: RunFolder, key: str, value: object) -> N
     with pytest.raises(CheckpointError, match=r"choices\.json is damaged") as error:
         read_choices(folder, 2)
     assert error.value.remedy.startswith("restore it from a copy, or train it again: `trimtab train ")
+
+
+def test_adapters_without_their_base_are_damage(folder: RunFolder) -> None:
+    adapted = dataclasses.replace(CHOICES, resolved=dataclasses.replace(RESOLVED, lora=LoraSettings(r=4)))
+    write_choices(folder, adapted)
+    assert read_choices(folder, 2).base == BASE
+    write_choices(folder, dataclasses.replace(adapted, base=None))
+    with pytest.raises(CheckpointError, match="is damaged: it names no base of its adapters"):
+        read_choices(folder, 2)
 
 
 def test_a_newer_file_is_refused(folder: RunFolder) -> None:

@@ -129,6 +129,8 @@ def memory_from_dict(data: Mapping[str, Any]) -> MemoryPlan:
 
 def _section(kind: type[Section], data: Mapping[str, Any] | None) -> Section:
     """One section of the file; defaults for what it lacks, and other keys are ignored."""
+    if not isinstance(data, Mapping | None):
+        raise ValueError(f"a section of it holds a {type(data).__name__} and not an object")
     names = {field.name for field in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in (data or {}).items() if name in names})
 
@@ -167,4 +169,6 @@ def _switch_to_dict(config: CompileConfig | CudaGraphsConfig) -> dict[str, Any]:
 
 def _enabled(data: Mapping[str, Any] | None) -> dict[str, Any]:
     """The inverse of `_switch_to_dict`, for what there is of it."""
+    if not isinstance(data, Mapping | None):
+        raise ValueError(f"a section of it holds a {type(data).__name__} and not an object")
     return {{"on": "enabled"}.get(name, name): value for name, value in (data or {}).items()}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,8 +116,11 @@ class Choices:
             num_layers: of the run's model.
         """
         base, started_from = data.get("base"), data.get("started_from")
+        resolved = resolved_from_dict(data, num_layers)
+        if resolved.lora is not None and base is None:
+            raise ValueError("it names no base of its adapters")
         return Choices(
-            resolved_from_dict(data, num_layers),
+            resolved,
             build(data["recipe"]),
             data["model_commit"],
             data["tokenizer_commit"],
@@ -152,10 +156,8 @@ def read_choices(folder: RunFolder, num_layers: int) -> Choices:
         'cpu'
     """
     data = _read(folder, FIELDS)
-    try:
+    with _wrong_values(folder):
         return Choices.from_dict(data, num_layers)
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(folder, f"is damaged ({error!r})") from error
 
 
 def read_model_choices(folder: RunFolder) -> ModelChoices:
@@ -167,15 +169,16 @@ def read_model_choices(folder: RunFolder) -> ModelChoices:
     """
     data = _read(folder, ("recipe",))
     recipe = data["recipe"]
-    lora, quantization = adapters_from_dict(data)
-    return ModelChoices(
-        lora,
-        quantization,
-        data.get("model_commit"),
-        recipe.get("save_steps"),
-        recipe["data"].get("chat_template_kwargs", {}),
-        any(recipe["model"].get(key) for key in ("tokenizer", "added_tokens", "chat_template")),
-    )
+    with _wrong_values(folder):
+        lora, quantization = adapters_from_dict(data)
+        return ModelChoices(
+            lora,
+            quantization,
+            data.get("model_commit"),
+            recipe.get("save_steps"),
+            recipe["data"].get("chat_template_kwargs", {}),
+            any(recipe["model"].get(key) for key in ("tokenizer", "added_tokens", "chat_template")),
+        )
 
 
 def read_recipe(folder: RunFolder) -> Recipe:
@@ -196,6 +199,19 @@ def _read(folder: RunFolder, fields: Sequence[str]) -> dict[str, Any]:
     if data.get("version", 0) > VERSION:
         raise CheckpointError(f"{folder.path} is of a newer trimtab", "use that version")
     return data
+
+
+@contextmanager
+def _wrong_values(folder: RunFolder) -> Iterator[None]:
+    """CheckpointError for values that are missing or of another kind than trimtab writes."""
+    try:
+        yield
+    except KeyError as error:
+        raise _damaged(folder, f"is damaged: it lacks {error.args[0]}") from error
+    except ValueError as error:
+        raise _damaged(folder, f"is damaged: {error}") from error
+    except (TypeError, AttributeError) as error:
+        raise _damaged(folder, "is damaged: a value in it is of another kind than trimtab writes") from error
 
 
 def _damaged(folder: RunFolder, wrong: str) -> CheckpointError:

@@ -40,6 +40,7 @@ from trimtab.run.build import build_model
 from trimtab.run.choices import read_model_choices
 from trimtab.run.folder import RunFolder, write_json
 from trimtab.run.locate import STARTER, model_folder, own_start
+from trimtab.run.prepare import model_notes
 from trimtab.run.quantizing import requantized
 from trimtab.run.record import had_saved
 from trimtab.run.resolve import resolve_inference
@@ -134,6 +135,8 @@ def open_model(
     if is_run:
         opened = _open_run(run, str(checkpoint), shape, new_decoder, tokenizer, on_event)
     else:
+        for note in model_notes(folder):
+            on_event(note)
         check_weights(stored, folder)  # before anything is made in the sizes that the config claims
         decoder = new_decoder()
         read: list[Provenance] = []

@@ -86,7 +86,7 @@ def model_notes(model: Path) -> list[str]:
     keys = f"the key {unknown[0]}" if len(unknown) == 1 else f"the keys {', '.join(unknown)}"
     return [
         f"{model / 'config.json'} has {keys}, which trimtab does not know and ignores: if it changes what the model "
-        "computes, training starts from another model than the published one"
+        "computes, this is another model than the published one"
     ]
 
 

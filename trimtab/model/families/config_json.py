@@ -100,16 +100,16 @@ class ConfigValues:
         """How many layers there are."""
         return self.whole("num_hidden_layers", most=MAX_LAYERS)
 
-    def whole(self, key: str, default: int | None = None, most: int = 2**40) -> int:
-        """A whole number from 0 to `most`."""
+    def whole(self, key: str, default: int | None = None, *, least: int = 0, most: int = 2**40) -> int:
+        """A whole number from `least` to `most`."""
         value = self.get(key)
         value = default if value is None else value
         if value is None:
             raise ModelError(f"{self.where} has no {key}", "download the model's config.json again")
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise ModelError(
                 f"{self.where}: {key} is {value!r}",
-                f"download it again: a whole number up to {most} is expected",
+                f"download it again: a whole number from {least} to {most} is expected",
             )
         return value
 

@@ -10,7 +10,7 @@ from trimtab.model.families.config_json import ConfigValues, decoder_shape
 
 
 def _describe(config: ConfigValues) -> ModelShape:
-    window = config.whole("sliding_window") if config.get("sliding_window") is not None else None
+    window = config.whole("sliding_window", least=1) if config.get("sliding_window") is not None else None
     return decoder_shape(config, windows=[window] * config.num_layers)
 
 

@@ -30,9 +30,9 @@ def read_windows(config: ConfigValues) -> list[int | None]:
             f"{config.where}: layer_types names {unknown[0]!r}",
             f"use a model whose layers are {FULL} or {SLIDING}, which trimtab trains",
         )
-    window = config.whole("sliding_window") if config.get("sliding_window") is not None else None
-    if not config.flag("use_sliding_window"):
-        window = None
+    window = None
+    if config.flag("use_sliding_window") and config.get("sliding_window") is not None:
+        window = config.whole("sliding_window", least=1)
     return [window if kind == SLIDING else None for kind in kinds]
 
 
