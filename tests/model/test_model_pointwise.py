@@ -16,11 +16,11 @@ from trimtab.kernels.gated_mlp import impl_triton as gated
 from trimtab.kernels.rms_norm import impl_triton as norm
 from trimtab.kernels.rope import impl_triton as rope
 
-SHAPE = uniform_shape("qwen3", 64, 24, 40, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
+SIZES = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 
 
 def trained(pointwise: str, qk_norm: bool, dtype: str, device: str, recompute: bool = False):  # type: ignore[no-untyped-def]
-    shape = uniform_shape(**{**vars(SHAPE), "qk_norm": qk_norm})
+    shape = uniform_shape("qwen3", 64, 24, 40, **SIZES, qk_norm=qk_norm)
     decoder = build(shape, dtype=dtype, device=device, attention="reference", pointwise=pointwise)
     init_weights(decoder, seed=0)
     with torch.no_grad():

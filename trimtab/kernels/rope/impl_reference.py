@@ -19,10 +19,19 @@ def rotate(
     is_partial = x_BTHD.shape[-1] > R
     x_BTHR = (x_BTHD[..., :R] if is_partial else x_BTHD).to(cos_BTF.dtype)
     a_BTHF, b_BTHF = (x_BTHR[..., 0::2], x_BTHR[..., 1::2]) if interleaved else x_BTHR.chunk(2, dim=-1)
-    pair = a_BTHF * cos_BT1F - b_BTHF * sin_BT1F, b_BTHF * cos_BT1F + a_BTHF * sin_BT1F
-    out_BTHR = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    # Not named, so that the halves are freed before the result is cast: the plan counts on it.
+    if interleaved:
+        out_BTHR = torch.stack(_rotated(a_BTHF, b_BTHF, cos_BT1F, sin_BT1F), dim=-1).flatten(-2)
+    else:
+        out_BTHR = torch.cat(_rotated(a_BTHF, b_BTHF, cos_BT1F, sin_BT1F), dim=-1)
     out_BTHR = out_BTHR.to(x_BTHD.dtype)
     return torch.cat((out_BTHR, x_BTHD[..., R:]), dim=-1) if is_partial else out_BTHR
+
+
+def _rotated(
+    a_BTHF: torch.Tensor, b_BTHF: torch.Tensor, cos_BT1F: torch.Tensor, sin_BT1F: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return a_BTHF * cos_BT1F - b_BTHF * sin_BT1F, b_BTHF * cos_BT1F + a_BTHF * sin_BT1F
 
 
 def rope(
