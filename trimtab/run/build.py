@@ -299,8 +299,8 @@ def build_run(
         tokenizer: the model's.
         corpora: the opened data.
         folder: the run folder.
-        observers: who is told about metrics.
-        on_event: told one-line messages.
+        observers: called with each metrics record.
+        on_event: called with one-line messages.
         resume: continue instead of starting.
         found: the checkpoint to continue from (`resume.find_checkpoint`); None begins again at step 0.
         base: where the frozen weights come from, for a run that trains adapters (`base_weights.name_base`).
