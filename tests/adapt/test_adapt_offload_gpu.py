@@ -24,10 +24,9 @@ from trimtab.adapt.offloaded_activations import MIN_ELEMENTS
 from trimtab.facts.shapes import uniform_shape
 from trimtab.model import build, init_weights
 from trimtab.model.decoder import Decoder
-from trimtab.model.spec import heads_of
 from trimtab.plan.job import Job
-from trimtab.plan.layers import layer_bytes
-from trimtab.plan.memory import predict
+from trimtab.plan.layers import layers_of, workspace_bytes
+from trimtab.plan.memory import Phase, predict
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,7 +75,8 @@ def test_dear_results_come_back_as_they_went(tiles: int, policy: str) -> None:
         for decoder in (kept, sent):
             decoder.zero_grad(set_to_none=True)
     # The input, attention's output and, in fp32, a number a row and head.
-    H, K, D = heads_of(SHAPE)
+    attention = SHAPE.attention
+    H, K, D = attention.num_heads, attention.num_kv_heads, attention.head_dim
     width = 2 * SHAPE.hidden_size * 2 + (H * 4 if 1024 * H >= MIN_ELEMENTS else 0)
     if policy == "offload_half":
         width += 2 * ((H + 2 * K) * D + SHAPE.hidden_size)
@@ -189,14 +189,12 @@ def test_the_peak_of_a_quantized_step_is_what_was_predicted(policy: str, tiles: 
     once()
     measured = torch.cuda.max_memory_allocated() - standing
     memory = predict(job)
-    moments = {k: v for k, v in memory.moments.items() if k != "the optimizer step"}
+    moments = {k: v for k, v in memory.moments.items() if k.phase is not Phase.OPTIMIZER_STEP}
     # The workspace stands since the first step.
-    from trimtab.plan.layers import workspace_bytes
-
     predicted = max(moments.values()) - workspace_bytes(job)
-    unit = layer_bytes(job, "block").kept
+    unit = layers_of(job).stream
     print(
         f"\n{policy}, {tiles} tiles, {tokens} tokens: measured {measured / unit:.2f} streams, "
-        f"predicted {predicted / unit:.2f}: {[(k, round(v / unit, 2)) for k, v in moments.items()]}"
+        f"predicted {predicted / unit:.2f}: {[(k.describe(), round(v / unit, 2)) for k, v in moments.items()]}"
     )
     assert measured == pytest.approx(predicted, rel=0.06)

@@ -19,7 +19,7 @@ from trimtab.facts.shapes import uniform_shape
 from trimtab.model import init_weights
 from trimtab.model import spec as model_spec
 from trimtab.plan.job import Job
-from trimtab.plan.memory import predict
+from trimtab.plan.memory import Moment, Phase, predict
 from trimtab.trainer.memory import LiveBytes, storage_bytes
 
 CASES = [
@@ -112,7 +112,7 @@ def test_a_plan_counts_the_weight_that_is_dequantized(impl: str) -> None:
     without, with_it = predict(job), predict(packed)
     for moment, held in without.moments.items():  # the workspace stands; reading a weight comes and goes
         assert workspace <= with_it.moments[moment] - held <= workspace + scratch, moment
-    last = "backward through the last layer"
+    last = Moment(Phase.LAYERS_BACKWARD, SHAPE.num_layers - 1, SHAPE.num_layers)
     assert with_it.moments[last] - without.moments[last] == workspace + scratch
     saved = model_spec.parameter_bytes(SHAPE, "bf16") - spec_quantized.weight_bytes(SHAPE, "nf4", "bf16")
     assert without.before.weights - with_it.before.weights == saved

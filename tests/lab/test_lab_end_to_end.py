@@ -148,7 +148,7 @@ def test_tables_have_ratios_and_say_why_a_cell_is_empty() -> None:
     assert cells[1] == "out of memory"
     assert cells[5:11] == ["386 @ 6.8", "193 @ 40.0", "300 @ 6.7", "–", "2.00", "1.29"]
     assert cells[11] == f"{1e3 * floor_s(LLAMA, 780e12):.0f}"
-    assert "| 24 | 219,648       | 51.9     | 180,224       | 180,224   | 32 " in text
+    assert "| 24 | 219,904       | 52.0     | 180,224       | 180,224   | 32 " in text
     assert "offload in all 32 layers" in text
     short = summary(seen)
     assert (

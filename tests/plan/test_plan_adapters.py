@@ -17,6 +17,7 @@ from trimtab.adapt import (  # noqa: E402
 from trimtab.adapt.spec_quantized import Quantization  # noqa: E402
 from trimtab.facts.shapes import uniform_shape  # noqa: E402
 from trimtab.plan.job import Job  # noqa: E402
+from trimtab.plan.layers import unpacking_bytes, workspace_bytes  # noqa: E402
 from trimtab.plan.memory import predict  # noqa: E402
 from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
 
@@ -128,8 +129,9 @@ def test_predicted_is_what_a_step_holds(name: str) -> None:
     with LiveBytes() as live:
         step.forward_backward()
     assert storage_bytes(p.grad for p in step.parameters.values()) == memory.peak.gradients
-    predicted = max(v for k, v in memory.moments.items() if k != "the optimizer step")
-    assert 0.985 * live.peak <= predicted <= 1.05 * live.peak, (predicted / live.peak, memory.moments)
+    # What an operator holds inside itself is not seen by a dispatch mode.
+    predicted = memory.forward_backward - workspace_bytes(job) - unpacking_bytes(job)
+    assert 0.985 * live.peak <= predicted <= 1.02 * live.peak, (predicted / live.peak, memory.moments)
 
 
 def test_the_comparison_can_fail() -> None:
@@ -137,7 +139,7 @@ def test_the_comparison_can_fail() -> None:
     with LiveBytes() as live:
         step.forward_backward()
     for wrong in (dataclasses.replace(BASE, lora=None), dataclasses.replace(BASE, batch=3)):
-        predicted = max(predict(wrong).moments.values())
+        predicted = predict(wrong).forward_backward
         assert not 0.985 * live.peak <= predicted <= 1.05 * live.peak
 
 

@@ -87,7 +87,7 @@ def train_only(decoder: Decoder, adapter: str, settings: LoraSettings) -> None:
     found = dict(decoder.named_parameters())
     for name in whole:
         if name not in found:
-            check_whole([name])
+            check_whole(decoder.shape, [name])
         found[name].requires_grad_(True)
     for layer in adapted_layers(decoder):
         for parameter in layer.own_parameters(adapter).values():

@@ -1,8 +1,8 @@
-"""LoRA's settings and what adapters cost, from a model's shape alone. No torch.
+"""LoRA's settings, and the tensors that adapters add to a model. No torch.
 
     y = W·x + s · B·(A·x)          A [r, in], B [out, r], s = alpha / r, or alpha / √r with rsLoRA
 
-N tokens, C hidden size.
+What adapted layers save and compute is declared in `trimtab.adapt.spec_linears`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any
 
 from trimtab.adapt import settings_rules, targets
 from trimtab.adapt.targets import ALL_LINEAR, Matrix
-from trimtab.facts.dtypes import BYTES, nbytes
+from trimtab.facts.dtypes import nbytes
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
-from trimtab.model.spec import product_flops
 
 DEFAULT = "default"
 """The name of an adapter that was given none; peft's."""
@@ -26,7 +25,7 @@ DEFAULT = "default"
 
 DROPOUT_CHUNK = 1 << 22
 """Elements whose dropout masks are made at once: those of [8192, 14336] would take half a gigabyte, thrice."""
-_WORD_BYTES = 8
+WORD_BYTES = 8
 """Of an element while its mask is made: two 32-bit words."""
 
 
@@ -210,46 +209,3 @@ def trained(
 def parameter_bytes(shape: ModelShape, settings: LoraSettings) -> int:
     """Bytes of an adapter's own tensors."""
     return nbytes(settings.dtype, sum(math.prod(dims) for _, dims in adapter_parameters(shape, settings)))
-
-
-def frozen_flops_per_token(shape: ModelShape, settings: LoraSettings) -> float:
-    """Arithmetic of weights' gradients that is left out a token: those of the blocks' products and of a frozen head.
-
-    Example:
-        >>> from trimtab.facts.shapes import uniform_shape
-        >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
-        >>> frozen_flops_per_token(tiny, LoraSettings(r=2))
-        6656.0
-    """
-    whole = set(targets.select_modules(shape, settings.modules_to_save))
-    head = targets.EMBEDDING if shape.tie_embeddings else targets.HEAD
-    head_flops = 0.0 if f"{head}.weight" in whole else 2.0 * shape.vocab_size * shape.hidden_size
-    return product_flops(shape) * shape.num_layers + head_flops
-
-
-def flops_per_token(shape: ModelShape, settings: LoraSettings) -> float:
-    """Multiplications and additions that adapters add a token: forward, and twice that backward."""
-    linear = [t for t in resolve(shape, settings) if not t.matrix.is_embedding]
-    return 3 * sum(2.0 * t.r * sum(t.matrix.adapter_dims) for t in linear)
-
-
-def saved_bytes(shape: ModelShape, settings: LoraSettings, tokens: int, dtype: str) -> int:
-    """Bytes that adapters keep for the backward pass besides their inputs: A·x of each, N × r."""
-    linear = [t for t in resolve(shape, settings) if not t.matrix.is_embedding and t.name != targets.HEAD]
-    return sum(tokens * t.r * BYTES[dtype] for t in linear)
-
-
-def dropout_bytes(shape: ModelShape, settings: LoraSettings, tokens: int, dtype: str) -> tuple[int, int]:
-    """Most bytes that dropout holds for a moment: (the words of a piece of a mask, one dropped input).
-
-    Example:
-        >>> from trimtab.facts.shapes import uniform_shape
-        >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
-        >>> dropout_bytes(tiny, LoraSettings(r=2, lora_dropout=0.1), 10, "fp32")
-        (2560, 1280)
-    """
-    if not settings.lora_dropout:
-        return 0, 0
-    linear = [t for t in resolve(shape, settings) if not t.matrix.is_embedding]
-    widest = tokens * max((t.matrix.in_features for t in linear), default=0)
-    return min(widest, DROPOUT_CHUNK) * _WORD_BYTES, nbytes(dtype, widest)

@@ -17,7 +17,6 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.choice import ImplChoice
 from trimtab.kernels.int8 import spec as int8_spec
 from trimtab.kernels.nf4 import spec as nf4_spec
-from trimtab.model import spec as model_spec
 
 KINDS = ("nf4", "int8")
 BLOCK = 64
@@ -237,17 +236,19 @@ def _known(kind: str) -> None:
         raise RecipeError(f"weights cannot be kept as {kind!r}", f"choose {' or '.join(KINDS)}")
 
 
-def check_whole(names: Iterable[str]) -> None:
-    """RecipeError if one of these parameters, which are to be trained whole, is kept in few bits.
+def check_whole(shape: ModelShape, names: Iterable[str]) -> None:
+    """RecipeError if one of these parameters, which are to be trained whole, is quantized.
 
     Example:
-        >>> check_whole(["model.norm.weight", "lm_head.weight"])
+        >>> from trimtab.facts.shapes import uniform_shape
+        >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> check_whole(tiny, ["model.norm.weight", "lm_head.weight"])
     """
-    linear = (*model_spec.ATTENTION_LINEARS, *model_spec.MLP_LINEARS)
+    packed = linear_shapes(shape)
     for name in names:
-        module, _, part = name.rpartition(".")
-        if part == "weight" and module.rpartition(".")[2] in linear:
+        if name in packed:
             raise RecipeError(
-                f"lora.modules_to_save names {module}, which is kept in few bits and cannot be trained",
+                f"lora.modules_to_save names {name.removesuffix('.weight')}, which is kept in few bits and cannot be "
+                "trained",
                 "leave it out, or load the model without load_in_4bit and load_in_8bit",
             )

@@ -1,27 +1,23 @@
-"""What each recompute policy keeps of a layer, brings back, sends to the host and computes again. No torch.
+"""What each recompute policy saves of a layer, offloads to the host and computes again. No torch.
 
-The sums stand on `trimtab.model.spec`'s list of what a plain block keeps; tests hold them to what a run really keeps.
+A policy names results of operations; which operations a layer has is declared in `trimtab.model.spec_block`. Tests
+compare what a policy is said to save with what a run saves, byte by byte.
 """
-
-# N = B · T tokens, C hidden size, I intermediate size, H query heads, K key/value heads, D head size
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from trimtab.facts.dtypes import BYTES
-from trimtab.facts.shapes import ModelShape
-from trimtab.kernels.attention import spec as attention_spec
-from trimtab.model import spec as model_spec
+from trimtab.facts.operations import Activation, Kind, Operation, Result, saved_activations
+from trimtab.model.spec_block import BETWEEN, BLOCK_INPUT, FEED_FORWARD_RESIDUAL, DeclaredBlock
 
 POLICIES = ("none", "pointwise", "selective", "block", "offload_half", "offload_attention", "offload")
 """From the one that keeps most on the device to the one that keeps least."""
 HOST = ("offload_half", "offload_attention", "offload")
 """Those that send what they keep to the host."""
-ALL_PRODUCTS = ("selective", "block", "offload_attention", "offload")
-"""Those that compute the products of a layer again."""
+IN_HALVES = ("none", "pointwise", "selective")
+"""Those that, with a feed-forward in tiles, run the halves of a layer apart and save the stream between them."""
 
 ATTENTION_OPERATORS: dict[str, tuple[str, ...]] = {
     "reference": (),
@@ -51,33 +47,6 @@ SAVED_PRODUCTS: dict[str, frozenset[tuple[str, str]]] = {
 """The policies that save results of single operators: attention's, and those of the matrix products with these labels
 (`trimtab.model.labels`). `pointwise` leaves out the down projection, whose result the backward pass does not read, and
 an adapter's second product, which is cheap to recompute."""
-
-
-@dataclass(frozen=True)
-class LayerBytes:
-    """Bytes of one layer under a policy.
-
-    Example:
-        >>> from trimtab.facts.shapes import uniform_shape
-        >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
-        >>> of = {policy: layer_bytes(tiny, policy, batch=1, tokens=8, dtype="fp32", attention="sdpa_flash")
-        ...       for policy in POLICIES}
-        >>> of["none"].kept > of["pointwise"].kept > of["selective"].kept > of["block"].kept
-        True
-        >>> of["block"].kept == 8 * 16 * 4
-        True
-    """
-
-    kept: int
-    """On the device, from the forward pass to the layer's backward."""
-    working: int
-    """More than that, while the layer is in its backward pass and what was dropped is there again."""
-    host: int = 0
-    """Pinned memory of the host."""
-    resident: int = 0
-    """Of the last layer that was sent there: what is still on the device at the end of the forward pass."""
-    tile: int = 0
-    """What one tile of a tiled feed-forward keeps while it is differentiated; not in `working`."""
 
 
 def canonical(policies: Iterable[str] | Mapping[str, int]) -> tuple[str, ...]:
@@ -119,115 +88,124 @@ def tile_rows(tokens: int, tiles: int) -> int:
     return 1 << (max(-(-tokens // tiles), 1) - 1).bit_length()
 
 
-def layer_bytes(
-    shape: ModelShape,
-    policy: str,
-    *,
-    batch: int,
-    tokens: int,
-    dtype: str,
-    attention: str,
-    weights_dtype: str | None = None,
-    device: str = "cpu",
-    pointwise: str = "reference",
-    mlp_tiles: int = 1,
-    learning: model_spec.Learning = model_spec.EVERYTHING,
-) -> LayerBytes:
-    """Bytes of one layer, for one microbatch; arguments as in `trimtab.model.spec.saved_bytes`.
+def saved_under(block: DeclaredBlock, policy: str) -> list[Activation]:
+    """What a layer keeps from its forward to its backward pass under a policy: on the device, or offloaded to the host.
 
     Args:
-        policy: one of `POLICIES`. On a CPU `offload` keeps the input where it is, as `block` does, and the other
-            two that send what they keep do so as well.
-        mlp_tiles: parts of the tokens that the feed-forward half is computed in.
-        learning: what learns in the layer.
+        block: the layer's operations; with tiles where its feed-forward half runs in tiles.
+        policy: one of `POLICIES`.
+
+    Example:
+        >>> from trimtab.facts.shapes import uniform_shape
+        >>> from trimtab.model.spec_block import Execution, declare_block
+        >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> block = declare_block(tiny.blocks[0], 16, Execution(1, 8, "fp32", "sdpa_flash"))
+        >>> [activation.name for activation in saved_under(block, "selective")]
+        ['x', 'self_attn.attended', 'attention.lse']
     """
-    options: dict[str, Any] = {
-        "weights_dtype": weights_dtype,
-        "device": device,
-        "pointwise": pointwise,
-        "learning": learning,
-    }
-    block = model_spec.block_bytes(shape, batch, tokens, dtype, attention, **options)
-    (H, K, D), N = model_spec.heads_of(shape), batch * tokens
-    tile = 0
-    plain = block.total
-    if mlp_tiles > 1:
-        rows = tile_rows(N, mlp_tiles)
-        tile = model_spec.block_bytes(shape, 1, rows, dtype, attention, **options).feed_forward
-        plain = block.attention_half + block.stream  # and the stream between the halves
+    tiled = bool(block.tile)
+    if not block.differentiates:
+        return []
+    between = next(one for operation in block.attention for one in operation.outputs if one.name == BETWEEN)
     if policy == "none":
-        return LayerBytes(plain, 0, tile=tile)
-    attended = 0
-    if attention in attention_spec.TILED:
-        attended = N * H * D * BYTES[dtype] + N * H * 4
-    projected = N * (H + 2 * K) * D * BYTES[dtype] + N * shape.hidden_size * BYTES[dtype]
-    if policy == "pointwise":
-        kept = block.stream + attended + projected
-        kept += block.stream if mlp_tiles > 1 else 2 * N * shape.intermediate_size * BYTES[dtype]
-        # Adapters' first products sum over the stream's width as well; the last layer's is computed again.
-        adapted = model_spec.ATTENTION_LINEARS + (() if mlp_tiles > 1 else ("gate_proj", "up_proj"))
-        kept += N * sum(learning.ranks.get(name, 0) for name in adapted) * BYTES[dtype]
-    elif policy == "selective":
-        kept = block.stream + attended + (block.stream if mlp_tiles > 1 else 0)
-    else:
-        sent = {"offload_half": attended + projected, "offload_attention": attended}
-        kept = block.stream + sent.get(policy, 0)
-        if policy in HOST and device != "cpu":
-            # On the way back a layer ahead of where it is needed; `plain` counts what is in use.
-            return LayerBytes(0, plain + kept, host=kept, resident=kept, tile=tile)
-    return LayerBytes(kept, max(plain - kept, 0), tile=tile)
+        operations = block.attention if tiled else block.operations
+        found = saved_activations(operations, block.requires_grad)
+        return [*found, between] if tiled and between not in found else found
+    x = next(one for operation in block.attention for one in operation.inputs if one.name == BLOCK_INPUT)
+    results = [
+        result.activation
+        for operation in (block.attention if tiled else block.operations)
+        for result in operation.results
+        if is_saved_result(policy, operation, result)
+    ]
+    # In tiles the stream between the halves is saved, unless the whole layer is checkpointed.
+    own = [between] if tiled and policy in IN_HALVES else []
+    return list(dict.fromkeys([x, *results, *own]))
+
+
+def is_saved_result(policy: str, operation: Operation, result: Result) -> bool:
+    """Whether a policy saves the result of an attention operator or of a product with these labels."""
+    if policy not in SAVED_PRODUCTS:
+        return False
+    if operation.kind is Kind.ATTENTION:
+        return True
+    return (operation.projection, result.factor) in SAVED_PRODUCTS[policy]
 
 
 @dataclass(frozen=True)
-class Again:
-    """What a policy computes a second time, a token and layer."""
+class Recomputation:
+    """What a policy computes a second time in one layer, for one microbatch."""
 
-    products: float
+    products: float = 0.0
     """FLOPs of matrix products."""
-    attention: float
+    attention: float = 0.0
     """FLOPs of attention."""
-    moved: float
-    """Bytes that norms, rotary positions and gates read and write again."""
+    moved: float = 0.0
+    """Bytes that norms, RoPE, gates and additions read and write."""
+    weights: int = 0
+    """Elements of the weights that products read once more."""
 
 
-def again(
-    shape: ModelShape, policy: str, tokens: int, *, layer: int = 0, dtype: str = "bf16", mlp_tiles: int = 1
-) -> Again:
-    """What the policy costs beyond a plain forward and backward pass.
+def recomputed_operations(block: DeclaredBlock, policy: str) -> list[Operation]:
+    """The operations that run again in the backward pass, in order; those of a feed-forward in tiles not included.
 
-    Recomputing stops at the last number that the backward pass needs: the last product of a block, whose result is
-    only added to the stream, is left out. A tile of a tiled feed-forward is computed to its end.
+    Results that the policy saved are not computed again.
+    """
+    operations = block.attention if block.tile else block.operations
+    return [
+        one
+        for one in operations[: last_recomputed(block, policy) + 1]
+        if not one.results or not all(is_saved_result(policy, one, result) for result in _own_results(one))
+    ]
+
+
+def last_recomputed(block: DeclaredBlock, policy: str) -> int:
+    """The index of the last operation that is reached by the recomputation, −1 where nothing is recomputed.
+
+    It stops at the last activation that the backward pass reads: the last product of a block, whose result is only
+    added to the stream, does not run again unless it saves something of its own.
+    """
+    if policy == "none" or not block.differentiates:
+        return -1
+    operations = block.attention if block.tile else block.operations
+    wanted = {one.name for one in saved_activations(operations, block.requires_grad)}
+    if block.tile and policy not in IN_HALVES:
+        wanted.add(BETWEEN)
+    return max((i for i, one in enumerate(operations) if not wanted.isdisjoint(_makes(one))), default=-1)
+
+
+def _makes(operation: Operation) -> set[str]:
+    """Names of the activations that are there once an operation ran, and not before: its outputs, and what it saves."""
+    read = set() if operation.saves_results else {one.name for one in operation.inputs}
+    own = {one.activation.name for one in operation.saved} - read
+    return own | {one.name for one in operation.outputs}
+
+
+def _own_results(operation: Operation) -> list[Result]:
+    """Of a product, the results with the layer's own weight: an adapter's are a small part of it."""
+    return [result for result in operation.results if result.factor == "weight"]
+
+
+def recomputation(block: DeclaredBlock, policy: str, num_tiles: int = 1) -> Recomputation:
+    """What a policy costs beyond a plain forward and backward pass.
 
     Args:
-        shape: the model.
-        policy: one of `POLICIES`; `offload` computes what `block` does, `offload_attention` what `selective` does, and
-            with tiles the stream between the halves as well; `offload_half` the feed-forward half.
-        tokens: length of a document.
-        layer: which one; attention differs where some have windows.
-        dtype: the format computed in.
-        mlp_tiles: parts of the tokens that the feed-forward half is computed in.
+        block: the layer's operations.
+        policy: one of `POLICIES`.
+        num_tiles: how many tiles the feed-forward half has; each runs again to its end.
     """
-    C, width = shape.hidden_size, shape.intermediate_size
-    q, kv = shape.attention.q_size, shape.attention.kv_size
-    project, out = 2.0 * C * (q + 2 * kv), 2.0 * q * C
-    feed = 2.0 * 2 * C * width
-    bytes_ = BYTES[dtype]
-    # A norm, rotary positions and an addition read and write their numbers once each; a gate reads two, writes one.
-    moved_first, moved_second = (2 * C + 2 * (q + kv)) * bytes_, (5 * C + 3 * width) * bytes_
+    again = [(one, 1) for one in recomputed_operations(block, policy)]
+    if block.tile and block.differentiates:
+        again += [(one, num_tiles) for one in block.tile if one.name != FEED_FORWARD_RESIDUAL]
     products = attention = moved = 0.0
-    if policy != "none":
-        moved = float(moved_first + moved_second)
-    if policy in ALL_PRODUCTS:
-        products = project + out + feed
-    elif policy == "offload_half":
-        products = feed
-    if policy in ("block", "offload"):
-        attention = model_spec.attention_flops(shape, layer, tokens, backward=False)
-    if mlp_tiles > 1:
-        # The stream between the halves is kept, unless only the layer's input is.
-        attend = 0.0
-        if policy in ALL_PRODUCTS:
-            attend = project + (0.0 if policy == "selective" else out)
-        products = attend + feed + 2.0 * C * width
-        moved = float((moved_first if moved else 0) + moved_second)
-    return Again(products, attention, moved)
+    weights = 0
+    for one, times in again:
+        cost = one.recompute or one.forward
+        if one.kind is Kind.PRODUCT:
+            products += times * cost.flops
+            weights += 0 if one.recompute else times * one.weights
+        elif one.kind is Kind.ATTENTION:
+            attention += times * cost.flops
+        else:
+            moved += times * cost.moved
+    return Recomputation(products, attention, moved, weights)

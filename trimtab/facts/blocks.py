@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 RopeKind = Literal["linear", "dynamic", "yarn", "llama3"]
-Split = Literal["column", "row", "vocabulary", "replicated"]
-"""How tensor parallelism cuts a weight [out, in]: by outputs, by inputs, by tokens of the vocabulary, or not at all."""
+Split = Literal["column", "row", "vocabulary", "sequence", "replicated"]
+"""How tensor parallelism cuts a weight [out, in]: by outputs, by inputs, by tokens of the vocabulary, or not at all;
+and an operation without one: by heads or features (column), or by tokens (sequence)."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from trimtab.facts.blocks import (
     BlockShape,
     ExpertsShape,
     FeedForwardShape,
+    Linear,
     Norm,
     Rope,
     RopeScaling,
@@ -77,6 +78,12 @@ class ModelShape:
             stop = start + len(list(run))
             yield block, range(start, stop)
             start = stop
+
+    def linears(self) -> Iterator[tuple[int, Linear]]:
+        """(layer, matrix) of all blocks' matrices, in the order of the forward pass."""
+        for i, block in enumerate(self.blocks):
+            for linear in block.linears(self.hidden_size):
+                yield i, linear
 
     def window(self, layer: int) -> int | None:
         """How many tokens, itself included, a query of this layer sees; None for all before it."""

@@ -81,7 +81,7 @@ def _for_a_resumed_run(plan: Plan, device: DeviceFacts, there: int) -> str:
 
 def _needs(plan: Plan) -> str:
     """What the run needs, and, where nothing was named, that no other setting needs less."""
-    peak = f"{format_bytes(plan.memory.needed, up=True)} at its peak ({plan.memory.moment})"
+    peak = f"{format_bytes(plan.memory.needed, up=True)} at its peak ({plan.memory.moment.describe()})"
     auto = plan.recipe.recompute == "auto" and plan.recipe.gradient_checkpointing is None
     if not auto or set(plan.job.layers) & {"none", "pointwise", "selective"}:
         return peak
@@ -149,7 +149,7 @@ def _changes(job: Job, device: DeviceFacts, recipe: Recipe) -> Iterator[tuple[Jo
     if job.tokens >= 2 * SHORTEST:
         yield dataclasses.replace(job, tokens=job.tokens // 2), f"max_seq_length: {job.tokens // 2}"
     # Last, since it trains something else.
-    narrow = min(job.shape.hidden_size, job.shape.attention.kv_size)
+    narrow = min(min(linear.out_features, linear.in_features) for _, linear in job.shape.linears())
     free = not job.in_backward and recipe.embedding_learning_rate is None
     if job.lora is None and free and narrow >= LoraSettings().r:
         yield dataclasses.replace(job, lora=LoraSettings()), "lora: {r: 16}, which trains adapters only"
@@ -158,7 +158,7 @@ def _changes(job: Job, device: DeviceFacts, recipe: Recipe) -> Iterator[tuple[Jo
 def _can_be_packed(job: Job) -> bool:
     """Whether no linear layer of the blocks is trained whole."""
     try:
-        spec_quantized.check_whole(parameter.name for parameter in job.trained.parameters)
+        spec_quantized.check_whole(job.shape, (parameter.name for parameter in job.trained.parameters))
     except RecipeError:
         return False
     return True

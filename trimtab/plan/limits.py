@@ -10,7 +10,6 @@ from trimtab.facts.units import format_bytes, format_seconds, parse_bytes, parse
 from trimtab.plan import memory_search, unpacked
 from trimtab.plan.job import Job
 from trimtab.plan.memory import CONTEXT, predict
-from trimtab.plan.policies import cost_of, policy_costs
 from trimtab.plan.resolved import MemoryPlan
 from trimtab.recipe.keys import Recipe
 
@@ -122,6 +121,6 @@ def _reason(
     if set(setting.policies) == {"none"}:
         return f"everything fits {words}"
     job = job.changed(mlp_tiles=setting.mlp_tiles)
-    _, seconds = cost_of(policy_costs(job, device), setting.policies)
+    seconds = memory_search.recompute_seconds(job, device, setting.policies)
     spare = "" if seconds is None else f" and spare {format_seconds(seconds)} a microbatch, by arithmetic"
     return f"the fastest that fits {words}; keeping everything would take {format_bytes(plain)}{spare}"

@@ -63,7 +63,7 @@ class Plan:
             "memory": {
                 "before": self.memory.before.to_dict(),
                 "peak": self.memory.peak.to_dict(),
-                "moment": self.memory.moment,
+                "moment": self.memory.moment.describe(),
                 "outside": self.memory.outside,
                 "needed": self.memory.needed,
                 "available": self.device.available_bytes,
@@ -149,17 +149,7 @@ def _time(
     if steps is not None:
         length = plan_data.mean_length(recipe, data)
         processed = round(plan_data.processed_windows(recipe, data, num_devices) * length)
-    return plan_time.estimate(
-        job.shape,
-        device,
-        dtype=job.dtype,
-        tokens=recipe.max_seq_length,
-        processed=processed,
-        layers=job.layers,
-        mlp_tiles=job.mlp_tiles,
-        num_devices=num_devices,
-        lora=job.lora,
-    )
+    return plan_time.estimate(job, device, processed=processed, num_devices=num_devices)
 
 
 def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved) -> Job:

@@ -1,15 +1,14 @@
-"""What a training step holds in memory, moment by moment, added up from what each room declares it costs.
+"""What a training step holds in memory, phase by phase, added up from what its operations declare.
 
 Four buckets and the rest, counted the way a run measures them: weights and optimizer states stand all the
 time; gradients are what the backward pass leaves; activations are what forward and backward hold at their
 peak besides the gradients; `other` is what the update needs beyond that peak.
 """
 
-# N tokens of a microbatch, C hidden size, I intermediate size, H heads, K key/value heads, D head size
-
 from __future__ import annotations
 
-from collections.abc import Iterator
+import enum
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +16,14 @@ from trimtab.adapt import spec_quantized
 from trimtab.adapt.targets import EMBEDDING
 from trimtab.data import spec as data_spec
 from trimtab.facts.dtypes import BYTES, nbytes
+from trimtab.facts.operations import saved_activations, total_bytes
 from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.model import spec as model_spec
+from trimtab.model.spec_block import Execution
+from trimtab.plan.backward import ParameterGradients, walk_backward
 from trimtab.plan.job import Job
 from trimtab.plan.layers import (
     Layers,
-    layer_bytes,
     layers_of,
     made_gradient,
     segments_of,
@@ -68,19 +69,62 @@ class Buckets:
         return {name: getattr(self, name) for name in names}
 
 
+class Phase(enum.Enum):
+    """Phases of a step in which memory may be at its peak."""
+
+    LAYERS_FORWARD = "forward through the layers"
+    LOSS_FORWARD = "the loss, at the end of forward"
+    LOSS_BACKWARD = "the loss, in backward"
+    FINAL_NORM_BACKWARD = "the final norm, in backward"
+    LAYERS_BACKWARD = "backward through the layers"
+    EMBEDDING_BACKWARD = "the embedding, at the end of backward"
+    OPTIMIZER_STEP = "the optimizer step"
+
+
+BEFORE_LAYERS = (Phase.LOSS_FORWARD, Phase.LOSS_BACKWARD, Phase.FINAL_NORM_BACKWARD)
+"""Phases in which all layers hold what they kept."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A phase of a step; of the layers' backward pass also which layer's.
+
+    Example:
+        >>> Moment(Phase.LAYERS_BACKWARD, layer=3, num_layers=4).describe()
+        'backward through the last layer'
+    """
+
+    phase: Phase
+    layer: int | None = None
+    num_layers: int = 0
+
+    def describe(self) -> str:
+        """In words, for plans and reports."""
+        if self.layer is None:
+            return self.phase.value
+        names = {0: "the first layer", self.num_layers - 1: "the last layer"}
+        way = "forward" if self.phase is Phase.LAYERS_FORWARD else "backward"
+        return f"{way} through {names.get(self.layer, f'layer {self.layer}')}"
+
+
 @dataclass(frozen=True)
 class Memory:
     """The prediction: before the first step, and at the peak of a step with the moment it falls on."""
 
     before: Buckets
     peak: Buckets
-    moment: str
-    moments: dict[str, int]
+    moment: Moment
+    moments: dict[Moment, int]
     """Bytes above weights and optimizer states at each moment that was considered."""
     outside: int
     """Bytes of the process besides tensors; needed from the device too, and in no bucket."""
     host: int = 0
     """Pinned bytes of the host, where layers' inputs are kept there."""
+
+    @property
+    def forward_backward(self) -> int:
+        """The most bytes above weights and optimizer states before the optimizer step."""
+        return max(held for moment, held in self.moments.items() if moment.phase is not Phase.OPTIMIZER_STEP)
 
     @property
     def needed(self) -> int:
@@ -89,23 +133,24 @@ class Memory:
 
 
 def predict(job: Job) -> Memory:
-    """Memory of a training step. Exact about tensors, as far as the rooms' declarations are."""
+    """Memory of a training step. Exact about tensors, as far as the declarations of its operations are."""
     weights, states, gradients = weight_bytes(job), state_bytes(job), gradient_bytes(job)
-    moments = dict(_moments(job, gradients))
-    update = moments.pop("the optimizer step")
-    moment = max(moments, key=lambda name: moments[name])
+    layers, segments = layers_of(job), segments_of(job.layers)
+    moments = dict(_moments(job, gradients, layers, segments))
+    update = moments.pop(Moment(Phase.OPTIMIZER_STEP))
+    moment = max(moments, key=lambda one: moments[one])
     # The gradients' bucket is full at the end of a step; what the peak holds above it counts as activations.
     activations = max(moments[moment] - gradients, 0)
     other = max(update - gradients - activations, 0)
     if other:
-        moment = "the optimizer step"
+        moment = Moment(Phase.OPTIMIZER_STEP)
     return Memory(
         before=Buckets(weights, 0, states, 0, 0),
         peak=Buckets(weights, gradients, states, activations, other),
         moment=moment,
-        moments={**moments, "the optimizer step": update},
+        moments={**moments, Moment(Phase.OPTIMIZER_STEP): update},
         outside=OUTSIDE[job.device],
-        host=sum(layer_bytes(job, policy).host for policy in job.layers),
+        host=layers.host(segments),
     )
 
 
@@ -124,82 +169,80 @@ def state_bytes(job: Job) -> int:
     return job.trained.state_bytes(job.optimizer)
 
 
-def _moments(job: Job, gradients: int) -> Iterator[tuple[str, int]]:
+def _moments(
+    job: Job, gradients: int, layers: Layers, segments: Sequence[tuple[str, int]]
+) -> Iterator[tuple[Moment, int]]:
     """(moment, bytes above weights and optimizer states)."""
-    layers, segments = layers_of(job, gradients), segments_of(job.layers)
-    around = dict(moments_around(job, gradients, layers))
+    around = phases_around(job, gradients, layers)
     kept = layers.kept(segments)
-    for name in ("the loss, at the end of forward", "the loss, in backward"):
-        yield name, around[name] + kept
-    within = around["backward through the layers"]
-    last = job.shape.num_layers - 1
-    names = {0: "the first layer", last: "the last layer"}
+    for layer, held in layers.forward(segments):
+        yield Moment(Phase.LAYERS_FORWARD, layer, job.shape.num_layers), around[Phase.LAYERS_FORWARD] + held
+    for phase in BEFORE_LAYERS:
+        yield Moment(phase), around[phase] + kept
     for layer, held in layers.backward(segments):
-        yield f"backward through {names.get(layer, f'layer {layer}')}", within + held
-    for name in ("the embedding, at the end of backward", "the optimizer step"):
-        yield name, around[name]
+        moment = Moment(Phase.LAYERS_BACKWARD, layer, job.shape.num_layers)
+        yield moment, around[Phase.LAYERS_BACKWARD] + held
+    for phase in (Phase.EMBEDDING_BACKWARD, Phase.OPTIMIZER_STEP):
+        yield Moment(phase), around[phase]
 
 
-def moments_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[str, int]]:
-    """(moment, bytes above weights and optimizer states, less those of the blocks)."""
-    standing = workspace_bytes(job)
-    return ((name, held + standing) for name, held in _moments_around(job, gradients, layers))
+def phases_around(job: Job, gradients: int, layers: Layers) -> dict[Phase, int]:
+    """Bytes above weights and optimizer states in each phase, less those of the blocks."""
+    workspace = workspace_bytes(job)
+    return {phase: held + workspace for phase, held in _phases_around(job, gradients, layers)}
 
 
-def _moments_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[str, int]]:
+def _phases_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[Phase, int]]:
     shape, N = job.shape, job.batch * job.tokens
     earlier = gradients if job.accumulation > 1 else 0
-    saved = model_spec.saved_bytes(
-        shape,
-        batch=job.batch,
-        tokens=job.tokens,
-        dtype=job.dtype,
-        attention=job.attention,
-        weights_dtype=job.weights_dtype,
-        packed=job.packed,
-        device=job.device,
-        pointwise=job.pointwise,
-        learning=job.trained.learning,
-    )
+    run = Execution(
+        job.batch, job.tokens, job.dtype, job.attention, job.weights_dtype, job.device, job.pointwise,
+        {"norm.weight": final} if (final := job.trained.final_norm) is not None else {},
+    )  # fmt: skip
     # A loader hands over the whole step's batches on the host; the microbatch at work is on the device.
-    kept = saved.outside + data_spec.batch_bytes(job.batch, job.tokens)
+    shared = model_spec.shared_bytes(shape, run, packed=job.packed)
+    kept = shared + data_spec.batch_bytes(job.batch, job.tokens)
     dims = (N, shape.hidden_size, shape.vocab_size)
-    autocast = job.dtype != job.weights_dtype
     adapted = _adapted_head(job)
     head_gradient = job.weights_dtype if adapted else job.gradient_dtype
     options: dict[str, Any] = {
         "memory_bytes": job.loss_memory,
-        "gradient_dtype": job.dtype if autocast else head_gradient,
+        "gradient_dtype": job.dtype if run.autocast else head_gradient,
         "weight_grad": job.trained.head > 0 or adapted > 0,
     }
     loss = loss_spec.saved_bytes(job.loss_impl, *dims, job.dtype, **options)
     chunk = loss_spec.scratch_bytes(job.loss_impl, *dims, job.dtype, **options)
-    if autocast:  # it copies hidden states and head for the loss
+    if run.autocast:  # it copies hidden states and head for the loss
         chunk += (N + shape.vocab_size) * shape.hidden_size * BYTES[job.dtype]
     ready = loss_spec.with_loss(job.loss_impl, *dims, job.dtype, **options)
     head, embedding = job.trained.head, job.trained.named(EMBEDDING)
     stream = layers.stream
 
-    whole = earlier + kept + saved.final + loss + adapted
-    yield "the loss, at the end of forward", whole + stream + chunk
-    # Gradients that were computed with the loss wait, "triton"'s in the format they stay in; else the logits come
+    norm = model_spec.final_norm(shape, run)
+    saved = {one.name: one for one in saved_activations([norm], {norm.inputs[0].name})}
+    whole = earlier + kept + total_bytes(list(saved.values())) + loss + adapted
+    yield Phase.LAYERS_FORWARD, earlier + kept
+    yield Phase.LOSS_FORWARD, whole + stream + chunk
+    # Gradients that were computed with the loss wait, "triton"'s in the dtype they stay in; else the logits come
     # once more, from the hidden states that were kept for it.
     made = max(head, adapted) + stream
-    if ready and job.loss_impl == "triton" and not autocast:
+    if ready and job.loss_impl == "triton" and not run.autocast:
         made = 0
-    yield "the loss, in backward", whole + made + (0 if ready else stream + chunk)
+    yield Phase.LOSS_BACKWARD, whole + made + (0 if ready else stream + chunk)
     # From here on the head's gradient is there too. A tied one waits beside the others for the embedding's.
     held = head if shape.tie_embeddings else (0 if earlier or job.in_backward else head)
-    yield "backward through the layers", earlier + kept + held + stream
-    # The embedding's gradient is dense, made in the weights' format, and added to what is there.
+    requires_grad = frozenset({norm.inputs[0].name})
+    walk = walk_backward([norm], requires_grad, saved, norm.outputs[0], ParameterGradients(pile_up=False))
+    yield Phase.FINAL_NORM_BACKWARD, earlier + kept + held + max(total for _, total in walk)
+    yield Phase.LAYERS_BACKWARD, earlier + kept + held
+    # The embedding's gradient is dense, made in the weights' dtype, and added to what is there.
     dense = made_gradient(job, shape.vocab_size * shape.hidden_size) if embedding else 0
     update = update_scratch(job) if job.in_backward else 0
-    matrices = layers.gradients * shape.num_layers
     yield (
-        "the embedding, at the end of backward",
-        (earlier or matrices) + held + max(dense, update) + stream + kept,
+        Phase.EMBEDDING_BACKWARD,
+        (earlier or layers.gradients()) + held + max(dense, update) + stream + kept,
     )
-    yield "the optimizer step", 0 if job.in_backward else gradients + update_scratch(job)
+    yield Phase.OPTIMIZER_STEP, 0 if job.in_backward else gradients + update_scratch(job)
 
 
 def _adapted_head(job: Job) -> int:

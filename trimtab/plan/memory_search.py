@@ -1,26 +1,43 @@
 """The search for the fastest recompute policies, tiles and loss memory within a memory limit.
 
-Layers are alike, so that an assignment is how many of them have each recompute policy. Bytes come from
-`plan.memory`, costs from what each policy recomputes and offloads. The search looks at every assignment
-that could be the fastest and fits; there are few thousands, and none needs torch.
+An assignment is how many layers, in their order, have each recompute policy; runs of equal layers are counted as one.
+Bytes come from `plan.memory`, costs from what each policy recomputes and offloads. The search looks at every
+assignment that could be the fastest and fits; there are few thousands, and none needs torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trimtab.adapt import spec_recompute
-from trimtab.adapt.spec_recompute import POLICIES
+from trimtab.adapt.spec_recompute import HOST, POLICIES, Recomputation, recomputation
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.dtypes import BYTES
+from trimtab.facts.operations import Kind
 from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.kernels.linear_cross_entropy.schedule import LEAST_ROWS, ROW_STEP, row_stride, schedule
-from trimtab.model import spec as model_spec
+from trimtab.model.spec_block import DeclaredBlock
 from trimtab.plan.job import Job
-from trimtab.plan.layers import Layers, layer_bytes, layers_of, segments_of
-from trimtab.plan.memory import OUTSIDE, gradient_bytes, moments_around, predict, state_bytes, weight_bytes
+from trimtab.plan.layers import (
+    Layers,
+    Segments,
+    declared_blocks,
+    layer_memory,
+    layers_of,
+    num_tiles,
+    segments_of,
+)
+from trimtab.plan.memory import (
+    BEFORE_LAYERS,
+    OUTSIDE,
+    Phase,
+    gradient_bytes,
+    phases_around,
+    predict,
+    state_bytes,
+    weight_bytes,
+)
 
 SLACK, GAPS = 0.03, {"cuda": 48 * 2**20, "cpu": 0}
 """What a search leaves free: the share of the memory that comes and goes to which predictions are held, and what a
@@ -33,8 +50,6 @@ ATTENTION_RATE = 0.6
 """Of the rate of matrix products that tiled attention reaches: 569 of 690–790 TFLOP/s at best, measured on an H200."""
 USUAL = {"cuda": (1e14, 1e12), "cpu": (1e11, 2e10)}
 """FLOP/s and bytes/s where nothing is known of a device; only their ratio matters here."""
-
-Segments = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -126,7 +141,7 @@ def with_policies(
     fixed_loss: bool = False,
 ) -> tuple[MemorySetting, bool]:
     """(the fastest tiles and loss that fit a limit beside layers that are given, whether any do); else the smallest."""
-    segments = tuple(segments_of(policies))
+    segments = segments_of(policies)
     settings = [setting_of(variant, device, segments) for variant in _variants(job, tiles, fixed_loss)]
     fitting = [setting for setting in settings if setting.needed <= limit]
     if fitting:
@@ -153,11 +168,23 @@ def setting_of(job: Job, device: DeviceFacts, segments: Segments) -> MemorySetti
     policies = tuple(policy for policy, count in segments for _ in range(count))
     memory = predict(job.changed(policies=policies))
     rates = rates_of(device, job.dtype)
-    costs = policy_seconds(job, rates)
-    seconds = sum(costs[policy] * count for policy, count in segments) + _loss_cost(job, rates)
+    seconds = segment_seconds(layers_of(job), policy_seconds(job, rates), segments) + _loss_cost(job, rates)
     return MemorySetting(
         policies, job.mlp_tiles, job.loss_memory, memory.needed, memory.host, seconds, job.unpacked_layers
     )
+
+
+def segment_seconds(layers: Layers, costs: Sequence[dict[str, float]], segments: Segments) -> float:
+    """Seconds per microbatch that an assignment of policies adds; `costs` are those of `policy_seconds`."""
+    return sum(costs[run][policy] * len(piece) for policy, run, piece in layers.pieces(segments))
+
+
+def recompute_seconds(job: Job, device: DeviceFacts, policies: Sequence[str]) -> float | None:
+    """Seconds per microbatch that policies add, by the device's ceilings; None where they are not known."""
+    if device.ceiling(job.dtype) is None:
+        return None
+    costs = policy_seconds(job, rates_of(device, job.dtype))
+    return segment_seconds(layers_of(job), costs, segments_of(policies))
 
 
 def _variants(job: Job, tiles: int | None, fixed_loss: bool) -> Iterator[Job]:
@@ -205,54 +232,61 @@ def tile_counts(job: Job, tiles: int | None) -> Iterator[int]:
         count *= 2
 
 
-def policy_seconds(job: Job, rates: Rates) -> dict[str, float]:
-    """Seconds a layer and microbatch that each policy adds, by the device's ceilings."""
-    N, tokens = job.batch * job.tokens, job.tokens
+def policy_seconds(job: Job, rates: Rates) -> list[dict[str, float]]:
+    """Seconds that a policy adds per layer and microbatch, by the device's ceilings; for each run of equal layers."""
+    return [_seconds_of(job, block, rates) for block, _ in declared_blocks(job)]
+
+
+def _seconds_of(job: Job, block: DeclaredBlock, rates: Rates) -> dict[str, float]:
     costs = {}
     for policy in POLICIES:
-        # Layers with a window cost less; the first is taken for all, so that they stay alike.
-        again = spec_recompute.again(job.shape, policy, tokens, dtype=job.dtype, mlp_tiles=job.mlp_tiles)
+        again = recomputation(block, policy, num_tiles(job))
         flops = again.products + again.attention / ATTENTION_RATE
-        costs[policy] = N * (flops / rates.flops + again.moved / rates.bytes)
-        costs[policy] += (_unpacked_again(job, policy) + _added_up(job)) / rates.bytes
+        costs[policy] = flops / rates.flops + again.moved / rates.bytes
+        costs[policy] += (_dequantized(job, block, again) + _added_up(job, block)) / rates.bytes
     if job.device == "cuda":
-        forward = _forward(job, rates)
+        forward = _forward(block, rates)
         # Out while the layer computes, back while the one above goes backward, which takes three times as long.
-        for policy in spec_recompute.HOST:
-            copy = layer_bytes(job, policy).host / rates.link
+        for policy in HOST:
+            copy = layer_memory(job, block, policy).host / rates.link
             costs[policy] += max(copy - forward, 0) + max(copy - 3 * forward, 0)
-    for policy in spec_recompute.HOST:
+    for policy in HOST:
         costs[policy] *= 1.001  # where it costs nothing, a layer stays on the device all the same
     return costs
 
 
-def _forward(job: Job, rates: Rates) -> float:
+def _forward(block: DeclaredBlock, rates: Rates) -> float:
     """Seconds of a layer's forward pass, by the device's ceilings."""
-    # All that `block` computes again, and the last product.
-    again = spec_recompute.again(job.shape, "block", job.tokens, dtype=job.dtype)
-    flops = model_spec.product_flops(job.shape) + again.attention / ATTENTION_RATE
-    return job.batch * job.tokens * (flops / rates.flops + again.moved / rates.bytes)
+    flops = moved = 0.0
+    for one in block.operations:
+        if one.kind is Kind.PRODUCT:
+            flops += one.forward.flops
+        elif one.kind is Kind.ATTENTION:
+            flops += one.forward.flops / ATTENTION_RATE
+        else:
+            moved += one.forward.moved
+    return flops / rates.flops + moved / rates.bytes
 
 
-def _unpacked_again(job: Job, policy: str) -> float:
+def _dequantized(job: Job, block: DeclaredBlock, again: Recomputation) -> float:
     """Bytes that are moved to dequantize weights once more than a plain forward and backward pass does."""
     if job.quantization is None:
         return 0.0
-    first, second = model_spec.linear_numbers(job.shape)
-    again = first if policy in spec_recompute.ALL_PRODUCTS else 0
-    if job.mlp_tiles > 1:
-        again += second * (3 * job.mlp_tiles - 2)  # each tile forward, again, and backward
-    elif again or policy == "offload_half":
-        again += second
-    return again * (BYTES[job.dtype] + 0.5)
+    # Each tile dequantizes for its forward and its backward pass; the recomputed tiles are counted in `again`.
+    tiles = 2 * (num_tiles(job) - 1) * _feed_forward_weights(block)
+    return (again.weights + tiles) * (BYTES[job.dtype] + 0.5)
 
 
-def _added_up(job: Job) -> float:
+def _added_up(job: Job, block: DeclaredBlock) -> float:
     """Bytes that are moved to add up the gradients of a trained feed-forward over its tiles: a sum in fp32."""
     if job.mlp_tiles == 1 or job.lora is not None:
         return 0.0
-    second = model_spec.linear_numbers(job.shape)[1]
-    return float(job.mlp_tiles * second * (BYTES[job.gradient_dtype] + 2 * BYTES["fp32"]))
+    moved = BYTES[job.gradient_dtype] + 2 * BYTES["fp32"]
+    return float(num_tiles(job) * _feed_forward_weights(block) * moved)
+
+
+def _feed_forward_weights(block: DeclaredBlock) -> int:
+    return sum(one.weights for one in block.feed_forward)
 
 
 class _Search:
@@ -260,15 +294,15 @@ class _Search:
 
     def __init__(self, job: Job, rates: Rates, limit: int, host: int | None) -> None:
         self.costs = policy_seconds(job, rates)
-        gradients = gradient_bytes(job)
-        self.layers: Layers = layers_of(job, gradients)
-        self.around = dict(moments_around(job, gradients, self.layers))
+        self.layers: Layers = layers_of(job)
+        self.around = phases_around(job, gradient_bytes(job), self.layers)
         self.standing = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
         self.limit = limit
         self.num_layers = job.shape.num_layers
         # One way to the host for all layers that take it.
-        ways = ("offload",) if job.compiled else spec_recompute.HOST
-        self.most_sent = {policy: self._most(self.layers.of[policy].host, host) for policy in ways}
+        ways = ("offload",) if job.compiled else HOST
+        per_layer = {policy: max(memory[policy].host for memory in self.layers.of) for policy in ways}
+        self.most_sent = {policy: self._most(per_layer[policy], host) for policy in ways}
 
     def _most(self, per_layer: int, host: int | None) -> int:
         """Layers that the host has room for; none on a CPU, where what would be sent is there already."""
@@ -279,17 +313,19 @@ class _Search:
     def needed(self, segments: Segments) -> int:
         """Bytes on the device at the peak."""
         kept = self.layers.kept(segments)
-        losses = max(self.around["the loss, at the end of forward"], self.around["the loss, in backward"])
+        losses = max(self.around[phase] for phase in BEFORE_LAYERS)
         layers = max(held for _, held in self.layers.backward(segments))
+        forward = max(held for _, held in self.layers.forward(segments))
         return self.standing + max(
+            self.around[Phase.LAYERS_FORWARD] + forward,
             losses + kept,
-            self.around["backward through the layers"] + layers,
-            self.around["the embedding, at the end of backward"],
-            self.around["the optimizer step"],
+            self.around[Phase.LAYERS_BACKWARD] + layers,
+            self.around[Phase.EMBEDDING_BACKWARD],
+            self.around[Phase.OPTIMIZER_STEP],
         )
 
     def cost(self, segments: Segments) -> float:
-        return sum(self.costs[policy] * count for policy, count in segments)
+        return segment_seconds(self.layers, self.costs, segments)
 
     def smallest(self) -> tuple[int, Segments]:
         """The least that any assignment needs."""

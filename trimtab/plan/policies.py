@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trimtab.adapt import spec_recompute
-from trimtab.adapt.spec_recompute import POLICIES
+from trimtab.adapt.spec_recompute import POLICIES, recomputation
 from trimtab.facts.devices import DeviceFacts
-from trimtab.model import spec as model_spec
 from trimtab.plan import memory_search
 from trimtab.plan.job import Job
-from trimtab.plan.layers import layer_bytes
+from trimtab.plan.layers import declared_blocks, layer_memory, num_tiles
+from trimtab.plan.time import training_flops
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class PolicyCost:
 
 
 def policy_costs(job: Job, device: DeviceFacts) -> list[PolicyCost]:
-    """A row for each policy, with the job's own number of tiles.
+    """A row for each policy in a layer as most are, with the job's own number of tiles.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -54,14 +52,17 @@ def policy_costs(job: Job, device: DeviceFacts) -> list[PolicyCost]:
         selective: 128 MiB less, 23% more
         block: 144 MiB less, 27% more
     """
-    plain = layer_bytes(job, "none").kept
-    whole = _arithmetic(job)
+    blocks = declared_blocks(job)
+    most = max(range(len(blocks)), key=lambda run: len(blocks[run][1]))
+    block = blocks[most][0]
+    plain = layer_memory(job, block, "none").kept
+    whole = training_flops([block])
     known = device.ceiling(job.dtype) is not None
-    seconds = memory_search.policy_seconds(job, memory_search.rates_of(device, job.dtype))
+    seconds = memory_search.policy_seconds(job, memory_search.rates_of(device, job.dtype))[most]
     rows = []
     for policy in POLICIES:
-        held = layer_bytes(job, policy)
-        again = spec_recompute.again(job.shape, policy, job.tokens, dtype=job.dtype, mlp_tiles=job.mlp_tiles)
+        held = layer_memory(job, block, policy)
+        again = recomputation(block, policy, num_tiles(job))
         rows.append(
             PolicyCost(
                 policy,
@@ -73,25 +74,3 @@ def policy_costs(job: Job, device: DeviceFacts) -> list[PolicyCost]:
             )
         )
     return rows
-
-
-def cost_of(rows: Sequence[PolicyCost], policies: Sequence[str]) -> tuple[int, float | None]:
-    """(bytes saved, seconds added or None) of an assignment, over all its layers.
-
-    Example:
-        >>> rows = [PolicyCost("none", 8, 0, 0, 0.0, 0.0), PolicyCost("block", 1, 7, 0, 0.25, 0.5)]
-        >>> cost_of(rows, ["block", "block", "none"])
-        (14, 1.0)
-    """
-    of = {row.policy: row for row in rows}
-    seconds = [of[policy].seconds for policy in policies]
-    saved = sum(of[policy].saved for policy in policies)
-    return saved, None if None in seconds else sum(s for s in seconds if s is not None)
-
-
-def _arithmetic(job: Job) -> float:
-    """FLOPs of a layer's forward and backward pass, a token; frozen products have no gradients of their own."""
-    shape, tokens = job.shape, job.tokens
-    passes = 3 if job.lora is None else 2
-    attention = sum(model_spec.attention_flops(shape, 0, tokens, backward=way) for way in (False, True))
-    return passes * model_spec.product_flops(shape) + attention

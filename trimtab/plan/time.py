@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trimtab.adapt import spec as adapt_spec
-from trimtab.adapt import spec_recompute
-from trimtab.adapt.spec import LoraSettings
+from trimtab.adapt.spec_recompute import recomputation
 from trimtab.facts.devices import DeviceFacts
-from trimtab.facts.shapes import ModelShape
-from trimtab.model import spec as model_spec
+from trimtab.facts.operations import Kind
+from trimtab.model.spec_block import DeclaredBlock
+from trimtab.plan.job import Job
+from trimtab.plan.layers import declared_blocks, num_tiles
 
 
 @dataclass(frozen=True)
@@ -33,50 +33,55 @@ class Time:
         return asdict(self)
 
 
-def flops_per_token(
-    shape: ModelShape,
-    tokens: int,
-    layers: Sequence[str],
-    *,
-    mlp_tiles: int = 1,
-    lora: LoraSettings | None = None,
-) -> float:
-    """FLOPs per token of forward, backward and recomputation; the arguments are those of `estimate`."""
-    per_token = model_spec.flops_per_token(shape, tokens)
-    if lora is not None:
-        per_token += adapt_spec.flops_per_token(shape, lora) - adapt_spec.frozen_flops_per_token(shape, lora)
-    for layer, policy in enumerate(layers):
-        again = spec_recompute.again(shape, policy, tokens, layer=layer, mlp_tiles=mlp_tiles)
-        per_token += again.products + again.attention
-    return per_token
+def flops_per_token(job: Job) -> float:
+    """FLOPs per token of forward, backward and recomputation, the head's included.
+
+    Example:
+        >>> from trimtab.facts.shapes import uniform_shape
+        >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
+        >>> job = Job(tiny, batch=1, tokens=1, accumulation=1, dtype="bf16", weights_dtype="bf16",
+        ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="triton", device="cuda")
+        >>> flops_per_token(job)
+        20256.0
+    """
+    shape = job.shape
+    head = (
+        (3 if job.trained.head or job.trained.adapts_head else 2) * 2.0 * shape.vocab_size * shape.hidden_size
+    )
+    total = 0.0
+    for block, layers in declared_blocks(job):
+        total += len(layers) * training_flops([block])
+        for layer in layers:
+            again = recomputation(block, job.layers[layer], num_tiles(job))
+            total += again.products + again.attention
+    return head + total / (job.batch * job.tokens)
 
 
-def estimate(
-    shape: ModelShape,
-    device: DeviceFacts,
-    *,
-    dtype: str,
-    tokens: int,
-    processed: int | None,
-    layers: Sequence[str],
-    mlp_tiles: int = 1,
-    num_devices: int = 1,
-    lora: LoraSettings | None = None,
-) -> Time:
+def training_flops(blocks: Iterable[DeclaredBlock]) -> float:
+    """FLOPs of matrix products and attention, forward and backward, of one microbatch: what is frozen has fewer."""
+    total = 0.0
+    for block in blocks:
+        for one in block.operations:
+            if one.kind not in (Kind.PRODUCT, Kind.ATTENTION):
+                continue
+            total += one.forward.flops
+            if any(activation.name in block.requires_grad for activation in one.inputs):
+                total += one.backward.flops
+            if one.gradients:
+                total += one.parameter_backward.flops
+    return total
+
+
+def estimate(job: Job, device: DeviceFacts, *, processed: int | None, num_devices: int = 1) -> Time:
     """Time of a run.
 
     Args:
-        shape: the model.
+        job: what is trained and how; attention is counted as if each sequence were one document, the most it can be.
         device: with a measured or known ceiling, or without.
-        dtype: the format computed in.
-        tokens: tokens of a window; attention is counted as if each were one document, the most it can be.
         processed: tokens that pass through the model in the whole run, padding included; None if unknown.
-        layers: the recompute policy of each layer.
-        mlp_tiles: parts of the tokens that feed-forward halves are computed in.
         num_devices: devices that share the work.
-        lora: the adapters, where the model's own weights have no gradients.
     """
-    per_token = flops_per_token(shape, tokens, layers, mlp_tiles=mlp_tiles, lora=lora)
+    dtype, per_token = job.dtype, flops_per_token(job)
     flops = None if processed is None else per_token * processed
     ceiling = device.ceiling(dtype)
     if ceiling is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.spec_quantized import Quantization
 from trimtab.adapt.targets import EMBEDDING, HEAD
 from trimtab.facts.dtypes import nbytes
+from trimtab.facts.operations import Gradient
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import spec as model_spec
 from trimtab.optim import spec as optim_spec
@@ -31,8 +33,15 @@ class Parameter:
 
     @property
     def count(self) -> int:
-        """How many numbers it has."""
+        """How many elements it has."""
         return math.prod(self.dims)
+
+    @property
+    def gradient(self) -> Gradient:
+        """Its gradient: as backward makes it, in the parameter's dtype, and as it is kept."""
+        return Gradient(
+            self.name, self.dims, nbytes(self.dtype, self.count), nbytes(self.gradient_dtype, self.count)
+        )
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,7 @@ class Trained:
     """Of all weights, frozen ones and adapters included."""
     adapters: bool
     """Whether most of the model is frozen below adapters."""
+    num_layers: int = 0
     tied: bool = False
     """Whether the head is the embedding."""
 
@@ -85,21 +95,23 @@ class Trained:
         return any(parameter.name.startswith(f"{HEAD}.lora_") for parameter in self.parameters)
 
     @cached_property
-    def learning(self) -> model_spec.Learning:
-        """What learns in a block; of blocks that differ, the one where most does."""
-        return _learning([parameter for _, parameter in self._fullest])
-
-    def in_block(self, names: tuple[str, ...]) -> list[Parameter]:
-        """The trained tensors on linear layers with these last names, of the block that has most."""
-        return [parameter for name, parameter in self._fullest if name in names]
-
-    @cached_property
-    def _fullest(self) -> list[tuple[str, Parameter]]:
-        layers: dict[str, list[tuple[str, Parameter]]] = {}
+    def layers(self) -> tuple[tuple[Parameter, ...], ...]:
+        """The trained tensors of each layer, by their names within the block."""
+        found: list[list[Parameter]] = [[] for _ in range(self.num_layers)]
         for parameter in self.parameters:
-            if match := _IN_BLOCK.match(parameter.name):
-                layers.setdefault(match[1], []).append((_layer_of(parameter.name), parameter))
-        return max(layers.values(), key=lambda found: sum(p.count for _, p in found), default=[])
+            if match := _IN_BLOCK.fullmatch(parameter.name):
+                found[int(match[1])].append(dataclasses.replace(parameter, name=match[2]))
+        return tuple(map(tuple, found))
+
+    @property
+    def final_norm(self) -> Gradient | None:
+        """Of the norm behind the last layer; None where it is frozen."""
+        return next((p.gradient for p in self.parameters if p.name == "model.norm.weight"), None)
+
+    @property
+    def trains_embedding(self) -> bool:
+        """Whether the embedding's output has a gradient."""
+        return any(parameter.name.startswith(f"{EMBEDDING}.") for parameter in self.parameters)
 
     def state_bytes(self, optimizer: str) -> int:
         """Bytes of all optimizer states."""
@@ -113,24 +125,7 @@ class Trained:
         )
 
 
-_IN_BLOCK = re.compile(r"model\.layers\.(\d+)\.")
-
-
-def _layer_of(name: str) -> str:
-    """`model.layers.0.mlp.up_proj.lora_A.default.weight` → `up_proj`."""
-    parts = name.split(".")
-    return next((part for part in parts if part.endswith(("_proj", "norm"))), "")
-
-
-def _learning(parameters: list[Parameter]) -> model_spec.Learning:
-    names = {_layer_of(p.name) for p in parameters}
-    ranks = {_layer_of(p.name): p.dims[0] for p in parameters if ".lora_A." in p.name}
-    return model_spec.Learning(
-        frozenset(name for name in names if name.endswith("_proj")),
-        norms=any(name.endswith("norm") for name in names),
-        ranks=ranks,
-        scaled=any(".lora_magnitude_vector." in p.name for p in parameters),
-    )
+_IN_BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def trained(
@@ -152,7 +147,11 @@ def trained(
     if lora is None:
         whole = [Parameter(name, dims, weights_dtype, gradient_dtype) for name, dims in shape.parameters()]
         return Trained(
-            tuple(whole), model_spec.parameter_bytes(shape, weights_dtype), False, shape.tie_embeddings
+            tuple(whole),
+            model_spec.parameter_bytes(shape, weights_dtype),
+            False,
+            shape.num_layers,
+            shape.tie_embeddings,
         )
     standing = model_spec.parameter_bytes(shape, weights_dtype)
     if quantization is not None:
@@ -168,5 +167,9 @@ def trained(
         for name, dims, dtype in adapt_spec.trained(shape, lora, weights_dtype)
     ]
     return Trained(
-        tuple(parts), standing + adapt_spec.parameter_bytes(shape, lora), True, shape.tie_embeddings
+        tuple(parts),
+        standing + adapt_spec.parameter_bytes(shape, lora),
+        True,
+        shape.num_layers,
+        shape.tie_embeddings,
     )

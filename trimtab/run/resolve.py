@@ -100,7 +100,7 @@ def resolve_cuda_graphs(recipe: Recipe, job: Job, device: DeviceFacts) -> CudaGr
         return CudaGraphsConfig(False, obstacle)
     ceiling = device.ceiling(job.dtype)
     if ceiling is not None:
-        flops = flops_per_token(job.shape, job.tokens, job.layers, mlp_tiles=job.mlp_tiles, lora=job.lora)
+        flops = flops_per_token(job)
         seconds = flops * job.batch * job.tokens / ceiling[0]
         if seconds > WORTH_SECONDS:
             reason = (
@@ -174,7 +174,7 @@ def resolve_backends(recipe: Recipe, shape: ModelShape, device: DeviceFacts, thr
         )
     settings, quantization = _lora(recipe, shape), _quantization(recipe, device, weights)
     if settings is not None and quantization is not None:
-        spec_quantized.check_whole(select_modules(shape, settings.modules_to_save))
+        spec_quantized.check_whole(shape, select_modules(shape, settings.modules_to_save))
     attention = _attention(recipe, shape, device, dtype)
     loss = choose_loss(
         triton=device.runs_triton,

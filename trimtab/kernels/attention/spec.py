@@ -228,6 +228,26 @@ def saved_bytes(
     return B * T * H * D * 4 + 2 * B * S * H * D * 4 + weights * 4
 
 
+def saved_activations(
+    impl: str, B: int, T: int, H: int, K: int, D: int, dtype: str, *, sinks: bool = False
+) -> list[tuple[str, int]]:
+    """(name, bytes) of the tensors that make up `saved_bytes`; "q", "k", "v" and "o" are the inputs and the output.
+
+    Example:
+        >>> [name for name, _ in saved_activations("triton", 1, 8, 2, 2, 4, "bf16")]
+        ['q', 'k', 'v', 'o', 'lse']
+    """
+    width = BYTES[dtype]
+    q, kv, heads = B * T * H * D * width, B * T * K * D * width, B * T * H * D * width
+    if impl in TILED:
+        found = [("q", q), ("k", kv), ("v", kv), ("o", q), ("lse", B * H * T * 4)]
+        if impl == "sdpa_efficient" and H != K:
+            found[1:3] = [("repeated keys", heads), ("repeated values", heads)]
+        return found
+    whole = saved_bytes(impl, B, T, T, H, K, D, dtype, sinks=sinks)
+    return [("matrices", whole)]
+
+
 def scratch_bytes(
     impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype: str, *, sinks: bool = False
 ) -> int:

@@ -293,4 +293,4 @@ def scratch_bytes(
         return buffers + 4 * N * C  # hidden's gradient, summed over the blocks
     if width == 2 and weight_grad:
         buffers += V * C * width  # a chunk's part of the gradient, before it is added in fp32
-    return buffers
+    return buffers + rows * (C * width + 24)  # hidden's gradient of a chunk; its labels and losses
