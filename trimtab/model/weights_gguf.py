@@ -15,7 +15,8 @@ from trimtab.facts.gguf_header import GGUFHeader, GGUFTensor, read_gguf_header
 from trimtab.facts.shapes import ModelShape
 from trimtab.model.decoder import Decoder
 from trimtab.model.families import family
-from trimtab.model.weights import Places, Progress, Provenance, check_dims, check_layers, check_names
+from trimtab.model.weights import Places, Progress, Provenance
+from trimtab.model.weights_checks import check_dims, check_layers, check_names
 
 _DAMAGED = "the file is damaged or incomplete; download it again"
 

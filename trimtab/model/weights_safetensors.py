@@ -18,7 +18,8 @@ from trimtab.model.decoder import Decoder
 from trimtab.model.families import family
 from trimtab.model.families.config_json import read_model_json
 from trimtab.model.source import PICKLE_SUFFIXES, pickle_refused
-from trimtab.model.weights import Places, Progress, Provenance, check_dims, check_layers, check_names
+from trimtab.model.weights import Places, Progress, Provenance
+from trimtab.model.weights_checks import check_dims, check_layers, check_names
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
