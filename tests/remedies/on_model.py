@@ -295,15 +295,17 @@ def damaged(key: str, change: Callable[[Path], object]) -> None:
 
 NORM = "model.norm.weight"
 ONE_MODEL = "get the weights and config.json of one model, from the same place"
-damaged(f"weights.py:check_layers: {ONE_MODEL}", keys(num_hidden_layers=999))
-damaged(f"weights.py:check_dims: {ONE_MODEL}", tensors(lambda found: found.update({NORM: torch.ones(31)})))
+damaged(f"weights_checks.py:check_layers: {ONE_MODEL}", keys(num_hidden_layers=999))
 damaged(
-    "weights.py:check_names: complete the download, or get the config.json that belongs to these weights",
+    f"weights_checks.py:check_dims: {ONE_MODEL}", tensors(lambda found: found.update({NORM: torch.ones(31)}))
+)
+damaged(
+    "weights_checks.py:check_names: complete the download, or get the config.json that belongs to these weights",
     tensors(lambda found: found.pop(NORM)),
 )
 damaged(
-    "weights.py:check_names: get the config.json that belongs to these weights, or weights without an adapter or "
-    "extra head",
+    "weights_checks.py:check_names: get the config.json that belongs to these weights, or weights without an adapter "
+    "or extra head",
     tensors(lambda found: found.update({"value_head.weight": torch.ones(1, 32)})),
 )
 damaged(

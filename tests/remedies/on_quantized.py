@@ -49,12 +49,12 @@ damaged(
     "nf4",
     lambda tensors: tensors.update({STATE: torch.zeros(10**5, dtype=torch.uint8)}),
 )
-damaged("weights_packed.py:read: {}", "nf4", lambda tensors: tensors[f"{Q}.weight.quant_map"].zero_())
-AGAIN = "weights_packed.py:read: fetch it again"
+damaged("weights_packed.py:_whole: {}", "nf4", lambda tensors: tensors[f"{Q}.weight.quant_map"].zero_())
+AGAIN = "weights_packed.py:_whole: fetch it again"
 damaged(AGAIN, "int8", lambda tensors: tensors.update({f"{Q}.weight": tensors[f"{Q}.weight"].float()}))
 damaged(AGAIN, "int8", lambda tensors: tensors.update({f"{Q}.SCB": tensors[f"{Q}.SCB"].half()}))
 damaged(
-    "weights_packed.py:read: save it again with a newer bitsandbytes",
+    "weights_packed.py:_whole: save it again with a newer bitsandbytes",
     "int8",
     lambda tensors: tensors.update({f"{Q}.weight_format": torch.tensor(2, dtype=torch.uint8)}),
 )
@@ -83,7 +83,7 @@ case(
     lambda w, remedy: (loaded(w.shared("wide"), "nf4", double=False), loaded(w.shared("nf4"), "nf4")),
 )
 case(
-    "model/weights.py:Places.put_packed: {}",
+    "model/weights.py:Places._put_packed: {}",
     lambda w: loaded(w.shared("nf4"), "int8"),
     lambda w, remedy: (loaded(w.shared("wide"), "int8"), loaded(w.shared("nf4"), "nf4")),
 )

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from trimtab.model.decoder import Decoder
     from trimtab.model.save import save_folder
     from trimtab.model.source import read_generation_config, read_shape, read_token_ids
-    from trimtab.model.weights import Provenance, check_weights, load_weights
+    from trimtab.model.weights import check_weights, load_weights, read_weights
+    from trimtab.model.weights_reader import Provenance
 
 _PLACES = {
     "Decoder": "decoder",
-    "Provenance": "weights",
+    "Provenance": "weights_reader",
     "build": "building",
     "check_weights": "weights",
     "init_weights": "building",
@@ -31,6 +32,7 @@ _PLACES = {
     "read_generation_config": "source",
     "read_shape": "source",
     "read_token_ids": "source",
+    "read_weights": "weights",
     "save_folder": "save",
 }
 
@@ -44,6 +46,7 @@ __all__ = [
     "read_generation_config",
     "read_shape",
     "read_token_ids",
+    "read_weights",
     "save_folder",
 ]
 

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast, overload
 
 import torch
 
 from trimtab.facts.errors import ModelError
-from trimtab.facts.files import sha256_of
-from trimtab.facts.shapes import ModelShape, check
-from trimtab.kernels import int8, nf4
+from trimtab.facts.shapes import ModelShape
+from trimtab.facts.slices import Slice, check_parameter_names, check_slices, row_pieces
 from trimtab.kernels.int8 import Int8Tensor
 from trimtab.kernels.nf4 import NF4Weight
 from trimtab.model.decoder import Decoder
 from trimtab.model.source import source_kind
+from trimtab.model.weights_reader import Provenance, WeightReader, open_weights
 
 if TYPE_CHECKING:
-    from trimtab.model.weights_packed import StoredPacking
+    from trimtab.model.weights_packed import PackedWeight, StoredPacking
 
 Progress = Callable[[int, int, str], None]
 """Called as progress(tensors done, tensors in all, name) after each tensor."""
 
 _CHUNK = 2**20
-"""Numbers that are looked at at once: what that takes beside a small quantized model must be small too."""
+"""Elements that are checked at once: what that takes beside a small quantized model must be small too."""
+_PIECE = 2**22
+"""Elements of a parameter that are read at once: 16 MiB in fp32, however large the vocabulary."""
 
 
 class Taker(Protocol):
@@ -38,32 +39,6 @@ class Taker(Protocol):
         """Keeps a weight that is quantized already, bit for bit; ModelError if this layer is laid out otherwise."""
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """Where a model's weights came from.
-
-    Example:
-        >>> load_weights(decoder, "SmolLM2.gguf").formats  # doctest: +SKIP
-        {'Q4_1': 210, 'F32': 61, 'Q8_0': 1}
-    """
-
-    path: Path
-    kind: str
-    """"hf" or "gguf"."""
-    files: dict[str, int]
-    """File name to bytes."""
-    formats: dict[str, int]
-    """Stored number format to number of tensors."""
-    num_tensors: int
-    ignored: list[str] = field(default_factory=list)
-    """Tensors in the files that the decoder computes itself, or that repeat tied embeddings."""
-
-    def checksums(self) -> dict[str, str]:
-        """sha256 of every file, read now: a second or two a GB."""
-        folder = self.path if self.path.is_dir() else self.path.parent
-        return {name: sha256_of(folder / name) for name in self.files}
-
-
 def check_weights(shape: ModelShape, path: str | Path) -> None:
     """Compare a shape with the tensors that its files declare, from their headers alone.
 
@@ -72,16 +47,7 @@ def check_weights(shape: ModelShape, path: str | Path) -> None:
     Raises:
         ModelError: a tensor is missing, superfluous, of another size or in a format that cannot be read.
     """
-    path = Path(path)
-    check(shape)
-    if source_kind(path) == "gguf":
-        from trimtab.model.weights_gguf import survey_gguf
-
-        survey_gguf(shape, path)
-    else:
-        from trimtab.model.weights_safetensors import survey_folder
-
-        survey_folder(shape, path)
+    open_weights(shape, path)
 
 
 def stored_packing(path: str | Path) -> StoredPacking | None:
@@ -108,9 +74,9 @@ def packed_names(path: str | Path) -> set[str]:
 def load_weights(decoder: Decoder, path: str | Path, *, progress: Progress | None = None) -> Provenance:
     """Fill a decoder's parameters from a Hugging Face folder (safetensors) or a GGUF file.
 
-    Names, shapes and number formats are checked for the whole model before the first number is copied; then
-    one tensor at a time is read, converted to the parameter's dtype and copied to its device. A layer that has no
-    parameter `weight` but a method `take` is handed the tensor instead (`Taker`).
+    Names, shapes and number formats are checked for the whole model before the first number is copied; then one
+    tensor at a time is read, some rows at a time, converted to the parameter's dtype and copied to its device. A layer
+    that has no parameter `weight` but a method `take` is handed the whole tensor instead (`Taker`).
 
     Args:
         decoder: from `build`, on a real device; its shape must be the source's (`read_shape`).
@@ -120,20 +86,102 @@ def load_weights(decoder: Decoder, path: str | Path, *, progress: Progress | Non
     Raises:
         ModelError: the files are missing, damaged, pickled, of another model, or hold NaN or infinity.
     """
-    path = Path(path)
     tensors = (*decoder.parameters(), *decoder.buffers())
     assert all(tensor.device.type != "meta" for tensor in tensors), "give the decoder memory first"
-    return _read(decoder, path, progress, Places(decoder))
+    return _load(Places(decoder), decoder.shape, path, progress)
 
 
-def _read(decoder: Decoder, path: Path, progress: Progress | None, places: Places) -> Provenance:
-    if source_kind(path) == "gguf":
-        from trimtab.model.weights_gguf import load_gguf
+def _load(
+    places: Places, shape: ModelShape, path: str | Path, progress: Progress | None = None
+) -> Provenance:
+    with open_weights(shape, path) as reader:
+        for done, name in enumerate(reader.dims, 1):
+            places.load(name, reader)
+            if progress is not None:
+                progress(done, len(reader.dims), name)
+    return reader.provenance
 
-        return load_gguf(decoder, path, progress, places)
-    from trimtab.model.weights_safetensors import load_folder
 
-    return load_folder(decoder, path, progress, places)
+@overload
+def read_weights(
+    shape: ModelShape,
+    path: str | Path,
+    slices: Mapping[str, Slice] | None = None,
+    *,
+    names: Collection[str] | None = None,
+    keep_packed: Literal[False] = False,
+) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+@overload
+def read_weights(
+    shape: ModelShape,
+    path: str | Path,
+    slices: Mapping[str, Slice] | None = None,
+    *,
+    names: Collection[str] | None = None,
+    keep_packed: bool,
+) -> Iterator[tuple[str, torch.Tensor | PackedWeight]]: ...
+
+
+def read_weights(
+    shape: ModelShape,
+    path: str | Path,
+    slices: Mapping[str, Slice] | None = None,
+    *,
+    names: Collection[str] | None = None,
+    keep_packed: bool = False,
+) -> Iterator[tuple[str, torch.Tensor | PackedWeight]]:
+    """Read the weights of a model, or parts of them, without a decoder: one (name, tensor) at a time, on the CPU.
+
+    Names, dimensions and number formats of the whole model, and all slices, are checked before the call returns. Then
+    only the bytes of the slices are read, to whole pages of the file. Columns are cut from the blocks that hold them
+    (GGUF) or from dequantized rows (NF4). Rows of q and k of a GGUF file come in Hugging Face's order.
+
+    Args:
+        shape: the model's (`read_shape`).
+        path: a Hugging Face folder (safetensors) or a GGUF file.
+        slices: parameter name → the part of it that is wanted; all of it for names that are absent.
+        names: the parameters to read; all unless given.
+        keep_packed: yield weights that bitsandbytes quantized as `NF4Weight` or `Int8Tensor`, with the stored bytes,
+            instead of dequantized to fp32. NF4 can then be sliced by rows that begin with a block only.
+
+    Yields:
+        (name, tensor) in the order of the files. The tensor is contiguous and in the stored dtype (fp32 from GGUF). It
+        may be a view of the memory-mapped file: copy it if the file may change.
+
+    Raises:
+        ModelError: as `load_weights`; also for unknown names, and slices that are out of range or cut an NF4 block.
+
+    Example:
+        >>> shape = read_shape("my-model")  # doctest: +SKIP
+        >>> half = Slice(0, 0, shape.vocab_size // 2)  # doctest: +SKIP
+        >>> for name, tensor in read_weights(shape, "my-model", {"lm_head.weight": half}):  # doctest: +SKIP
+        ...     print(name, tensor.shape)
+    """
+    reader, slices = open_weights(shape, path), slices or {}
+    check_slices(slices, reader.dims)
+    check_parameter_names(names or (), reader.dims)
+    wanted = {name: slices.get(name, Slice.whole(dims)) for name, dims in reader.dims.items()}
+    if names is not None:
+        wanted = {name: wanted[name] for name in wanted if name in names}
+    return _read_parts(reader, wanted, keep_packed)
+
+
+def _read_parts(
+    reader: WeightReader, wanted: Mapping[str, Slice], keep_packed: bool
+) -> Iterator[tuple[str, torch.Tensor | PackedWeight]]:
+    with reader:
+        for name, part in wanted.items():
+            if keep_packed and reader.is_packed(name):
+                yield name, reader.read_packed(name, part)
+                continue
+            tensor = reader.read(name, part).contiguous()
+            if not _is_finite(tensor):
+                raise ModelError(
+                    f"{reader.file_of(name)}: {name} holds NaN or infinity", "get the weights again"
+                )
+            yield name, tensor
 
 
 def changed_weight(decoder: Decoder, path: str | Path) -> str | None:
@@ -142,50 +190,8 @@ def changed_weight(decoder: Decoder, path: str | Path) -> str | None:
     One tensor at a time is read; nothing is changed.
     """
     places = _Comparison(decoder)
-    _read(decoder, Path(path), None, places)
+    _load(places, decoder.shape, path)
     return places.changed
-
-
-def check_layers(shape: ModelShape, num_tensors: int, key: str, where: str) -> None:
-    """ModelError for more layers than there are tensors; every later check goes through all layers."""
-    if shape.num_layers > num_tensors:
-        raise ModelError(
-            f"{where} holds {num_tensors} tensors, too few for a model whose {key} is {shape.num_layers}",
-            "get the weights and config.json of one model, from the same place",
-        )
-
-
-def check_names(wanted: Iterable[str], found: Mapping[str, str], where: str) -> None:
-    """ModelError that names the first missing and the first unexpected tensors.
-
-    `found` maps a tensor's name as `wanted` has it to the name that stands in the file.
-    """
-    wanted = list(wanted)
-    wanted_set = set(wanted)
-    missing = [name for name in wanted if name not in found]
-    extra = [stored for name, stored in found.items() if name not in wanted_set]
-    if missing:
-        raise ModelError(
-            f"{where} lacks {len(missing)} of {len(wanted)} tensors: {_few(missing)}",
-            "complete the download, or get the config.json that belongs to these weights",
-        )
-    if extra:
-        raise ModelError(
-            f"{where} holds {len(extra)} tensors that the model has no place for: {_few(extra)}",
-            "get the config.json that belongs to these weights, or weights without an adapter or extra head",
-        )
-
-
-def check_dims(
-    name: str, found: tuple[int, ...], wanted: tuple[int, ...], where: str, shape: ModelShape
-) -> None:
-    """ModelError for a tensor of another size than the model's, with the config's values behind that size."""
-    if found != wanted:
-        raise ModelError(
-            f"{where}: {name} is {list(found)} where the model has {list(wanted)}"
-            + _origin(found, wanted, shape),
-            "get the weights and config.json of one model, from the same place",
-        )
 
 
 class Places:
@@ -205,23 +211,36 @@ class Places:
                 assert hasattr(layer, "take"), f"{name} has neither a parameter nor a layer that takes it"
                 self._takers[name] = cast(Taker, layer)
 
-    def put(self, name: str, tensor: torch.Tensor, where: str) -> None:
-        """Copies a stored tensor to its parameter, or hands it to its layer; ModelError if it is not finite."""
+    def load(self, name: str, reader: WeightReader) -> None:
+        """Reads a tensor to its parameter, some rows at a time, or all of it for its layer; ModelError if it is not
+        finite, or not packed as the layer is."""
+        dims, file = reader.dims[name], reader.file_of(name)
         if name in self._parameters:
-            fill(self._parameters[name], tensor, name, where)
+            assert self._parameters[name].shape == dims, (name, dims)
+            for rows in row_pieces(dims, _PIECE):
+                self.put_rows(name, rows, reader.read(name, rows), file)
+        elif reader.is_packed(name):
+            self._put_packed(name, reader.read_packed(name, Slice.whole(dims)), file)
+        else:
+            self.put(name, reader.read(name, Slice.whole(dims)), file)
+
+    def put(self, name: str, tensor: torch.Tensor, where: str) -> None:
+        """Copies a whole tensor to its parameter, or hands it to its layer; ModelError if it is not finite."""
+        if name in self._parameters:
+            assert self._parameters[name].shape == tensor.shape, (name, tensor.shape)
+            self.put_rows(name, Slice.whole(tuple(tensor.shape)), tensor, where)
             return
         try:
             self._takers[name].take(tensor)
         except ModelError as err:
             raise ModelError(f"{where}: {name}: {err.cause}", err.remedy) from err
 
-    def put_packed(self, name: str, weight: NF4Weight | Int8Tensor, where: str) -> None:
-        """The same for a weight that was quantized before it was saved: a layer that is quantized alike keeps it as
-        it is, a plain parameter gets the numbers that it stands for."""
-        if name in self._parameters:
-            dequantize = nf4.dequantize if isinstance(weight, NF4Weight) else int8.dequantize
-            self.put(name, dequantize(weight, dtype=torch.float32), where)  # type: ignore[arg-type]
-            return
+    def put_rows(self, name: str, rows: Slice, tensor: torch.Tensor, where: str) -> None:
+        """Copies these rows of a parameter."""
+        fill(self._parameters[name].detach()[rows.start : rows.stop], tensor, name, where)
+
+    def _put_packed(self, name: str, weight: PackedWeight, where: str) -> None:
+        """Hands a weight that was quantized before it was saved to a layer that is quantized alike."""
         try:
             self._takers[name].take_packed(weight)
         except ModelError as err:
@@ -233,10 +252,10 @@ class _Comparison(Places):
 
     changed: str | None = None
 
-    def put(self, name: str, tensor: torch.Tensor, where: str) -> None:
+    def put_rows(self, name: str, rows: Slice, tensor: torch.Tensor, where: str) -> None:
         """Notes the first difference."""
-        parameter = self._parameters[name].detach()
-        if self.changed is None and not torch.equal(parameter, tensor.to(parameter.device, parameter.dtype)):
+        mine = self._parameters[name].detach()[rows.start : rows.stop]
+        if self.changed is None and not torch.equal(mine, tensor.to(mine.device, mine.dtype)):
             self.changed = name
 
 
@@ -244,30 +263,14 @@ class _Comparison(Places):
 def fill(parameter: torch.Tensor, tensor: torch.Tensor, name: str, where: str) -> None:
     """Copy a stored tensor into a parameter, converting it; ModelError if the result is not finite."""
     parameter.copy_(tensor)
-    for piece in parameter.detach().view(-1).split(_CHUNK):
-        if not bool(torch.isfinite(piece).all()):
-            at_source = bool(torch.isfinite(tensor).all())
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            raise ModelError(
-                f"{where}: {name} " + (f"overflows in {dtype}" if at_source else "holds NaN or infinity"),
-                "load it in bf16 or fp32" if at_source else "get the weights again",
-            )
+    if not _is_finite(parameter):
+        at_source = _is_finite(tensor)
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{where}: {name} " + (f"overflows in {dtype}" if at_source else "holds NaN or infinity"),
+            "load it in bf16 or fp32" if at_source else "get the weights again",
+        )
 
 
-def _origin(found: tuple[int, ...], wanted: tuple[int, ...], shape: ModelShape) -> str:
-    """Which values of the config a size that differs may come from."""
-    values = {
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "head_dim": shape.attention.head_dim,
-        "query heads × head_dim": shape.attention.q_size,
-        "key/value heads × head_dim": shape.attention.kv_size,
-    }
-    differing = [dim for index, dim in enumerate(wanted) if found[index : index + 1] != (dim,)]
-    named = [f"{key} is {value}" for key, value in values.items() if value in differing]
-    return f" ({', '.join(named)})" if named else ""
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return all(bool(torch.isfinite(piece).all()) for piece in tensor.reshape(-1).split(_CHUNK))

@@ -1,11 +1,16 @@
-"""Reading a GGUF file: every quantization that the `gguf` package can undo, tensor by tensor."""
+"""Reading a GGUF file: every quantization that the `gguf` package can dequantize, by slices of a tensor.
+
+Blocks of a quantization lie inside a row, so that rows and ranges of blocks are dequantized without the others.
+"""
+
+# R rows, C columns, B blocks per row
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -13,11 +18,14 @@ import torch
 from trimtab.facts.errors import ModelError
 from trimtab.facts.gguf_header import GGUFHeader, GGUFTensor, read_gguf_header
 from trimtab.facts.shapes import ModelShape
-from trimtab.model.decoder import Decoder
+from trimtab.facts.slices import Slice
 from trimtab.model.families import family
-from trimtab.model.weights import Places, Progress, Provenance, check_dims, check_layers, check_names
+from trimtab.model.weights_checks import check_dims, check_layers, check_names
+from trimtab.model.weights_reader import Provenance, WeightReader
 
 _DAMAGED = "the file is damaged or incomplete; download it again"
+_CHUNK = 2**22
+"""Elements that are dequantized at once: the package holds two to six copies of them."""
 
 
 @dataclass(frozen=True)
@@ -30,31 +38,91 @@ class _Survey:
     ignored: list[str]
 
 
-def load_gguf(
-    decoder: Decoder, path: Path, progress: Progress | None, places: Places | None = None
-) -> Provenance:
-    """Fill a decoder from a GGUF file; see `load_weights`."""
-    found = survey_gguf(decoder.shape, path)
-    header, wanted, layouts = found.header, found.wanted, found.layouts
-    maps = family(decoder.shape.family)
-    places = places or Places(decoder)
-    data = np.memmap(path, dtype=np.uint8, mode="r")
-    for done, (stored, name) in enumerate(wanted.items(), 1):
-        kind, num_bytes = layouts[stored]
-        array = _dequantize(data, header.tensors[stored], kind, num_bytes)
-        if maps.gguf_pairs_rotary_rows:
-            array = unpair_rotary_rows(array, name, decoder.shape)
-        places.put(name, torch.from_numpy(array), str(path))
-        if progress is not None:
-            progress(done, len(wanted), name)
-    return Provenance(
-        path=path,
-        kind="gguf",
-        files={path.name: header.file_size},
-        formats=dict(Counter(kind.name for kind, _ in layouts.values())),
-        num_tensors=len(wanted),
-        ignored=found.ignored,
-    )
+class GGUFReader(WeightReader):
+    """The tensors of a GGUF file in fp32, rows of q and k in Hugging Face's order; see `open_weights`."""
+
+    def __init__(self, shape: ModelShape, path: Path) -> None:
+        found = survey_gguf(shape, path)
+        self._path, self._layouts = path, found.layouts
+        self._tensors = {name: found.header.tensors[stored] for stored, name in found.wanted.items()}
+        self._shape, self._is_paired = shape, family(shape.family).gguf_pairs_rotary_rows
+        self._data: np.ndarray | None = None
+        self.dims = {name: entry.dims for name, entry in self._tensors.items()}
+        self.provenance = Provenance(
+            path=path,
+            kind="gguf",
+            files={path.name: found.header.file_size},
+            formats=dict(Counter(kind.name for kind, _ in found.layouts.values())),
+            num_tensors=len(found.wanted),
+            ignored=found.ignored,
+        )
+
+    def __enter__(self) -> Self:
+        self._data = np.asarray(np.memmap(self._path, dtype=np.uint8, mode="r"))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._data = None
+
+    def file_of(self, name: str) -> str:
+        return str(self._path)
+
+    def read(self, name: str, part: Slice) -> torch.Tensor:
+        """See `WeightReader.read`. Of a vector all is dequantized, of a matrix the blocks that the part touches."""
+        from gguf.constants import GGML_QUANT_SIZES
+
+        assert self._data is not None, "enter the reader first"
+        entry = self._tensors[name]
+        kind, num_bytes = self._layouts[entry.name]
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        raw = self._data[entry.offset : entry.offset + num_bytes]
+        if len(entry.dims) == 1:
+            values = _dequantize(raw.reshape(1, -1, block_bytes), kind).reshape(-1)
+            return torch.from_numpy(values[self._stored_rows(name, part.start, part.stop)])
+        blocks_RB = raw.reshape(entry.dims[0], entry.dims[1] // block, block_bytes)
+        first, last = part.along(0, entry.dims)
+        left, right = part.along(1, entry.dims)
+        block_left, block_right = left // block, -(-right // block)
+        out_RC = np.empty((last - first, right - left), dtype=np.float32)
+        step = max(1, _CHUNK // max(1, (block_right - block_left) * block))
+        for start in range(first, last if left < right else first, step):
+            stop = min(start + step, last)
+            values_RC = _dequantize(
+                blocks_RB[self._stored_rows(name, start, stop), block_left:block_right], kind
+            )
+            within = slice(left - block_left * block, right - block_left * block)
+            out_RC[start - first : stop - first] = values_RC[:, within]
+        return torch.from_numpy(out_RC)
+
+    def _stored_rows(self, name: str, start: int, stop: int) -> slice | np.ndarray:
+        """Where rows `start` to `stop` of a parameter lie in the file."""
+        if not self._is_paired or not name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+            return slice(start, stop)
+        return paired_rows(np.arange(start, stop), self._shape.attention.head_dim)
+
+
+def paired_rows(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Where rows of q or k in Hugging Face's order lie in a GGUF file of architecture "llama".
+
+    llama.cpp rotates neighbouring numbers (0, 1), (2, 3) … of a head, transformers (0, D/2), (1, D/2 + 1) …;
+    its converter therefore interleaves the two halves of each head.
+
+    Example:
+        >>> paired_rows(np.arange(8), head_dim=4).tolist()
+        [0, 2, 1, 3, 4, 6, 5, 7]
+    """
+    head, row = np.divmod(rows, head_dim)
+    half, pair = np.divmod(row, head_dim // 2)
+    return head * head_dim + 2 * pair + half
+
+
+def _dequantize(blocks_RB: np.ndarray, kind: Any) -> np.ndarray:
+    """Stored blocks uint8 [R, B, bytes per block] → fp32 [R, columns], in memory of its own."""
+    from gguf.quants import dequantize
+
+    # A copy: of the file's pages, which are read-only, and aligned, which its tensors need not be.
+    rows = np.array(blocks_RB, order="C").reshape(blocks_RB.shape[0], -1)
+    return np.asarray(dequantize(rows, kind), dtype=np.float32)
 
 
 def survey_gguf(shape: ModelShape, path: Path) -> _Survey:
@@ -104,33 +172,3 @@ def _layout(header: GGUFHeader, entry: GGUFTensor) -> tuple[Any, int]:
     if entry.offset + num_bytes > header.file_size:
         raise ModelError(f"{where} ends beyond the file's {header.file_size} bytes", _DAMAGED)
     return kind, num_bytes
-
-
-def _dequantize(data: np.ndarray, entry: GGUFTensor, kind: Any, num_bytes: int) -> np.ndarray:
-    """The tensor in fp32, [rows, columns] or [columns]."""
-    from gguf.quants import dequantize
-
-    raw = np.asarray(data[entry.offset : entry.offset + num_bytes])
-    rows = raw.reshape(*entry.dims[:-1], -1)
-    # An alignment smaller than 4 is legal in the format and not in numpy's views.
-    aligned = np.require(rows, requirements=["C", "A"]) if entry.offset % 8 == 0 else rows.copy()
-    array = np.asarray(dequantize(aligned, kind), dtype=np.float32).reshape(entry.dims)
-    # fp32 tensors come back as views of the read-only map, which torch warns about.
-    return array if array.flags.writeable else array.copy()
-
-
-def unpair_rotary_rows(array: np.ndarray, name: str, shape: ModelShape) -> np.ndarray:
-    """Rows of q and k back in Hugging Face's order.
-
-    llama.cpp rotates neighbouring numbers (0, 1), (2, 3) … of a head, transformers (0, D/2), (1, D/2 + 1) …;
-    its converter therefore interleaves the two halves of each head for architecture "llama".
-    """
-    attention = shape.attention
-    if name.endswith(("q_proj.weight", "q_proj.bias")):
-        heads = attention.num_heads
-    elif name.endswith(("k_proj.weight", "k_proj.bias")):
-        heads = attention.num_kv_heads
-    else:
-        return array
-    paired = array.reshape(heads, attention.head_dim // 2, 2, *array.shape[1:])
-    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(array.shape)

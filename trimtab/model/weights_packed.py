@@ -1,4 +1,4 @@
-"""Weights that bitsandbytes quantized before they were saved: several tensors a weight, read as they are.
+"""Weights that bitsandbytes quantized before they were saved: several tensors a weight, read as they are, by slices.
 
 NF4 has `weight` (packed codes) and `weight.absmax`, `weight.quant_map`, … beside it (`trimtab.kernels.nf4.layout`);
 INT8 has `weight` (codes), and beside it `SCB`, the largest magnitude of each row, and `weight_format`.
@@ -8,12 +8,16 @@ INT8 has `weight` (codes), and beside it `SCB`, the largest magnitude of each ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from trimtab.facts.errors import ModelError
+from trimtab.facts.slices import Slice, row_pieces
+from trimtab.kernels import int8, nf4
 from trimtab.kernels.int8 import Int8Tensor
 from trimtab.kernels.nf4 import NF4Weight, layout
 
@@ -26,6 +30,8 @@ TELLING = (INT8_SCALES, *_STATES)
 
 PackedWeight = NF4Weight | Int8Tensor
 _DAMAGED = "the weights are damaged; fetch them again"
+_CHUNK = 2**22
+"""Elements that are dequantized at once where columns are cut from them."""
 
 
 class StoredPacking(NamedTuple):
@@ -77,18 +83,109 @@ def dims_of(state: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
     return tuple(layout.read_facts(state, "weight")["shape"])
 
 
-def read(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
-    """A quantized weight from its tensors, every size checked, and the numbers that scale it."""
+def read(state: Mapping[str, torch.Tensor], part: Slice, where: str) -> PackedWeight:
+    """Part of a quantized weight, still packed. Every size is checked, and the numbers that scale the part.
+
+    NF4 is cut into rows between two blocks of values, with double quantization between two blocks of scales. INT8 has
+    a scale per row and is cut anywhere.
+
+    Args:
+        state: the weight's tensors, named as if it were called "weight"; only the part's bytes of them are read.
+        part: rows or columns.
+        where: the file and the weight, for messages.
+    """
+    weight = _whole(state, where)
+    cut = _cut_rows(weight, part, where) if isinstance(weight, NF4Weight) else _cut_int8(weight, part)
+    _check_numbers(cut, where)
+    return cut
+
+
+def read_dequantized(state: Mapping[str, torch.Tensor], part: Slice, where: str) -> torch.Tensor:
+    """The numbers that part of a quantized weight stands for, in fp32 [rows, columns]; any part, bit for bit as if the
+    whole were dequantized. NF4's columns are cut from dequantized rows, some rows at a time."""
+    weight = _whole(state, where)
+    if isinstance(weight, Int8Tensor):
+        cut = _cut_int8(weight, part)
+        _check_numbers(cut, where)
+        return int8.dequantize(cut, dtype=torch.float32)
+    if part.dim == 0:
+        return _dequantized_rows(weight, part, where)
+    out_NK = torch.empty(part.dims_of(weight.shape))
+    for rows in row_pieces(weight.shape, _CHUNK):
+        values_NK = _dequantized_rows(weight, rows, where)
+        out_NK[rows.start : rows.stop] = values_NK[:, part.start : part.stop]
+    return out_NK
+
+
+def _dequantized_rows(weight: NF4Weight, rows: Slice, where: str) -> torch.Tensor:
+    """Rows of an NF4 weight in fp32, from the first block of scales that they touch."""
+    columns = weight.shape[1]
+    first, stop = rows.start * columns, rows.stop * columns
+    grid = _grid(weight)
+    cut = _values(weight, first // grid * grid, stop)
+    _check_numbers(cut, where)
+    values = nf4.dequantize(cut, dtype=torch.float32)
+    return values[first - first // grid * grid :].view(rows.stop - rows.start, columns)
+
+
+def _cut_rows(weight: NF4Weight, part: Slice, where: str) -> NF4Weight:
+    """Part of an NF4 weight, its codes and scales as they are stored."""
+    if part.dim == 1:
+        raise ModelError(
+            f"{where}: an NF4 weight is packed row by row, and columns {part.start}:{part.stop} are wanted",
+            "slice dimension 0, or read the dequantized weight (keep_packed=False)",
+        )
+    rows, columns = weight.shape
+    if part.start == part.stop:
+        return replace(_values(weight, 0, 0), shape=(0, columns))
+    first, stop, grid = part.start * columns, part.stop * columns, _grid(weight)
+    if first % grid or (part.stop < rows and stop % weight.block):
+        scales = f" whose scales are quantized in blocks of {weight.nested_block}" if weight.double else ""
+        step = grid // math.gcd(grid, columns)
+        raise ModelError(
+            f"{where}: rows {part.start}:{part.stop} of {columns} values cut the NF4 blocks of {weight.block}{scales}",
+            f"slice at multiples of {step} rows, or read the dequantized weight (keep_packed=False)"
+            if step < rows
+            else "read all rows, or the dequantized weight (keep_packed=False)",
+        )
+    return replace(_values(weight, first, stop), shape=part.dims_of(weight.shape))
+
+
+def _grid(weight: NF4Weight) -> int:
+    """Values after which a new block begins, of values and of scales."""
+    return weight.block * (weight.nested_block if weight.double else 1)
+
+
+def _values(weight: NF4Weight, first: int, stop: int) -> NF4Weight:
+    """Values `first` (a multiple of `_grid`) to `stop` of a flattened weight."""
+    block, nested = weight.block, weight.nested_absmax
+    first_scale, stop_scale = first // block, -(-stop // block)
+    if nested is not None:
+        size = weight.nested_block
+        nested = nested[first_scale // size : -(-stop_scale // size)]
+    return replace(
+        weight,
+        shape=(stop - first,),
+        codes=weight.codes[first // 2 : (stop + 1) // 2],
+        absmax=weight.absmax[first_scale:stop_scale],
+        nested_absmax=nested,
+    )
+
+
+def _cut_int8(weight: Int8Tensor, part: Slice) -> Int8Tensor:
+    """Part of an INT8 weight."""
+    (first, last), (left, right) = (part.along(dim, tuple(weight.codes.shape)) for dim in (0, 1))
+    codes_NK = weight.codes[first:last, left:right].contiguous()
+    return replace(weight, codes=codes_NK, scale=weight.scale[first:last], length=right - left)
+
+
+def _whole(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
+    """The weight as it lies in the files, every size checked. No codes or scales are read yet but INT8's scales."""
     if INT8_SCALES not in state:
         try:
-            weight = NF4Weight.from_bitsandbytes(state)
+            return NF4Weight.from_bitsandbytes(state)
         except ModelError as error:
             raise ModelError(f"{where}: {error.cause}", error.remedy or _DAMAGED) from error
-        _check_scales(weight.absmax if weight.nested_absmax is None else weight.nested_absmax, where)
-        for tensor in (weight.nested_quant_map, weight.offset):
-            if tensor is not None:
-                _check_finite(tensor, where)
-        return weight
     codes_NK, largest_N = state["weight"], state[INT8_SCALES]
     if codes_NK.dtype != torch.int8 or codes_NK.ndim != 2:
         raise ModelError(
@@ -98,7 +195,6 @@ def read(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
         raise ModelError(
             f"{where}: SCB is not one fp32 number for each of {codes_NK.shape[0]} rows", "fetch it again"
         )
-    _check_scales(largest_N, where)
     order = state.get(_INT8_FORMAT, torch.tensor(0))
     if order.numel() != 1 or int(order) != 0:
         raise ModelError(
@@ -108,6 +204,17 @@ def read(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
     none = codes_NK.new_empty(0)
     # theirs is w ≈ code · SCB / 127, ours code · scale
     return Int8Tensor(codes_NK, largest_N / 127.0, none, codes_NK.shape[1], torch.float16)
+
+
+def _check_numbers(weight: PackedWeight, where: str) -> None:
+    """ModelError if the numbers that scale a weight cannot be right."""
+    if isinstance(weight, Int8Tensor):
+        _check_scales(weight.scale, where)
+        return
+    _check_scales(weight.absmax if weight.nested_absmax is None else weight.nested_absmax, where)
+    for tensor in (weight.nested_quant_map, weight.offset):
+        if tensor is not None:
+            _check_finite(tensor, where)
 
 
 def _check_scales(scales: torch.Tensor, where: str) -> None:

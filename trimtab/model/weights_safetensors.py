@@ -1,4 +1,4 @@
-"""Reading a Hugging Face folder's safetensors files, one or several with an index."""
+"""Reading a Hugging Face folder's safetensors files, one or several with an index, by slices of their tensors."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.run_layout import PARAMETERS, is_checkpoint
 from trimtab.facts.shapes import ModelShape
+from trimtab.facts.slices import Slice
 from trimtab.model import weights_packed as packed
-from trimtab.model.decoder import Decoder
 from trimtab.model.families import family
 from trimtab.model.families.config_json import read_model_json
 from trimtab.model.source import PICKLE_SUFFIXES, pickle_refused
-from trimtab.model.weights import Places, Progress, Provenance, check_dims, check_layers, check_names
+from trimtab.model.weights_checks import check_dims, check_layers, check_names
+from trimtab.model.weights_reader import Provenance, WeightReader
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,33 +39,60 @@ class _Stored:
     """Of a weight that bitsandbytes quantized: its other tensors, by their names' endings."""
 
 
-def load_folder(
-    decoder: Decoder, folder: Path, progress: Progress | None, places: Places | None = None
-) -> Provenance:
-    """Fill a decoder from a folder; see `load_weights`."""
-    files = weight_files(folder)
-    places = places or Places(decoder)
-    stored, ignored = survey_folder(decoder.shape, folder)
-    in_order = sorted(stored.items(), key=lambda item: files.index(item[1].file))
-    with ExitStack() as stack:
+class FolderReader(WeightReader):
+    """The tensors of a folder in their stored dtype, packed ones dequantized unless asked for; see `open_weights`."""
+
+    def __init__(self, shape: ModelShape, folder: Path) -> None:
+        files = weight_files(folder)
+        stored, ignored = survey_folder(shape, folder)
+        dims = dict(shape.parameters())
+        self._folder, self._stored = folder, stored
+        self._closing = ExitStack()
+        self._opened: dict[str, Any] = {}
+        self.dims = {name: dims[name] for name in sorted(stored, key=lambda n: files.index(stored[n].file))}
+        self.provenance = Provenance(
+            path=folder,
+            kind="hf",
+            files={file: (folder / file).stat().st_size for file in files},
+            formats=dict(Counter(_format(entry) for entry in stored.values())),
+            num_tensors=len(stored),
+            ignored=ignored,
+        )
+
+    def __enter__(self) -> Self:
         # All at once: a quantized weight's tensors may lie in several.
-        opened = {file: stack.enter_context(_open(folder / file)) for file in files}
-        for done, (name, entry) in enumerate(in_order, 1):
-            where = str(folder / entry.file)
-            if entry.parts:
-                places.put_packed(name, packed.read(_tensors(entry, opened), f"{where}: {name}"), where)
-            else:
-                places.put(name, opened[entry.file].get_tensor(entry.name), where)
-            if progress is not None:
-                progress(done, len(stored), name)
-    return Provenance(
-        path=folder,
-        kind="hf",
-        files={file: (folder / file).stat().st_size for file in files},
-        formats=dict(Counter(_format(entry) for entry in stored.values())),
-        num_tensors=len(stored),
-        ignored=ignored,
-    )
+        with ExitStack() as stack:
+            for file in self.provenance.files:
+                self._opened[file] = stack.enter_context(_open(self._folder / file))
+            self._closing = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._opened.clear()
+        self._closing.close()
+
+    def file_of(self, name: str) -> str:
+        return str(self._folder / self._stored[name].file)
+
+    def is_packed(self, name: str) -> bool:
+        return bool(self._stored[name].parts)
+
+    def read(self, name: str, part: Slice) -> torch.Tensor:
+        entry = self._stored[name]
+        if entry.parts:
+            return packed.read_dequantized(self._tensors(entry), part, f"{self.file_of(name)}: {name}")
+        piece = self._opened[entry.file].get_slice(entry.name)
+        return piece[part.start : part.stop] if part.dim == 0 else piece[:, part.start : part.stop]
+
+    def read_packed(self, name: str, part: Slice) -> packed.PackedWeight:
+        return packed.read(self._tensors(self._stored[name]), part, f"{self.file_of(name)}: {name}")
+
+    def _tensors(self, entry: _Stored) -> dict[str, torch.Tensor]:
+        """All tensors of a quantized weight, named as if the weight were called "weight": views of the mapped files."""
+        found = {"weight": self._opened[entry.file].get_tensor(entry.name)}
+        for part, other in entry.parts.items():
+            found[packed.part_name(part)] = self._opened[other.file].get_tensor(other.name)
+        return found
 
 
 def stored_packing(folder: Path) -> packed.StoredPacking | None:
@@ -92,14 +121,6 @@ def packed_names(folder: Path) -> set[str]:
         with _open(folder / file) as opened:
             owners = map(packed.owner_of, opened.keys())
             found |= {owner[0] for owner in owners if owner is not None}
-    return found
-
-
-def _tensors(entry: _Stored, opened: dict[str, Any]) -> dict[str, Any]:
-    """All tensors of a quantized weight, named as if the weight were called "weight"."""
-    found = {"weight": opened[entry.file].get_tensor(entry.name)}
-    for part, other in entry.parts.items():
-        found[packed.part_name(part)] = opened[other.file].get_tensor(other.name)
     return found
 
 

@@ -24,6 +24,7 @@ from trimtab.facts.errors import CheckpointError, ModelError, RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import (
     Decoder,
+    Provenance,
     check_weights,
     init_weights,
     load_weights,
@@ -32,7 +33,6 @@ from trimtab.model import (
     read_token_ids,
 )
 from trimtab.model.families import config_from_shape
-from trimtab.model.weights import Provenance
 from trimtab.parallel import Mesh
 from trimtab.run.adapter_tokens import tokenizer_beside, with_its_tokens
 from trimtab.run.base_weights import check_adapter_base, check_base

@@ -1,0 +1,60 @@
+"""Slices of parameters: what they cover, and which are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.facts.errors import ModelError
+from trimtab.facts.slices import Slice, check_parameter_names, check_slices, row_pieces
+
+PARAMETERS = {"model.norm.weight": (8,), "lm_head.weight": (64, 8)}
+
+
+@given(rows=st.integers(1, 300), columns=st.integers(1, 40), limit=st.integers(1, 2000))
+def test_pieces_cover_every_row_once_and_stay_below_the_limit(rows: int, columns: int, limit: int) -> None:
+    pieces = list(row_pieces((rows, columns), limit))
+    assert [row for piece in pieces for row in range(piece.start, piece.stop)] == list(range(rows))
+    assert all((piece.stop - piece.start) * columns <= max(limit, columns) for piece in pieces)
+
+
+def test_legal_slices_are_accepted() -> None:
+    check_slices({}, PARAMETERS)
+    check_slices({"lm_head.weight": Slice(1, 0, 8), "model.norm.weight": Slice(0, 8, 8)}, PARAMETERS)
+    assert Slice.whole((64, 8)).dims_of((64, 8)) == (64, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "message"),
+    [
+        ("lm_haed.weight", (0, 0, 1), "no parameter 'lm_haed.weight'; did you mean 'lm_head.weight'"),
+        ("x", (0, 0, 1), r"no parameter 'x'; `ModelShape.parameters\(\)`"),
+        (
+            "model.norm.weight",
+            (1, 0, 1),
+            r"dimensions \[8\], and dimension 1 is to be sliced; slice dimension 0$",
+        ),
+        ("lm_head.weight", (2, 0, 1), "dimension 2 is to be sliced; slice dimension 0 or 1"),
+        ("lm_head.weight", (-1, 0, 1), "dimension -1"),
+        ("lm_head.weight", (0, 0, 65), "slice 0:65 is not inside dimension 0 .* stop <= 64"),
+        ("lm_head.weight", (1, 5, 9), "slice 5:9 is not inside dimension 1 .* stop <= 8"),
+        ("lm_head.weight", (0, -1, 4), "slice -1:4 is not inside"),
+        ("lm_head.weight", (0, 5, 4), "slice 5:4 is not inside"),
+        ("lm_head.weight", (0, 2**70, 2**70), "is not inside"),
+        ("lm_head.weight", (0, 0.5, 4), "whole numbers"),
+        ("lm_head.weight", (0, 0, None), "slice 0:None is not inside"),
+    ],
+)
+def test_other_slices_are_refused_with_a_remedy(name: str, part: tuple[Any, Any, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        check_slices({name: Slice(*part)}, PARAMETERS)
+    assert caught.value.remedy
+
+
+def test_names_are_checked() -> None:
+    check_parameter_names(["lm_head.weight"], PARAMETERS)
+    with pytest.raises(ModelError, match=r"did you mean 'model\.norm\.weight'"):
+        check_parameter_names(["lm_head.weight", "model.norm.weigth"], PARAMETERS)

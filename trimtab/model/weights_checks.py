@@ -1,0 +1,69 @@
+"""What a file declares compared with what a model needs: names, dimensions, number of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from trimtab.facts.errors import ModelError
+from trimtab.facts.shapes import ModelShape
+
+
+def check_layers(shape: ModelShape, num_tensors: int, key: str, where: str) -> None:
+    """ModelError for more layers than there are tensors; every later check goes through all layers."""
+    if shape.num_layers > num_tensors:
+        raise ModelError(
+            f"{where} holds {num_tensors} tensors, too few for a model whose {key} is {shape.num_layers}",
+            "get the weights and config.json of one model, from the same place",
+        )
+
+
+def check_names(wanted: Iterable[str], found: Mapping[str, str], where: str) -> None:
+    """ModelError that names the first missing and the first unexpected tensors.
+
+    `found` maps a tensor's name as `wanted` has it to the name that stands in the file.
+    """
+    wanted = list(wanted)
+    wanted_set = set(wanted)
+    missing = [name for name in wanted if name not in found]
+    extra = [stored for name, stored in found.items() if name not in wanted_set]
+    if missing:
+        raise ModelError(
+            f"{where} lacks {len(missing)} of {len(wanted)} tensors: {_few(missing)}",
+            "complete the download, or get the config.json that belongs to these weights",
+        )
+    if extra:
+        raise ModelError(
+            f"{where} holds {len(extra)} tensors that the model has no place for: {_few(extra)}",
+            "get the config.json that belongs to these weights, or weights without an adapter or extra head",
+        )
+
+
+def check_dims(
+    name: str, found: tuple[int, ...], wanted: tuple[int, ...], where: str, shape: ModelShape
+) -> None:
+    """ModelError for a tensor of another size than the model's, with the config's values behind that size."""
+    if found != wanted:
+        raise ModelError(
+            f"{where}: {name} is {list(found)} where the model has {list(wanted)}"
+            + _origin(found, wanted, shape),
+            "get the weights and config.json of one model, from the same place",
+        )
+
+
+def _origin(found: tuple[int, ...], wanted: tuple[int, ...], shape: ModelShape) -> str:
+    """Which values of the config a size that differs may come from."""
+    values = {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "head_dim": shape.attention.head_dim,
+        "query heads × head_dim": shape.attention.q_size,
+        "key/value heads × head_dim": shape.attention.kv_size,
+    }
+    differing = [dim for index, dim in enumerate(wanted) if found[index : index + 1] != (dim,)]
+    named = [f"{key} is {value}" for key, value in values.items() if value in differing]
+    return f" ({', '.join(named)})" if named else ""
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

@@ -1,0 +1,101 @@
+"""The weights in a model's files, of any format, read by slices."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from trimtab.facts.files import sha256_of
+from trimtab.facts.shapes import ModelShape, check
+from trimtab.facts.slices import Dims, Slice
+from trimtab.model.source import source_kind
+
+if TYPE_CHECKING:
+    from trimtab.model.weights_packed import PackedWeight
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a model's weights came from.
+
+    Example:
+        >>> load_weights(decoder, "SmolLM2.gguf").formats  # doctest: +SKIP
+        {'Q4_1': 210, 'F32': 61, 'Q8_0': 1}
+    """
+
+    path: Path
+    kind: str
+    """"hf" or "gguf"."""
+    files: dict[str, int]
+    """File name to bytes."""
+    formats: dict[str, int]
+    """Stored number format to number of tensors."""
+    num_tensors: int
+    ignored: list[str] = field(default_factory=list)
+    """Tensors in the files that the decoder computes itself, or that repeat tied embeddings."""
+
+    def checksums(self) -> dict[str, str]:
+        """sha256 of every file, read now: a second or two a GB."""
+        folder = self.path if self.path.is_dir() else self.path.parent
+        return {name: sha256_of(folder / name) for name in self.files}
+
+
+class WeightReader(ABC):
+    """The weights of one model, by parameter name. Headers are checked when it is made; tensors are read inside `with`.
+
+    Files are memory-mapped, so that a read touches the pages of its slice alone.
+
+    Example:
+        >>> with open_weights(read_shape("my-model"), "my-model") as reader:  # doctest: +SKIP
+        ...     reader.read("model.norm.weight", Slice(0, 0, 8)).shape
+        torch.Size([8])
+    """
+
+    dims: Mapping[str, Dims]
+    """Every parameter's dimensions, in the order in which they lie in the files."""
+    provenance: Provenance
+
+    @abstractmethod
+    def __enter__(self) -> Self: ...
+
+    @abstractmethod
+    def __exit__(self, *exception: Any) -> None: ...
+
+    @abstractmethod
+    def file_of(self, name: str) -> str:
+        """The file that holds a parameter, for messages."""
+
+    @abstractmethod
+    def read(self, name: str, part: Slice) -> torch.Tensor:
+        """A part of a parameter as floating-point numbers, on the CPU: in the stored dtype, dequantized to fp32 where
+        that is packed. It may be a view of the memory-mapped file, and not contiguous."""
+
+    def is_packed(self, name: str) -> bool:
+        """Whether bitsandbytes quantized it before it was saved."""
+        return False
+
+    def read_packed(self, name: str, part: Slice) -> PackedWeight:
+        """A part of a packed weight, still packed; ModelError where the part would cut a block."""
+        raise AssertionError(f"{name} is not packed")
+
+
+def open_weights(shape: ModelShape, path: str | Path) -> WeightReader:
+    """The weights at a path, checked from headers alone to be those of a shape.
+
+    Raises:
+        ModelError: a tensor is missing, superfluous, of another size or in a format that cannot be read.
+    """
+    path = Path(path)
+    check(shape)
+    if source_kind(path) == "gguf":
+        from trimtab.model.weights_gguf import GGUFReader
+
+        return GGUFReader(shape, path)
+    from trimtab.model.weights_safetensors import FolderReader
+
+    return FolderReader(shape, path)
