@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters, trained_parameters
-from trimtab.adapt.quantized import quantize_layout
+from trimtab.adapt.quantized_layout import quantize_layout
 from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.model import build, init_weights, save_folder
 from trimtab.model.decoder import Decoder

@@ -20,7 +20,8 @@ from trimtab.adapt import (
     recompute,
     set_masks,
 )
-from trimtab.adapt.quantized import describe, quantized_layers
+from trimtab.adapt.quantized import quantized_layers
+from trimtab.adapt.quantized_layout import describe
 from trimtab.facts.errors import RecipeError
 from trimtab.model import Decoder, build, init_weights
 

@@ -11,7 +11,8 @@ import torch
 from quantized_world import SHAPE, empty, folder, plain, token_ids
 from safetensors.torch import load_file, save_file
 
-from trimtab.adapt.quantized import packed_state, quantize_layout, quantized_layers
+from trimtab.adapt.quantized import packed_state, quantized_layers
+from trimtab.adapt.quantized_layout import quantize_layout
 from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.kernels.nf4 import spec as nf4_spec

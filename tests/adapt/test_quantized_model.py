@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from test_model_gguf import write_gguf
 
 from trimtab.adapt import spec_quantized
-from trimtab.adapt.quantized import QuantizedLinear, describe, quantize_layout, quantized_layers
+from trimtab.adapt.quantized import QuantizedLinear, quantized_layers
+from trimtab.adapt.quantized_layout import describe, quantize_layout
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.facts.shapes import uniform_shape
 from trimtab.model import build, init_weights, load_weights

@@ -65,12 +65,12 @@ case(
     ),
 )
 case(
-    "adapt/quantized.py:_linears: quantize a plain model, then add adapters",
+    "adapt/quantized_layout.py:_linears: quantize a plain model, then add adapters",
     lambda w: quantize_layout(adapted_of(w.shared("wide")), "nf4"),
     lambda w, remedy: add_adapters(quantize_layout(decoder_of(w.shared("wide")), "nf4"), LoraSettings(r=2)),
 )
 case(
-    "adapt/quantized.py:_linears: the model has {}",
+    "adapt/quantized_layout.py:_linears: the model has {}",
     lambda w: quantized(w, skip=("query",)),
     lambda w, remedy: in_turn(lambda name: quantized(w, skip=(name,)), listed(remedy, "the model has")),
 )
