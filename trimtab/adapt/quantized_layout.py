@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from trimtab.adapt import spec_quantized
+from trimtab.adapt.packing import check_rows
 from trimtab.adapt.quantized import QuantizedLinear, quantized_layers
 from trimtab.facts.errors import RecipeError
 from trimtab.kernels.triton_here import runs_triton
@@ -113,3 +114,9 @@ def describe(decoder: nn.Module) -> str:
     if first.kind == "nf4":
         scales = f" (blocks of {first.block}, scales in {'8' if first.nested_block else '32'} bits)"
     return f"{len(layers)} linear layers in {first.kind}{scales}, read by {first.impl}"
+
+
+def check_row_layout(decoder: nn.Module) -> None:
+    """RecipeError naming the first quantized layer whose rows cannot be sliced, which sharding needs."""
+    for name, layer in quantized_layers(decoder):
+        check_rows(layer.packing, name)
