@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters, trained_parameters
-from trimtab.adapt.quantized import quantize_layout
+from trimtab.adapt.quantized_layout import quantize_layout
 from trimtab.adapt.spec_quantized import linear_shapes
 from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.kernels.nf4 import NF4Weight

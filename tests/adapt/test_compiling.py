@@ -147,7 +147,8 @@ def test_adapters_and_quantized_weights_are_one_program(kind: str | None, settin
                 if isinstance(module, QuantizedLinear):
                     module.take(weights[f"{name}.weight"])
             for name, parameter in decoder.named_parameters():
-                parameter.copy_(weights[name])
+                if name in weights:
+                    parameter.copy_(weights[name])
     add_adapters(decoder, LoraSettings(r=4, **settings))
     init_adapters(decoder, seed=0)
     for name, parameter in decoder.named_parameters():

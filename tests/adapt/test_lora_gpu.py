@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 def gradients(decoder: Decoder, device: str, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
     decoder = decoder.to(device)
     for name, parameter in decoder.named_parameters():
-        if ".lora_" not in name or dtype == torch.float64:
+        if parameter.is_floating_point() and (".lora_" not in name or dtype == torch.float64):
             parameter.data = parameter.data.to(dtype)
     ids_BT = IDS_BT.to(device)
     loss = decoder.loss(ids_BT, ids_BT, reduction="mean")

@@ -20,7 +20,9 @@ from trimtab.adapt import (
     recompute,
     set_masks,
 )
-from trimtab.adapt.quantized import describe, quantized_layers
+from trimtab.adapt.packing import Packing
+from trimtab.adapt.quantized import quantized_layers
+from trimtab.adapt.quantized_layout import describe
 from trimtab.facts.errors import RecipeError
 from trimtab.model import Decoder, build, init_weights
 
@@ -80,7 +82,7 @@ def test_the_last_product_of_a_block_is_not_computed_again(
     shapes: list[tuple[int, int]] = []
     dequantize = quantized_ops.dequantize
 
-    def counted(packing: quantized_ops.Packing, *rest: Any) -> torch.Tensor:
+    def counted(packing: Packing, *rest: Any) -> torch.Tensor:
         shapes.append(packing.shape)
         return dequantize(packing, *rest)
 

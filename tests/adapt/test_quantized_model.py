@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from test_model_gguf import write_gguf
 
 from trimtab.adapt import spec_quantized
-from trimtab.adapt.quantized import QuantizedLinear, describe, quantize_layout, quantized_layers
+from trimtab.adapt.quantized import QuantizedLinear, quantized_layers
+from trimtab.adapt.quantized_layout import describe, quantize_layout
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.facts.shapes import uniform_shape
 from trimtab.model import build, init_weights, load_weights
@@ -61,7 +62,11 @@ def test_random_weights_are_those_of_the_plain_model() -> None:
 
 def test_parameters_that_stay_keep_their_names_and_order() -> None:
     wanted = [name for name, _ in SHAPE.parameters() if name not in spec_quantized.linear_shapes(SHAPE)]
-    assert [name for name, _ in empty().named_parameters()] == wanted
+    found = [name for name, _ in empty().named_parameters()]
+    packed = [name for name in found if name.endswith((".codes", ".scales"))]
+    assert [name for name in found if name not in packed] == wanted
+    linears = [name.removesuffix("weight") for name in spec_quantized.linear_shapes(SHAPE)]
+    assert packed == [f"{name}{part}" for name in linears for part in ("codes", "scales")]
 
 
 @pytest.mark.oracle

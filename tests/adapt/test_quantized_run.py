@@ -14,7 +14,8 @@ from tiny_model import tiny_shape, write_recipe, write_tiny_model
 import trimtab
 from trimtab import adapt
 from trimtab.adapt import quantized_ops
-from trimtab.adapt.quantized import describe, quantized_layers
+from trimtab.adapt.quantized import quantized_layers
+from trimtab.adapt.quantized_layout import describe
 from trimtab.facts.errors import RecipeError
 from trimtab.recipe import load
 from trimtab.run.lifecycle import resume, train

@@ -11,7 +11,8 @@ from kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for
 from trimtab.kernels.nf4 import spec
 
 
-def compiled_kernels(chip: int) -> Iterator[Any]:
+def compiled_kernels(chip: int, start: int = 0) -> Iterator[Any]:
+    """`start`: of a slice of a weight, where its scales begin within a block of scales."""
     from trimtab.kernels.nf4 import impl_triton, impl_triton_matmul
 
     value = "*fp16" if chip == 75 else "*bf16"  # Turing has no bf16
@@ -22,7 +23,7 @@ def compiled_kernels(chip: int) -> Iterator[Any]:
         "offset_ptr": "*fp32",
         "out_ptr": value,
     }
-    shifts = {"LOG_BLOCK": 6, "LOG_NESTED": 8, "ON_GPU": True}
+    shifts = {"LOG_BLOCK": 6, "LOG_NESTED": 8, "NESTED_START": start, "ON_GPU": True}
     cut = impl_triton.dequantize_configuration()
     for by_word, even, nested in (
         (True, True, True),
@@ -87,10 +88,10 @@ def compiled_kernels(chip: int) -> Iterator[Any]:
             )
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-def test_every_configuration_fits_every_chip(chip: int) -> None:
+@pytest.mark.parametrize(("chip", "start"), [*((chip, 0) for chip in CHIPS), (90, 3)])
+def test_every_configuration_fits_every_chip(chip: int, start: int) -> None:
     pytest.importorskip("triton")
-    for compiled in compiled_kernels(chip):
+    for compiled in compiled_kernels(chip, start):
         assert compiled.shared <= SHARED_LIMIT[chip]
         assert not compiled.spills
 

@@ -64,13 +64,41 @@ case(
         decoder_of(w.shared("wide")).requires_grad_(True),
     ),
 )
+
+
+def narrow(columns: int, **settings: Any) -> QuantizedLinear:
+    """A layer whose rows are not always whole blocks, with a weight."""
+    made = {"bias": False, "kind": "nf4", "dtype": torch.float32, **settings}
+    whole = QuantizedLinear(columns, 8, **made)
+    whole.take(torch.ones(8, columns))
+    return whole
+
+
 case(
-    "adapt/quantized.py:_linears: quantize a plain model, then add adapters",
+    "adapt/packing.py:check_rows: quantize to INT8 (load_in_8bit: true), or with quantize_layout(…, block={})",
+    lambda w: narrow(96).slice_rows(0, 4),
+    lambda w, remedy: (
+        narrow(96, kind="int8").slice_rows(0, 4),
+        narrow(96, block=int(re.findall(r"block=(\d+)", remedy)[0])).slice_rows(0, 4),
+    ),
+)
+case(
+    "adapt/packing.py:check_rows: quantize to INT8 (load_in_8bit: true)",
+    lambda w: narrow(40).slice_rows(0, 4),
+    lambda w, remedy: narrow(40, kind="int8").slice_rows(0, 4),
+)
+case(
+    "adapt/quantized.py:check_whole_layer: do so with the whole layer, then slice it",
+    lambda w: layer().slice_rows(0, 4).take(torch.ones(4, 64)),
+    lambda w, remedy: narrow(64).slice_rows(0, 4).dequantized(),
+)
+case(
+    "adapt/quantized_layout.py:_linears: quantize a plain model, then add adapters",
     lambda w: quantize_layout(adapted_of(w.shared("wide")), "nf4"),
     lambda w, remedy: add_adapters(quantize_layout(decoder_of(w.shared("wide")), "nf4"), LoraSettings(r=2)),
 )
 case(
-    "adapt/quantized.py:_linears: the model has {}",
+    "adapt/quantized_layout.py:_linears: the model has {}",
     lambda w: quantized(w, skip=("query",)),
     lambda w, remedy: in_turn(lambda name: quantized(w, skip=(name,)), listed(remedy, "the model has")),
 )

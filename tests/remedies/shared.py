@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tiny_model import write_recipe, write_tiny_model
 
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters, quantize_layout, save_adapter
-from trimtab.adapt.quantized import packed_state, quantized_layers
+from trimtab.adapt.quantized import int8_tensor, packed_state, quantized_layers
 from trimtab.cli.main import main
 from trimtab.model import build, load_weights, read_shape
 from trimtab.model.decoder import Decoder
@@ -94,13 +94,14 @@ def _stored(folder: Path, made: Made, kind: str, config: dict[str, object]) -> N
     """The wide model as transformers saves it through bitsandbytes."""
     shutil.copytree(made("wide"), folder)
     decoder = quantize_layout(decoder_of(made("wide")), kind)
-    tensors = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
+    named = dict(decoder.named_parameters())
+    tensors = {name: named[name].detach().clone() for name, _ in decoder.shape.parameters() if name in named}
     for name, layer in quantized_layers(decoder):
         if kind == "nf4":
             tensors |= packed_state(layer, f"{name}.weight")
         else:
-            codes, scales = layer.packed[:2]
-            tensors |= {f"{name}.weight": codes, f"{name}.SCB": scales * 127}
+            packed = int8_tensor(layer)
+            tensors |= {f"{name}.weight": packed.codes, f"{name}.SCB": packed.scale * 127}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     path = folder / "config.json"
     stored = {"quantization_config": {"quant_method": "bitsandbytes", **config}}

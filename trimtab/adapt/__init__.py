@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     )
     from trimtab.adapt.merging import merge_adapters
     from trimtab.adapt.peft_files import load_adapter, save_adapter
-    from trimtab.adapt.quantized import QuantizedLinear, quantize_layout
+    from trimtab.adapt.quantized import QuantizedLinear
+    from trimtab.adapt.quantized_layout import quantize_layout
     from trimtab.adapt.spec import LoraSettings
     from trimtab.adapt.unpacked import keep_unpacked
 
@@ -49,7 +50,7 @@ _PLACES = {
     "keep_unpacked": "unpacked",
     "load_adapter": "peft_files",
     "merge_adapters": "merging",
-    "quantize_layout": "quantized",
+    "quantize_layout": "quantized_layout",
     "quantize_linears": "any_model",
     "remove_adapter": "lora",
     "save_adapter": "peft_files",

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from trimtab.adapt import quantized_ops
-from trimtab.adapt.quantized_ops import NUM_PACKED, PLAIN, Packed, Packing
+from trimtab.adapt.packing import PLAIN, Packing
+from trimtab.adapt.quantized_ops import NUM_PACKED, Packed
 from trimtab.model.labels import with_factor
 
 

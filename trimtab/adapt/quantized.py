@@ -1,10 +1,5 @@
 """Linear layers whose frozen weight is kept in 4 or 8 bits: the base of QLoRA.
 
-    decoder = build(shape, dtype="bf16", device="meta", attention="varlen")
-    quantize_layout(decoder, "nf4", device="cuda")          # no memory yet
-    decoder.to_empty(device="cuda")                         # 4.13 bits a value
-    load_weights(decoder, "my-model")                       # reads, moves and quantizes one weight at a time
-
 The bytes are bitsandbytes' own: the same codes and scales, whether they are made here or there, on a CPU or a GPU.
 Where memory is left, a layer may hold its weight unpacked as well (`adapt.unpacked`).
 """
@@ -21,25 +16,23 @@ import torch
 from torch import nn
 
 from trimtab.adapt import quantized_ops, spec_quantized
-from trimtab.adapt.quantized_ops import Packing
+from trimtab.adapt.packing import NAMES, ROW_NAMES, Packing, packed_tensors, tensor_sizes
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.kernels import int8, nf4
 from trimtab.kernels.int8 import Int8Tensor
 from trimtab.kernels.nf4 import NF4Weight
 from trimtab.kernels.nf4 import spec as nf4_spec
-from trimtab.kernels.triton_here import runs_triton
-from trimtab.model.decoder import Decoder
-
-NAMES = ("codes", "scales", "quant_map", "nested_absmax", "nested_quant_map", "offset")
-"""The packed tensors, in the operators' order. NF4 without double quantization has the first three, INT8 two."""
 
 
 class QuantizedLinear(nn.Module):
     """x [..., K] → x · Wᵀ + bias [..., N], with W in NF4 or INT8; differentiable in x (and in the bias).
 
-    W is no parameter: it has no gradient, no optimizer state and no place in a checkpoint. It is filled by `take`
-    (from 16 or 32 bits) or `take_packed` (from quantized files), tensor by tensor, as `load_weights` does.
-    Computes in x's dtype, or in autocast's where that is on.
+    W is frozen: it has no gradient, no optimizer state and no place in a checkpoint. It is filled by `take` (from 16
+    or 32 bits) or `take_packed` (from quantized files), tensor by tensor, as `load_weights` does. Computes in x's
+    dtype, or in autocast's where that is on.
+
+    Codes and scales are frozen integer parameters with a row for each row of W, which FSDP2 shards as they are and
+    `slice_rows` slices; tables are buffers. Where NF4 blocks span rows, codes and scales are flat buffers.
 
     Args:
         in_features: K.
@@ -85,6 +78,7 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.dtype = dtype
         nested = nf4_spec.NESTED_BLOCK if kind == "nf4" and double else 0
+        self.is_slice = False
         self._lay_out(
             Packing(kind, out_features, in_features, block if kind == "nf4" else 0, nested, impl), device
         )
@@ -98,15 +92,19 @@ class QuantizedLinear(nn.Module):
             self.bias = nn.Parameter(values, requires_grad=False)
 
     def _lay_out(self, packing: Packing, device: torch.device | str) -> None:
-        """Registers uninitialized buffers for a packing."""
+        """Registers uninitialized tensors for a packing."""
         self.packing, self.text = packing, packing.text
-        sizes = _sizes(packing)
+        sizes = tensor_sizes(packing)
         for name in NAMES:
             tensor = None
             if name in sizes:
                 size, dtype = sizes[name]
                 tensor = torch.empty(size, dtype=dtype, device=device)
-            self.register_buffer(name, tensor)
+            if name in ROW_NAMES and packing.by_rows:
+                assert tensor is not None
+                self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+            else:
+                self.register_buffer(name, tensor)
 
     @property
     def kind(self) -> str:
@@ -189,12 +187,50 @@ class QuantizedLinear(nn.Module):
             quantized_ops.dequantize(self.packing, self.packed, kept_NK.dtype, kept_NK)
 
     @torch.no_grad()
+    def slice_rows(self, start: int, stop: int) -> QuantizedLinear:
+        """A layer of the output features `start` to `stop`, which reads this layer's memory: its weight is those rows
+        of this one's, bit for bit. It is read, moved and saved like any other; a weight is taken by the whole alone.
+
+        Raises:
+            RecipeError: NF4 blocks span rows.
+
+        Example:
+            >>> layer = QuantizedLinear(64, 8, bias=False, kind="nf4", dtype=torch.float32)
+            >>> layer.take(torch.randn(8, 64))
+            >>> torch.equal(layer.slice_rows(3, 8).dequantized(), layer.dequantized()[3:8])
+            True
+        """
+        packing = self.packing.rows(start, stop)
+        part = QuantizedLinear(
+            self.in_features,
+            stop - start,
+            bias=False,
+            kind=packing.kind,
+            dtype=self.dtype,
+            block=packing.block,
+            double=packing.nested_block > 0,
+            impl=packing.impl,
+            device="meta",
+        )
+        part.packing, part.text, part.is_slice = packing, packing.text, True
+        for name in ROW_NAMES:
+            part.register_parameter(name, nn.Parameter(getattr(self, name)[start:stop], requires_grad=False))
+        for name in NAMES[len(ROW_NAMES) :]:
+            part.register_buffer(name, self._buffers[name])
+        if self.unpacked is not None:
+            part.unpacked = self.unpacked[start:stop]
+        if self.bias is not None:
+            part.bias = nn.Parameter(self.bias[start:stop], requires_grad=self.bias.requires_grad)
+        return part.train(self.training)
+
+    @torch.no_grad()
     def take(self, weight_NK: torch.Tensor) -> None:
         """Quantizes a weight into this layer. It is rounded to `dtype` where it lies, then moved, then packed.
 
         Raises:
-            ModelError: NaN or infinity, or another shape.
+            ModelError: NaN or infinity, another shape, or a slice (`slice_rows`).
         """
+        check_whole_layer(self)
         if tuple(weight_NK.shape) != self.packing.shape:
             raise ModelError(
                 f"a weight {list(weight_NK.shape)} for a layer {list(self.packing.shape)}",
@@ -214,17 +250,14 @@ class QuantizedLinear(nn.Module):
     @torch.no_grad()
     def take_packed(self, weight: NF4Weight | Int8Tensor) -> None:
         """Copies a weight that is quantized already, bit for bit; the packing must be this layer's."""
+        check_whole_layer(self)
         if isinstance(weight, Int8Tensor):
             assert not weight.affine
             assert weight.length == self.in_features
-            found = {"codes": weight.codes, "scales": weight.scale}
-        else:
-            found = {"scales" if key == "absmax" else key: value for key, value in weight.tensors().items()}
-            if "offset" in found:
-                found["offset"] = found["offset"].view(1)
         self._check_packing(weight)
-        for name, tensor in found.items():
-            getattr(self, name).copy_(tensor)
+        for name, tensor in packed_tensors(weight).items():
+            place = getattr(self, name)
+            place.copy_(tensor.view(place.shape))
         self.refresh_unpacked()
 
     def _check_packing(self, weight: NF4Weight | Int8Tensor) -> None:
@@ -259,9 +292,8 @@ class QuantizedLinear(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
-        """Moves the tensors as bytes, so that `decoder.to(torch.bfloat16)` does not round the scales."""
-        names = (*NAMES, "unpacked")
-        dtypes = {name: tensor.dtype for name in names if (tensor := self._buffers[name]) is not None}
+        """Moves buffers as bytes, so that `decoder.to(torch.bfloat16)` does not round them; parameters are bytes."""
+        dtypes = {name: tensor.dtype for name, tensor in self._buffers.items() if tensor is not None}
         for name in dtypes:
             self._buffers[name] = self._buffers[name].view(torch.uint8)  # type: ignore[union-attr]
         super()._apply(fn, recurse)
@@ -279,113 +311,9 @@ def _refresh(layer: nn.Module, _keys: Any) -> None:
     layer.refresh_unpacked()  # type: ignore[operator]
 
 
-def _sizes(packing: Packing) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each packed tensor."""
-    rows, count = packing.out_features, packing.out_features * packing.in_features
-    if packing.kind == "int8":
-        return {"codes": (packing.shape, torch.int8), "scales": ((rows,), torch.float32)}
-    blocks = nf4_spec.num_blocks(count, packing.block)
-    sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "codes": (((count + 1) // 2,), torch.uint8),
-        "scales": ((blocks,), torch.uint8 if packing.nested_block else torch.float32),
-        "quant_map": ((16,), torch.float32),
-    }
-    if packing.nested_block:
-        nested = nf4_spec.num_blocks(blocks, packing.nested_block)
-        sizes |= {
-            "nested_absmax": ((nested,), torch.float32),
-            "nested_quant_map": ((256,), torch.float32),
-            "offset": ((1,), torch.float32),
-        }
-    return sizes
-
-
 def _words(kind: str, shape: tuple[int, ...], block: int, nested: int) -> str:
     scales = f" (blocks of {block}, scales in {'8' if nested else '32'} bits)" if kind == "nf4" else ""
     return f"{kind} {list(shape)}{scales}"
-
-
-def quantize_layout(
-    decoder: Decoder,
-    kind: str,
-    *,
-    block: int = spec_quantized.BLOCK,
-    double: bool = True,
-    skip: tuple[str, ...] = spec_quantized.NEVER,
-    dtype: torch.dtype | None = None,
-    impl: str = "auto",
-    device: torch.device | str | None = None,
-) -> Decoder:
-    """Replaces the blocks' linear layers by quantized ones under the same names, in place.
-
-    On the meta device the new layers are empty, to be given memory (`to_empty`) and weights (`load_weights`); a
-    decoder with weights has them quantized here, one at a time.
-
-    Args:
-        decoder: from `build`.
-        kind: "nf4" or "int8".
-        block: NF4: values that share a scale.
-        double: NF4: scales in 8 bits, 4.13 bits a value instead of 4.5.
-        skip: layers to leave as they are, by path or by their last word (`"down_proj"`). The head always is.
-        dtype: what weights are rounded to before they are quantized; by default the decoder's format. A model that
-            is used in another format than it was trained in keeps its codes by this.
-        impl: "auto" chooses by device, once; it is kept in each layer (`layer.impl`).
-        device: where the weights will lie; by default where the decoder is.
-
-    Example:
-        >>> from trimtab.facts.shapes import uniform_shape
-        >>> from trimtab.model import build, init_weights
-        >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
-        >>> decoder = build(tiny, dtype="fp32", device="meta", attention="reference")
-        >>> decoder = quantize_layout(decoder, "nf4", device="cpu").to_empty(device="cpu")
-        >>> describe(init_weights(decoder, seed=0))
-        '7 linear layers in nf4 (blocks of 64, scales in 8 bits), read by reference'
-    """
-    where = torch.device(device) if device is not None else decoder.model.embed_tokens.weight.device
-    assert where.type != "meta", "say on which device the weights will lie: device="
-    chosen = spec_quantized.choose_quantized_kernels(
-        device=where.type, triton=runs_triton(where), requested=impl
-    ).impl
-    for name, linear in _linears(decoder, (*skip, *spec_quantized.NEVER)):
-        layer = QuantizedLinear(
-            linear.in_features,
-            linear.out_features,
-            bias=linear.bias is not None,
-            kind=kind,
-            dtype=dtype or linear.weight.dtype,
-            bias_dtype=linear.weight.dtype,
-            block=block,
-            double=double,
-            impl=chosen,
-            device=linear.weight.device,
-        )
-        if not linear.weight.is_meta:
-            _fill(layer, linear)
-        decoder.set_submodule(name, layer)
-    return decoder
-
-
-def _fill(layer: QuantizedLinear, linear: nn.Linear) -> None:
-    layer.take(linear.weight)
-    if layer.bias is not None:
-        layer.bias.data.copy_(linear.bias.data)
-
-
-def _linears(decoder: Decoder, skip: tuple[str, ...]) -> list[tuple[str, nn.Linear]]:
-    for name, module in decoder.named_modules():
-        if isinstance(module, QuantizedLinear) or "base" in module.__dict__:
-            raise RecipeError(
-                f"{name} is quantized or has an adapter already", "quantize a plain model, then add adapters"
-            )
-    found = [(name, module) for name, module in decoder.named_modules() if type(module) is nn.Linear]
-    last_words = {name.rpartition(".")[2] for name, _ in found}
-    known = last_words | {name for name, _ in found} | set(spec_quantized.NEVER)
-    if unknown := [name for name in skip if name not in known]:
-        raise RecipeError(
-            f"no linear layer is called {unknown[0]!r}, which was not to be quantized",
-            f"the model has {', '.join(sorted(last_words))}",
-        )
-    return [(name, module) for name, module in found if not spec_quantized.skipped(name, skip)]
 
 
 def quantized_layers(decoder: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
@@ -396,16 +324,13 @@ def quantized_layers(decoder: nn.Module) -> Iterator[tuple[str, QuantizedLinear]
             yield name, layer
 
 
-def describe(decoder: nn.Module) -> str:
-    """The quantized layers in a line, for the run's printed choices."""
-    layers = [layer for _, layer in quantized_layers(decoder)]
-    if not layers:
-        return "no quantized layers"
-    first = layers[0].packing
-    scales = ""
-    if first.kind == "nf4":
-        scales = f" (blocks of {first.block}, scales in {'8' if first.nested_block else '32'} bits)"
-    return f"{len(layers)} linear layers in {first.kind}{scales}, read by {first.impl}"
+def check_whole_layer(layer: QuantizedLinear) -> None:
+    """ModelError for a slice of a layer, where only a whole one has what is needed: tables are those of the whole."""
+    if layer.is_slice:
+        raise ModelError(
+            f"the layer is a slice of {layer.out_features} rows, and a weight is quantized, filled and written whole",
+            "do so with the whole layer, then slice it",
+        )
 
 
 def packed_state(layer: QuantizedLinear, name: str = "weight") -> dict[str, torch.Tensor]:
@@ -414,11 +339,22 @@ def packed_state(layer: QuantizedLinear, name: str = "weight") -> dict[str, torc
     return weight.to_bitsandbytes(name)
 
 
+def int8_tensor(layer: QuantizedLinear) -> Int8Tensor:
+    """The packed tensors as `trimtab.kernels.int8` has them."""
+    assert layer.kind == "int8"
+    codes, scales = (tensor.detach() for tensor in layer.packed[:2] if tensor is not None)
+    scale_N = scales.view(torch.float32).view(-1)
+    return Int8Tensor(codes, scale_N, codes.new_empty(0), layer.in_features, layer.dtype)
+
+
 def nf4_weight(layer: QuantizedLinear) -> NF4Weight:
     """The packed tensors as `trimtab.kernels.nf4` has them."""
     assert layer.kind == "nf4"
+    check_whole_layer(layer)
     fields: dict[str, Any] = dict(zip(NAMES, layer.packed, strict=True))
-    fields["absmax"] = fields.pop("scales")
+    scales = fields.pop("scales").detach().view(-1)
+    fields["absmax"] = scales if layer.packing.nested_block else scales.view(torch.float32)
+    fields["codes"] = fields["codes"].detach().view(-1)
     if fields["offset"] is not None:
         fields["offset"] = fields["offset"].view(())
     shape, block = layer.packing.shape, layer.packing.block

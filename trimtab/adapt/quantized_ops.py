@@ -12,78 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from trimtab.adapt import workspace
+from trimtab.adapt.packing import PLAIN, Packing
 from trimtab.kernels.int8 import impl_reference as int8_reference
 from trimtab.kernels.nf4 import impl_reference as nf4_reference
 from trimtab.kernels.nf4 import spec as nf4_spec
 
 Packed = tuple[torch.Tensor | None, ...]
-"""codes, scales, and for NF4: quant_map, nested_absmax, nested_quant_map, offset [1]. None where there is none."""
+"""codes, scales, and for NF4: quant_map, nested_absmax, nested_quant_map, offset [1]. None where there is none.
+fp32 scales come as their bytes (uint8)."""
 
 NUM_PACKED = 6
-
-PLAIN = "plain"
-"""The kind of a weight that is an ordinary tensor [N, K], the first of the packed ones."""
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How a weight [N, K] lies in its packed tensors, and which code reads them.
-
-    Example:
-        >>> packing = Packing("nf4", 128, 64, block=64, nested_block=256, impl="reference")
-        >>> packing.text
-        'nf4 128 64 64 256 reference'
-        >>> Packing.read(packing.text) == packing
-        True
-    """
-
-    kind: str
-    """nf4, int8 (a scale a row) or plain."""
-    out_features: int
-    in_features: int
-    block: int
-    nested_block: int
-    """0 where scales are not quantized themselves."""
-    impl: str
-    """reference or triton; torch for a plain one."""
-
-    @staticmethod
-    def plain(out_features: int, in_features: int) -> Packing:
-        """Of an ordinary tensor."""
-        return Packing(PLAIN, out_features, in_features, 0, 0, "torch")
-
-    @property
-    def text(self) -> str:
-        """One word a field: operators take strings, not objects."""
-        fields = (
-            self.kind,
-            self.out_features,
-            self.in_features,
-            self.block,
-            self.nested_block,
-            self.impl,
-        )
-        return " ".join(map(str, fields))
-
-    @staticmethod
-    @lru_cache(maxsize=1024)
-    def read(text: str) -> Packing:
-        """The inverse of `text`."""
-        kind, out_features, in_features, block, nested_block, impl = text.split()
-        return Packing(kind, int(out_features), int(in_features), int(block), int(nested_block), impl)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self.out_features, self.in_features
 
 
 def dequantize(
@@ -91,22 +35,25 @@ def dequantize(
 ) -> torch.Tensor:
     """The weight [N, K] in `dtype`, in `out` where it is given. Not to be traced: a launch, not an operator."""
     if packing.kind == "int8":
-        codes, scale_N = packed[:2]
+        codes, scales = packed[:2]
         assert codes is not None
-        arguments: tuple[Any, ...] = (codes, scale_N, codes.new_empty(0), packing.in_features, dtype, out)
+        assert scales is not None
+        scale_N1 = scales.view(torch.float32)
+        arguments: tuple[Any, ...] = (codes, scale_N1, codes.new_empty(0), packing.in_features, dtype, out)
         if packing.impl == "triton":
             from trimtab.kernels.int8 import impl_triton as int8_triton
 
             return int8_triton.dequantize(*arguments)
         return int8_reference.dequantize(*arguments)
     state = (
-        *_nf4_state(packed),
+        *_nf4_state(packing, packed),
         packing.shape,
         dtype,
         packing.block,
         max(packing.nested_block, 1),
         False,
         out,
+        packing.first_block,
     )
     if packing.impl == "triton":
         from trimtab.kernels.nf4 import impl_triton as nf4_triton
@@ -115,10 +62,14 @@ def dequantize(
     return nf4_reference.dequantize(*state)
 
 
-def _nf4_state(packed: Packed) -> tuple[Any, ...]:
-    """The packed tensors as the kernel takes them: there the offset is a number, here a tensor of one."""
-    offset = packed[-1]
-    return (*packed[:-1], None if offset is None else offset.view(()))
+def _nf4_state(packing: Packing, packed: Packed) -> tuple[Any, ...]:
+    """The packed tensors as the kernel takes them: there the offset is a number, here a tensor of one; and scales that
+    are not quantized are fp32."""
+    codes, scales, *tables, offset = packed
+    assert scales is not None
+    if not packing.nested_block:
+        scales = scales.view(torch.float32)
+    return (codes, scales, *tables, None if offset is None else offset.view(()))
 
 
 def is_fused(packing: Packing, rows: int) -> bool:
@@ -146,7 +97,8 @@ def product(x: torch.Tensor, packed: Packed, packing: Packing) -> torch.Tensor:
         from trimtab.kernels.nf4 import impl_triton_matmul
 
         # One or two rows, as in generation: decoded inside the product, 15 µs instead of 27 at 4096×4096 (H200).
-        state = (*_nf4_state(packed), packing.shape, packing.block, max(packing.nested_block, 1))
+        sizes = (packing.shape, packing.block, max(packing.nested_block, 1), packing.first_block)
+        state: tuple[Any, ...] = (*_nf4_state(packing, packed), *sizes)
         return impl_triton_matmul.matmul(x, *state)
     with weight(packing, packed, x.dtype, x.device) as weight_NK:
         return F.linear(x, weight_NK)

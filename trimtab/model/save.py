@@ -175,10 +175,12 @@ def check_replaceable(
 
 
 def _shards(decoder: Decoder, dtype: str, max_shard_bytes: int) -> list[dict[str, torch.Tensor]]:
-    """Parameters in order, cut where the next one would make a file too large."""
+    """Parameters in order, cut where the next one would make a file too large; packed weights are no part of it."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     filled = 0
     for name, parameter in decoder.named_parameters():
+        if not parameter.is_floating_point():
+            continue
         size = nbytes(dtype, parameter.numel())
         if filled and filled + size > max_shard_bytes:
             shards.append({})

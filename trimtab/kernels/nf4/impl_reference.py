@@ -92,13 +92,18 @@ def scales(
     nested_quant_map: torch.Tensor | None,
     offset: torch.Tensor | None,
     nested_block: int,
+    first_block: int = 0,
 ) -> torch.Tensor:
-    """The fp32 scale of every block."""
+    """The fp32 scale of every block. With `first_block`, `absmax_K` are those from that block on, and the nested scales
+    are those of the whole tensor."""
     if nested_absmax_J is None:
         return absmax_K
     assert nested_quant_map is not None
     assert offset is not None
-    scale_K = nested_absmax_J.repeat_interleave(nested_block)[: absmax_K.numel()]
+    first, start = divmod(first_block, nested_block)
+    stop = start + absmax_K.numel()
+    nested_J = nested_absmax_J[first : first + spec.num_blocks(stop, nested_block)]
+    scale_K = nested_J.repeat_interleave(nested_block)[start:stop]
     return product(nested_quant_map[absmax_K.int()], scale_K) + offset
 
 
@@ -115,12 +120,15 @@ def dequantize(
     nested_block: int,
     transposed: bool = False,
     out: torch.Tensor | None = None,
+    first_block: int = 0,
 ) -> torch.Tensor:
     """→ `shape` in `dtype`; transposed: the last two dimensions swapped, contiguous. Rounded once, from fp32.
 
-    With `out` the values are written there, and it is returned.
+    With `out` the values are written there, and it is returned. Codes and scales may have any contiguous shape. Those
+    of a slice begin with `first_block` of the whole tensor, whose nested scales are given whole.
     """
-    scale_K = scales(absmax_K, nested_absmax_J, nested_quant_map, offset, nested_block)
+    codes, absmax_K = codes.view(-1), absmax_K.view(-1)
+    scale_K = scales(absmax_K, nested_absmax_J, nested_quant_map, offset, nested_block, first_block)
     count = 1
     for size in shape:
         count *= size

@@ -107,10 +107,13 @@ def looked_up(table, nibbles):  # type: ignore[no-untyped-def]
 @triton.jit
 def _dequantize_kernel(  # type: ignore[no-untyped-def]
     codes_ptr, absmax_ptr, map_ptr, nested_absmax_ptr, nested_map_ptr, offset_ptr, out_ptr, count,
-    LOG_BLOCK: tl.constexpr, LOG_NESTED: tl.constexpr, NESTED: tl.constexpr,
+    LOG_BLOCK: tl.constexpr, LOG_NESTED: tl.constexpr, NESTED: tl.constexpr, NESTED_START: tl.constexpr,
     TILE: tl.constexpr, EVEN: tl.constexpr, BY_WORD: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """A program writes TILE values, eight a thread and step, from one word a thread and step."""
+    """A program writes TILE values, eight a thread and step, from one word a thread and step.
+
+    NESTED_START: where in its block of scales the first scale lies; not 0 only for slices of a tensor.
+    """
     WORDS: tl.constexpr = TILE // 8
     start = tl.program_id(0).to(tl.int64) * TILE
     # said to be scattered: else a thread would load 16 bytes and hand 12 of them to others, through shared memory
@@ -129,7 +132,8 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
     scale = tl.load(absmax_ptr + first + block, mask=inside, other=0)
     if NESTED:
         nested_first = first >> LOG_NESTED
-        nested = ((first - (nested_first << LOG_NESTED)).to(tl.int32) + block) >> LOG_NESTED
+        within = (first - (nested_first << LOG_NESTED)).to(tl.int32) + NESTED_START
+        nested = (within + block) >> LOG_NESTED
         nested_scale = tl.load(nested_absmax_ptr + nested_first + nested, mask=inside, other=0.0)
         offset = tl.load(offset_ptr)
     # its barrier stands between the loads above and the look-up that waits for one of them; without it the
@@ -149,7 +153,7 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _dequantize_transposed_kernel(  # type: ignore[no-untyped-def]
     codes_ptr, absmax_ptr, map_ptr, nested_absmax_ptr, nested_map_ptr, offset_ptr, out_ptr, rows, columns,
-    LOG_BLOCK: tl.constexpr, LOG_NESTED: tl.constexpr, NESTED: tl.constexpr,
+    LOG_BLOCK: tl.constexpr, LOG_NESTED: tl.constexpr, NESTED: tl.constexpr, NESTED_START: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, BY_WORD: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """A program turns a tile of R rows and C columns; grid (row tiles, column tiles, matrices).
@@ -167,7 +171,8 @@ def _dequantize_transposed_kernel(  # type: ignore[no-untyped-def]
     block = position >> LOG_BLOCK
     scale = tl.load(absmax_ptr + block, mask=inside, other=0)
     if NESTED:
-        nested_scale = tl.load(nested_absmax_ptr + (block >> LOG_NESTED), mask=inside, other=0.0)
+        nested = (block + NESTED_START) >> LOG_NESTED
+        nested_scale = tl.load(nested_absmax_ptr + nested, mask=inside, other=0.0)
         offset = tl.load(offset_ptr)
     if BY_WORD:
         words = tl.load(codes_ptr + (position >> 3), mask=inside, other=0)
@@ -261,6 +266,16 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+def from_block(
+    nested_absmax_J: torch.Tensor | None, nested_block: int, first_block: int
+) -> tuple[torch.Tensor | None, int]:
+    """The nested scales of a slice that begins with `first_block` of its tensor, and where in the first of their blocks
+    it begins. That is 0, for which no other kernel is compiled, wherever a slice begins with a nested block."""
+    if nested_absmax_J is None or first_block == 0:
+        return nested_absmax_J, 0
+    return nested_absmax_J[first_block // nested_block :], first_block % nested_block
+
+
 def quantize_blocks(
     weight: torch.Tensor, bins: torch.Tensor, block: int, zero_code: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -327,6 +342,7 @@ def dequantize(
     nested_block: int,
     transposed: bool = False,
     out: torch.Tensor | None = None,
+    first_block: int = 0,
 ) -> torch.Tensor:
     """See `impl_reference.dequantize`."""
     if transposed:
@@ -339,8 +355,9 @@ def dequantize(
     # 32-bit loads of the codes; a tensor that starts at an odd place (a view into a file) is read by bytes
     by_word = (shape[-2] if transposed else count) % 8 == 0 and codes.data_ptr() % 4 == 0
     packed = codes.view(torch.int32) if by_word else codes
+    nested_absmax_J, nested_start = from_block(nested_absmax_J, nested_block, first_block)
     arguments = (packed, absmax_K, quant_map, nested_absmax_J, nested_quant_map, offset, out)
-    logs = (block.bit_length() - 1, nested_block.bit_length() - 1, nested_absmax_J is not None)
+    logs = (block.bit_length() - 1, nested_block.bit_length() - 1, nested_absmax_J is not None, nested_start)
     with on_device_of(codes):
         if transposed:
             columns, rows = shape[-2:]

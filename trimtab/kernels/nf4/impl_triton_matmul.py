@@ -39,7 +39,7 @@ def _stored(out_ptr, sum_W8, row: tl.constexpr, n, num_n, N: tl.constexpr):  # t
 def _rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr, codes_ptr, absmax_ptr, map_ptr, nested_absmax_ptr, nested_map_ptr, offset_ptr, out_ptr,
     num_n, num_k, x_stride,
-    LOG_BLOCK: tl.constexpr, LOG_NESTED: tl.constexpr, NESTED: tl.constexpr,
+    LOG_BLOCK: tl.constexpr, LOG_NESTED: tl.constexpr, NESTED: tl.constexpr, NESTED_START: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """One or two rows of x, N output features: plain multiply-adds on words as the dequantizing kernel has them.
@@ -63,7 +63,8 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
         scale_W = tl.load(absmax_ptr + block_W, mask=inside_W, other=0)
         x_W8 = _row(x_ptr, 0, x_stride, start + k_W8, start + k_W8 < num_k)
         if NESTED:
-            nested_W = tl.load(nested_absmax_ptr + (block_W >> LOG_NESTED), mask=inside_W, other=0.0)
+            at_nested_W = (block_W + NESTED_START) >> LOG_NESTED
+            nested_W = tl.load(nested_absmax_ptr + at_nested_W, mask=inside_W, other=0.0)
         value_W8 = looked_up(table, (words_W[:, None] >> ((lane ^ 1) * 4)[None, :]) & 15)
         if NESTED:
             coded_W = tl.load(nested_map_ptr + scale_W.to(tl.int32))
@@ -91,23 +92,32 @@ def matmul(
     shape: Any,
     block: int,
     nested_block: int,
+    first_block: int = 0,
 ) -> torch.Tensor:
-    """[..., K] → [..., N]: fused for few rows, else dequantized and multiplied by torch."""
+    """[..., K] → [..., N]: fused for few rows, else dequantized and multiplied by torch. `first_block` as in
+    `impl_reference.dequantize`."""
     num_n, num_k = shape
     rows = x.numel() // num_k if num_k else 0
     state = (codes, absmax, quant_map, nested_absmax, nested_quant_map, offset)
     if not (0 < rows <= spec.FUSED_ROWS and num_k % 8 == 0 and codes.data_ptr() % 4 == 0):
-        weight_NK = impl_triton.dequantize(*state, (num_n, num_k), x.dtype, block, nested_block)
+        weight_NK = impl_triton.dequantize(
+            *state, (num_n, num_k), x.dtype, block, nested_block, first_block=first_block
+        )
         return torch.nn.functional.linear(x, weight_NK)
     x_MK = x.reshape(rows, num_k)
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
     out_MN = torch.empty((rows, num_n), dtype=x.dtype, device=x.device)
+    nested_absmax, nested_start = impl_triton.from_block(nested_absmax, nested_block, first_block)
     with impl_triton.on_device_of(x):
         _rows_kernel[(-(-num_n // NUM_N[rows]),)](
             x_MK,
             codes.view(torch.int32),
-            *state[1:],
+            absmax,
+            quant_map,
+            nested_absmax,
+            nested_quant_map,
+            offset,
             out_MN,
             num_n,
             num_k,
@@ -115,6 +125,7 @@ def matmul(
             LOG_BLOCK=block.bit_length() - 1,
             LOG_NESTED=nested_block.bit_length() - 1,
             NESTED=nested_absmax is not None,
+            NESTED_START=nested_start,
             M=rows,
             N=NUM_N[rows],
             K=NUM_K,

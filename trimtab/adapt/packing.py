@@ -1,0 +1,162 @@
+"""How a quantized weight [N, K] lies in its packed tensors: their names and shapes, and slices of its rows.
+
+Where blocks do not span rows (INT8; NF4 if the block divides K) codes and scales have a row for each row of the weight,
+so that rows can be sliced and sharded along dim 0. Otherwise they are flat. Scales are always bytes: fp32 ones are
+stored as four uint8 values each. So no cast of a model rounds them, nor does FSDP2's mixed precision.
+"""
+
+# N output features, K input features
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from trimtab.facts.errors import RecipeError
+from trimtab.kernels.int8 import Int8Tensor
+from trimtab.kernels.nf4 import NF4Weight
+from trimtab.kernels.nf4 import spec as nf4_spec
+
+NAMES = ("codes", "scales", "quant_map", "nested_absmax", "nested_quant_map", "offset")
+"""The packed tensors, in the operators' order. NF4 without double quantization has the first three, INT8 two."""
+
+ROW_NAMES = NAMES[:2]
+"""Those that are sliced by rows; the others are small tables that every slice needs whole."""
+
+PLAIN = "plain"
+"""The kind of a weight that is an ordinary tensor [N, K], the first of the packed ones."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a weight [N, K] lies in its packed tensors, and which code reads them.
+
+    Example:
+        >>> packing = Packing("nf4", 128, 64, block=64, nested_block=256, impl="reference")
+        >>> packing.text
+        'nf4 128 64 64 256 reference 0'
+        >>> Packing.read(packing.text) == packing
+        True
+    """
+
+    kind: str
+    """nf4, int8 (one scale per row) or plain."""
+    out_features: int
+    in_features: int
+    block: int
+    nested_block: int
+    """0 where scales are not quantized themselves."""
+    impl: str
+    """reference or triton; torch for a plain one."""
+    first_block: int = 0
+    """Of a slice with nested scales: the number of its first block in the whole weight."""
+
+    @staticmethod
+    def plain(out_features: int, in_features: int) -> Packing:
+        """Of an ordinary tensor."""
+        return Packing(PLAIN, out_features, in_features, 0, 0, "torch")
+
+    @property
+    def text(self) -> str:
+        """One word per field: operators take strings, not objects."""
+        fields = (
+            self.kind,
+            self.out_features,
+            self.in_features,
+            self.block,
+            self.nested_block,
+            self.impl,
+            self.first_block,
+        )
+        return " ".join(map(str, fields))
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def read(text: str) -> Packing:
+        """The inverse of `text`."""
+        kind, out_features, in_features, block, nested_block, impl, first_block = text.split()
+        sizes = (int(out_features), int(in_features), int(block), int(nested_block))
+        return Packing(kind, *sizes, impl, int(first_block))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.out_features, self.in_features
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether each row of the weight has codes and scales of its own."""
+        return self.kind != "nf4" or self.in_features % self.block == 0
+
+    def rows(self, start: int, stop: int) -> Packing:
+        """Of the rows `start` to `stop` alone.
+
+        Example:
+            >>> Packing("nf4", 8, 128, 64, 256, "reference").rows(3, 8).text
+            'nf4 5 128 64 256 reference 6'
+        """
+        assert 0 <= start <= stop <= self.out_features, (start, stop, self.out_features)
+        check_rows(self, "the layer")
+        skipped = start * (self.in_features // self.block) if self.nested_block else 0
+        return replace(self, out_features=stop - start, first_block=self.first_block + skipped)
+
+
+def check_rows(packing: Packing, name: str) -> None:
+    """RecipeError for a layer whose rows cannot be sliced, as sharding does, since blocks span them.
+
+    Example:
+        >>> check_rows(Packing("nf4", 8, 128, 64, 256, "reference"), "model.layers.0.mlp.up_proj")
+    """
+    if packing.by_rows:
+        return
+    fitting = [block for block in nf4_spec.BLOCKS if packing.in_features % block == 0]
+    raise RecipeError(
+        f"{name} has rows of {packing.in_features} values, and NF4 blocks of {packing.block} span them: "
+        "its rows cannot be sliced or sharded",
+        f"quantize to INT8 (load_in_8bit: true), or with quantize_layout(…, block={max(fitting)})"
+        if fitting
+        else "quantize to INT8 (load_in_8bit: true)",
+    )
+
+
+def tensor_sizes(packing: Packing) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each packed tensor of a whole weight.
+
+    Example:
+        >>> {name: size for name, (size, _) in tensor_sizes(Packing("int8", 8, 100, 0, 0, "reference")).items()}
+        {'codes': (8, 100), 'scales': (8, 4)}
+    """
+    rows, count = packing.out_features, packing.out_features * packing.in_features
+    if packing.kind == "int8":
+        return {"codes": (packing.shape, torch.int8), "scales": ((rows, 4), torch.uint8)}
+    blocks = nf4_spec.num_blocks(count, packing.block)
+    scale_bytes = 1 if packing.nested_block else 4
+    code_size: tuple[int, ...] = ((count + 1) // 2,)
+    scale_size: tuple[int, ...] = (blocks * scale_bytes,)
+    if packing.by_rows:
+        code_size = (rows, packing.in_features // 2)
+        scale_size = (rows, packing.in_features // packing.block * scale_bytes)
+    sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "codes": (code_size, torch.uint8),
+        "scales": (scale_size, torch.uint8),
+        "quant_map": ((16,), torch.float32),
+    }
+    if packing.nested_block:
+        nested = nf4_spec.num_blocks(blocks, packing.nested_block)
+        sizes |= {
+            "nested_absmax": ((nested,), torch.float32),
+            "nested_quant_map": ((256,), torch.float32),
+            "offset": ((1,), torch.float32),
+        }
+    return sizes
+
+
+def packed_tensors(weight: NF4Weight | Int8Tensor) -> dict[str, torch.Tensor]:
+    """A quantized weight's tensors by the names that they have in a layer; fp32 scales as bytes."""
+    if isinstance(weight, Int8Tensor):
+        found = {"codes": weight.codes, "scales": weight.scale}
+    else:
+        found = {"scales" if key == "absmax" else key: value for key, value in weight.tensors().items()}
+    return found | {"scales": found["scales"].contiguous().view(torch.uint8)}
