@@ -264,6 +264,10 @@ def _origin(found: tuple[int, ...], wanted: tuple[int, ...], shape: ModelShape) 
         "query heads × head_dim": shape.attention.q_size,
         "key/value heads × head_dim": shape.attention.kv_size,
     }
+    if shape.attention.fused_qkv:
+        values["(query heads + 2 · key/value heads) × head_dim"] = sum(shape.attention.qkv_sizes)
+    if shape.block.dense.fused_gate_up:
+        values["2 · intermediate_size"] = 2 * shape.intermediate_size
     differing = [dim for index, dim in enumerate(wanted) if found[index : index + 1] != (dim,)]
     named = [f"{key} is {value}" for key, value in values.items() if value in differing]
     return f" ({', '.join(named)})" if named else ""

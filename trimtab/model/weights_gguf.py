@@ -125,12 +125,14 @@ def unpair_rotary_rows(array: np.ndarray, name: str, shape: ModelShape) -> np.nd
     llama.cpp rotates neighbouring numbers (0, 1), (2, 3) … of a head, transformers (0, D/2), (1, D/2 + 1) …;
     its converter therefore interleaves the two halves of each head for architecture "llama".
     """
-    attention = shape.attention
-    if name.endswith(("q_proj.weight", "q_proj.bias")):
-        heads = attention.num_heads
-    elif name.endswith(("k_proj.weight", "k_proj.bias")):
-        heads = attention.num_kv_heads
-    else:
-        return array
-    paired = array.reshape(heads, attention.head_dim // 2, 2, *array.shape[1:])
-    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(array.shape)
+    attention, module = shape.attention, name.rpartition(".")[0].rpartition(".")[2]
+    if module == "qkv_proj":
+        rotated = attention.q_size + attention.kv_size
+        return np.concatenate([_unpaired(array[:rotated], attention.head_dim), array[rotated:]])
+    return _unpaired(array, attention.head_dim) if module in ("q_proj", "k_proj") else array
+
+
+def _unpaired(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """The interleaved halves of each head one behind the other."""
+    paired = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows.shape)
