@@ -70,6 +70,20 @@ def follow(w: World, remedy: str) -> None:
     return None
 
 
+def predicted(*, fused_qkv: bool) -> None:
+    block = dataclasses.replace(QWEN.block, mixer=dataclasses.replace(QWEN.attention, fused_qkv=fused_qkv))
+    shape = dataclasses.replace(QWEN, blocks=(block,) * QWEN.num_layers)
+    recipe = loads(RECIPES["plain"])
+    make_plan(recipe, shape, resolve_recipe(recipe, shape, GPU, threads=4), device=GPU)
+
+
+case(
+    "plan/job.py:_check_countable: use a model with separate projections, or build this one without a plan "
+    "(trimtab.model.build)",
+    lambda w: predicted(fused_qkv=True),
+    lambda w, remedy: predicted(fused_qkv=False),
+)
+
 FITS = "plan/fit.py:check_fits: {}"
 for name, device, sizes in (
     ("8-bit", GPU, (1, 2, 3, 3.5, 4, 4.5, 5, 6)),

@@ -9,6 +9,8 @@ from typing import Any
 
 from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.spec_quantized import Quantization
+from trimtab.facts.blocks import AttentionShape, FeedForwardShape
+from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape
 from trimtab.plan.trained import Trained, trained
 
@@ -54,7 +56,12 @@ class Job:
 
     @cached_property
     def trained(self) -> Trained:
-        """Which weights are trained, and the bytes that follow from it."""
+        """Which weights are trained, and the bytes that follow from it.
+
+        Raises:
+            ModelError: a model whose memory cannot be counted; every prediction asks here first.
+        """
+        _check_countable(self.shape)
         return trained(self.shape, self.weights_dtype, self.gradient_dtype, self.lora, self.quantization)
 
     def changed(self, **changes: Any) -> Job:
@@ -69,3 +76,20 @@ class Job:
         """The policy of each layer."""
         assert not self.policies or len(self.policies) == self.shape.num_layers
         return self.policies or ("none",) * self.shape.num_layers
+
+
+def _check_countable(shape: ModelShape) -> None:
+    """Memory is counted by the names and sizes of separate projections; fused ones would be miscounted."""
+    for block, _ in shape.runs():
+        mixer, feed_forward = block.mixer, block.feed_forward
+        fused = {
+            "q, k and v in one matrix (qkv_proj)": isinstance(mixer, AttentionShape) and mixer.fused_qkv,
+            "gate and up in one matrix (gate_up_proj)": isinstance(feed_forward, FeedForwardShape)
+            and feed_forward.fused_gate_up,
+        }
+        for feature, there in fused.items():
+            if there:
+                raise ModelError(
+                    f"the memory of a model with {feature} cannot be predicted",
+                    "use a model with separate projections, or build this one without a plan (trimtab.model.build)",
+                )
