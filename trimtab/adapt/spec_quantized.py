@@ -17,7 +17,6 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.choice import ImplChoice
 from trimtab.kernels.int8 import spec as int8_spec
 from trimtab.kernels.nf4 import spec as nf4_spec
-from trimtab.model import spec as model_spec
 
 KINDS = ("nf4", "int8")
 BLOCK = 64
@@ -243,10 +242,9 @@ def check_whole(names: Iterable[str]) -> None:
     Example:
         >>> check_whole(["model.norm.weight", "lm_head.weight"])
     """
-    linear = (*model_spec.ATTENTION_LINEARS, *model_spec.MLP_LINEARS)
     for name in names:
         module, _, part = name.rpartition(".")
-        if part == "weight" and module.rpartition(".")[2] in linear:
+        if part == "weight" and module.endswith("_proj"):  # as every linear layer of a block is called
             raise RecipeError(
                 f"lora.modules_to_save names {module}, which is kept in few bits and cannot be trained",
                 "leave it out, or load the model without load_in_4bit and load_in_8bit",
