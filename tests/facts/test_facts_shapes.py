@@ -132,9 +132,9 @@ def test_every_field_of_a_block_is_built_or_refused() -> None:
         "BlockShape": {"mixer", "feed_forward", "norm", "norm_placement"},
         "AttentionShape": {
             *("num_heads", "num_kv_heads", "head_dim", "rope", "window", "qk_norm", "qkv_bias", "o_bias"),
-            *("softcap", "scale", "sinks"),
+            *("softcap", "scale", "sinks", "fused_qkv"),
         },
-        "FeedForwardShape": {"width", "activation", "bias"},
+        "FeedForwardShape": {"width", "activation", "bias", "fused_gate_up"},
         "Norm": {"eps", "unit_offset"},
         "Rope": {"theta", "scaling", "rotary_dim", "interleaved"},
     }

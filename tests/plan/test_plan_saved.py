@@ -45,11 +45,18 @@ FAMILIES = {
         "qwen3", **SIZES, num_heads=4, num_kv_heads=2, head_dim=32, qk_norm=True, tie_embeddings=True
     ),
 }
+LLAMA = FAMILIES["llama"].blocks[0]
+FUSED = dataclasses.replace(
+    LLAMA,
+    mixer=dataclasses.replace(LLAMA.attention, fused_qkv=True),
+    feed_forward=dataclasses.replace(LLAMA.dense, fused_gate_up=True),
+)
+FAMILIES["fused projections"] = dataclasses.replace(FAMILIES["llama"], blocks=(FUSED,) * 3)
 NF4, INT8 = Quantization("nf4", double=True), Quantization("int8", block=0)
 BF16 = {"dtype": "bf16", "weights_dtype": "bf16", "gradient_dtype": "bf16"}
 LORA = LoraSettings(r=4)
-SOME = LoraSettings(r=4, target_modules=("q_proj", "down_proj"))
-LAST = LoraSettings(r=4, target_modules=r".*\.layers\.[12]\..*(v|up)_proj")
+SOME = LoraSettings(r=4, target_modules=r".*\.(q|qkv|down)_proj")
+LAST = LoraSettings(r=4, target_modules=r".*\.layers\.[12]\..*(v|qkv|up)_proj")
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "full, bf16": BF16,
@@ -112,7 +119,7 @@ def test_declared_bytes_are_what_a_step_saves(family: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["full", "full, bf16", "LoRA, bf16", "LoRA on some", "NF4", "NF4, DoRA"])
-@pytest.mark.parametrize("family", ["llama with biases", "qwen3"])
+@pytest.mark.parametrize("family", ["llama with biases", "qwen3", "fused projections"])
 def test_declared_bytes_of_fused_kernels(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out_launches(monkeypatch)
     compare(f"{family}, {method}, fused", job_of(FAMILIES[family], **METHODS[method], pointwise="triton"))

@@ -185,8 +185,8 @@ class _CheckpointedLayers:
 
     def __init__(self, block: Block) -> None:
         self.block, self.is_recomputation = block, False
-        projections = (block.mlp.gate_proj, block.mlp.up_proj)
-        hooked = any(module._forward_hooks for layer in projections for module in layer.modules())
+        layers = block.mlp.gate_up_layers
+        hooked = any(module._forward_hooks for layer in layers for module in layer.modules())
         self.overwrite_gate_inputs = not hooked
 
     def __call__(self, *inputs: Any) -> torch.Tensor:

@@ -30,6 +30,8 @@ class Linear:
     out_features: int
     split: Split
     bias: bool = False
+    parts: tuple[int, ...] = ()
+    """Rows of each matrix stacked in this one, where there are several: a split by outputs cuts each of them."""
 
     @property
     def short_name(self) -> str:
@@ -51,6 +53,12 @@ class Linear:
         yield f"{self.name}.weight", (self.out_features, self.in_features)
         if self.bias:
             yield f"{self.name}.bias", (self.out_features,)
+
+
+def _stacked(name: str, linears: tuple[Linear, ...]) -> Linear:
+    """Several matrices of one input as one, their rows in this order."""
+    first, parts = linears[0], tuple(linear.out_features for linear in linears)
+    return Linear(name, first.in_features, sum(parts), first.split, first.bias, parts)
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,8 @@ class AttentionShape:
     """Of the scores; 1 / √head_dim if None."""
     sinks: bool = False
     """Whether each head has a learned logit without a value in its softmax."""
+    fused_qkv: bool = False
+    """Whether q, k and v are stacked in one matrix, `qkv_proj`, in this order (Phi-3)."""
 
     @property
     def q_size(self) -> int:
@@ -126,15 +136,22 @@ class AttentionShape:
         """Width of all keys, and of all values."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Widths of q, k and v."""
+        return self.q_size, self.kv_size, self.kv_size
+
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
         """Its matrices, in the order of the forward pass."""
         q, kv, bias = self.q_size, self.kv_size, self.qkv_bias
-        return (
+        inputs: tuple[Linear, ...] = (
             Linear("self_attn.q_proj", hidden_size, q, "column", bias),
             Linear("self_attn.k_proj", hidden_size, kv, "column", bias),
             Linear("self_attn.v_proj", hidden_size, kv, "column", bias),
-            Linear("self_attn.o_proj", q, hidden_size, "row", self.o_bias),
         )
+        if self.fused_qkv:
+            inputs = (_stacked("self_attn.qkv_proj", inputs),)
+        return (*inputs, Linear("self_attn.o_proj", q, hidden_size, "row", self.o_bias))
 
     def parameters(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, dimensions) of its tensors, in the order of the forward pass."""
@@ -205,14 +222,18 @@ class FeedForwardShape:
     width: int
     activation: str = "silu"
     bias: bool = False
+    fused_gate_up: bool = False
+    """Whether gate and up are stacked in one matrix, `gate_up_proj`, in this order (Phi-3)."""
 
     def linears(self, hidden_size: int, prefix: str = "mlp") -> tuple[Linear, ...]:
         """Its matrices, in the order of the forward pass."""
-        return (
+        inputs: tuple[Linear, ...] = (
             Linear(f"{prefix}.gate_proj", hidden_size, self.width, "column", self.bias),
             Linear(f"{prefix}.up_proj", hidden_size, self.width, "column", self.bias),
-            Linear(f"{prefix}.down_proj", self.width, hidden_size, "row", self.bias),
         )
+        if self.fused_gate_up:
+            inputs = (_stacked(f"{prefix}.gate_up_proj", inputs),)
+        return (*inputs, Linear(f"{prefix}.down_proj", self.width, hidden_size, "row", self.bias))
 
     def parameters(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, dimensions) of its tensors, in the order of the forward pass."""

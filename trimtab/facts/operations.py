@@ -22,6 +22,7 @@ class Kind(enum.Enum):
     ATTENTION = "attention"
     GATE = "gated activation"
     ADD = "residual addition"
+    COPY = "copy"
 
 
 class Part(enum.Enum):

@@ -85,6 +85,18 @@ class ModelShape:
             for linear in block.linears(self.hidden_size):
                 yield i, linear
 
+    def block_of(self, name: str) -> BlockShape:
+        """The block that a parameter of a layer belongs to, by the parameter's name.
+
+        Example:
+            >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
+            >>> tiny.block_of("model.layers.1.mlp.up_proj.weight") is tiny.blocks[1]
+            True
+        """
+        prefix, layer, *_ = name.removeprefix("model.").split(".")
+        assert prefix == "layers", f"{name} is in no layer"
+        return self.blocks[int(layer)]
+
     def window(self, layer: int) -> int | None:
         """How many tokens, itself included, a query of this layer sees; None for all before it."""
         return self.blocks[layer].mixer.window

@@ -86,8 +86,12 @@ class Attention(nn.Module):
         self.layer, self.head_dim, self.window = layer, shape.head_dim, shape.window
         self.packed_impl, self.unpacked_impl = kernels.attention, kernels.unpacked_attention
         self.pointwise = kernels.pointwise
-        q, k, v, o = shape.linears(hidden_size)
-        self.q_proj, self.k_proj, self.v_proj = new_linear(q), new_linear(k), new_linear(v)
+        *inputs, o = shape.linears(hidden_size)
+        self.qkv_sizes = inputs[0].parts
+        if self.qkv_sizes:
+            self.qkv_proj = new_linear(inputs[0])
+        else:
+            self.q_proj, self.k_proj, self.v_proj = map(new_linear, inputs)
         normed = shape.qk_norm is not None
         self.q_norm = RMSNorm(shape.head_dim, block.norm.eps) if normed else None
         self.k_norm = RMSNorm(shape.head_dim, block.norm.eps) if normed else None
@@ -105,10 +109,7 @@ class Attention(nn.Module):
         values of earlier tokens take part as well."""
         B, T, _ = x_BTC.shape
         with in_projection("attention"):
-            q_BTHD, k_BTKD, v_BTKD = (
-                y.view(B, T, -1, self.head_dim)
-                for y in projected(x_BTC, self.q_proj, self.k_proj, self.v_proj)
-            )
+            q_BTHD, k_BTKD, v_BTKD = (y.view(B, T, -1, self.head_dim) for y in self._projected(x_BTC))
         q_BTHD, k_BSKD = self._placed(q_BTHD, k_BTKD, cos_BTF, sin_BTF)
         v_BSKD = v_BTKD
         if cache is not None:
@@ -118,6 +119,16 @@ class Attention(nn.Module):
         o_BTHD = attention(q_BTHD, k_BSKD, v_BSKD, layout=layout, window=self.window, impl=impl)
         with in_projection("attention"):
             return self.o_proj(o_BTHD.reshape(B, T, -1))
+
+    def _projected(self, x_BTC: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, keys and values, all heads of a token in one axis."""
+        if not self.qkv_sizes:
+            return projected(x_BTC, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = self.qkv_proj(x_BTC).split(self.qkv_sizes, dim=-1)
+        if self.q_norm is None and torch.is_grad_enabled():
+            # Attention saves v for the backward pass; a view would keep q and k as well, which RoPE copies.
+            v = v.contiguous()
+        return [q, k, v]
 
     def _placed(
         self, q_BTHD: torch.Tensor, k_BTKD: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor
@@ -145,7 +156,24 @@ class MLP(nn.Module):
     def __init__(self, shape: FeedForwardShape, hidden_size: int, pointwise: str = "reference") -> None:
         super().__init__()
         self.pointwise = pointwise
-        self.gate_proj, self.up_proj, self.down_proj = map(new_linear, shape.linears(hidden_size))
+        *inputs, down = shape.linears(hidden_size)
+        self.gate_up_sizes = inputs[0].parts
+        if self.gate_up_sizes:
+            self.gate_up_proj = new_linear(inputs[0])
+        else:
+            self.gate_proj, self.up_proj = map(new_linear, inputs)
+        self.down_proj = new_linear(down)
+
+    @property
+    def gate_up_layers(self) -> tuple[nn.Module, ...]:
+        """The layers that make gate and up: one or two."""
+        return (self.gate_up_proj,) if self.gate_up_sizes else (self.gate_proj, self.up_proj)
+
+    def _projected(self, x_BTC: torch.Tensor) -> list[torch.Tensor]:
+        """Gate and up; views of one product where they are stacked in one matrix."""
+        if not self.gate_up_sizes:
+            return projected(x_BTC, self.gate_proj, self.up_proj)
+        return list(self.gate_up_proj(x_BTC).split(self.gate_up_sizes, dim=-1))
 
     def forward(
         self, x_BTC: torch.Tensor, *, overwrite_gate_inputs: bool = False, output_unused: bool = False
@@ -159,7 +187,7 @@ class MLP(nn.Module):
                 pass reads. Then a `down_proj` that has a method `save_only` (adapters do) skips its product.
         """
         with in_projection("gate_up"):
-            gate_BTI, up_BTI = projected(x_BTC, self.gate_proj, self.up_proj)
+            gate_BTI, up_BTI = self._projected(x_BTC)
         gated_BTI = gated_activation(
             gate_BTI, up_BTI, impl=self.pointwise, overwrite_inputs=overwrite_gate_inputs
         )

@@ -200,6 +200,8 @@ def attention_operations(
         normed = _add_norm(found, "input_layernorm", x, hidden_size, run)
     *inputs, out = mixer.linears(hidden_size)
     q, k, v = _project(found, declare, tuple(inputs), normed, run, "attention", 3)
+    if v is q and mixer.qk_norm is None:
+        v = _copy_values(found, mixer, v, run)
     q, k = _place(found, mixer, q, k, run)
     attended = _attend(found, mixer, q, k, v, run)
     (branch,) = _project(found, declare, (out,), attended, run, "attention", 1)
@@ -242,10 +244,10 @@ def norm_operation(
     vectors = run.num_tokens * rows
     size = vectors * width
     gradients = run.gradients(f"{name}.weight")
-    y = Activation(name, x.nbytes, part)
+    y = Activation(name, size * BYTES[dtype], part)
     rms = Activation(f"{name}.rms", vectors * 4, Part.NORMS)
     wide = Activation(f"{name}.fp32", size * 4, Part.NORMS)
-    source = x if x.nbytes == wide.nbytes else wide
+    source = x if dtype == "fp32" else wide
     both = frozenset({x.name, PARAMETERS})
     if run.device == "cuda" or run.pointwise == "triton":
         # Weights in fp32 beside heads in 16 bits: torch's norm reads a copy.
@@ -267,7 +269,7 @@ def norm_operation(
         )
         # Most is held for the gradient of the mean square: five tensors in fp32, when the output's gradient and the
         # normalized form are freed.
-        passes = Pass(scratch=size * 4 * (4 if gradients else 5) - 2 * x.nbytes)
+        passes = Pass(scratch=size * 4 * (4 if gradients else 5) - 2 * y.nbytes)
     return Operation(
         name,
         Kind.NORM,
@@ -404,6 +406,20 @@ def _add_residual(
     )
 
 
+def _copy_values(
+    found: list[Operation], mixer: AttentionShape, qkv: Activation, run: Execution
+) -> Activation:
+    """Values of a fused projection, copied so that attention does not save queries and keys from before RoPE too."""
+    v = run.activation("self_attn.v", mixer.kv_size, Part.ATTENTION)
+    one = Pass(moved=2.0 * v.nbytes, launches=1)
+    found.append(
+        Operation(
+            "self_attn.v", Kind.COPY, Part.ATTENTION, (qkv,), (v,), dtype=run.dtype, forward=one, backward=one
+        )
+    )
+    return v
+
+
 def _place(
     found: list[Operation], mixer: AttentionShape, q: Activation, k: Activation, run: Execution
 ) -> tuple[Activation, Activation]:
@@ -413,9 +429,7 @@ def _place(
     normed = mixer.qk_norm is not None
     if normed and not fused:
         for name, heads in (("self_attn.q_norm", H), ("self_attn.k_norm", K)):
-            x = run.activation(
-                q.name if heads == H and name.endswith("q_norm") else k.name, heads * D, Part.ATTENTION
-            )
+            x = q if name.endswith("q_norm") else k
             vectors, width = (1, heads * D) if mixer.qk_norm == "full" else (heads, D)
             found.append(norm_operation(name, x, width, vectors, run, dtype=run.dtype, part=Part.ATTENTION))
         q, k = found[-2].outputs[0], found[-1].outputs[0]
@@ -520,6 +534,8 @@ def _gate(
     reads = frozenset(one.name for one in inputs)
     saved = [Saved(one, reads) for one in inputs]
     fused = run.pointwise == "triton"
+    # The gradients of views into one product are copied into one tensor.
+    scratch = gate.nbytes if gate is up else 0
     if not fused:
         activated = run.activation("mlp.activated", width, Part.FEED_FORWARD)
         # act(gate) is read by the gradient of up alone, gate and up by that of gate.
@@ -542,6 +558,7 @@ def _gate(
                 gate_spec.flops(N, width, backward=True),
                 gate_spec.bytes_moved(N, width, run.dtype, backward=True),
                 1 if fused else 3,
+                scratch,
             ),
             in_place=reads if fused and len(inputs) == 2 else frozenset(),
             saves_results=fused,

@@ -45,21 +45,27 @@ def check_dims(
     if found != wanted:
         raise ModelError(
             f"{where}: {name} is {list(found)} where the model has {list(wanted)}"
-            + _origin(found, wanted, shape),
+            + _origin(name, found, wanted, shape),
             "get the weights and config.json of one model, from the same place",
         )
 
 
-def _origin(found: tuple[int, ...], wanted: tuple[int, ...], shape: ModelShape) -> str:
+def _origin(name: str, found: tuple[int, ...], wanted: tuple[int, ...], shape: ModelShape) -> str:
     """Which values of the config a size that differs may come from."""
-    values = {
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "head_dim": shape.attention.head_dim,
-        "query heads × head_dim": shape.attention.q_size,
-        "key/value heads × head_dim": shape.attention.kv_size,
-    }
+    values = {"vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size}
+    if name.startswith("model.layers."):
+        block = shape.block_of(name)
+        attention, feed_forward = block.attention, block.dense
+        values |= {
+            "intermediate_size": feed_forward.width,
+            "head_dim": attention.head_dim,
+            "query heads × head_dim": attention.q_size,
+            "key/value heads × head_dim": attention.kv_size,
+        }
+        if attention.fused_qkv:
+            values["(query heads + 2 · key/value heads) × head_dim"] = sum(attention.qkv_sizes)
+        if feed_forward.fused_gate_up:
+            values["2 · intermediate_size"] = 2 * feed_forward.width
     differing = [dim for index, dim in enumerate(wanted) if found[index : index + 1] != (dim,)]
     named = [f"{key} is {value}" for key, value in values.items() if value in differing]
     return f" ({', '.join(named)})" if named else ""

@@ -78,7 +78,7 @@ class GGUFReader(WeightReader):
         raw = self._data[entry.offset : entry.offset + num_bytes]
         if len(entry.dims) == 1:
             values = _dequantize(raw.reshape(1, -1, block_bytes), kind).reshape(-1)
-            return torch.from_numpy(values[self._stored_rows(name, part.start, part.stop)])
+            return torch.from_numpy(values[self._rows(name, part.start, part.stop)])
         blocks_RB = raw.reshape(entry.dims[0], entry.dims[1] // block, block_bytes)
         first, last = part.along(0, entry.dims)
         left, right = part.along(1, entry.dims)
@@ -87,18 +87,27 @@ class GGUFReader(WeightReader):
         step = max(1, _CHUNK // max(1, (block_right - block_left) * block))
         for start in range(first, last if left < right else first, step):
             stop = min(start + step, last)
-            values_RC = _dequantize(
-                blocks_RB[self._stored_rows(name, start, stop), block_left:block_right], kind
-            )
+            values_RC = _dequantize(blocks_RB[self._rows(name, start, stop), block_left:block_right], kind)
             within = slice(left - block_left * block, right - block_left * block)
             out_RC[start - first : stop - first] = values_RC[:, within]
         return torch.from_numpy(out_RC)
 
-    def _stored_rows(self, name: str, start: int, stop: int) -> slice | np.ndarray:
+    def _rows(self, name: str, start: int, stop: int) -> slice | np.ndarray:
         """Where rows `start` to `stop` of a parameter lie in the file."""
-        if not self._is_paired or not name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
-            return slice(start, stop)
-        return paired_rows(np.arange(start, stop), self._shape.attention.head_dim)
+        return stored_rows(name, self._shape, start, stop) if self._is_paired else slice(start, stop)
+
+
+def stored_rows(name: str, shape: ModelShape, start: int, stop: int) -> slice | np.ndarray:
+    """Where rows `start` to `stop` of a parameter lie in a GGUF file of architecture "llama".
+
+    Rows of q and k are paired, those of v are not, alone or stacked in one matrix.
+    """
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    if module not in ("q_proj", "k_proj", "qkv_proj"):
+        return slice(start, stop)
+    attention, rows = shape.block_of(name).attention, np.arange(start, stop)
+    rotated = attention.q_size + attention.kv_size  # behind them a fused matrix has the rows of v
+    return np.where(rows < rotated, paired_rows(rows, attention.head_dim), rows)
 
 
 def paired_rows(rows: np.ndarray, head_dim: int) -> np.ndarray:

@@ -196,6 +196,8 @@ def decoder_shape(
     mlp_bias: bool = False,
     qk_norm: Literal["head", "full"] | None = None,
     windows: Sequence[int | None] | None = None,
+    fused_qkv: bool = False,
+    fused_gate_up: bool = False,
 ) -> ModelShape:
     """The shape of a decoder like Llama's: what all families read, with what one of them has besides.
 
@@ -204,6 +206,7 @@ def decoder_shape(
         qkv_bias: whether q, k and v have biases; likewise `o_bias` and `mlp_bias`.
         qk_norm: how queries and keys are normed.
         windows: of the attention of each layer; full attention everywhere if None.
+        fused_qkv: whether q, k and v are one matrix in the files; likewise `fused_gate_up`.
     """
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     if heads < 1:
@@ -219,10 +222,13 @@ def decoder_shape(
             qk_norm=qk_norm,
             qkv_bias=qkv_bias,
             o_bias=o_bias,
+            fused_qkv=fused_qkv,
         )
         for window in dict.fromkeys(windows or [None])
     }
-    feed_forward = FeedForwardShape(config.whole("intermediate_size"), bias=mlp_bias)
+    feed_forward = FeedForwardShape(
+        config.whole("intermediate_size"), bias=mlp_bias, fused_gate_up=fused_gate_up
+    )
     return ModelShape(
         family=str(config.get("model_type")),
         vocab_size=config.whole("vocab_size"),
