@@ -98,7 +98,7 @@ def build(
     plain = resolved_to_dict(resolved)
     chosen = {
         "load_peak_bytes": load_peak,
-        "attention": resolved.attention.only.packed,
+        "attention": resolved.attention.packed_backends,
         "compile": plain["compile"],
         "graphs": plain["graphs"],
         "memory": resolved.memory_plan.description,

@@ -140,10 +140,10 @@ def test_the_comparison_can_fail() -> None:
 
 
 def test_layers_may_differ() -> None:
-    """A narrow feed-forward in one layer, and one more key/value head in another."""
+    """A narrow feed-forward in one layer, and wider heads in another."""
     blocks = list(FAMILIES["llama"].blocks)
     blocks[1] = dataclasses.replace(blocks[1], feed_forward=dataclasses.replace(blocks[1].dense, width=32))
-    blocks[2] = dataclasses.replace(blocks[2], mixer=dataclasses.replace(blocks[2].attention, num_kv_heads=4))
+    blocks[2] = dataclasses.replace(blocks[2], mixer=dataclasses.replace(blocks[2].attention, head_dim=32))
     shape = dataclasses.replace(FAMILIES["llama"], blocks=tuple(blocks))
     job = job_of(shape)
     declared = [total_bytes(saved_under(block, "none")) for block in blocks_by_layer(job)]

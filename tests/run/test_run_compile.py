@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.plan.resolved import CompileConfig, LayerAttention, Resolved
 from trimtab.plan.resolved_json import resolved_from_dict, resolved_to_dict
 from trimtab.recipe import load, loads
-from trimtab.run.resolve import resolve_backends
+from trimtab.run.resolve import resolve_backends, resolve_inference
 
 CPU = DeviceFacts("a CPU", "cpu", memory_bytes=2**34)
 GPU = DeviceFacts("a GPU", "cuda", memory_bytes=2**34, capability=(9, 0), bf16=True)
@@ -70,11 +71,29 @@ def test_windows_have_one_length_and_offsets_of_documents_do_not() -> None:
 
 
 def test_whole_rows_have_the_attention_that_is_fastest_for_them() -> None:
-    packed, whole = (resolved(f"packing: {word}", GPU).attention.only for word in ("true", "false"))
+    packed, whole = (resolved(f"packing: {word}", GPU).attention.layers[0] for word in ("true", "false"))
     assert packed.unpacked == packed.packed
     assert whole == LayerAttention(packed=packed.packed, unpacked="sdpa_cudnn")
-    same = resolved("packing: false\ndeterministic: true", CPU).attention.only
+    same = resolved("packing: false\ndeterministic: true", CPU).attention.layers[0]
     assert same.unpacked == same.packed
+
+
+def test_layers_with_other_heads_have_their_own_attention() -> None:
+    narrow = LARGE.blocks[0]
+    wide = dataclasses.replace(narrow, mixer=dataclasses.replace(narrow.attention, head_dim=512))
+    mixed = dataclasses.replace(LARGE, blocks=(narrow, wide, narrow))
+    recipe = loads("model: x\ndata: {train: y}")
+    layers = resolve_backends(recipe, mixed, GPU, threads=1).attention.layers
+    alone = [
+        resolve_backends(
+            recipe, dataclasses.replace(LARGE, blocks=(block,)), GPU, threads=1
+        ).attention.layers[0]
+        for block in mixed.blocks
+    ]
+    assert list(layers) == alone
+    assert layers[0] == layers[2] != layers[1]
+    inference = resolve_inference(mixed, "cuda", dtype="bf16", capability=(9, 0)).attention.layers
+    assert inference[0] == inference[2] != inference[1]
 
 
 def test_an_old_folder_says_nothing_of_compiling() -> None:

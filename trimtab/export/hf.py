@@ -153,14 +153,15 @@ def _check_logits(decoder: Decoder, folder: Path, dtype: str) -> tuple[Check, li
     num_tokens = len(token_ids)
     ids_BT = torch.tensor([token_ids], device=device)
     expected_BTV = _logits(_cast(decoder, dtype, device), ids_BT)
-    reloaded = build(decoder.shape, dtype=dtype, device=device, attention=decoder.attention)
+    reloaded = build(decoder.shape, dtype=dtype, device=device, kernels=decoder.kernels)
     load_weights(reloaded, folder)
     found_BTV = _logits(reloaded, ids_BT)
     if not torch.equal(found_BTV, expected_BTV):
         worst = float((found_BTV - expected_BTV).abs().max())
         raise _not_the_model(f"logits differ by up to {worst:.3g}")
     digest = digest_of(found_BTV)
-    detail = f"bit-equal to the model's own in {dtype}, {num_tokens} tokens, {decoder.attention} attention"
+    backends = ", ".join(dict.fromkeys(kernels.unpacked_attention for kernels in decoder.kernels))
+    detail = f"bit-equal to the model's own in {dtype}, {num_tokens} tokens, {backends} attention"
     return Check("logits", detail), token_ids, digest
 
 
@@ -204,7 +205,7 @@ def _cast(decoder: Decoder, dtype: str, device: torch.device) -> Decoder:
     """The decoder itself if it has this dtype throughout, otherwise a copy that has."""
     if all(parameter.dtype == torch_dtype(dtype) for parameter in decoder.parameters()):
         return decoder
-    copy = build(decoder.shape, dtype=dtype, device=device, attention=decoder.attention)
+    copy = build(decoder.shape, dtype=dtype, device=device, kernels=decoder.kernels)
     for target, parameter in zip(copy.parameters(), decoder.parameters(), strict=True):
         target.copy_(parameter)
     return copy

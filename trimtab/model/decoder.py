@@ -84,13 +84,6 @@ class Decoder(nn.Module):
         )
 
     @property
-    def attention(self) -> str:
-        """The attention implementation for packed sequences, where all layers have the same."""
-        kinds = {kernels.attention for kernels in self.kernels}
-        assert len(kinds) == 1, f"layers have different attention implementations: {kinds}"
-        return next(iter(kinds))
-
-    @property
     def head_weight(self) -> torch.Tensor:
         """[V, C]: the head's own matrix, or the embeddings where they are tied."""
         if self.lm_head is None:

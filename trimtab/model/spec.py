@@ -6,6 +6,8 @@ F rotary frequencies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trimtab.facts.blocks import BlockShape
 from trimtab.facts.dtypes import nbytes
 from trimtab.facts.operations import Kind, Operation, Part
@@ -33,12 +35,15 @@ def final_norm(shape: ModelShape, run: Execution) -> Operation:
     return norm_operation("norm", x, shape.hidden_size, 1, run, dtype=run.stream_dtype)
 
 
-def shared_bytes(shape: ModelShape, run: Execution, *, packed: bool = True) -> int:
+def shared_bytes(
+    shape: ModelShape, run: Execution, backends: Sequence[str] = (), *, packed: bool = True
+) -> int:
     """What all blocks share during a microbatch: token ids, cosines and sines, attention masks.
 
     Args:
         shape: the model.
         run: sizes and kernels.
+        backends: the attention backend of each layer; that of `run` for all if empty.
         packed: whether sequences hold several documents; some attention backends then need a mask.
 
     Example:
@@ -51,18 +56,24 @@ def shared_bytes(shape: ModelShape, run: Execution, *, packed: bool = True) -> i
         (block.attention.rope, block.attention.head_dim) for block in shape.blocks if block.attention.rope
     )
     frequencies = sum((rope.rotary_dim or head_dim) // 2 for rope, head_dim in angles if rope is not None)
-    return run.num_tokens * (8 + 2 * frequencies * 4) + _mask_bytes(shape, run, packed)
+    return run.num_tokens * (8 + 2 * frequencies * 4) + _mask_bytes(
+        shape, run, backends or [run.attention] * shape.num_layers, packed
+    )
 
 
-def _mask_bytes(shape: ModelShape, run: Execution, packed: bool) -> int:
-    """One prepared layout for each distinct window, shared by the layers that have it."""
-    # The reference adds its mask to fp32 scores.
-    dtype = "fp32" if run.attention == "reference" else run.dtype
+def _mask_bytes(shape: ModelShape, run: Execution, backends: Sequence[str], packed: bool) -> int:
+    """One prepared layout for each distinct backend and window, shared by the layers that have them."""
+    kinds = dict.fromkeys((impl, shape.window(layer)) for layer, impl in enumerate(backends))
     return sum(
         attention_spec.layout_bytes(
-            run.attention, run.batch, run.tokens, packed=packed, window=window, dtype=dtype
+            impl,
+            run.batch,
+            run.tokens,
+            packed=packed,
+            window=window,
+            dtype="fp32" if impl == "reference" else run.dtype,  # the reference adds its mask to fp32 scores
         )
-        for window in shape.windows()
+        for impl, window in kinds
     )
 
 

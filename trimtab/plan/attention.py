@@ -55,15 +55,17 @@ def attention_table(
         >>> round(row.plain_one_head / 1e6), round(row.plain / 1e9, 1), round(row.flash / 1e6)
         (470, 7.5, 477)
     """
-    width, H, D = BYTES[dtype], shape.attention.num_heads, shape.attention.head_dim
-    sequences = batch * shape.num_layers
+    width = BYTES[dtype]
+    heads = sum(block.attention.num_heads for block in shape.blocks)
+    dims = sum(block.attention.head_dim for block in shape.blocks)
+    outputs = sum(block.attention.q_size for block in shape.blocks)
     return [
         AttentionRow(
             tokens=T,
-            plain=sequences * H * 2 * T * T * width,
-            flash=sequences * H * T * (D * width + 4),
-            plain_one_head=sequences * 2 * T * T * width,
-            flash_one_head=sequences * 2 * T * D * width,
+            plain=batch * heads * 2 * T * T * width,
+            flash=batch * T * (outputs * width + heads * 4),
+            plain_one_head=batch * shape.num_layers * 2 * T * T * width,
+            flash_one_head=batch * dims * 2 * T * width,
         )
         for T in lengths
     ]

@@ -28,6 +28,7 @@ class Job:
     gradient_dtype: str
     optimizer: str
     attention: str
+    """The attention backend of all layers, or of the first where `layer_attention` names each one's."""
     device: str
     bf16: bool = False
     """Whether the device computes bf16 in hardware."""
@@ -49,6 +50,8 @@ class Job:
     """The adapters' settings, where adapters are trained and all else is frozen."""
     quantization: Quantization | None = None
     """How frozen weights are quantized."""
+    layer_attention: tuple[str, ...] = ()
+    """Of each layer, where they differ."""
     unpacked_layers: int = 0
     """Layers whose packed weights are kept unpacked as well (`trimtab.adapt.unpacked`)."""
 
@@ -63,6 +66,12 @@ class Job:
         other = dataclasses.replace(self, **changes)
         other.__dict__["trained"] = self.trained
         return other
+
+    @property
+    def attention_backends(self) -> tuple[str, ...]:
+        """The attention backend of each layer."""
+        assert not self.layer_attention or len(self.layer_attention) == self.shape.num_layers
+        return self.layer_attention or (self.attention,) * self.shape.num_layers
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -65,10 +65,11 @@ def declared_blocks(job: Job) -> list[tuple[DeclaredBlock, range]]:
 
 
 def layer_runs(job: Job) -> Iterator[range]:
-    """Runs of layers that are equal in their blocks, in what is trained and in whether their input has a gradient."""
+    """Runs of layers that are equal in their blocks and backends, in what is trained and in whether their input has a
+    gradient."""
     requires_grad = list(inputs_require_grad(job))
     start = 0
-    kinds = zip(job.shape.blocks, job.trained.layers, requires_grad, strict=True)
+    kinds = zip(job.shape.blocks, job.attention_backends, job.trained.layers, requires_grad, strict=True)
     for _, run in itertools.groupby(kinds):
         stop = start + len(list(run))
         yield range(start, stop)
@@ -102,7 +103,7 @@ def declare_layer(job: Job, layer: int) -> DeclaredBlock:
             job.batch,
             job.tokens,
             job.dtype,
-            job.attention,
+            job.attention_backends[layer],
             job.weights_dtype,
             job.device,
             job.pointwise,

@@ -155,7 +155,8 @@ def _time(
 def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved) -> Job:
     """What decides the memory of a step, from the recipe and what its `auto` keys came to."""
     precision, memory = resolved.precision, resolved.memory
-    attention = resolved.attention.only
+    layers = resolved.attention.layers
+    attention = tuple(one.packed if recipe.packing else one.unpacked for one in layers)
     return Job(
         shape=shape,
         batch=recipe.per_device_train_batch_size,
@@ -170,7 +171,8 @@ def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Res
         compiled=resolved.compile.enabled,
         loss_impl=resolved.loss.impl,
         loss_memory=resolved.loss.memory_bytes if memory is None else memory.loss_memory,
-        attention=attention.packed if recipe.packing else attention.unpacked,
+        attention=attention[0],
+        layer_attention=attention if len(set(attention)) > 1 else (),
         device=device.kind,
         bf16=device.bf16,
         packed=recipe.packing,

@@ -200,7 +200,7 @@ def _phases_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[P
         {"norm.weight": final} if (final := job.trained.final_norm) is not None else {},
     )  # fmt: skip
     # A loader hands over the whole step's batches on the host; the microbatch at work is on the device.
-    shared = model_spec.shared_bytes(shape, run, packed=job.packed)
+    shared = model_spec.shared_bytes(shape, run, job.attention_backends, packed=job.packed)
     kept = shared + data_spec.batch_bytes(job.batch, job.tokens)
     dims = (N, shape.hidden_size, shape.vocab_size)
     adapted = _adapted_head(job)

@@ -59,11 +59,9 @@ class AttentionConfig:
         return dataclasses.replace(self, layers=tuple(self.layers[i] for i in layers))
 
     @property
-    def only(self) -> LayerAttention:
-        """The backends, where all layers have the same."""
-        kinds = set(self.layers)
-        assert len(kinds) == 1, f"layers have different attention backends: {kinds}"
-        return self.layers[0]
+    def packed_backends(self) -> str:
+        """The backends for packed sequences, each once, for people to read."""
+        return ", ".join(dict.fromkeys(layer.packed for layer in self.layers))
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def _attention_to_dict(attention: AttentionConfig) -> dict[str, Any]:
     plain: dict[str, Any] = {"reason": attention.reason, "rejected": [list(r) for r in attention.rejected]}
     if len(set(attention.layers)) > 1:
         return {**plain, "layers": [dataclasses.asdict(layer) for layer in attention.layers]}
-    layer = attention.only
+    layer = attention.layers[0]
     different = {} if layer.packed == layer.unpacked else {"whole": layer.unpacked}
     return {"impl": layer.packed, **plain, **different}
 

@@ -53,7 +53,7 @@ class MicrobatchLoss:
         if not self.packing:
             return found
         layout = Layout.packed(batch.documents_BT)
-        if self.decoder.attention == "triton":
+        if {kernels.attention for kernels in self.decoder.kernels} == {"triton"}:
             bounds = layout.prepare("triton", "cpu", batch.documents_BT.shape[1])
             return found | {"first": bounds.first_BT, "last": bounds.last_BS}
         assert layout.documents_BT is not None

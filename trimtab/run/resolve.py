@@ -15,12 +15,14 @@ from trimtab.adapt.peft_config import fitted, read_adapter_folder
 from trimtab.adapt.spec import LoraSettings, check_trainable, resolve
 from trimtab.adapt.spec_quantized import Quantization
 from trimtab.adapt.targets import EMBEDDING, select_modules
+from trimtab.facts.blocks import BlockShape
 from trimtab.facts.compilers import compile_obstacle
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ModelError, RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.adamw8bit.choice import choose_adamw8bit
 from trimtab.kernels.attention.choice import choose_attention
+from trimtab.kernels.choice import ImplChoice
 from trimtab.kernels.linear_cross_entropy.choice import choose_loss
 from trimtab.plan.job import Job
 from trimtab.plan.limits import resolve_memory_plan
@@ -117,8 +119,9 @@ def _graphs_obstacle(recipe: Recipe, job: Job, device: DeviceFacts) -> str | Non
         return "an optimizer in backward takes numbers from the host"
     if recipe.group_by_length:
         return "group_by_length makes microbatches of many lengths, and a graph has one"
-    if recipe.packing and job.attention in ("varlen", "flex"):
-        return f"{job.attention} attention reads tensors whose size depends on the documents"
+    sized = [impl for impl in job.attention_backends if impl in ("varlen", "flex")]
+    if recipe.packing and sized:
+        return f"{sized[0]} attention reads tensors whose size depends on the documents"
     return None
 
 
@@ -133,24 +136,28 @@ def resolve_inference(
         dtype: number format of weights and arithmetic.
         capability: a CUDA device's compute capability.
     """
-    attention = choose_attention(
-        device=device.partition(":")[0],
-        capability=capability,
-        dtype=dtype,
-        head_dim=shape.attention.head_dim,
-        packed=True,
-        window=next((w for w in shape.windows() if w is not None), None),
-        training=False,
-        requested="auto",
-        tokens=1,  # generation asks for one token after another
-    )
-    layers = (LayerAttention(attention.impl, attention.impl),) * shape.num_layers
+    chosen: dict[int, ImplChoice] = {}
+    for head_dim, blocks in _by_head_dim(shape).items():
+        chosen[head_dim] = choose_attention(
+            device=device.partition(":")[0],
+            capability=capability,
+            dtype=dtype,
+            head_dim=head_dim,
+            packed=True,
+            window=next((block.mixer.window for block in blocks if block.mixer.window is not None), None),
+            training=False,
+            requested="auto",
+            tokens=1,  # generation asks for one token after another
+        )
+    impls = [chosen[block.attention.head_dim].impl for block in shape.blocks]
+    layers = tuple(LayerAttention(impl, impl) for impl in impls)
+    first = chosen[shape.blocks[0].attention.head_dim]
     return Resolved(
         device=device,
         threads=0,
         deterministic=False,
         precision=PrecisionConfig(dtype, dtype, dtype),
-        attention=AttentionConfig(layers, attention.reason, attention.rejected),
+        attention=AttentionConfig(layers, first.reason, first.rejected),
         optimizer=OptimizerConfig("none", "none", "nothing is trained"),
     )
 
@@ -192,7 +199,7 @@ def resolve_backends(recipe: Recipe, shape: ModelShape, device: DeviceFacts, thr
         ),
         attention=attention,
         optimizer=_optimizer(recipe, device),
-        compile=_compile(recipe, device, attention.only.packed),
+        compile=_compile(recipe, device, {layer.packed for layer in attention.layers}),
         loss=LossConfig(
             loss.impl,
             loss.memory_bytes,
@@ -244,14 +251,37 @@ def _quantization(recipe: Recipe, device: DeviceFacts, weights: str) -> Quantiza
 
 
 def _attention(recipe: Recipe, shape: ModelShape, device: DeviceFacts, dtype: str) -> AttentionConfig:
+    """The backends of each layer; those with the same size of heads have the same."""
+    found = {
+        head_dim: _attention_of(recipe, blocks, device, dtype)
+        for head_dim, blocks in _by_head_dim(shape).items()
+    }
+    first = found[shape.blocks[0].attention.head_dim]
+    layers = tuple(found[block.attention.head_dim].layers[0] for block in shape.blocks)
+    return dataclasses.replace(first, layers=layers)
+
+
+def _by_head_dim(shape: ModelShape) -> dict[int, list[BlockShape]]:
+    """Blocks by the size of their heads, on which it depends which backends can serve them."""
+    found: dict[int, list[BlockShape]] = {}
+    for block in shape.blocks:
+        found.setdefault(block.attention.head_dim, []).append(block)
+    return found
+
+
+def _attention_of(
+    recipe: Recipe, blocks: list[BlockShape], device: DeviceFacts, dtype: str
+) -> AttentionConfig:
     """The backend for packed sequences, which evaluation always has, and, where training sequences are never packed,
     the one for those."""
+    windows = [block.mixer.window for block in blocks]
+    shorter = [window for window in windows if window is not None and window < recipe.max_seq_length]
     job: dict[str, Any] = {
         "device": device.kind,
         "capability": device.capability,
         "dtype": dtype,
-        "head_dim": shape.attention.head_dim,
-        "window": _shortest_window(shape, recipe.max_seq_length),
+        "head_dim": blocks[0].attention.head_dim,
+        "window": min(shorter, default=None),
         "training": True,
         "requested": recipe.model.attn_implementation,
         "deterministic": recipe.deterministic,
@@ -265,8 +295,7 @@ def _attention(recipe: Recipe, shape: ModelShape, device: DeviceFacts, dtype: st
         if other.impl != packed.impl:
             unpacked = other.impl
             reason = f"{other.reason}; {packed.impl} where measured texts are packed"
-    layers = (LayerAttention(packed.impl, unpacked),) * shape.num_layers
-    return AttentionConfig(layers, reason, packed.rejected)
+    return AttentionConfig((LayerAttention(packed.impl, unpacked),) * len(blocks), reason, packed.rejected)
 
 
 def _optimizer(recipe: Recipe, device: DeviceFacts) -> OptimizerConfig:
@@ -278,13 +307,13 @@ def _optimizer(recipe: Recipe, device: DeviceFacts) -> OptimizerConfig:
     return OptimizerConfig(recipe.optim, choice.impl, choice.reason)
 
 
-def _compile(recipe: Recipe, device: DeviceFacts, attention: str) -> CompileConfig:
+def _compile(recipe: Recipe, device: DeviceFacts, attention: set[str]) -> CompileConfig:
     """Whether blocks are compiled, and whether for one length or for all."""
     obstacle = compile_obstacle(device.kind, device.capability)
     if recipe.torch_compile is True and obstacle is not None:
         raise ResourceError(f"torch_compile: true cannot work here: {obstacle}", "set torch_compile: auto")
     # Windows have one length unless they are grouped; varlen's offsets are as many as a batch has documents.
-    dynamic = recipe.group_by_length or (recipe.packing and attention == "varlen")
+    dynamic = recipe.group_by_length or (recipe.packing and "varlen" in attention)
     if recipe.torch_compile != "auto":
         return CompileConfig(recipe.torch_compile, dynamic, "named in the recipe")
     if device.kind != "cuda":
@@ -300,11 +329,6 @@ def _pointwise(device: DeviceFacts, *, autocast: bool) -> PointwiseConfig:
     if autocast:  # the residual stream is fp32 and what is added to it 16 bits: the kernels take one format
         return PointwiseConfig("reference", "torch's own operations, which autocast knows")
     return PointwiseConfig("triton", "norms, rotary positions and gates in one kernel each")
-
-
-def _shortest_window(shape: ModelShape, length: int) -> int | None:
-    windows = [w for w in shape.windows() if w is not None and w < length]
-    return min(windows) if windows else None
 
 
 def _compute_dtype(recipe: Recipe, device: DeviceFacts) -> str:

@@ -161,6 +161,6 @@ def with_device(began: Recipe, recipe: Recipe) -> Recipe:
 def describe_move(old: str, new: Resolved) -> str:
     """What another device means for a run, in a sentence."""
     return (
-        f"device: {old} → {new.device}: implementations are chosen anew (attention: {new.attention.only.packed}); from "
-        f"here on losses are not bit-equal to those of an unstopped run on {old}"
+        f"device: {old} → {new.device}: implementations are chosen anew (attention: "
+        f"{new.attention.packed_backends}); from here on losses are not bit-equal to those of an unstopped run on {old}"
     )
