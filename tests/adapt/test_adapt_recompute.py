@@ -220,7 +220,7 @@ def adapted(kind: str | None, **lora: Any) -> Decoder:
             parameter.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
     masks = set_masks(decoder, torch.device("cpu"))
     if masks is not None:
-        masks.set(1, step=2, microbatch=0)
+        masks.set(1, step=2, first_sequence=0, tokens=T)
     return decoder
 
 

@@ -83,8 +83,8 @@ def test_gradients_are_those_of_the_formula() -> None:
     weight, bias = torch.randn(6, 7, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x, a, b: lora_linear(x, weight, bias, a, b, 0.7), (x, a, b))
     assert torch.autograd.gradcheck(lambda x, a, b: add_lora(x @ weight.T, x, a, b, 0.7), (x, a, b))
-    key = Masks(["a"], torch.device("cpu")).words_K2[0]
-    dropped = lambda x, a, b: add_lora(x @ weight.T, x, a, b, 0.7, p=0.4, key_2=key)  # noqa: E731
+    key = Masks(["a"], torch.device("cpu")).words_K5[0]
+    dropped = lambda x, a, b: add_lora(x @ weight.T, x, a, b, 0.7, p=0.4, key_5=key)  # noqa: E731
     assert torch.autograd.gradcheck(dropped, (x, a, b))
     plain = x @ weight.T + bias + 0.7 * (x @ a.T) @ b.T
     torch.testing.assert_close(lora_linear(x, weight, bias, a, b, 0.7), plain)
@@ -148,13 +148,13 @@ def test_only_x_and_its_thin_product_are_kept() -> None:
 
 def test_masks_repeat_and_are_fair() -> None:
     masks = Masks(["one", "two"], torch.device("cpu"))
-    masks.set(0, step=3, microbatch=1)
-    first = kept(2000, 256, masks.words_K2[0], 0.1)
-    masks.set(0, step=3, microbatch=2)
-    assert not torch.equal(kept(2000, 256, masks.words_K2[0], 0.1), first)
-    masks.set(0, step=3, microbatch=1)
-    assert torch.equal(kept(2000, 256, masks.words_K2[0], 0.1), first)
-    other = kept(2000, 256, masks.words_K2[1], 0.1)
+    masks.set(0, step=3, first_sequence=1, tokens=2000)
+    first = kept(2000, 256, masks.words_K5[0], 0.1)
+    masks.set(0, step=3, first_sequence=2, tokens=2000)
+    assert not torch.equal(kept(2000, 256, masks.words_K5[0], 0.1), first)
+    masks.set(0, step=3, first_sequence=1, tokens=2000)
+    assert torch.equal(kept(2000, 256, masks.words_K5[0], 0.1), first)
+    other = kept(2000, 256, masks.words_K5[1], 0.1)
     for mask in (first, other):
         # 512,000 draws: the mean is within 4 standard deviations, rows and columns spread as they should.
         assert float(mask.float().mean()) == pytest.approx(0.9, abs=4 * (0.09 / mask.numel()) ** 0.5)
@@ -168,16 +168,16 @@ def test_masks_repeat_and_are_fair() -> None:
 
 @pytest.mark.parametrize("p", [1 - 2.0**-30, 1 - 2.0**-32, 1 - 2.0**-53])
 def test_a_share_all_but_one_drops_all_but_everything(p: float) -> None:
-    key_2 = Masks(["one"], torch.device("cpu")).words_K2[0]
-    assert not bool(kept(100, 100, key_2, p).any())
+    key_5 = Masks(["one"], torch.device("cpu")).words_K5[0]
+    assert not bool(kept(100, 100, key_5, p).any())
 
 
 def test_masks_in_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    key_2 = Masks(["one"], torch.device("cpu")).words_K2[0]
+    key_5 = Masks(["one"], torch.device("cpu")).words_K5[0]
     x = torch.randn(37, 24)
-    whole = lora_dropout.drop(x, key_2, 0.3)
+    whole = lora_dropout.drop(x, key_5, 0.3)
     monkeypatch.setattr(lora_dropout, "DROPOUT_CHUNK", 100)
-    assert torch.equal(lora_dropout.drop(x, key_2, 0.3), whole)
+    assert torch.equal(lora_dropout.drop(x, key_5, 0.3), whole)
     assert 0.2 < float((whole == 0).float().mean()) < 0.4
 
 
@@ -191,7 +191,7 @@ def test_dropout_is_the_same_when_recomputed_and_off_when_evaluating() -> None:
     grads = []
     for policy in ("none", "block"):
         recompute.apply(decoder, [policy] * len(decoder.model.layers))
-        masks.set(1, step=2, microbatch=0)
+        masks.set(1, step=2, first_sequence=0, tokens=20)
         loss = decoder.train().loss(IDS_BT, IDS_BT)
         loss.backward()
         grads.append((loss.detach(), {n: p.grad for n, p in trained_parameters(decoder).items()}))
@@ -199,7 +199,7 @@ def test_dropout_is_the_same_when_recomputed_and_off_when_evaluating() -> None:
             p.grad = None
     assert torch.equal(grads[0][0], grads[1][0])
     assert all(torch.equal(g, grads[1][1][n]) for n, g in grads[0][1].items())
-    masks.set(1, step=3, microbatch=0)
+    masks.set(1, step=3, first_sequence=0, tokens=20)
     assert not torch.equal(decoder.loss(IDS_BT, IDS_BT), grads[0][0])
     decoder.eval()
     assert torch.equal(logits(decoder), logits(adapted(LoraSettings(r=4)).eval()))

@@ -67,8 +67,8 @@ def test_packed_weights_give_the_cpu_s_losses(kind: str) -> None:
 def test_masks_are_those_of_a_cpu() -> None:
     keys = [Masks(["a", "b"], torch.device(device)) for device in ("cpu", "cuda")]
     for masks in keys:
-        masks.set(5, step=7, microbatch=2)
-    one, two = (kept(300, 200, masks.words_K2[1], 0.3).cpu() for masks in keys)
+        masks.set(5, step=7, first_sequence=2, tokens=90)
+    one, two = (kept(300, 200, masks.words_K5[1], 0.3).cpu() for masks in keys)
     assert torch.equal(one, two)
 
 

@@ -209,7 +209,7 @@ def test_dropout_on_the_head_is_refused_where_it_would_be_trained_only(tmp_path:
     assert torch.equal(logits(decoder.eval()), logits(plain.eval()))
     masks = set_masks(decoder, torch.device("cpu"))
     assert masks is not None
-    masks.set(0, 0, 0)
+    masks.set(0, 0, 0, 20)
     with pytest.raises(RecipeError, match=r"drops inputs of lm_head.*decoder\.eval"):
         decoder.train().loss(IDS_BT, IDS_BT)
     with pytest.raises(RecipeError, match=r"lm_head's matrix as a whole; set lora_dropout: 0"):

@@ -107,7 +107,7 @@ def test_other_adapters_go_one_by_one(settings: dict[str, Any]) -> None:
     twin = unpacked_twin(decoder)
     for model in (decoder, twin):
         if (masks := set_masks(model, torch.device("cpu"))) is not None:
-            masks.set(seed=0, step=1, microbatch=0)
+            masks.set(seed=0, step=1, first_sequence=0, tokens=12)
         assert not any(layer.joins for layer in model.modules() if isinstance(layer, LoRALinear))
     assert_close(results(decoder), results(twin))
 

@@ -71,3 +71,12 @@ def epoch_of(loader: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
         found += [piece for batch in loader.next_step() for piece in pieces(batch)]
         if loader.epoch == int(loader.epoch):
             return found
+
+
+def assert_numbered(parts: list[list[Batch]]) -> None:
+    """Microbatches of all ranks, in their order, know which sequence of the step they begin with."""
+    begun = 0
+    for batch in (batch for part in parts for batch in part):
+        count = sum(map(bool, batch.origins))
+        assert batch.to("cpu").first_sequence == (begun if count else 0)
+        begun += count

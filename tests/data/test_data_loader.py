@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data_rows import assert_numbered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,6 +83,7 @@ def test_ranks_together_see_what_one_sees_alone(size: int, corpora) -> None:
         assert all(part for part in parts)
         assert [row for part in parts for row in rows(part)] == rows(alone.next_step())
         assert all(b.num_targets == int((b.labels_BT != -100).sum()) for part in parts for b in part)
+        assert_numbered(parts)
 
 
 def test_an_epoch_holds_every_document_token_once(corpora) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data_rows import assert_numbered
 
 from trimtab.data import SourceSpec, eval_batches, make_loader, open_corpus, readers, spec, stream_windows
 from trimtab.data.batch import Batch
@@ -108,6 +109,7 @@ def test_ranks_and_batches_share_a_stream(corpus_folder: Path, replay_folder: Pa
         parts = [rank.next_step() for rank in ranks]
         assert [row for part in parts for row in rows(part)] == rows(alone.next_step())
         assert len({len(part) for part in parts}) == 1
+        assert_numbered(parts)
     for loader in [alone, *ranks]:
         loader.close()
 

@@ -1,8 +1,8 @@
 """One process of a mesh: trains recipes through the same assembly and loop as a run of one.
 
 usage: mesh_rank.py FOLDER RANK SIZE
-FOLDER holds recipes train.yaml, signal.yaml and poison.yaml, trained one after the other. Prints a JSON object:
-how each ended.
+FOLDER holds recipes train.yaml, dropout.yaml, signal.yaml and poison.yaml, trained one after the other. Prints a JSON
+object: how each ended.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
     folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
-    ended = {mode: train(folder / f"{mode}.yaml", rank) for mode in ("train", "signal", "poison")}
+    ended = {mode: train(folder / f"{mode}.yaml", rank) for mode in ("train", "dropout", "signal", "poison")}
     dist.destroy_process_group()
     print(json.dumps(ended))
 

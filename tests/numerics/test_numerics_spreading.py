@@ -51,16 +51,41 @@ def test_the_curve_is_the_same(folder: Path, whole: Path, batch: int, accumulati
         assert relative(ours, theirs) < 1e-5
 
 
+DROPOUT: dict[str, object] = {
+    **ONCE,
+    "num_train_epochs": 2,
+    "lora": {"r": 4, "lora_dropout": 0.5},
+    "learning_rate": 0.03,
+}
+
+
+@pytest.mark.parametrize(
+    "memory", [{}, {"recompute": "block", "mlp_tiles": 3}], ids=["plain", "recomputed in tiles"]
+)
+def test_dropout_does_not_depend_on_the_split(folder: Path, memory: dict[str, object]) -> None:
+    """Masks belong to sequences of a step, not to microbatches: the last step of an epoch is a smaller one here."""
+    name = "dropout" + "-tiles" * bool(memory)
+    whole, *others = (
+        run(
+            folder, f"{name}-{batch}", **DROPOUT, **memory,
+            per_device_train_batch_size=batch, gradient_accumulation_steps=16 // batch,
+        )
+        for batch in (16, 4, 1)
+    )  # fmt: skip
+    for other in others:
+        assert relative(losses(other), losses(whole)) < 1e-5
+
+
 @pytest.fixture(scope="module")
 def two(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[dict[str, dict[str, str]]]]:
     """Two processes on gloo that meet at a file: their folder, and how each ended."""
     work = tmp_path_factory.mktemp("two")
-    for mode in ("train", "signal", "poison"):
+    for mode in ("train", "dropout", "signal", "poison"):
         recipe = write_recipe(
             folder,
-            **ONCE,
+            **(DROPOUT if mode == "dropout" else ONCE),
             output_dir=str(work / mode),
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
@@ -113,6 +138,15 @@ def test_two_processes_train_as_one(whole: Path, two: tuple[Path, list[Any]]) ->
     ours = dict(load(both, dtype="fp32", device="cpu").opened.decoder.named_parameters())
     for name, parameter in ours.items():
         torch.testing.assert_close(parameter, theirs[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_processes_drop_what_one_drops(folder: Path, two: tuple[Path, list[Any]]) -> None:
+    work, ended = two
+    assert [rank["dropout"] for rank in ended] == [{"status": "finished"}] * 2
+    batch = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    alone = run(folder, "dropout-alone", **DROPOUT, **batch)
+    assert relative(losses(work / "dropout"), losses(alone)) < 1e-5
 
 
 @pytest.mark.slow

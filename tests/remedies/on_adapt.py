@@ -105,7 +105,7 @@ def head_dropout(w: World, *, evaluated: bool = False, **settings: Any) -> Any:
     load_adapter(decoder, folder)
     masks = set_masks(decoder, torch.device("cpu"))
     if masks is not None:
-        masks.set(0, 0, 0)
+        masks.set(0, 0, 0, 4)
     decoder.train(not evaluated)
     return decoder.loss(IDS_BT, IDS_BT)
 
@@ -135,13 +135,14 @@ def follow_masks(w: World, remedy: str) -> None:
     names: dict[str, Any] = {"decoder": decoder, "device": torch.device("cpu"), "seed": 0, "step": 0}
     import trimtab.adapt
 
-    exec(f"{first}\n{then}", {"trimtab": trimtab, "microbatch": 0, **names})
+    names |= {"trimtab": trimtab, "first_sequence": 0, "tokens": IDS_BT.shape[1]}
+    exec(f"{first}\n{then}", names)
     decoder.loss(IDS_BT, IDS_BT).backward()
 
 
 case(
     "adapt/lora_products.py:add_lora: masks = trimtab.adapt.set_masks(decoder, device), then masks.set(seed, step, "
-    "microbatch) before each",
+    "first_sequence, tokens) before each",
     lambda w: dropping(w).loss(IDS_BT, IDS_BT),
     follow_masks,
 )

@@ -57,6 +57,7 @@ def folder(tmp_path: Path) -> RunFolder:
     [
         CHOICES,
         dataclasses.replace(CHOICES, base=None, started_from=None, lengths=(), logs_checkpoints=False),
+        dataclasses.replace(CHOICES, dropout_by_sequence=False),
     ],
 )
 def test_what_is_written_is_read(folder: RunFolder, choices: Choices) -> None:
@@ -82,6 +83,7 @@ def test_every_field_is_in_the_file(folder: RunFolder) -> None:
             "started_from": None,
             "lengths": (Length(0, 1),),
             "logs_checkpoints": False,
+            "dropout_by_sequence": False,
         }[field.name]
         changed = dataclasses.replace(CHOICES, **{field.name: other})
         write_choices(folder, changed)

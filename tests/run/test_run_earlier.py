@@ -177,6 +177,42 @@ def test_the_order_of_a_run_that_has_no_checkpoint_yet(tmp_path: Path) -> None:
     assert losses(new)[0] == first != losses(whole)[0]
 
 
+def test_dropout_masks_of_a_run_stay_those_of_its_version(tmp_path: Path) -> None:
+    """Earlier versions drew them for a microbatch; a run begun so goes on with its own, bit by bit."""
+    from trimtab.run import build
+
+    settings = {
+        "max_steps": 4,
+        "num_train_epochs": None,
+        "logging_steps": 1,
+        "eval_steps": None,
+        "save_steps": 2,
+    }
+    settings |= {
+        "lora": {"r": 4, "lora_dropout": 0.5},
+        "learning_rate": 0.05,
+        "gradient_accumulation_steps": 2,
+    }
+    whole, stopped, new = (tmp_path / name for name in ("whole", "stopped", "new"))
+
+    def recipe(folder: Path) -> Recipe:
+        return load(write_recipe(tmp_path, output_dir=str(folder), **settings))
+
+    with pytest.MonkeyPatch.context() as patch:
+        by_microbatch = build._masks
+        patch.setattr(build, "_masks", lambda *args, by_sequence: by_microbatch(*args, by_sequence=False))
+        launch.train(recipe(whole), Silent())
+        with pytest.raises(Stop):
+            launch.train(recipe(stopped), Silent(), after_step=stop_at(3))  # type: ignore[arg-type]
+    choices = json.loads((stopped / "choices.json").read_text())
+    assert choices.pop("dropout_by_sequence") is True
+    (stopped / "choices.json").write_text(json.dumps(choices))
+    launch.resume(stopped, [], Silent())
+    assert losses(stopped) == losses(whole)
+    launch.train(recipe(new), Silent())
+    assert losses(new) != losses(whole)
+
+
 def test_a_known_delimiter_is_not_looked_for(tmp_path: Path) -> None:
     path = tmp_path / "gone.csv"
     assert readers_csv.delimiter_of(SourceFile(path, path.name, "csv", delimiter="|")) == "|"

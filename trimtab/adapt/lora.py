@@ -185,8 +185,8 @@ def set_masks(decoder: Decoder, device: torch.device) -> Masks | None:
     if not any(settings.lora_dropout for layer in layers for settings in layer.settings.values()):
         return None
     masks = Masks([layer.path for layer in layers], device)
-    for layer, key_2 in zip(layers, masks.words_K2, strict=True):
-        layer.mask_key_2 = key_2
+    for layer, key_5 in zip(layers, masks.words_K5, strict=True):
+        layer.mask_key_5 = key_5
     return masks
 
 

@@ -41,7 +41,7 @@ class Adapted(nn.Module):
         self.active: tuple[str, ...] = ()
         self.settings: dict[str, LoraSettings] = {}
         self.scaling: dict[str, float] = {}
-        self.mask_key_2: torch.Tensor | None = None
+        self.mask_key_5: torch.Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         """What is not here is the layer's: `in_features`, a quantized layer's `take`."""
@@ -241,7 +241,7 @@ class LoRALinear(Adapted):
 
     def _add(self, y: torch.Tensor, x: torch.Tensor, adapter: str) -> torch.Tensor:
         a_RI, b_OR = self.factors(adapter)
-        return add_lora(y, x, a_RI, b_OR, self.scaling[adapter], p=self._drop(adapter), key_2=self.mask_key_2)
+        return add_lora(y, x, a_RI, b_OR, self.scaling[adapter], p=self._drop(adapter), key_5=self.mask_key_5)
 
     def _dora(self, x: torch.Tensor, adapter: str) -> torch.Tensor:
         """(m / ‖W + s·B·A‖) ⊙ (W·x + s·B·(A·x)) + b; the length is a constant to the backward pass, as in DoRA's

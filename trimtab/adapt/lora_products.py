@@ -103,29 +103,29 @@ class _AddedDropped(torch.autograd.Function):
         x: torch.Tensor,
         a_RI: torch.Tensor,
         b_OR: torch.Tensor,
-        key_2: torch.Tensor,
+        key_5: torch.Tensor,
         scaling: float,
         p: float,
     ) -> torch.Tensor:
         x_NI = x.reshape(-1, x.shape[-1])
-        h_NR = _times_a(drop(x_NI, key_2, p), a_RI)
+        h_NR = _times_a(drop(x_NI, key_5, p), a_RI)
         y_NO = _plus_times_b(y.reshape(-1, y.shape[-1]), h_NR, b_OR.to(x.dtype), scaling)
         # Kept by value: the loop writes the next microbatch's key into the same tensor.
-        ctx.save_for_backward(x, a_RI, b_OR, h_NR, key_2.clone())
+        ctx.save_for_backward(x, a_RI, b_OR, h_NR, key_5.clone())
         ctx.scaling, ctx.p = scaling, p
         return y_NO.view(y.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x, a_RI, b_OR, h_NR, key_2 = ctx.saved_tensors
+        x, a_RI, b_OR, h_NR, key_5 = ctx.saved_tensors
         dy_NO = grads[0].reshape(-1, grads[0].shape[-1])
         dh_NR = (dy_NO @ b_OR.to(dy_NO.dtype)).mul_(ctx.scaling)
-        dropped_NI = drop(x.reshape(-1, x.shape[-1]), key_2, ctx.p)
+        dropped_NI = drop(x.reshape(-1, x.shape[-1]), key_5, ctx.p)
         da_RI, db_OR = _factor_gradients(dropped_NI, h_NR, dy_NO, dh_NR, ctx.scaling)
         del dropped_NI  # before two more of its size are made
         dx = None
         if ctx.needs_input_grad[1]:
-            dx = drop(dh_NR @ a_RI.to(dy_NO.dtype), key_2, ctx.p).view(x.shape)
+            dx = drop(dh_NR @ a_RI.to(dy_NO.dtype), key_5, ctx.p).view(x.shape)
         return grads[0], dx, da_RI.to(a_RI.dtype), db_OR.to(b_OR.dtype), None, None, None
 
 
@@ -162,7 +162,7 @@ def add_lora(
     scaling: float,
     *,
     p: float = 0.0,
-    key_2: torch.Tensor | None = None,
+    key_5: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y + s·B·(A·x) for a y [..., O] that some layer made of x [..., I]; with `p` x is dropped first.
 
@@ -171,12 +171,13 @@ def add_lora(
         tensor([[4., 4., 4.]])
     """
     if p:
-        if key_2 is None:
+        if key_5 is None:
             raise RecipeError(
                 "adapters with dropout need masks before the first step",
-                "masks = trimtab.adapt.set_masks(decoder, device), then masks.set(seed, step, microbatch) before each",
+                "masks = trimtab.adapt.set_masks(decoder, device), then masks.set(seed, step, first_sequence, tokens) "
+                "before each",
             )
-        out: torch.Tensor = _AddedDropped.apply(y, x, a_RI, b_OR, key_2, scaling, p)
+        out: torch.Tensor = _AddedDropped.apply(y, x, a_RI, b_OR, key_5, scaling, p)
         return out
     out = _Added.apply(y, x, a_RI, b_OR, scaling)
     return out

@@ -298,7 +298,7 @@ class _InTiles:
 
 def _mask_keys(block: Block) -> list[torch.Tensor]:
     """Of the adapters' dropout in the feed-forward half."""
-    keys = (getattr(module, "mask_key_2", None) for module in block.mlp.modules())
+    keys = (getattr(module, "mask_key_5", None) for module in block.mlp.modules())
     return [key for key in keys if key is not None]
 
 

@@ -25,6 +25,8 @@ DEFAULT = "default"
 
 DROPOUT_CHUNK = 1 << 22
 """Elements whose dropout masks are made at once: those of [8192, 14336] would take half a gigabyte, thrice."""
+KEY_WORDS = 5
+"""32-bit words of a mask's key in each layer (`lora_dropout`)."""
 WORD_BYTES = 8
 """Of an element while its mask is made: two 32-bit words."""
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trimtab.adapt.spec import DROPOUT_CHUNK, WORD_BYTES, LoraSettings
+from trimtab.adapt.spec import DROPOUT_CHUNK, KEY_WORDS, WORD_BYTES, LoraSettings
 from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.blocks import Linear
 from trimtab.facts.dtypes import BYTES
@@ -188,8 +188,8 @@ class AdaptedProjections:
         return [Saved(unscaled, mine), Saved(scales, mine), Saved(lengths, mine)]
 
 
-_KEY_BYTES = 8
-"""Two 32-bit words of a dropout mask's key."""
+_KEY_BYTES = 4 * KEY_WORDS
+"""Of a dropout mask's key."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from trimtab.adapt.lora_dropout import FIRST_ROW
 from trimtab.adapt.spec_recompute import tile_rows
 
 Tokenwise = Callable[[torch.Tensor], torch.Tensor]
@@ -34,8 +35,8 @@ def tiled(
         x: […, C], contiguous; kept for the backward pass.
         parameters: whatever `run` learns; others that it reads get no gradient.
         tiles: how many parts the tokens are cut into at most.
-        keys: int32 words of masks in `run` whose rows are told apart by an exclusive or with the first word
-            (`lora_dropout`): each tile's carries its first row, so that the masks are those of the whole.
+        keys: words of dropout masks in `run` (`lora_dropout`): each tile's carry its first row, so that the masks are
+            those of the whole.
         recompute: what the backward pass calls with each tile instead of `run`: a function that saves the same for its
             own backward pass, and whose output values are not read.
 
@@ -57,17 +58,16 @@ def tiled(
 
 
 def _cut(rows: int, tiles: int, keys: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """(first row, the one after the last) of each tile, its masks set: a first row has no bit in common with those
-    within a tile, whose size is a power of two."""
+    """(first row, the one after the last) of each tile, its masks set."""
     size = tile_rows(rows, tiles)
     for start in range(0, rows, size):
         for key in keys:
-            key[0].bitwise_xor_(start)
+            key[FIRST_ROW].add_(start)
         try:
             yield start, min(start + size, rows)
         finally:
             for key in keys:
-                key[0].bitwise_xor_(start)
+                key[FIRST_ROW].sub_(start)
 
 
 def _forward(run: Tokenwise, x: torch.Tensor, tiles: int, keys: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -35,6 +35,8 @@ class Batch:
     documents_BT: torch.Tensor
     num_targets: int
     origins: list[list[str]]
+    first_sequence: int = 0
+    """Index of the first window in the batch of the whole step, over all microbatches and ranks."""
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on a device."""
@@ -45,11 +47,14 @@ class Batch:
             self.documents_BT.to(device, non_blocking=True),
             self.num_targets,
             self.origins,
+            self.first_sequence,
         )
 
 
-def collate(windows: Sequence[Sequence[Piece]], max_seq_length: int) -> Batch:
+def collate(windows: Sequence[Sequence[Piece]], max_seq_length: int, first_sequence: int = 0) -> Batch:
     """A batch of windows, each a list of pieces that together fit into `max_seq_length`.
+
+    `first_sequence` is the index of the first one in its step.
 
     Example:
         >>> pieces = [Piece(np.array([5, 6, 7]), "a.txt:1"), Piece(np.array([8, 9]), "a.txt:2")]
@@ -90,6 +95,7 @@ def collate(windows: Sequence[Sequence[Piece]], max_seq_length: int) -> Batch:
         torch.from_numpy(documents_BT),
         num_targets,
         [[piece.origin for piece in window] for window in windows],
+        first_sequence,
     )
 
 

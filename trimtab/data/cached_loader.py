@@ -166,7 +166,8 @@ class CachedLoader(Loader):
         batches = []
         for micro in deal(range(self._window, end), self.shape):
             windows = [self.packed[int(source_E[i])].window(int(window_E[i])) for i in micro]
-            batches.append(collate(windows or [[]], self._row_length(windows)))
+            first = micro[0] - self._window if micro else 0
+            batches.append(collate(windows or [[]], self._row_length(windows), first))
         self._window = end
         if end == self.num_windows:
             self._epoch, self._window = self._epoch + 1, 0

@@ -102,7 +102,10 @@ class StreamLoader(Loader):
             for index, stream in enumerate(self._streams[: self._num_train]):
                 stream.start_pass(self._epoch)
                 self._counts[index] = 0
-        return [collate(micro or [[]], self.max_seq_length) for micro in deal(windows, self.shape)]
+        return [
+            collate([windows[i] for i in micro] or [[]], self.max_seq_length, micro[0] if micro else 0)
+            for micro in deal(range(len(windows)), self.shape)
+        ]
 
     def position(self) -> dict[str, Any]:
         """Where the next step begins, as JSON: for each source (pass, chunk, file, row, window)."""

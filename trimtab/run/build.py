@@ -37,6 +37,7 @@ from trimtab.adapt.targets import EMBEDDING, HEAD
 from trimtab.adapt.tokens import fill_grown
 from trimtab.checkpoint import Found, Store
 from trimtab.checkpoint.layout import step_name
+from trimtab.data import Batch
 from trimtab.evaluate import probe_items
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import RecipeError, TrimtabError
@@ -287,6 +288,7 @@ def build_run(
     base: BaseWeights | None = None,
     callbacks: Sequence[Any] = (),
     lengths: Sequence[Length] = (),
+    dropout_by_sequence: bool = True,
 ) -> Run:
     """A run that is ready to train.
 
@@ -306,6 +308,7 @@ def build_run(
         base: where the frozen weights come from, for a run that trains adapters (`base_weights.name_base`).
         callbacks: the user's own (`trainer.callbacks`).
         lengths: how many steps the run was planned for so far; none for a new run.
+        dropout_by_sequence: `Choices.dropout_by_sequence`.
     """
     device = torch.device(resolved.device)
     set_up_torch(resolved)
@@ -360,7 +363,7 @@ def build_run(
         loss_scale=FIRST_LOSS_SCALE if resolved.precision.dtype == "fp16" else None,
         observers=observers,
         compiled=Regions(decoder) if decoder.regions is not None else None,
-        before_microbatch=_masks(recipe, decoder, device, mesh),
+        before_microbatch=_masks(recipe, decoder, device, mesh, by_sequence=dropout_by_sequence),
         callbacks=_callbacks(callbacks, folder, total_steps),
     )
     run = Run(setup, TrainState(), None, folder, now)
@@ -383,13 +386,17 @@ def _callbacks(callbacks: Sequence[Any], folder: RunFolder, total_steps: int) ->
 
 
 def _masks(
-    recipe: Recipe, decoder: Decoder, device: torch.device, mesh: Mesh
-) -> Callable[[int, int], None] | None:
+    recipe: Recipe, decoder: Decoder, device: torch.device, mesh: Mesh, *, by_sequence: bool
+) -> Callable[[int, int, Batch], None] | None:
     """Writes the keys of the adapters' dropout masks before each microbatch; None where nothing is dropped."""
     masks = set_masks(decoder, device)
     if masks is None:
         return None
-    return lambda step, microbatch: masks.set(recipe.seed, step, microbatch, mesh.rank)
+    if not by_sequence:
+        return lambda step, index, batch: masks.set_by_microbatch(recipe.seed, step, index, mesh.rank)
+    return lambda step, index, batch: masks.set(
+        recipe.seed, step, batch.first_sequence, batch.input_ids_BT.shape[1]
+    )
 
 
 def _evaluation(

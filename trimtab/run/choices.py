@@ -27,6 +27,7 @@ from trimtab.run.record import LOGS_CHECKPOINTS
 FIELDS = ("model_commit", "tokenizer_commit", "data", "recipe", *REQUIRED)
 """What a run needs to be continued; its model can be opened with the recipe alone."""
 OWN_TEXT_FIRST = "own_text_first"
+DROPOUT_BY_SEQUENCE = "dropout_by_sequence"
 _TYPES: dict[str, type] = {
     "data": dict,
     "recipe": dict,
@@ -91,6 +92,8 @@ class Choices:
     """How many steps it was planned for; empty for runs made before that was kept."""
     logs_checkpoints: bool = True
     """Whether metrics.jsonl has a record of each checkpoint from the beginning."""
+    dropout_by_sequence: bool = True
+    """Whether dropout masks are a function of sequences; runs of earlier versions have them of microbatches."""
 
     def to_dict(self) -> dict[str, Any]:
         """The content of choices.json."""
@@ -105,6 +108,7 @@ class Choices:
             "started_from": None if self.started_from is None else self.started_from.to_dict(),
             "lengths": [dataclasses.asdict(length) for length in self.lengths],
             LOGS_CHECKPOINTS: self.logs_checkpoints,
+            DROPOUT_BY_SEQUENCE: self.dropout_by_sequence,
         }
 
     @staticmethod
@@ -129,6 +133,7 @@ class Choices:
             None if started_from is None else BaseWeights.from_dict(started_from),
             tuple(Length(entry["step"], entry["total"]) for entry in data.get("lengths") or ()),
             data.get(LOGS_CHECKPOINTS) is True,
+            data.get(DROPOUT_BY_SEQUENCE) is True,
         )
 
 

@@ -299,6 +299,7 @@ def _go(
         base=base,
         callbacks=given.callbacks,
         lengths=planned,
+        dropout_by_sequence=kept is None or kept.dropout_by_sequence,
     )
     if kept is None:
         choices = Choices(

@@ -166,8 +166,9 @@ class TrainingSetup:
     compiled: Compiled | None = None
     """Where the model is compiled: (programs, seconds it took) in this process, and how to run without."""
     observers: Sequence[Observer] = field(default_factory=list)
-    before_microbatch: Callable[[int, int], None] | None = None
-    """Called with the step (from 0) and the microbatch's number in it: what is random in a model follows from them."""
+    before_microbatch: Callable[[int, int, Any], None] | None = None
+    """Called with the step (from 0), the microbatch's number in it, and the microbatch: what is random in a model
+    follows from them."""
     after_step: Callable[[int], None] | None = None
     """Called with the finished step; the kill demonstration and tests hook in here."""
     callbacks: Callbacks | None = None

@@ -49,6 +49,6 @@ def accumulate(
     total = torch.zeros((), dtype=torch.float32, device=setup.device)
     for index, batch in enumerate(microbatches, first):
         if setup.before_microbatch is not None:
-            setup.before_microbatch(step, index)
+            setup.before_microbatch(step, index, batch)
         total += setup.microstep.backward(batch, scale / num_targets, before_backward, eager=eager)
     return total
