@@ -7,7 +7,8 @@ from typing import Any
 from trimtab.facts.operations import saved_activations, total_bytes
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import spec as model_spec
-from trimtab.model.spec_block import DeclaredBlock, Execution
+from trimtab.model.spec_block import DeclaredBlock
+from trimtab.model.spec_operations import Execution
 from trimtab.plan.job import Job
 from trimtab.plan.layers import declared_blocks
 

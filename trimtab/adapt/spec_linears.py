@@ -18,7 +18,7 @@ from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.blocks import Linear
 from trimtab.facts.dtypes import BYTES
 from trimtab.facts.operations import PARAMETERS, Activation, Gradient, Operation, Pass, Result, Saved
-from trimtab.model.spec_block import (
+from trimtab.model.spec_operations import (
     Execution,
     Projections,
     cast_input,

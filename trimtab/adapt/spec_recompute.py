@@ -97,7 +97,8 @@ def saved_under(block: DeclaredBlock, policy: str) -> list[Activation]:
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
-        >>> from trimtab.model.spec_block import Execution, declare_block
+        >>> from trimtab.model.spec_block import declare_block
+        >>> from trimtab.model.spec_operations import Execution
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> block = declare_block(tiny.blocks[0], 16, Execution(1, 8, "fp32", "sdpa_flash"))
         >>> [activation.name for activation in saved_under(block, "selective")]

@@ -13,7 +13,8 @@ from trimtab.facts.dtypes import nbytes
 from trimtab.facts.operations import Kind, Operation, Part
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import spec as attention_spec
-from trimtab.model.spec_block import Execution, block_operations, norm_operation
+from trimtab.model.spec_block import block_operations
+from trimtab.model.spec_operations import Execution, norm_operation
 
 
 def parameter_bytes(shape: ModelShape, dtype: str) -> int:

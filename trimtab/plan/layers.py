@@ -23,13 +23,8 @@ from trimtab.adapt.spec_recompute import (
 )
 from trimtab.facts.dtypes import BYTES, nbytes
 from trimtab.facts.operations import Activation, Gradient, saved_activations, total_bytes
-from trimtab.model.spec_block import (
-    BETWEEN,
-    BLOCK_INPUT,
-    DeclaredBlock,
-    Execution,
-    declare_block,
-)
+from trimtab.model.spec_block import BETWEEN, BLOCK_INPUT, DeclaredBlock, declare_block
+from trimtab.model.spec_operations import Execution
 from trimtab.plan.backward import (
     ParameterGradients,
     branch_gradient,

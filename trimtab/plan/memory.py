@@ -19,7 +19,7 @@ from trimtab.facts.dtypes import BYTES, nbytes
 from trimtab.facts.operations import saved_activations, total_bytes
 from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.model import spec as model_spec
-from trimtab.model.spec_block import Execution
+from trimtab.model.spec_operations import Execution
 from trimtab.plan.backward import ParameterGradients, walk_backward
 from trimtab.plan.job import Job
 from trimtab.plan.layers import (

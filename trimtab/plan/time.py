@@ -42,7 +42,7 @@ def flops_per_token(job: Job) -> float:
         >>> job = Job(tiny, batch=1, tokens=1, accumulation=1, dtype="bf16", weights_dtype="bf16",
         ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="triton", device="cuda")
         >>> flops_per_token(job)
-        20256.0
+        20192.0
     """
     shape = job.shape
     head = (

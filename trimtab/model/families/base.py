@@ -66,6 +66,10 @@ class Family:
     """Tensors of a layer, without their prefix: ours to GGUF's."""
     gguf_pairs_rotary_rows: bool
     """Whether GGUF files interleave the rows of q and k (numbers 0 and D/2 of a head side by side)."""
+    gguf_architecture: str = ""
+    """`general.architecture` of its GGUF files, where they are read."""
+    gguf_windowed: bool = False
+    """Whether it is the family of such files if they name a sliding window, where several families share a name."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What transformers assumes for keys that a config leaves out (its configuration_<family>.py)."""
     harmless: frozenset[str] = frozenset()

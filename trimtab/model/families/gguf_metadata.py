@@ -9,10 +9,8 @@ from typing import Any
 from trimtab.facts.blocks import RopeScaling
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape, check, uniform_shape
+from trimtab.model.families import FAMILIES
 from trimtab.model.families.config_json import MAX_LAYERS, scaling_from_values
-
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""`general.architecture` values that are read. Mistral and SmolLM2 files say "llama"."""
 
 # Llama 3.x files carry their scaling only as a tensor of divisors; these are Meta's constants behind it.
 _LLAMA3_ORIGINAL, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
@@ -36,10 +34,14 @@ def shape_from_gguf(
         where: how errors name the file.
     """
     arch = metadata.get("general.architecture")
-    if arch not in GGUF_ARCHITECTURES:
+    families = [found for found in FAMILIES.values() if arch and found.gguf_architecture == arch]
+    if not isinstance(arch, str) or not families:
+        known = dict.fromkeys(
+            found.gguf_architecture for found in FAMILIES.values() if found.gguf_architecture
+        )
         raise ModelError(
             f"{where} holds a model of architecture {arch!r}, which trimtab does not know",
-            f"supported are {', '.join(GGUF_ARCHITECTURES)} (Mistral and SmolLM2 files say llama)",
+            f"supported are {', '.join(known)} (Mistral and SmolLM2 files say llama)",
         )
     keys = _Keys(metadata, arch, where)
     if keys.whole("expert_count", 0):
@@ -62,7 +64,7 @@ def shape_from_gguf(
     names = set(tensor_names)
     return check(
         uniform_shape(
-            "mistral" if arch == "llama" and window else arch,
+            next((one for one in families if one.gguf_windowed == bool(window)), families[0]).name,
             vocab_size=vocab_size,
             hidden_size=hidden,
             intermediate_size=keys.whole("feed_forward_length"),

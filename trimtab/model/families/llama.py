@@ -28,4 +28,5 @@ FAMILY = base.Family(
     harmless=frozenset({"pretraining_tp", "is_llama_config", "transformers.js_config"}),
     gguf_layer={**base.LAYER, **base.QKV_BIAS, **base.O_BIAS, **base.MLP_BIAS},
     gguf_pairs_rotary_rows=True,
+    gguf_architecture="llama",
 )

@@ -26,4 +26,6 @@ FAMILY = base.Family(
     defaults={"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
     gguf_layer=base.LAYER,
     gguf_pairs_rotary_rows=True,
+    gguf_architecture="llama",
+    gguf_windowed=True,
 )

@@ -63,4 +63,5 @@ FAMILY = base.Family(
     defaults={"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096},
     gguf_layer={**base.LAYER, **base.QKV_BIAS},
     gguf_pairs_rotary_rows=False,
+    gguf_architecture="qwen2",
 )

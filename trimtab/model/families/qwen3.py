@@ -32,4 +32,5 @@ FAMILY = base.Family(
     },
     gguf_layer={**base.LAYER, **base.QK_NORM, **base.QKV_BIAS, **base.O_BIAS},
     gguf_pairs_rotary_rows=False,
+    gguf_architecture="qwen3",
 )
