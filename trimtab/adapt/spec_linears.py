@@ -59,7 +59,6 @@ class AdaptedProjections:
 
     def _joins(self, layer: _Layer) -> bool:
         """Whether the layer runs as a part of `fused_lora.lora_group`."""
-        assert self.lora is None or layer.rank == 0 or self.lora.lora_dropout >= 0
         return layer.rank > 0 and self.lora is not None and not (self.lora.use_dora or self.lora.lora_dropout)
 
     def _alone(self, layer: _Layer, y: Activation, run: Execution, group: Projections) -> Operation:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from trimtab.adapt.spec_recompute import (
     tile_rows,
 )
 from trimtab.facts.dtypes import BYTES, nbytes
-from trimtab.facts.operations import Activation, Gradient, saved_activations, total_bytes
+from trimtab.facts.operations import Activation, saved_activations, total_bytes
 from trimtab.model.spec_block import BETWEEN, BLOCK_INPUT, DeclaredBlock, declare_block
 from trimtab.model.spec_operations import Execution
 from trimtab.plan.backward import (
@@ -117,8 +118,7 @@ def layer_memory(job: Job, block: DeclaredBlock, policy: str) -> LayerMemory:
     """
     kept = saved_under(block, policy)
     size = total_bytes(kept)
-    pile_up = job.accumulation == 1 and not job.in_backward
-    left = gradient_bytes(block.operations) if pile_up else 0
+    left = gradient_bytes(block.operations) if _parameter_gradients(job).pile_up else 0
     offloaded = policy in HOST and job.device != "cpu"
     peak, forward = _backward_peak(job, block, policy, kept), _forward_peak(block, kept)
     if offloaded:
@@ -200,20 +200,12 @@ def _tile_peak(block: DeclaredBlock) -> int:
 
     A tile reads its part of the stream where it lies, and its weights' gradients stay until all are made.
     """
-    requires_grad = block.requires_grad | {BETWEEN} if BETWEEN in block.requires_grad else block.requires_grad
+    requires_grad = block.requires_grad
     saved = {one.name: one for one in saved_activations(block.tile, requires_grad) if one.name != BETWEEN}
     output = block.tile[-1].outputs[0]
-    trained = [gradient for one in block.tile for gradient in one.gradients]
-    sums = sum(4 * _count(gradient) for gradient in trained)
+    sums = sum(4 * math.prod(gradient.dims) for one in block.tile for gradient in one.gradients)
     walk = walk_backward(block.tile, requires_grad, saved, output, ParameterGradients())
     return sums + max([total for _, total in walk], default=0)
-
-
-def _count(gradient: Gradient) -> int:
-    count = 1
-    for dim in gradient.dims:
-        count *= dim
-    return count
 
 
 @dataclass(frozen=True)
