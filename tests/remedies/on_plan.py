@@ -8,9 +8,12 @@ from typing import Any
 
 from cases import World, case, settings
 
+from trimtab.facts.blocks import BlockShape, ExpertsShape, LatentAttentionShape
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import uniform_shape
 from trimtab.facts.units import parse_bytes
+from trimtab.model.spec_block import block_operations
+from trimtab.model.spec_operations import Execution
 from trimtab.plan import Plan, check_fits, make_plan
 from trimtab.recipe import loads
 from trimtab.run.resolve import resolve_recipe
@@ -69,6 +72,22 @@ def follow(w: World, remedy: str) -> None:
         fit(recipe, [*kept, *alternative, *more], device, resumed=w.kept["resumed"])
     return None
 
+
+def declared(mixer: Any = QWEN.attention, feed_forward: Any = QWEN.block.dense) -> None:
+    """The operations of a block, as every plan asks for them."""
+    block_operations(BlockShape(mixer, feed_forward), 64, Execution(1, 8, "bf16", "triton"))
+
+
+case(
+    "model/spec_block.py:attention_operations: plan a model with softmax attention",
+    lambda w: declared(mixer=LatentAttentionShape(4, 8, 4, 4, 4)),
+    lambda w, remedy: declared(),
+)
+case(
+    "model/spec_block.py:feed_forward_operations: plan a model without experts",
+    lambda w: declared(feed_forward=ExpertsShape(4, 2, 16)),
+    lambda w, remedy: declared(),
+)
 
 FITS = "plan/fit.py:check_fits: {}"
 for name, device, sizes in (

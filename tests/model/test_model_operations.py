@@ -1,0 +1,141 @@
+"""The declared operations of a block: complete, in order, and with the arithmetic that torch counts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.plan.declared import blocks_by_layer, full_training
+from trimtab.facts.blocks import (
+    AttentionShape,
+    BlockShape,
+    ExpertsShape,
+    FeedForwardShape,
+    LatentAttentionShape,
+    Linear,
+)
+from trimtab.facts.errors import ModelError
+from trimtab.facts.operations import Kind, Operation
+from trimtab.facts.shapes import ModelShape, uniform_shape
+from trimtab.kernels.attention import Layout
+from trimtab.model import build, init_weights
+from trimtab.model.spec_block import BLOCK_INPUT, block_operations
+from trimtab.model.spec_operations import Execution
+
+LLAMA = uniform_shape("llama", 64, 32, 80, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16)
+QWEN3 = uniform_shape(
+    "qwen3", 64, 32, 80, num_layers=1, num_heads=4, num_kv_heads=1, head_dim=16, qk_norm=True
+)
+BIASED = uniform_shape("llama", 64, 32, 80, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,
+                       qkv_bias=True, o_bias=True, mlp_bias=True)  # fmt: skip
+
+
+def with_block(**changes: object) -> ModelShape:
+    return dataclasses.replace(LLAMA, blocks=(dataclasses.replace(LLAMA.blocks[0], **changes),))
+
+
+FUSED = with_block(
+    mixer=dataclasses.replace(LLAMA.attention, fused_qkv=True),
+    feed_forward=FeedForwardShape(80, fused_gate_up=True),
+)
+POST_NORM = with_block(norm_placement="post", mixer=dataclasses.replace(LLAMA.attention, qk_norm="full"))
+BOTH_NORMS = with_block(norm_placement="both")
+NO_POSITIONS = with_block(mixer=dataclasses.replace(LLAMA.attention, rope=None))
+SINKS = with_block(mixer=dataclasses.replace(LLAMA.attention, sinks=True))
+SHAPES = {
+    "llama": LLAMA,
+    "qwen3": QWEN3,
+    "biases": BIASED,
+    "fused": FUSED,
+    "post-norm": POST_NORM,
+    "both norms": BOTH_NORMS,
+    "no positions": NO_POSITIONS,
+    "sinks": SINKS,
+}
+
+
+def operations_of(shape: ModelShape, **changes: str) -> tuple[Operation, ...]:
+    """Of the only block, everything trained."""
+    (block,) = blocks_by_layer(full_training(shape, 2, 24, **changes))
+    return block.operations
+
+
+@pytest.mark.parametrize("pointwise", ["reference", "triton"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_parameter_belongs_to_one_operation(name: str, pointwise: str) -> None:
+    shape = SHAPES[name]
+    trained = Counter(
+        gradient.name for one in operations_of(shape, pointwise=pointwise) for gradient in one.gradients
+    )
+    assert trained == Counter(found for found, _ in shape.blocks[0].parameters(shape.hidden_size))
+
+
+@pytest.mark.parametrize("pointwise", ["reference", "triton"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_nothing_is_read_before_it_is_made(name: str, pointwise: str) -> None:
+    operations = operations_of(SHAPES[name], pointwise=pointwise)
+    made = {BLOCK_INPUT}
+    for one in operations:
+        assert {activation.name for activation in one.inputs} <= made, one.name
+        outputs = [activation.name for activation in one.outputs]
+        assert made.isdisjoint(outputs), one.name
+        made.update(outputs)
+    assert len({one.name for one in operations}) == len(operations)
+    assert operations[-1].outputs[0].nbytes == operations[0].inputs[0].nbytes
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_splits_and_what_they_communicate(name: str) -> None:
+    """A column split adds up the gradients of its input, the row split behind it its outputs; nothing else does."""
+    shape = SHAPES[name]
+    linears = {linear.name: linear for linear in shape.blocks[0].linears(shape.hidden_size)}
+    tokens, width = 2 * 24, 4
+    for one in operations_of(shape):
+        linear: Linear | None = linears.get(one.name)
+        found = [(c.name, c.nbytes, c.backward) for c in one.communicates]
+        if linear is None:
+            assert not found
+            assert one.split in ("column", "sequence", "replicated")
+        elif linear.split == "row":
+            assert found == [("all_reduce", tokens * linear.out_features * width, False)]
+        else:
+            assert found == [("all_reduce", tokens * linear.in_features * width, True)]
+        assert one.forward.launches > 0
+        assert one.forward.moved > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "biases", "fused"])
+def test_flops_are_those_that_torch_counts(name: str) -> None:
+    """Forward and backward products of one block; attention's pairs are counted without the masked ones."""
+    shape = SHAPES[name]
+    B, T, attention = 2, 24, shape.attention
+    decoder = init_weights(build(shape, dtype="fp32", device="cpu", attention="reference"), seed=0)
+    ids_BT = torch.zeros(B, T, dtype=torch.int64)
+    x_BTC = decoder.model.embed_tokens(ids_BT).detach().requires_grad_()
+    positions_BT = torch.arange(T).expand(B, T)
+    cos_BTF, sin_BTF = next(iter(decoder.rotary.values())).cos_sin(positions_BT, x_BTC.dtype)
+    with FlopCounterMode(display=False) as forward:
+        out_BTC = decoder.model.layers[0](x_BTC, cos_BTF, sin_BTF, Layout.causal())
+    with FlopCounterMode(display=False) as backward:
+        out_BTC.sum().backward()
+    products = [one for one in operations_of(shape, attention="reference") if one.kind is Kind.PRODUCT]
+    pairs = 4 * B * T * T * attention.num_heads * attention.head_dim  # two products over all pairs
+    assert sum(one.forward.flops for one in products) + pairs == forward.get_total_flops()
+    both = sum(one.backward.flops + one.parameter_backward.flops for one in products)
+    assert both + 2 * pairs == backward.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("block", "part"),
+    [
+        (BlockShape(LatentAttentionShape(4, 8, 4, 4, 4), FeedForwardShape(32)), "latent attention"),
+        (BlockShape(AttentionShape(4, 2, 8), ExpertsShape(4, 2, 16)), "experts"),
+    ],
+)
+def test_parts_that_are_not_declared_are_refused(block: BlockShape, part: str) -> None:
+    with pytest.raises(ModelError, match=f"operations of {part} are not declared"):
+        block_operations(block, 16, Execution(1, 8, "fp32", "sdpa_flash"))
