@@ -25,7 +25,7 @@ from trimtab.facts.shapes import uniform_shape
 from trimtab.model import build, init_weights
 from trimtab.model.decoder import Decoder
 from trimtab.plan.job import Job
-from trimtab.plan.layers import layers_of, workspace_bytes
+from trimtab.plan.layers import Layers, workspace_bytes
 from trimtab.plan.memory import Phase, predict
 
 pytestmark = [
@@ -192,7 +192,7 @@ def test_the_peak_of_a_quantized_step_is_what_was_predicted(policy: str, tiles: 
     moments = {k: v for k, v in memory.moments.items() if k.phase is not Phase.OPTIMIZER_STEP}
     # The workspace stands since the first step.
     predicted = max(moments.values()) - workspace_bytes(job)
-    unit = layers_of(job).stream
+    unit = Layers(job).stream
     print(
         f"\n{policy}, {tiles} tiles, {tokens} tokens: measured {measured / unit:.2f} streams, "
         f"predicted {predicted / unit:.2f}: {[(k.describe(), round(v / unit, 2)) for k, v in moments.items()]}"

@@ -17,7 +17,6 @@ from trimtab.adapt.spec_linears import AdaptedProjections
 from trimtab.adapt.spec_recompute import (
     HOST,
     IN_HALVES,
-    POLICIES,
     last_recomputed,
     saved_under,
     tile_rows,
@@ -209,30 +208,46 @@ def _tile_peak(block: DeclaredBlock) -> int:
 
 
 @dataclass(frozen=True)
+class Held:
+    """What all layers of a job hold under their policies."""
+
+    kept: int
+    """On the device, from forward to backward."""
+    host: int
+    """Pinned bytes of the host."""
+    forward: tuple[tuple[int, int], ...]
+    """(layer, bytes held in its forward pass) where that may be the most: at the end of alike layers."""
+    backward: tuple[tuple[int, int], ...]
+    """(layer, bytes held in its backward pass) where that may be the most: at both ends of alike layers."""
+
+
 class Layers:
-    """What the blocks of a job hold, whichever policies they have: worked out once, asked often."""
+    """What the blocks of a job hold, whichever policies they have: worked out when it is asked for, and once."""
 
-    runs: tuple[range, ...]
-    """Layers that are alike."""
-    of: tuple[dict[str, LayerMemory], ...]
-    """For each run, by policy."""
-    stream: int
-    """The residual stream, and the gradient of it."""
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.blocks = declared_blocks(job)
+        """(operations, layers) of each run of equal layers."""
+        self.stream = job.batch * job.tokens * job.shape.hidden_size * BYTES[stream_dtype(job)]
+        """The residual stream, and the gradient of it."""
+        self._reading = unpacking_bytes(job)
+        self._found: dict[tuple[int, str], LayerMemory] = {}
 
-    def kept(self, segments: Segments) -> int:
-        """Bytes from forward to backward, on the device."""
-        total = sum(self.of[run][policy].kept * len(layers) for policy, run, layers in self.pieces(segments))
-        return total + self._resident(segments)
+    def of(self, run: int, policy: str) -> LayerMemory:
+        """Bytes of a layer of one run of equal layers under a policy; reading packed weights included."""
+        found = self._found.get((run, policy))
+        if found is None:
+            found = layer_memory(self.job, self.blocks[run][0], policy)
+            if found.peak:
+                found = dataclasses.replace(found, peak=found.peak + self._reading)
+            self._found[run, policy] = found
+        return found
 
     def gradients(self) -> int:
         """Bytes that the backward pass of all layers leaves, where gradients pile up."""
-        return sum(
-            memory["none"].gradients * len(run) for memory, run in zip(self.of, self.runs, strict=True)
-        )
-
-    def host(self, segments: Segments) -> int:
-        """Pinned bytes of the host."""
-        return sum(self.of[run][policy].host * len(layers) for policy, run, layers in self.pieces(segments))
+        if not _parameter_gradients(self.job).pile_up:
+            return 0
+        return sum(gradient_bytes(block.operations) * len(run) for block, run in self.blocks)
 
     def pieces(self, segments: Segments) -> Iterator[tuple[str, int, range]]:
         """(policy, index of the run, layers) of neighbours with the same policy, from the first layer to the last."""
@@ -240,56 +255,32 @@ class Layers:
         for policy, count in segments:
             stop = start + count
             while start < stop:
-                until = min(stop, self.runs[run].stop)
+                end = self.blocks[run][1].stop
+                until = min(stop, end)
                 yield policy, run, range(start, until)
                 start = until
-                if start == self.runs[run].stop:
-                    run += 1
+                run += start == end
 
-    def _resident(self, segments: Segments) -> int:
-        """What was offloaded last is still on the device, and used from there."""
-        offloaded = [self.of[run][policy].host for policy, run, _ in self.pieces(segments)]
-        return next((size for size in reversed(offloaded) if size), 0)
-
-    def forward(self, segments: Segments) -> Iterator[tuple[int, int]]:
-        """(layer, bytes held in its forward pass) where that may be the most: at the end of alike layers."""
-        below = 0
-        for policy, run, layers in self.pieces(segments):
-            one = self.of[run][policy]
-            yield layers[-1], below + one.kept * (len(layers) - 1) + one.forward
-            below += one.kept * len(layers)
-
-    def backward(self, segments: Segments) -> Iterator[tuple[int, int]]:
-        """(layer, bytes held in its backward) where that may be the most: at both ends of alike layers."""
-        kept, gradients = self.kept(segments), 0
-        resident = self._resident(segments)
-        for policy, run, layers in reversed(list(self.pieces(segments))):
-            one = self.of[run][policy]
+    def held(self, segments: Segments) -> Held:
+        """What layers with these policies hold."""
+        pieces = [(self.of(run, policy), layers) for policy, run, layers in self.pieces(segments)]
+        # What was offloaded last is still on the device, and used from there.
+        resident = next((one.host for one, _ in reversed(pieces) if one.host), 0)
+        forward, backward, kept = [], [], 0
+        for one, layers in pieces:
+            forward.append((layers[-1], kept + one.kept * (len(layers) - 1) + one.forward))
+            kept += one.kept * len(layers)
+        below, gradients = kept + resident, 0
+        for one, layers in reversed(pieces):
             # Of inputs from the host, the one in use and the one on its way are counted with what comes back.
-            below = kept - (resident if one.host else 0)
+            under = below - (resident if one.host else 0)
             for step in {0, len(layers) - 1}:
-                held = below - one.kept * (step + 1) + one.peak
-                yield layers[-1 - step], held + gradients + one.gradients * step
-            kept -= one.kept * len(layers)
+                total = under - one.kept * (step + 1) + one.peak + gradients + one.gradients * step
+                backward.append((layers[-1 - step], total))
+            below -= one.kept * len(layers)
             gradients += one.gradients * len(layers)
-
-
-def layers_of(job: Job) -> Layers:
-    """The layers of a job."""
-    blocks = declared_blocks(job)
-    reading = unpacking_bytes(job)
-    return Layers(
-        runs=tuple(layers for _, layers in blocks),
-        of=tuple(
-            {policy: _with_reading(layer_memory(job, block, policy), reading) for policy in POLICIES}
-            for block, _ in blocks
-        ),
-        stream=job.batch * job.tokens * job.shape.hidden_size * BYTES[stream_dtype(job)],
-    )
-
-
-def _with_reading(memory: LayerMemory, reading: int) -> LayerMemory:
-    return dataclasses.replace(memory, peak=memory.peak + reading) if memory.peak else memory
+        host = sum(one.host * len(layers) for one, layers in pieces)
+        return Held(kept + resident, host, tuple(forward), tuple(backward))
 
 
 def segments_of(policies: Sequence[str]) -> Segments:

@@ -8,7 +8,7 @@ peak besides the gradients; `other` is what the update needs beyond that peak.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ from trimtab.model.spec_operations import Execution
 from trimtab.plan.backward import ParameterGradients, walk_backward
 from trimtab.plan.job import Job
 from trimtab.plan.layers import (
+    Held,
     Layers,
-    layers_of,
     made_gradient,
     segments_of,
     update_scratch,
@@ -135,8 +135,9 @@ class Memory:
 def predict(job: Job) -> Memory:
     """Memory of a training step. Exact about tensors, as far as the declarations of its operations are."""
     weights, states, gradients = weight_bytes(job), state_bytes(job), gradient_bytes(job)
-    layers, segments = layers_of(job), segments_of(job.layers)
-    moments = dict(_moments(job, gradients, layers, segments))
+    layers, segments = Layers(job), segments_of(job.layers)
+    held = layers.held(segments)
+    moments = dict(_moments(job, gradients, layers, held))
     update = moments.pop(Moment(Phase.OPTIMIZER_STEP))
     moment = max(moments, key=lambda one: moments[one])
     # The gradients' bucket is full at the end of a step; what the peak holds above it counts as activations.
@@ -150,7 +151,7 @@ def predict(job: Job) -> Memory:
         moment=moment,
         moments={**moments, Moment(Phase.OPTIMIZER_STEP): update},
         outside=OUTSIDE[job.device],
-        host=layers.host(segments),
+        host=held.host,
     )
 
 
@@ -169,19 +170,16 @@ def state_bytes(job: Job) -> int:
     return job.trained.state_bytes(job.optimizer)
 
 
-def _moments(
-    job: Job, gradients: int, layers: Layers, segments: Sequence[tuple[str, int]]
-) -> Iterator[tuple[Moment, int]]:
+def _moments(job: Job, gradients: int, layers: Layers, held: Held) -> Iterator[tuple[Moment, int]]:
     """(moment, bytes above weights and optimizer states)."""
     around = phases_around(job, gradients, layers)
-    kept = layers.kept(segments)
-    for layer, held in layers.forward(segments):
-        yield Moment(Phase.LAYERS_FORWARD, layer, job.shape.num_layers), around[Phase.LAYERS_FORWARD] + held
+    num_layers = job.shape.num_layers
+    for layer, total in held.forward:
+        yield Moment(Phase.LAYERS_FORWARD, layer, num_layers), around[Phase.LAYERS_FORWARD] + total
     for phase in BEFORE_LAYERS:
-        yield Moment(phase), around[phase] + kept
-    for layer, held in layers.backward(segments):
-        moment = Moment(Phase.LAYERS_BACKWARD, layer, job.shape.num_layers)
-        yield moment, around[Phase.LAYERS_BACKWARD] + held
+        yield Moment(phase), around[phase] + held.kept
+    for layer, total in held.backward:
+        yield Moment(Phase.LAYERS_BACKWARD, layer, num_layers), around[Phase.LAYERS_BACKWARD] + total
     for phase in (Phase.EMBEDDING_BACKWARD, Phase.OPTIMIZER_STEP):
         yield Moment(phase), around[phase]
 

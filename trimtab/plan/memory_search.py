@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trimtab.adapt.spec_recompute import HOST, POLICIES, Recomputation, recomputation
+from trimtab.adapt.spec_recompute import HOST, POLICIES, Recomputation, recomputation, saved_under
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.dtypes import BYTES
-from trimtab.facts.operations import Kind
+from trimtab.facts.operations import Kind, total_bytes
 from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.kernels.linear_cross_entropy.schedule import LEAST_ROWS, ROW_STEP, row_stride, schedule
 from trimtab.model.spec_block import DeclaredBlock
@@ -23,8 +23,6 @@ from trimtab.plan.layers import (
     Layers,
     Segments,
     declared_blocks,
-    layer_memory,
-    layers_of,
     num_tiles,
     segments_of,
 )
@@ -168,7 +166,7 @@ def setting_of(job: Job, device: DeviceFacts, segments: Segments) -> MemorySetti
     policies = tuple(policy for policy, count in segments for _ in range(count))
     memory = predict(job.changed(policies=policies))
     rates = rates_of(device, job.dtype)
-    seconds = segment_seconds(layers_of(job), policy_seconds(job, rates), segments) + _loss_cost(job, rates)
+    seconds = segment_seconds(Layers(job), policy_seconds(job, rates), segments) + _loss_cost(job, rates)
     return MemorySetting(
         policies, job.mlp_tiles, job.loss_memory, memory.needed, memory.host, seconds, job.unpacked_layers
     )
@@ -184,7 +182,7 @@ def recompute_seconds(job: Job, device: DeviceFacts, policies: Sequence[str]) ->
     if device.ceiling(job.dtype) is None:
         return None
     costs = policy_seconds(job, rates_of(device, job.dtype))
-    return segment_seconds(layers_of(job), costs, segments_of(policies))
+    return segment_seconds(Layers(job), costs, segments_of(policies))
 
 
 def _variants(job: Job, tiles: int | None, fixed_loss: bool) -> Iterator[Job]:
@@ -248,7 +246,7 @@ def _seconds_of(job: Job, block: DeclaredBlock, rates: Rates) -> dict[str, float
         forward = _forward(block, rates)
         # Out while the layer computes, back while the one above goes backward, which takes three times as long.
         for policy in HOST:
-            copy = layer_memory(job, block, policy).host / rates.link
+            copy = total_bytes(saved_under(block, policy)) / rates.link
             costs[policy] += max(copy - forward, 0) + max(copy - 3 * forward, 0)
     for policy in HOST:
         costs[policy] *= 1.001  # where it costs nothing, a layer stays on the device all the same
@@ -294,14 +292,18 @@ class _Search:
 
     def __init__(self, job: Job, rates: Rates, limit: int, host: int | None) -> None:
         self.costs = policy_seconds(job, rates)
-        self.layers: Layers = layers_of(job)
-        self.around = phases_around(job, gradient_bytes(job), self.layers)
+        self.layers: Layers = Layers(job)
+        around = phases_around(job, gradient_bytes(job), self.layers)
+        self.forward, self.backward = around[Phase.LAYERS_FORWARD], around[Phase.LAYERS_BACKWARD]
+        self.before_layers = max(around[phase] for phase in BEFORE_LAYERS)
+        self.after_layers = max(around[Phase.EMBEDDING_BACKWARD], around[Phase.OPTIMIZER_STEP])
         self.standing = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
         self.limit = limit
         self.num_layers = job.shape.num_layers
         # One way to the host for all layers that take it.
         ways = ("offload",) if job.compiled else HOST
-        per_layer = {policy: max(memory[policy].host for memory in self.layers.of) for policy in ways}
+        runs = range(len(self.layers.blocks))
+        per_layer = {policy: max(self.layers.of(run, policy).host for run in runs) for policy in ways}
         self.most_sent = {policy: self._most(per_layer[policy], host) for policy in ways}
 
     def _most(self, per_layer: int, host: int | None) -> int:
@@ -312,16 +314,12 @@ class _Search:
 
     def needed(self, segments: Segments) -> int:
         """Bytes on the device at the peak."""
-        kept = self.layers.kept(segments)
-        losses = max(self.around[phase] for phase in BEFORE_LAYERS)
-        layers = max(held for _, held in self.layers.backward(segments))
-        forward = max(held for _, held in self.layers.forward(segments))
+        held = self.layers.held(segments)
         return self.standing + max(
-            self.around[Phase.LAYERS_FORWARD] + forward,
-            losses + kept,
-            self.around[Phase.LAYERS_BACKWARD] + layers,
-            self.around[Phase.EMBEDDING_BACKWARD],
-            self.around[Phase.OPTIMIZER_STEP],
+            self.forward + max(total for _, total in held.forward),
+            self.before_layers + held.kept,
+            self.backward + max(total for _, total in held.backward),
+            self.after_layers,
         )
 
     def cost(self, segments: Segments) -> float:
