@@ -17,8 +17,8 @@ from cli_world import Call, World
 
 from trimtab.adapt.spec_recompute import POLICIES
 from trimtab.checkpoint import RunLock
+from trimtab.cli.commands import VERBS
 from trimtab.cli.demo import _replace_older
-from trimtab.cli.main import VERBS
 from trimtab.facts import errors
 from trimtab.facts.errors import CheckpointError
 from trimtab.generate.completion import Completion

@@ -414,17 +414,17 @@ for wrong in ("a\0b", "word " * 80, "~nobody-of-this-name/a"):
         lambda w, remedy: path_of(Path.home() / "a", "the model"),
     )
 case(
-    "cli/main.py:_unknown_verb: did you mean `trimtab {}`?",
+    "cli/commands.py:_unknown_verb: did you mean `trimtab {}`?",
     lambda w: w.cli("docter"),
     lambda w, remedy: w.cli(*re.findall("`trimtab (.*?)`", remedy)[0].split(), "--help"),
 )
 case(
-    "cli/main.py:_unknown_verb: did you mean `trimtab train {}`?",
+    "cli/commands.py:_unknown_verb: did you mean `trimtab train {}`?",
     lambda w: w.cli(str(w.recipe())),
     lambda w, remedy: w.cli("train", w.recipe(), "max_steps=1"),
 )
 case(
-    "cli/main.py:_unknown_verb: the verbs are {}",
+    "cli/commands.py:_unknown_verb: the verbs are {}",
     lambda w: w.cli("zzzzzz"),
     lambda w, remedy: in_turn(lambda verb: w.cli(verb, "--help"), remedy.partition("are ")[2].split(", ")),
 )

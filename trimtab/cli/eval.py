@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from trimtab.cli.interrupts import work_begins
 from trimtab.cli.options import Adapter, Checkpoint, Device, Dtype, Revision
 from trimtab.cli.verb import new_app
 from trimtab.facts.errors import RecipeError
@@ -73,6 +74,7 @@ def evaluate(
         model, revision=revision, checkpoint=checkpoint, adapter=adapter, dtype=dtype, device=device
     ).opened
     console = new_console(stderr=as_json)
+    work_begins()
     with LiveView(console=console) as view:
         records = evaluate_model(
             opened,
