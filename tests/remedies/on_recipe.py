@@ -43,6 +43,11 @@ rule(
     [],
     base=BASE + "max_steps: 5\nnum_train_epochs: 2\n",
 )
+rule(
+    "_weights: set {}.{}.weight=1000 or less (1 is one pass)",
+    [],
+    base=BASE.replace("starter:math", "{source: starter:math, weight: 1e12}"),
+)
 rule("_length: give max_steps", ["data.streaming=true"], ["data.streaming=true", "max_steps=5"])
 rule(
     "_schedule: keep one of them: set warmup_steps=null or warmup_ratio=null",

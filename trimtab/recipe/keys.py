@@ -151,7 +151,7 @@ class Source(Shorthand):
     """How a text file becomes documents: whole, cut at `blank-lines`, or one a line (`lines`). Tables have
     one document a row."""
     weight: Annotated[float, Field(gt=0, examples=[2.0])] = 1.0
-    """How often the source is seen in an epoch: 1 is once, 2 twice, 0.5 half of it."""
+    """How often the source is seen in an epoch: 1 is once, 2 twice, 0.5 half of it; at most 1000."""
 
 
 def _as_list(data: Any) -> Any:
