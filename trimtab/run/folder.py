@@ -151,9 +151,9 @@ class RunFolder:
         with ExitStack() as held:
             held.callback(lock.release)
             self.check_new()
-            write_text(self.recipe, recipe)
-            self._clear()
             try:
+                write_text(self.recipe, recipe)
+                self._clear()
                 yield
             finally:
                 if not self.began():
