@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -142,6 +143,18 @@ def test_a_run_in_use_is_running_and_looking_does_not_disturb_it(folder: Path) -
     assert trimtab.runs(folder / "done")[0].state == "finished"
     assert not is_held(folder / "absent")
     assert not (folder / "absent").exists()
+
+
+def test_reading_a_run_does_not_make_it_younger(folder: Path, cli: Call) -> None:
+    run = folder / "done"
+    for path in folder.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    assert cli("generate", run, "the cat", "--max-new-tokens", 1).code == 0
+    assert cli("report", run).code == 0
+    assert cli("export", "hf", run, folder / "exported").code == 0
+    assert [run.updated for run in trimtab.runs(run)] == [1e9]
+    (run / "metrics.jsonl").touch()
+    assert trimtab.runs(run)[0].updated > 1e9
 
 
 def test_the_table_and_json(folder: Path, cli: Call, monkeypatch: pytest.MonkeyPatch) -> None:

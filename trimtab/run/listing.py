@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trimtab.checkpoint.layout import by_age, step_folders
+from trimtab.checkpoint.layout import WRITER_LOCK, by_age, step_folders
 from trimtab.checkpoint.lock import RunLock, is_held
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.run.choices import damage
@@ -20,6 +20,7 @@ State = Literal[
 ]
 DEPTH = 3
 """Folders of folders are looked into so deep: runs/project/run."""
+LOCKS = (RunLock.NAME, WRITER_LOCK)
 TAIL_BYTES = 1 << 18
 """The end of metrics.jsonl that is read: its last records."""
 
@@ -48,7 +49,7 @@ class RunSummary:
     """Step of the newest good checkpoint."""
     size_bytes: int
     updated: float
-    """When something was last written, in seconds since the epoch."""
+    """When training last wrote something, in seconds since the epoch."""
     problem: str | None = None
 
     @property
@@ -62,7 +63,7 @@ class RunSummary:
 
 
 def runs(folder: str | Path = "runs") -> list[RunSummary]:
-    """The runs in a folder, the one that was written to last first; a run folder itself is a list of one.
+    """The runs in a folder, the one that was trained last first; a run folder itself is a list of one.
 
     Example:
         >>> trimtab.runs("runs")[0].state  # doctest: +SKIP
@@ -212,8 +213,11 @@ def _count(value: Any) -> int | None:
 
 
 def _measure(path: Path) -> tuple[int, float]:
-    """(bytes of all files, time of the last change); files that vanish meanwhile are left out."""
-    size, updated = 0, 0.0
+    """(bytes of all files, when training last wrote one); files that vanish meanwhile are left out.
+
+    Locks are written by whoever reads a checkpoint, the report and receipts by commands on a run that has ended.
+    """
+    run, size, updated = RunFolder(path), 0, 0.0
     for folder, _, names in os.walk(path):
         for name in names:
             try:
@@ -221,6 +225,6 @@ def _measure(path: Path) -> tuple[int, float]:
             except OSError:
                 continue
             size += stat.st_size
-            if name != ".lock":  # written whenever somebody looks after the run, not by its training
+            if name not in LOCKS and name != run.report.name and Path(folder) != run.receipts:
                 updated = max(updated, stat.st_mtime)
     return size, updated or path.stat().st_mtime
