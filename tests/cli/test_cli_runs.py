@@ -145,6 +145,41 @@ def test_a_run_in_use_is_running_and_looking_does_not_disturb_it(folder: Path) -
     assert not (folder / "absent").exists()
 
 
+@pytest.mark.parametrize("name", ["done", "nested/stopped"])
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (
+            lambda log, rows: log.write_text("".join(rows[:3])),
+            "metrics.jsonl is damaged: it ends after step 2",
+        ),
+        (
+            lambda log, rows: log.write_bytes(bytes(range(256))),
+            "metrics.jsonl is damaged: it ends after step 0",
+        ),
+        (lambda log, rows: (log.unlink(), log.mkdir()), "metrics.jsonl is a folder"),
+        (lambda log, rows: log.unlink(), "metrics.jsonl is missing"),
+    ],
+)
+def test_a_damaged_record_is_marked_and_its_loss_is_not_shown(
+    folder: Path,
+    cli: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    damage: Callable[[Path, list[str]], object],
+    problem: str,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    log = folder / name / "metrics.jsonl"
+    rows = log.read_text().splitlines(keepends=True)
+    train = [row for row in rows if json.loads(row)["kind"] == "train"]
+    damage(log, [rows[0], *train])
+    (run,) = trimtab.runs(folder / name)
+    step, state = (6, "finished") if name == "done" else (4, "interrupted")
+    assert (run.state, run.step, run.loss, run.problem) == (state, step, None, problem)
+    assert f"{state}: {problem}" in cli("runs", folder / name).out
+
+
 def test_reading_a_run_does_not_make_it_younger(folder: Path, cli: Call) -> None:
     run = folder / "done"
     for path in folder.rglob("*"):

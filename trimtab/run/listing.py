@@ -39,18 +39,19 @@ class RunSummary:
     """`running`: a process holds its lock. `finished`: all steps are trained and saved. `stopped early`: early stopping
     ended it. `stopped`: a callback did. `failed`: its loss was not finite. `interrupted`: a signal, a kill or an error
     ended it before its last step; resuming continues it. `not begun`: its start was interrupted before the first step;
-    resuming starts it. `damaged`: see `problem`."""
+    resuming starts it. `damaged`: it can be resumed only after a repair; see `problem`."""
     step: int
     """Steps trained, by the record and the newest checkpoint."""
     total_steps: int | None
     loss: float | None
-    """Training loss of the last recorded step."""
+    """Training loss of the last step; None where the record of it is missing."""
     checkpoint: int | None
     """Step of the newest good checkpoint."""
     size_bytes: int
     updated: float
     """When training last wrote something, in seconds since the epoch."""
     problem: str | None = None
+    """What is damaged. A run of which only the record is damaged can be resumed and keeps its state."""
 
     @property
     def name(self) -> str:
@@ -93,13 +94,17 @@ def summarize(path: Path) -> RunSummary:
         total = _count(read_json(run.plan).get("data", {}).get("steps")) if run.plan.is_file() else None
     except (CheckpointError, AttributeError):
         problem = problem or "plan.json cannot be read"
-    step = max(train.get("step", 0), checkpoint or 0)
-    loss = train.get("loss")
+    recorded = train.get("step", 0)
+    step = max(recorded, checkpoint or 0)
+    state = _state(run, problem, end if checkpoint is not None and checkpoint >= step else None, step, total)
+    if recorded < step and state not in ("running", "damaged"):
+        problem = _incomplete(run.metrics, recorded)
+        # The record of its end is gone too. Only a run that has all of its steps has a checkpoint of the last.
+        state = "finished" if step == total else state
+    loss = train.get("loss") if recorded == step else None
     return RunSummary(
         path=path,
-        state=_state(
-            run, problem, end if checkpoint is not None and checkpoint >= step else None, step, total
-        ),
+        state=state,
         step=step,
         total_steps=total,
         loss=float(loss) if isinstance(loss, int | float | str) else None,
@@ -108,6 +113,13 @@ def summarize(path: Path) -> RunSummary:
         updated=updated,
         problem=problem,
     )
+
+
+def _incomplete(metrics: Path, recorded: int) -> str:
+    """What is wrong with the record of a run that has a checkpoint of a later step."""
+    if not metrics.is_file():
+        return f"{metrics.name} is {'a folder' if metrics.is_dir() else 'missing'}"
+    return f"{metrics.name} is damaged: it ends after step {recorded}"
 
 
 def _state(run: RunFolder, problem: str | None, end: State | None, step: int, total: int | None) -> State:
