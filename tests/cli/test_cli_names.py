@@ -38,6 +38,9 @@ def test_a_text_where_a_name_is_expected(
         (2, "export", "hf", world.run, name),
         (2, "export", "peft", world.run, name),
         (2, "merge", name, tmp_path / "a"),
+        (2, "runs", name),
+        (2, "train", "--resume", name),
+        (2, "eval", world.model, "starter:general", "--no-probe", "--cache-dir", name),
     ):
         said = cli(*words)
         said.refused(code)

@@ -180,6 +180,20 @@ def test_a_damaged_record_is_marked_and_its_loss_is_not_shown(
     assert f"{state}: {problem}" in cli("runs", folder / name).out
 
 
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("x" * 6000, "too long for a file name"),
+        ("a\0b", "NUL"),
+        ("~nobody-here/x", "home of a user"),
+        ("", "is empty"),
+    ],
+)
+def test_a_folder_that_can_be_no_path(name: str, part: str) -> None:
+    with pytest.raises(trimtab.TrimtabError, match=f"^folder .*{part}"):
+        trimtab.runs(name)
+
+
 def test_reading_a_run_does_not_make_it_younger(folder: Path, cli: Call) -> None:
     run = folder / "done"
     for path in folder.rglob("*"):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from trimtab.checkpoint.layout import WRITER_LOCK, by_age, step_folders
 from trimtab.checkpoint.lock import RunLock, is_held
 from trimtab.facts.errors import CheckpointError, RecipeError
+from trimtab.facts.names import path_of
 from trimtab.run.choices import damage
 from trimtab.run.folder import RunFolder, read_json
 
@@ -74,7 +75,7 @@ def runs(folder: str | Path = "runs") -> list[RunSummary]:
         raise RecipeError(
             f"folder is {folder!r}", 'give the path of a folder with runs in it, such as "runs"'
         )
-    root = Path(folder).expanduser()
+    root = path_of(folder, "folder")
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
         raise CheckpointError(f"{root} {what}", "give a folder with run folders in it, or a run folder")
