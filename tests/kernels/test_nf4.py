@@ -219,7 +219,7 @@ def test_finite_weights_whose_scales_overflow_are_called_that(impl: str) -> None
     weight = torch.randn(64, 64) * 5e37
     with on_cpu():
         with pytest.raises(
-            ModelError, match="^weight: finite weights so large that the mean of their scales overf"
+            ModelError, match=r"^weight: finite weights so large that the mean of their scales overf"
         ):
             nf4.quantize(weight, impl=impl)
         nf4.quantize(weight, double=False, impl=impl)
