@@ -471,3 +471,12 @@ def test_a_damaged_environment_json_does_not_keep_the_report(run: Path, cli: Cal
     assert "versions and machine are not shown" in " ".join(said.out.split())
     assert (run / "report.html").is_file()
     assert cli("report", run).code == 0
+
+
+def test_a_damaged_recipe_is_named_with_its_folder(world: World, cli: Call, tmp_path: Path) -> None:
+    run = shutil.copytree(world.run, tmp_path / "run")
+    for damage in ("", "[]", "a: b: c", "unknown: 1"):
+        (run / "recipe.yaml").write_text(damage)
+        said = cli("train", "--resume", run)
+        said.refused(2)
+        assert damage == "unknown: 1" or str(run / "recipe.yaml") in said.err, said.err

@@ -54,7 +54,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{file} is not UTF-8 text", "give a YAML file in UTF-8") from error
     except OSError as error:
         raise RecipeError(f"{file} cannot be read: {error.strerror}", "check its rights") from error
-    return loads(text, overrides, name=file.name)
+    return loads(text, overrides, name=file.name if file in ours.values() else str(file))
 
 
 def loads(text: str, overrides: Sequence[str] = (), *, name: str = "recipe.yaml") -> Recipe:

@@ -363,5 +363,6 @@ def read_json(path: Path) -> dict[str, Any]:
         return files.read_json_object(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} cannot be read: {error}", "restore it or start the run anew"
+            f"{path} cannot be read: {error}",
+            f"restore it from a copy, or train it again: {RunFolder(path.parent).anew()}",
         ) from error
