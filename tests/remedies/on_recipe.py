@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -287,6 +288,16 @@ case(
     lambda w: recipe("model.zzz=1"),
     lambda w, remedy: in_turn(known_key, remedy.partition("are ")[2].split(", ")),
 )
+case(
+    "recipe/problems.py:unknown_key: `trimtab schema` prints every key",
+    lambda w: recipe("neftune=1"),
+    lambda w, remedy: recipe(f"{next(iter(json.loads(w.cli(*command_in(remedy)))['properties']))}=starter"),
+)
+
+
+def command_in(remedy: str) -> list[str]:
+    """The words behind `trimtab` in a remedy."""
+    return re.findall("`trimtab (.*?)`", remedy)[0].split()
 
 
 def known_key(name: str) -> None:

@@ -98,7 +98,6 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "checkpoint/manifest.py:verify: (none)",
         "recipe/problems.py:_none_of: (none)",
         "recipe/problems.py:_problem: (none)",
-        "recipe/problems.py:unknown_key: (none)",
     ),
     OURS: (
         "data/tokenizing.py:TokenizerSpec.of: this is a mistake in trimtab; please report it with the model's name",

@@ -37,6 +37,9 @@ VERBS = {
     "schema": "Print the JSON schema of recipes, for editors.",
 }
 
+MEANT = {"version": "--version", "resume": "train --resume RUN"}
+"""Verbs of other tools, and what they are here."""
+
 # typer carries its own copy of click in newer versions; the base of its public exceptions is the same in all.
 UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
@@ -69,8 +72,9 @@ class LazyVerbs(typer.core.TyperGroup):
 
 
 def _unknown_verb(word: str) -> RecipeError:
-    near = difflib.get_close_matches(word, VERBS, n=1, cutoff=0.5)
-    cause = f"there is no verb '{shortened(word)}'"
+    near = [MEANT[word]] if word in MEANT else difflib.get_close_matches(word, VERBS, n=1, cutoff=0.5)
+    version = f" (this is trimtab {__version__})" if word == "version" else ""
+    cause = f"there is no verb '{shortened(word)}'{version}"
     if word.endswith((".yaml", ".yml")):
         return RecipeError(cause, f"did you mean `trimtab train {shortened(word)}`?")
     return RecipeError(
