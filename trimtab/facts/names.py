@@ -88,8 +88,14 @@ def described(value: object) -> str:
         >>> described(3.5), described(None)
         ('3.5, a float', 'None')
     """
-    return "None" if value is None else f"{shortened(repr(value))}, {_article(type(value).__name__)}"
+    return "None" if value is None else f"{shortened(repr(value))}, {with_article(type(value).__name__)}"
 
 
-def _article(noun: str) -> str:
+def with_article(noun: str) -> str:
+    """A noun behind its article.
+
+    Example:
+        >>> with_article("int"), with_article("list")
+        ('an int', 'a list')
+    """
     return f"{'an' if noun[:1] in 'aeiouAEIOU' else 'a'} {noun}"
