@@ -113,7 +113,7 @@ def test_a_newest_checkpoint_that_is_gone_is_said(run: Path, cli: Call) -> None:
     [
         (lambda lines: [*lines, '{"kind": "train", "st'], "a damaged line was removed"),
         (lambda lines: [*lines[:3], "\x00garbage\n", *lines[3:]], "removed (the first is line 4)"),
-        (lambda lines: [line for line in lines if '"step": 3,' not in line], "lacks steps 3 of the 6"),
+        (lambda lines: [line for line in lines if '"step": 3,' not in line], "lacks step 3 of the 6"),
         (lambda lines: lines[: len(lines) // 3], "of the 6 that were trained"),
         (lambda lines: [], "missing or empty"),
     ],
@@ -125,7 +125,7 @@ def test_a_damaged_record_is_said_by_resume_and_report(
     path.write_text("".join(damage(path.read_text().splitlines(keepends=True))))
     report = cli("report", run)
     assert report.code == 0, report.err
-    assert "damaged line" in report.out or "metrics.jsonl lacks steps" in report.out
+    assert "damaged line" in report.out or "metrics.jsonl lacks step" in report.out
     shown = cli("train", "--resume", run)
     assert shown.code == 0, shown.err
     assert said in " ".join(shown.out.split())
