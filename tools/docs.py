@@ -20,7 +20,7 @@ import typer.main
 from benchmarks.end_to_end import table as end_to_end
 from benchmarks.end_to_end.picture import losses
 from benchmarks.kernels.table import page, read
-from trimtab.cli.main import VERBS
+from trimtab.cli.commands import VERBS
 from trimtab.facts import errors
 from trimtab.recipe import docs as recipe_docs
 

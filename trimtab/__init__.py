@@ -15,12 +15,12 @@ which OpenMP reads when torch is imported (`trimtab.facts.openmp`).
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from trimtab.facts.openmp import limit_spinning
 
+TYPE_CHECKING = False  # without the import of typing: the command line handles Ctrl-C only after this module
 if TYPE_CHECKING:
+    from typing import Any
+
     from trimtab.api import Model, RunResult, load, plan_run, resume, train
     from trimtab.facts.errors import TrimtabError
     from trimtab.run.listing import runs
@@ -57,6 +57,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
     if name not in _HOMES:
         raise AttributeError(f"module 'trimtab' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

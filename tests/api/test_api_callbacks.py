@@ -151,6 +151,8 @@ def test_no_callbacks_may_be_none(tmp_path: Path) -> None:
     ("callbacks", "said"),
     [
         (Noting(), "callbacks is a Noting, not a list"),
+        (5, "callbacks is an int, not a list"),
+        ([5], "callbacks[0] is an int without such methods"),
         ([Noting], "callbacks[0] is the class Noting; give Noting()"),
         ([Noting(), print], "callbacks[1] is a builtin_function_or_method without such methods"),
         (

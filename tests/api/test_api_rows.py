@@ -38,6 +38,15 @@ def test_rows_train_as_the_same_rows_in_a_file(tmp_path: Path) -> None:
     assert (examples[1]["source"], examples[1]["origin"].split(":")[0]) == ("data", "data")
 
 
+def test_half_a_unicode_pair_in_a_row_is_replaced_with_a_notice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a file."""
+    recipe = tiny_recipe(tmp_path, max_steps=1)
+    trimtab.train(recipe, data=["a\ud800b the cat sees", *TEXTS])
+    assert "data: in 1 document halves of Unicode pairs" in " ".join(capsys.readouterr().out.split())
+
+
 def test_keys_by_name_and_a_recipe_file_without_data(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     section = {**recipe["data"], "train": [{"text": text} for text in TEXTS]}

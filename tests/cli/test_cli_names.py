@@ -38,6 +38,9 @@ def test_a_text_where_a_name_is_expected(
         (2, "export", "hf", world.run, name),
         (2, "export", "peft", world.run, name),
         (2, "merge", name, tmp_path / "a"),
+        (2, "runs", name),
+        (2, "train", "--resume", name),
+        (2, "eval", world.model, "starter:general", "--no-probe", "--cache-dir", name),
     ):
         said = cli(*words)
         said.refused(code)
@@ -60,6 +63,11 @@ def test_run_folders_by_names_that_are_too_long(cli: Call, world: World, name: s
         (("trian", "x.yaml"), "there is no verb 'trian'; did you mean `trimtab train`?"),
         (("generat",), "did you mean `trimtab generate`?"),
         (("recipe.yaml", "a=1"), "did you mean `trimtab train recipe.yaml`?"),
+        (
+            ("version",),
+            f"'version' (this is trimtab {trimtab.__version__}); did you mean `trimtab --version`?",
+        ),
+        (("resume", "runs/a"), "there is no verb 'resume'; did you mean `trimtab train --resume RUN`?"),
         (("fly",), "the verbs are demo, train, plan"),
     ],
 )

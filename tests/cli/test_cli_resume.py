@@ -113,7 +113,7 @@ def test_a_newest_checkpoint_that_is_gone_is_said(run: Path, cli: Call) -> None:
     [
         (lambda lines: [*lines, '{"kind": "train", "st'], "a damaged line was removed"),
         (lambda lines: [*lines[:3], "\x00garbage\n", *lines[3:]], "removed (the first is line 4)"),
-        (lambda lines: [line for line in lines if '"step": 3,' not in line], "lacks steps 3 of the 6"),
+        (lambda lines: [line for line in lines if '"step": 3,' not in line], "lacks step 3 of the 6"),
         (lambda lines: lines[: len(lines) // 3], "of the 6 that were trained"),
         (lambda lines: [], "missing or empty"),
     ],
@@ -125,7 +125,7 @@ def test_a_damaged_record_is_said_by_resume_and_report(
     path.write_text("".join(damage(path.read_text().splitlines(keepends=True))))
     report = cli("report", run)
     assert report.code == 0, report.err
-    assert "damaged line" in report.out or "metrics.jsonl lacks steps" in report.out
+    assert "damaged line" in report.out or "metrics.jsonl lacks step" in report.out
     shown = cli("train", "--resume", run)
     assert shown.code == 0, shown.err
     assert said in " ".join(shown.out.split())
@@ -471,3 +471,12 @@ def test_a_damaged_environment_json_does_not_keep_the_report(run: Path, cli: Cal
     assert "versions and machine are not shown" in " ".join(said.out.split())
     assert (run / "report.html").is_file()
     assert cli("report", run).code == 0
+
+
+def test_a_damaged_recipe_is_named_with_its_folder(world: World, cli: Call, tmp_path: Path) -> None:
+    run = shutil.copytree(world.run, tmp_path / "run")
+    for damage in ("", "[]", "a: b: c", "unknown: 1"):
+        (run / "recipe.yaml").write_text(damage)
+        said = cli("train", "--resume", run)
+        said.refused(2)
+        assert damage == "unknown: 1" or str(run / "recipe.yaml") in said.err, said.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -142,6 +143,67 @@ def test_a_run_in_use_is_running_and_looking_does_not_disturb_it(folder: Path) -
     assert trimtab.runs(folder / "done")[0].state == "finished"
     assert not is_held(folder / "absent")
     assert not (folder / "absent").exists()
+
+
+@pytest.mark.parametrize("name", ["done", "nested/stopped"])
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (
+            lambda log, rows: log.write_text("".join(rows[:3])),
+            "metrics.jsonl is damaged: it ends after step 2",
+        ),
+        (
+            lambda log, rows: log.write_bytes(bytes(range(256))),
+            "metrics.jsonl is damaged: it ends after step 0",
+        ),
+        (lambda log, rows: (log.unlink(), log.mkdir()), "metrics.jsonl is a folder"),
+        (lambda log, rows: log.unlink(), "metrics.jsonl is missing"),
+    ],
+)
+def test_a_damaged_record_is_marked_and_its_loss_is_not_shown(
+    folder: Path,
+    cli: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    damage: Callable[[Path, list[str]], object],
+    problem: str,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    log = folder / name / "metrics.jsonl"
+    rows = log.read_text().splitlines(keepends=True)
+    train = [row for row in rows if json.loads(row)["kind"] == "train"]
+    damage(log, [rows[0], *train])
+    (run,) = trimtab.runs(folder / name)
+    step, state = (6, "finished") if name == "done" else (4, "interrupted")
+    assert (run.state, run.step, run.loss, run.problem) == (state, step, None, problem)
+    assert f"{state}: {problem}" in cli("runs", folder / name).out
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("x" * 6000, "too long for a file name"),
+        ("a\0b", "NUL"),
+        ("~nobody-here/x", "home of a user"),
+        ("", "is empty"),
+    ],
+)
+def test_a_folder_that_can_be_no_path(name: str, part: str) -> None:
+    with pytest.raises(trimtab.TrimtabError, match=f"^folder .*{part}"):
+        trimtab.runs(name)
+
+
+def test_reading_a_run_does_not_make_it_younger(folder: Path, cli: Call) -> None:
+    run = folder / "done"
+    for path in folder.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    assert cli("generate", run, "the cat", "--max-new-tokens", 1).code == 0
+    assert cli("report", run).code == 0
+    assert cli("export", "hf", run, folder / "exported").code == 0
+    assert [run.updated for run in trimtab.runs(run)] == [1e9]
+    (run / "metrics.jsonl").touch()
+    assert trimtab.runs(run)[0].updated > 1e9
 
 
 def test_the_table_and_json(folder: Path, cli: Call, monkeypatch: pytest.MonkeyPatch) -> None:

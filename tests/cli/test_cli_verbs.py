@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from cli_world import Call, World
 
 from trimtab.adapt.spec_recompute import POLICIES
 from trimtab.checkpoint import RunLock
+from trimtab.cli.commands import VERBS
 from trimtab.cli.demo import _replace_older
-from trimtab.cli.main import VERBS
 from trimtab.facts import errors
 from trimtab.facts.errors import CheckpointError
 from trimtab.generate.completion import Completion
@@ -530,3 +531,16 @@ def test_exit_codes_are_documented(kind: type[errors.TrimtabError]) -> None:
 def test_each_kind_of_error_has_a_code_of_its_own() -> None:
     kinds = [kind for kind in all_errors() if kind.__module__.startswith("trimtab.facts")]
     assert len({kind.exit_code for kind in kinds}) == len(kinds)
+
+
+def test_a_run_of_one_step_is_told_in_the_singular(
+    job: Callable[..., Path], cli: Call, tmp_path: Path
+) -> None:
+    said = cli("train", job(max_steps=1))
+    assert said.code == 0, said.err
+    assert "1 step " in said.out
+    assert "1 steps" not in said.out
+    assert ("Measured on a CPU" in said.out) == ("At the peak" in said.out), said.out
+    log = tmp_path / "run" / "metrics.jsonl"
+    log.write_text("".join(row for row in log.open() if '"kind": "train"' not in row))
+    assert "metrics.jsonl lacks step 1 of 1: it is not shown" in cli("report", tmp_path / "run").out

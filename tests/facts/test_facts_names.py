@@ -11,6 +11,7 @@ from trimtab.facts.dtypes import dtype_alias
 from trimtab.facts.errors import DataError, RecipeError
 from trimtab.facts.names import path_of, shortened, unusable_name
 from trimtab.facts.units import parse_bytes
+from trimtab.recipe import loads
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,19 @@ def test_names_that_can_be_no_path(name: Any, part: str) -> None:
     assert str(caught.value).isprintable()
     with pytest.raises(RecipeError):
         path_of(name, "the model")
+
+
+def test_only_where_text_is_expected_is_it_advised_to_put_it_into_a_file() -> None:
+    """It was said of `output_dir` too."""
+    advice = "; a text itself goes into a file first"
+    base = "model: starter\ndata: {train: x}\n"
+    with pytest.raises(RecipeError) as caught:
+        loads(base, ["output_dir=" + "x" * 300])
+    assert str(caught.value).endswith("give the name of a file or folder")
+    with pytest.raises(RecipeError) as caught:
+        loads(base, ["data.train=" + "x" * 300])
+    assert str(caught.value).endswith(advice)
+    assert (unusable_name("x" * 300, names_text=True) or ("", ""))[1].endswith(advice)
 
 
 def test_shortened_is_one_printable_line() -> None:

@@ -214,6 +214,17 @@ def test_what_is_not_finite_is_refused(impl: str, bad: float, double: bool) -> N
     nf4.check_finite({"layers.6": good, "empty": nf4.quantize(torch.empty(0, 3), double=False)})
 
 
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_finite_weights_whose_scales_overflow_are_called_that(impl: str) -> None:
+    weight = torch.randn(64, 64) * 5e37
+    with on_cpu():
+        with pytest.raises(
+            ModelError, match=r"^weight: finite weights so large that the mean of their scales overf"
+        ):
+            nf4.quantize(weight, impl=impl)
+        nf4.quantize(weight, double=False, impl=impl)
+
+
 def test_empty_strided_and_wrong_arguments() -> None:
     weight = torch.randn(40, 30)
     with on_cpu():

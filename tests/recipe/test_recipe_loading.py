@@ -292,6 +292,21 @@ def test_replay_share_lies_between_zero_and_one(share: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "data"),
+    [
+        ("data.train.1.weight", "{train: [x, {source: y, weight: 1e12}]}"),
+        ("data.replay.sources.0.weight", "{train: x, replay: {sources: {source: y, weight: 1e12}}}"),
+    ],
+)
+def test_a_weight_that_no_epoch_can_hold_is_refused(key: str, data: str) -> None:
+    """It was accepted, and the error after the first evaluation blamed the device's memory."""
+    assert message(f"model: a\ndata: {data}\n") == (
+        f"{key}: 1e+12 is above 1000, the most passes over a source in an epoch; set {key}=1000 or less (1 is one pass)"
+    )
+    loads(f"model: a\ndata: {data.replace('1e12', '1000')}\n")
+
+
 def test_streaming_needs_a_number_of_steps() -> None:
     text = "model: a\ndata: {train: x, streaming: true}\n"
     assert "give max_steps" in message(text)

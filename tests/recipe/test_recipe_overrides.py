@@ -109,3 +109,34 @@ def test_two_overrides_that_set_the_same_thing() -> None:
         assert loads(MINIMAL + "num_train_epochs: 1\n", overrides).max_steps == 5
     with pytest.raises(RecipeError, match="'max_steps=5' and 'num_train_epochs=2' both set"):
         loads(MINIMAL, ["max_steps=5", "num_train_epochs=2"])
+
+
+@pytest.mark.parametrize(
+    ("whole", "part"),
+    [
+        ("data.train=a", "data.train.0.source=b"),
+        ("data.train=[a, b]", "data.train.1.source=c"),
+        ("data.train=[{source: a, weight: 2}]", "data.train.0.weight=3"),
+        ("data={train: a}", "data.train.0.source=b"),
+        ("model={name: a}", "model.name=b"),
+        ("lora={r: 8}", "lora.r=4"),
+        ("lora={rank_pattern: {a.b: 8}}", "lora.rank_pattern.a.b=4"),
+    ],
+)
+def test_one_key_in_two_spellings_is_refused(whole: str, part: str) -> None:
+    assert (
+        message(MINIMAL, (whole, part)) == f"'{whole}' and '{part}' set the same key twice; give one of them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("whole", "part"),
+    [
+        ("data.train=[a, b]", "data.train.1.weight=2"),
+        ("data.train={source: a}", "data.train.0.weight=2"),
+        ("lora={r: 8}", "lora.lora_alpha=4"),
+        ("lora={rank_pattern: {a: 8}}", "lora.rank_pattern.b=4"),
+    ],
+)
+def test_a_whole_and_another_key_inside_it_go_together(whole: str, part: str) -> None:
+    loads(MINIMAL, [whole, part])

@@ -51,7 +51,7 @@ sources = st.one_of(
             "revision": optional_words,
             "text_column": optional_words,
             "first": st.none() | counts,
-            "weight": st.floats(1e-6, 1e6),
+            "weight": st.floats(1e-6, 1000),
         },
     ),
 )

@@ -79,7 +79,7 @@ class World:
 
     def cli(self, *words: object) -> str:
         """A command's output; its error as an exception."""
-        from trimtab.cli.main import _run
+        from trimtab.cli.commands import _run
 
         shown = io.StringIO()
         with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):

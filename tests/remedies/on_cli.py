@@ -290,11 +290,11 @@ def shown_help(w: World, remedy: str) -> None:
 
 
 case(
-    "cli/main.py:_misused: keys of the recipe are written without dashes: {}",
+    "cli/commands.py:_misused: keys of the recipe are written without dashes: {}",
     lambda w: w.cli("train", w.recipe(), "--max-steps", 1),
     lambda w, remedy: w.cli("train", w.recipe(), remedy.split(": ")[1]),
 )
-MISUSED = "cli/main.py:_misused: {}see `{} --help`"
+MISUSED = "cli/commands.py:_misused: {}see `{} --help`"
 case(MISUSED, lambda w: w.cli("doctor", "--report"), shown_help)
 case(MISUSED, lambda w: w.cli("export", "hf"), shown_help)
 case(MISUSED, lambda w: w.cli("plan", "--fast"), shown_help)

@@ -291,6 +291,12 @@ case(
     lambda w: nf4.quantize((X * 1e6).half()),
     lambda w, remedy: (nf4.quantize(X), nf4.quantize((X * 1e6).bfloat16()), nf4.quantize(X * 1e6)),
 )
+case(
+    "kernels/nf4/weight.py:check_finite: scale the weights down, or quantize without double quantization "
+    "(double=False; in a recipe bnb_4bit_use_double_quant: false)",
+    lambda w: nf4.quantize(X / X.abs().amax() * 3e38),
+    lambda w, remedy: (nf4.quantize(X), nf4.quantize(X / X.abs().amax() * 3e38, double=False)),
+)
 
 
 def stored(change: Callable[[dict[str, torch.Tensor]], object] | None = None, **facts: Any) -> object:

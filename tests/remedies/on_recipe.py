@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -42,6 +43,11 @@ rule(
     "_length: keep one of them: set max_steps=null or num_train_epochs=null",
     [],
     base=BASE + "max_steps: 5\nnum_train_epochs: 2\n",
+)
+rule(
+    "_weights: set {}.{}.weight=1000 or less (1 is one pass)",
+    [],
+    base=BASE.replace("starter:math", "{source: starter:math, weight: 1e12}"),
 )
 rule("_length: give max_steps", ["data.streaming=true"], ["data.streaming=true", "max_steps=5"])
 rule(
@@ -282,6 +288,16 @@ case(
     lambda w: recipe("model.zzz=1"),
     lambda w, remedy: in_turn(known_key, remedy.partition("are ")[2].split(", ")),
 )
+case(
+    "recipe/problems.py:unknown_key: `trimtab schema` prints every key",
+    lambda w: recipe("neftune=1"),
+    lambda w, remedy: recipe(f"{next(iter(json.loads(w.cli(*command_in(remedy)))['properties']))}=starter"),
+)
+
+
+def command_in(remedy: str) -> list[str]:
+    """The words behind `trimtab` in a remedy."""
+    return re.findall("`trimtab (.*?)`", remedy)[0].split()
 
 
 def known_key(name: str) -> None:
@@ -414,17 +430,17 @@ for wrong in ("a\0b", "word " * 80, "~nobody-of-this-name/a"):
         lambda w, remedy: path_of(Path.home() / "a", "the model"),
     )
 case(
-    "cli/main.py:_unknown_verb: did you mean `trimtab {}`?",
+    "cli/commands.py:_unknown_verb: did you mean `trimtab {}`?",
     lambda w: w.cli("docter"),
     lambda w, remedy: w.cli(*re.findall("`trimtab (.*?)`", remedy)[0].split(), "--help"),
 )
 case(
-    "cli/main.py:_unknown_verb: did you mean `trimtab train {}`?",
+    "cli/commands.py:_unknown_verb: did you mean `trimtab train {}`?",
     lambda w: w.cli(str(w.recipe())),
     lambda w, remedy: w.cli("train", w.recipe(), "max_steps=1"),
 )
 case(
-    "cli/main.py:_unknown_verb: the verbs are {}",
+    "cli/commands.py:_unknown_verb: the verbs are {}",
     lambda w: w.cli("zzzzzz"),
     lambda w, remedy: in_turn(lambda verb: w.cli(verb, "--help"), remedy.partition("are ")[2].split(", ")),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -426,14 +427,15 @@ def damaged_choices(content: str | None = None, **changes: Any) -> Any:
 
 
 def choices_back(w: World, remedy: str) -> None:
+    (command,) = re.findall("`trimtab (.*?)`", remedy)
+    w.cli(*shlex.split(command))
     shutil.copy(w.shared("run") / "run" / "choices.json", run(w) / "choices.json")
     w.cli("train", "--resume", run(w), "max_steps=5")
-    w.train(max_steps=1)  # anew
 
 
-ANEW = "restore it or start the run anew"
-case(f"run/folder.py:read_json: {ANEW}", damaged_choices("{"), choices_back)
-case(f"run/folder.py:read_json: {ANEW}", damaged_choices("[]"), choices_back)
+AGAIN = "restore it from a copy, or train it again: {}"
+case(f"run/folder.py:read_json: {AGAIN}", damaged_choices("{"), choices_back)
+case(f"run/folder.py:read_json: {AGAIN}", damaged_choices("[]"), choices_back)
 
 
 def other_model(w: World) -> object:

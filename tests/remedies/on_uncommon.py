@@ -27,7 +27,7 @@ import trimtab
 from trimtab import text
 from trimtab.adapt import spec_quantized
 from trimtab.checkpoint import manifest as manifests
-from trimtab.cli.main import _lacking
+from trimtab.cli.commands import _lacking
 from trimtab.data import make_loader, open_corpus
 from trimtab.data.batch import Batch, collate
 from trimtab.data.packing import Piece
@@ -56,7 +56,7 @@ def report(w: World, name: str) -> str:
 
 
 case(
-    "cli/main.py:_lacking: give a shorter name",
+    "cli/commands.py:_lacking: give a shorter name",
     lambda w: report(w, "a" * 300),
     lambda w, remedy: report(w, "a" * 100),
 )

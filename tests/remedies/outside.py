@@ -23,8 +23,8 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "checkpoint/store.py:_explain: raise the file size limit (ulimit -f), or move the run folder to another disk, "
         "then resume; the earlier checkpoints are intact",
         "checkpoint/tensors.py:read_back: check the disk; the earlier checkpoints were not touched",
-        "cli/main.py:_lacking: free some space or check the folder's rights",
-        "cli/main.py:_lacking: free some space, or send the output somewhere else",
+        "cli/commands.py:_lacking: free some space or check the folder's rights",
+        "cli/commands.py:_lacking: free some space, or send the output somewhere else",
         "data/cache.py:TokenCache._build: free some space, or give another folder: data.cache_dir of a recipe, "
         "--cache-dir of `trimtab eval`",
         "data/tokenizer_pool.py:_Worker._died: free some memory or lower num_proc, then try again",
@@ -51,7 +51,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     PACKAGE: (
         "api/results.py:RunResult.to_pandas: pip install pandas",
         "checkpoint/manifest.py:read_manifest: install the version of trimtab that wrote it, or a later one",
-        "cli/main.py:main: pip install 'trimtab[train]'",
+        "cli/commands.py:main: pip install 'trimtab[train]'",
         "data/resume_checks.py:LoaderSettings.check: resume with the trimtab that wrote it",
         "data/readers_text.py:_zstd: pip install 'trimtab[train]'",
         "data/readers_parquet.py:parquet_schema: pip install 'trimtab[train]'",
@@ -67,7 +67,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "trainer/tracking.py:WandbSink.__init__: pip install 'trimtab[wandb]'",
     ),
     GPU: (
-        "cli/main.py:_lacking: lower per_device_train_batch_size or max_seq_length; see `trimtab plan`",
+        "cli/commands.py:_lacking: lower per_device_train_batch_size or max_seq_length; see `trimtab plan`",
         "run/device.py:check_device: use one of these; the environment variable CUDA_VISIBLE_DEVICES decides which "
         "GPUs torch sees",
         "kernels/attention/impl_flex.py:attention_flex: use triton or sdpa_flash",
@@ -98,7 +98,6 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "checkpoint/manifest.py:verify: (none)",
         "recipe/problems.py:_none_of: (none)",
         "recipe/problems.py:_problem: (none)",
-        "recipe/problems.py:unknown_key: (none)",
     ),
     OURS: (
         "data/tokenizing.py:TokenizerSpec.of: this is a mistake in trimtab; please report it with the model's name",

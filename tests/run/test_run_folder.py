@@ -26,6 +26,21 @@ def test_a_new_folder_is_made_locked_and_taken_away_again(tmp_path: Path) -> Non
     assert not folder.path.exists()
 
 
+def test_a_start_that_is_interrupted_while_the_folder_is_made_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+
+    def interrupt(_: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunFolder, "_clear", interrupt)
+    with contextlib.suppress(KeyboardInterrupt), folder.create("model: x"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_was_there_stays_and_is_emptied(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     with folder.create("model: x"):

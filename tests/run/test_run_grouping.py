@@ -45,7 +45,7 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     view = Silent()
     launch.resume(tmp_path / "stopped", [], view)
     assert losses(tmp_path / "stopped") == losses(whole)
-    assert any(note.startswith("group_by_length: ") for note in view.messages)
+    assert any(note.startswith("note: group_by_length: ") for note in view.messages)
 
 
 def test_many_lengths_need_one_program_and_no_graphs(tmp_path: Path) -> None:

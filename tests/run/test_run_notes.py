@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_model import write_tiny_model
+from command import call
+from tiny_model import write_recipe, write_tiny_model
 
 from trimtab.recipe import loads
 from trimtab.run.prepare import prepare
@@ -31,3 +32,13 @@ def test_unknown_keys_of_a_config_are_a_note_of_the_plan(
     found = [note for note in prepare(recipe).plan.notes if "config.json" in note]
     assert [named in note for note in found if named] == ([True] if named else [])
     assert bool(found) == bool(named)
+
+
+def test_plan_and_train_write_notes_alike(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, num_train_epochs=None, max_steps=1)
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "logit_scale": 0.5}))
+    for verb in ("plan", "train"):
+        code, said = call(verb, recipe)
+        assert code == 0, said
+        assert "note: " in said.partition("logit_scale")[0].splitlines()[-1], (verb, said)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from trimtab.cli.interrupts import work_begins
 from trimtab.cli.verb import new_app
 from trimtab.report.console import new_console
 from trimtab.report.plain import as_text
@@ -68,6 +69,9 @@ def demo(
     console = new_console()
     if kill:
         return _kill(folder, steps or 40, console)
+    import trimtab.run.lifecycle  # noqa: F401  torch takes seconds; until work begins, Ctrl-C ends the process at once
+
+    work_begins()
     _replace_older(folder)
 
     def after_step(step: int) -> None:

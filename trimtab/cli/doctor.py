@@ -16,6 +16,7 @@ import typer
 from rich.table import Table
 
 from trimtab import __version__
+from trimtab.cli.interrupts import work_begins
 from trimtab.cli.verb import new_app
 from trimtab.facts.compilers import compile_obstacle
 from trimtab.facts.devices import host_cores
@@ -112,6 +113,7 @@ def doctor(
     )
     console.print(verdict)
     if report is not None:
+        work_begins()
         _write_report(report, [*rows, *attention], verdict)
         console.print(as_text(f"wrote {report}"), soft_wrap=True)
     return 0 if ready else 8

@@ -9,9 +9,11 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from trimtab.cli.interrupts import work_begins
 from trimtab.cli.options import Adapter, Checkpoint, Device, Dtype, Revision
 from trimtab.cli.verb import new_app
 from trimtab.facts.errors import RecipeError
+from trimtab.facts.names import path_of
 from trimtab.report.console import new_console
 
 app = new_app()
@@ -73,6 +75,7 @@ def evaluate(
         model, revision=revision, checkpoint=checkpoint, adapter=adapter, dtype=dtype, device=device
     ).opened
     console = new_console(stderr=as_json)
+    work_begins()
     with LiveView(console=console) as view:
         records = evaluate_model(
             opened,
@@ -83,7 +86,7 @@ def evaluate(
             max_seq_length=max_seq_length,
             max_windows=windows,
             batch_size=batch_size,
-            cache_dir=cache_dir,
+            cache_dir=None if cache_dir is None else path_of(cache_dir, "--cache-dir"),
         )
     if as_json:
         for record in records:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from trimtab.cli.interrupts import work_begins
 from trimtab.cli.options import Checkpoint, Folder, Overwrite, Revision, SavedDtype
 from trimtab.cli.verb import new_app
 
@@ -46,6 +47,7 @@ def hf(
 
     check_saving(folder, dtype=dtype, overwrite=overwrite)
     loaded = load(model, revision=revision, checkpoint=checkpoint, device="cpu", dtype="fp32")
+    work_begins()
     receipt = loaded.save(folder, dtype=dtype, overwrite=overwrite)
     print(plain(f"written: {folder} in {dtype}{_rounding(loaded.opened.formats, dtype)}"))
     print(plain(f"receipt: {receipt}"))
@@ -81,9 +83,9 @@ def peft(
     from trimtab.report.plain import plain
 
     check_saving(folder, overwrite=overwrite, holds=CONFIG)
-    receipt = load(model, checkpoint=checkpoint, device="cpu", dtype="fp32").save_adapter(
-        folder, base_name=base, overwrite=overwrite
-    )
+    loaded = load(model, checkpoint=checkpoint, device="cpu", dtype="fp32")
+    work_begins()
+    receipt = loaded.save_adapter(folder, base_name=base, overwrite=overwrite)
     print(plain(f"written: {folder}"))
     print(plain(f"receipt: {receipt}"))
 

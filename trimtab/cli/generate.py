@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.cli.input import standard_input
+from trimtab.cli.interrupts import work_begins
 from trimtab.cli.options import Adapter, Checkpoint, Device, Dtype, Revision
 from trimtab.cli.sampling import Model, Seed, Stop, Temperature, TopK, TopP, flag, sampling_options
 from trimtab.cli.verb import new_app
@@ -154,6 +155,7 @@ def _write_file(
     from trimtab.report.console import new_console
     from trimtab.report.plain import plain
 
+    work_begins()
     before: list[int] = []
     with LiveView(console=new_console(stderr=True)) as view:
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from trimtab.cli.interrupts import work_begins
 from trimtab.cli.options import Adapter, Checkpoint, Folder, Overwrite, Revision, SavedDtype
 from trimtab.cli.verb import new_app
 
@@ -44,6 +45,7 @@ def merge(
     loaded = load(
         model, revision=revision, checkpoint=checkpoint, adapter=adapter, device="cpu", dtype="fp32"
     )
+    work_begins()
     receipt = loaded.merge(folder, dtype=dtype, overwrite=overwrite)
     print(plain(f"written: {folder} in {dtype}"))
     print(plain(f"receipt: {receipt}"))

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trimtab.cli.interrupts import work_begins
 from trimtab.cli.verb import new_app
 
 app = new_app()
@@ -30,6 +31,7 @@ def report(
 
     target = out or run / "report.html"
     data = read_run(run)
+    work_begins()
     write_page(data, target)
     for flaw in data.flaws():
         print(plain(f"{run}: {flaw}"))

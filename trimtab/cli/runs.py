@@ -43,17 +43,18 @@ def runs(
 
     States: running (a process works in it), finished, stopped early (by early_stopping_patience), stopped (by a
     callback), interrupted (`trimtab train --resume RUN` continues it), failed (the loss was not finite), not begun (the
-    start was interrupted before the first step; `--resume` starts it), damaged (with the reason). The run that was
-    written to last comes first.
+    start was interrupted before the first step; `--resume` starts it), damaged (with the reason; a run of which only
+    the record is damaged keeps its state). The run that was trained last comes first.
 
         trimtab runs
         trimtab runs /data/runs --json
     """
+    from trimtab.facts.names import path_of
     from trimtab.report.console import new_console
     from trimtab.report.plain import plain
     from trimtab.run.listing import runs as list_runs
 
-    folder = folder.expanduser()
+    folder = path_of(folder, "folder")
     found = list_runs(folder)
     if as_json:
         for run in found:

@@ -58,6 +58,7 @@ def train(
     """
     from trimtab.cli.training import train_and_report
     from trimtab.facts.errors import RecipeError
+    from trimtab.facts.names import path_of
 
     words = list(overrides or [])
     if resume is not None and recipe is not None:
@@ -71,4 +72,5 @@ def train(
         raise RecipeError(
             "no recipe given", "write `trimtab train recipe.yaml`, or see `trimtab train --help`"
         )
-    return train_and_report(recipe, words, resume, quiet=quiet)
+    run = None if resume is None else path_of(resume, "--resume")
+    return train_and_report(recipe, words, run, quiet=quiet)

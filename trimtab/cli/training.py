@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from trimtab.cli.interrupts import work_begins
 from trimtab.run.device import need_torch
 
 if TYPE_CHECKING:
@@ -29,15 +30,18 @@ def train_and_report(
 
     console = new_console()
     detail: Detail = "quiet" if quiet else "short"
+    loaded = load(recipe, overrides) if recipe is not None else None
+    import trimtab.run.lifecycle  # noqa: F401  torch takes seconds; until work begins, Ctrl-C ends the process at once
+
+    work_begins()
     with LiveView(console=console, detail=detail) as view:
-        if resume is not None:
-            with resume_advised(resume):
-                finished = launch.resume(resume, overrides, view)
-        else:
-            assert recipe is not None
-            loaded = load(recipe, overrides)
+        if loaded is not None:
             with resume_advised(Path(loaded.output_dir), new=True):
                 finished = launch.train(loaded, view)
+        else:
+            assert resume is not None
+            with resume_advised(resume):
+                finished = launch.resume(resume, overrides, view)
     return conclude(finished, console, detail)
 
 

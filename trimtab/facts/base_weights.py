@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.facts.files import FileDigest
+from trimtab.facts.names import with_article
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class BaseWeights:
             ValueError: the data is no such object.
         """
         if not isinstance(data, Mapping):
-            raise ValueError(f"it is a {type(data).__name__} and not an object")
+            raise ValueError(f"it is {with_article(type(data).__name__)} and not an object")
         source, revision, files = data.get("source"), data.get("revision"), data.get("files")
         seed = data.get("seed") if data.get("init") == "random" else None
         if not isinstance(source, str) or not isinstance(revision, str | None):

@@ -26,8 +26,12 @@ def shortened(text: str, limit: int = 60) -> str:
     return f"{line[: limit - 1].rstrip()} …" if cut else line
 
 
-def unusable_name(name: str) -> tuple[str, str] | None:
+def unusable_name(name: str, *, names_text: bool = False) -> tuple[str, str] | None:
     """(what is wrong, what to do) with a text that cannot name a file or folder; None for one that can.
+
+    Args:
+        name: what the user gave.
+        names_text: whether the file holds text, so that the text itself may have been given in place of its name.
 
     Example:
         >>> unusable_name("notes/a.txt") is None, unusable_name("word " * 80)[0][:60]
@@ -39,7 +43,8 @@ def unusable_name(name: str) -> tuple[str, str] | None:
     if max(map(len, parts)) > MAX_NAME_BYTES or sum(map(len, parts)) + len(parts) - 1 > MAX_PATH_BYTES:
         return (
             f"is a text of {len(name):,} characters, too long for a file name ('{shortened(name)}')",
-            "give the name of a file or folder; a text itself goes into a file first",
+            "give the name of a file or folder"
+            + ("; a text itself goes into a file first" if names_text else ""),
         )
     if name.startswith("~"):
         try:
@@ -50,13 +55,16 @@ def unusable_name(name: str) -> tuple[str, str] | None:
     return None
 
 
-def path_of(name: object, what: str, error: type[TrimtabError] = RecipeError) -> Path:
+def path_of(
+    name: object, what: str, error: type[TrimtabError] = RecipeError, *, names_text: bool = False
+) -> Path:
     """The path that a user gave, `~` expanded; raises `error` for what cannot be one.
 
     Args:
         name: what the user gave.
         what: the argument, for the message.
         error: the kind of error.
+        names_text: as in `unusable_name`.
 
     Example:
         >>> path_of("notes/a.txt", "folder").name
@@ -67,7 +75,7 @@ def path_of(name: object, what: str, error: type[TrimtabError] = RecipeError) ->
     text = os.fsdecode(name)
     if not text.strip():
         raise error(f"{what} is empty", "give a name or a path")
-    wrong = unusable_name(text)
+    wrong = unusable_name(text, names_text=names_text)
     if wrong is not None:
         raise error(f"{what} {wrong[0]}", wrong[1])
     return Path(text).expanduser()
@@ -80,8 +88,14 @@ def described(value: object) -> str:
         >>> described(3.5), described(None)
         ('3.5, a float', 'None')
     """
-    return "None" if value is None else f"{shortened(repr(value))}, {_article(type(value).__name__)}"
+    return "None" if value is None else f"{shortened(repr(value))}, {with_article(type(value).__name__)}"
 
 
-def _article(noun: str) -> str:
+def with_article(noun: str) -> str:
+    """A noun behind its article.
+
+    Example:
+        >>> with_article("int"), with_article("list")
+        ('an int', 'a list')
+    """
     return f"{'an' if noun[:1] in 'aeiouAEIOU' else 'a'} {noun}"

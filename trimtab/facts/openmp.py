@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, MutableMapping
+
+TYPE_CHECKING = False  # nothing is imported for annotations: this module is loaded before Ctrl-C is handled
+if TYPE_CHECKING:
+    from collections.abc import Mapping, MutableMapping
 
 SPIN_DEFAULTS = {"GOMP_SPINCOUNT": "3000", "KMP_BLOCKTIME": "1"}
 """Iterations for GNU's OpenMP, milliseconds for LLVM's and Intel's. Each runtime ignores the other's variable."""

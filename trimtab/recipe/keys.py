@@ -40,15 +40,20 @@ Tracker = Literal["tensorboard", "wandb"]
 Policy = Literal["none", "pointwise", "selective", "block", "offload_half", "offload_attention", "offload"]
 
 
-def _usable_name(text: str | None) -> str | None:
+def _usable_name(text: str | None, *, names_text: bool = False) -> str | None:
     """A text that can name a file, a folder or a repository."""
-    wrong = None if text is None else unusable_name(text)
+    wrong = None if text is None else unusable_name(text, names_text=names_text)
     if wrong is not None:
         raise PydanticCustomError("unusable_name", "{cause}", {"cause": wrong[0], "remedy": wrong[1]})
     return text
 
 
+def _usable_source(text: str) -> str | None:
+    return _usable_name(text, names_text=True)
+
+
 Usable = AfterValidator(_usable_name)
+UsableSource = AfterValidator(_usable_source)
 TorchNames = BeforeValidator(dtype_alias)
 Count = Annotated[int, Field(ge=1)]
 Device = Literal["auto", "cpu", "cuda"] | Annotated[str, Field(pattern=r"^cuda:(0|[1-9][0-9]{0,3})$")]
@@ -119,7 +124,9 @@ class Model(Shorthand):
 class Source(Shorthand):
     """A place with text. `PATH` alone is short for `{source: PATH}`."""
 
-    source: Annotated[str, Field(min_length=1, examples=["./notes", "data/*.jsonl", "org/dataset"]), Usable]
+    source: Annotated[
+        str, Field(min_length=1, examples=["./notes", "data/*.jsonl", "org/dataset"]), UsableSource
+    ]
     """A file (text, Markdown, JSON lines, Parquet, CSV), a folder, a glob, a hub dataset id, or what ships
     with trimtab: `starter:math`, `starter:math-heldout`, `starter:chat` (conversations), `starter:general`,
     `starter:replay`. A relative path counts from the folder in which trimtab is called, not from the recipe's."""
@@ -151,7 +158,7 @@ class Source(Shorthand):
     """How a text file becomes documents: whole, cut at `blank-lines`, or one a line (`lines`). Tables have
     one document a row."""
     weight: Annotated[float, Field(gt=0, examples=[2.0])] = 1.0
-    """How often the source is seen in an epoch: 1 is once, 2 twice, 0.5 half of it."""
+    """How often the source is seen in an epoch: 1 is once, 2 twice, 0.5 half of it; at most 1000."""
 
 
 def _as_list(data: Any) -> Any:

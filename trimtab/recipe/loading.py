@@ -54,7 +54,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{file} is not UTF-8 text", "give a YAML file in UTF-8") from error
     except OSError as error:
         raise RecipeError(f"{file} cannot be read: {error.strerror}", "check its rights") from error
-    return loads(text, overrides, name=file.name)
+    return loads(text, overrides, name=file.name if file in ours.values() else str(file))
 
 
 def loads(text: str, overrides: Sequence[str] = (), *, name: str = "recipe.yaml") -> Recipe:
@@ -194,9 +194,10 @@ def _refuse_contradictions(overrides: Sequence[str]) -> None:
         section = problems.section_at(path)
         if section is not None and issubclass(section, Shorthand) and not problems.is_list(path):
             path = (*path, section.main_key()) if text[:1] not in "{" else path
-        if path in given:
+        twice = next((old for old in given if old == path or _sets(given[old], old, path)), None)
+        if twice is not None:
             raise RecipeError(
-                f"'{_quoted(given[path])}' and '{_quoted(override)}' set the same key twice",
+                f"'{_quoted(given[twice])}' and '{_quoted(override)}' set the same key twice",
                 "give one of them",
             )
         lost = next((given[old] for old in given if old[: len(path)] == path), None)
@@ -210,6 +211,27 @@ def _refuse_contradictions(overrides: Sequence[str]) -> None:
         first, second = (_value_of(given.get((key,))) for key in pair)
         if first is not None and second is not None:
             raise _both_given(pair, first, second)
+
+
+def _sets(override: str, whole: Path, path: Path) -> bool:
+    """Whether an override of a whole (`data.train=[a, b]`) sets a key inside it (`data.train.0.source`)."""
+    if len(path) <= len(whole) or path[: len(whole)] != whole:
+        return False
+    value = read(_parsed(override)[1], f"from '{_quoted(override)}'")[0]
+    for depth in range(len(whole), len(path)):
+        part, section = path[depth], problems.section_at(path[:depth])
+        if isinstance(part, int):
+            items = value if isinstance(value, list) else [value]  # one source is a list of one
+            if part >= len(items):
+                return False
+            value = items[part]
+            continue
+        if isinstance(value, str) and section is not None and issubclass(section, Shorthand):
+            value = {section.main_key(): value}
+        if not isinstance(value, dict) or part not in value:
+            return False
+        value = value[part]
+    return True
 
 
 def _value_of(override: str | None) -> str | None:

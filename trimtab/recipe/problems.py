@@ -125,7 +125,7 @@ def _problem(detail: Any, where: dict[Path, str]) -> Iterator[tuple[str, str | N
         yield f"{dotted(path) or 'the recipe'} {sentence}, not {_inline(value)}{place}", None
 
 
-def unknown_key(path: Path, place: str) -> tuple[str, str | None]:
+def unknown_key(path: Path, place: str) -> tuple[str, str]:
     """(cause, remedy) for a key that does not exist at its level, with the nearest one that does."""
     key, parent = str(path[-1]), path[:-1]
     cause = f"unknown key '{key}'{' in ' + dotted(parent) if parent else ''}{place}"
@@ -139,7 +139,9 @@ def unknown_key(path: Path, place: str) -> tuple[str, str | None]:
         return cause, f"did you mean '{dotted(near)}'{top}?"
     model = section_at(parent)
     here = list(model.model_fields) if model else []
-    return cause, f"known keys here are {', '.join(here)}" if 0 < len(here) < 12 else None
+    if 0 < len(here) < 12:
+        return cause, f"known keys here are {', '.join(here)}"
+    return cause, "`trimtab schema` prints every key"
 
 
 def nearest_key(path: Path) -> Path | None:

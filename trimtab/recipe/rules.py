@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 FLAT_SCHEDULES = ("constant", "constant_with_warmup")
 """Schedules whose learning rate at a step does not depend on how many steps there will be."""
 
+MAX_WEIGHT = 1000
+"""Passes over a source in an epoch. The order of an epoch is in memory; a larger weight is a slip, not a mixture."""
+
 TEMPLATE_NAMES = (
     "messages",
     "tools",
@@ -30,6 +33,7 @@ def problems(recipe: Recipe) -> list[str]:
     """One sentence, `cause; remedy`, for each pair of keys that contradict each other; empty if none do."""
     return [
         *_length(recipe),
+        *_weights(recipe),
         *_grouping(recipe),
         *_schedule(recipe),
         *_precision(recipe),
@@ -53,6 +57,19 @@ def _length(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.data.streaming and recipe.max_steps <= 0:
         yield "data.streaming is on and the number of steps is unknown; give max_steps"
+
+
+def _weights(recipe: Recipe) -> Iterator[str]:
+    sources = {"data.train": recipe.data.train}
+    if recipe.data.replay is not None:
+        sources["data.replay.sources"] = recipe.data.replay.sources
+    for key, items in sources.items():
+        for i, source in enumerate(items):
+            if source.weight > MAX_WEIGHT:
+                yield (
+                    f"{key}.{i}.weight: {source.weight:g} is above {MAX_WEIGHT}, the most passes over a source in an "
+                    f"epoch; set {key}.{i}.weight={MAX_WEIGHT} or less (1 is one pass)"
+                )
 
 
 def _grouping(recipe: Recipe) -> Iterator[str]:

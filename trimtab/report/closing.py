@@ -44,7 +44,10 @@ def closing(data: RunData, detail: Detail = "full") -> RenderableType:
     if samples(data):
         parts += [_heading("Completions, before and after"), _samples(data)]
     if memory_rows(data):
-        sentences = [s for s in (memory_verdict(data), memory_basis(data)) if s]
+        verdict_on_memory, basis = memory_verdict(data), memory_basis(data)
+        sentences = [s for s in (verdict_on_memory, basis) if s]
+        if detail != "full" and verdict_on_memory is None:
+            sentences = []  # no measurement is shown that the basis would explain
         if detail == "full":
             parts += [_heading("Memory: predicted beside measured"), picture(memory_rows(data))]
         if sentences:

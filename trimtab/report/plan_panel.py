@@ -56,6 +56,10 @@ def _buckets(peak: dict[str, Any]) -> list[tuple[str, str]]:
     return [("tensors", f"{format_bytes(total(peak))} at the peak: {listed}")]
 
 
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"
+
+
 def _rows(plan: dict[str, Any], *, full: bool) -> list[tuple[str, str]]:
     model, choices = section(plan, "model"), section(plan, "choices")
     rows = []
@@ -66,9 +70,9 @@ def _rows(plan: dict[str, Any], *, full: bool) -> list[tuple[str, str]]:
         amount = (
             f"{format_count(data['tokens'])} tokens in {data['windows']} windows, {data['fill']:.1%} full"
         )
-        rows.append(("data", f"{amount}; {data['steps']} steps"))
+        rows.append(("data", f"{amount}; {_steps(data['steps'])}"))
     elif data.get("steps"):
-        rows.append(("data", f"{data['steps']} steps"))
+        rows.append(("data", _steps(data["steps"])))
     optimizer, attention = section(choices, "optimizer"), section(choices, "attention")
     if attention:
         impl = attention.get("whole", attention["impl"])

@@ -67,7 +67,9 @@ class RunData:
         last = max((*steps, _last_checkpoint(self.folder)), default=0)
         missing = format_gaps(steps, last)
         if missing:
-            said.append(f"metrics.jsonl lacks steps {missing} of {last}: they are not shown")
+            one = missing.isdecimal()
+            what, them = (f"step {missing}", "it is") if one else (f"steps {missing}", "they are")
+            said.append(f"metrics.jsonl lacks {what} of {last}: {them} not shown")
         if self.environment_flaw:
             said.append(f"{self.environment_flaw}: versions and machine are not shown")
         return said

@@ -187,7 +187,7 @@ def open_for_eval(
     cache_dir: Path | None = None,
 ) -> list[Batch]:
     """Batches of one named source, outside of any recipe."""
-    path_of(name, "the text to measure on", DataError)
+    path_of(name, "the text to measure on", DataError, names_text=True)
     corpus = _Opening(None, tokenizer, watcher, cache_dir=cache_dir).cached(Source(source=name))
     return list(
         data.eval_batches(

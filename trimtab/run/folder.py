@@ -151,9 +151,9 @@ class RunFolder:
         with ExitStack() as held:
             held.callback(lock.release)
             self.check_new()
-            write_text(self.recipe, recipe)
-            self._clear()
             try:
+                write_text(self.recipe, recipe)
+                self._clear()
                 yield
             finally:
                 if not self.began():
@@ -363,5 +363,6 @@ def read_json(path: Path) -> dict[str, Any]:
         return files.read_json_object(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} cannot be read: {error}", "restore it or start the run anew"
+            f"{path} cannot be read: {error}",
+            f"restore it from a copy, or train it again: {RunFolder(path.parent).anew()}",
         ) from error

@@ -273,7 +273,7 @@ def _go(
         check_length(recipe, found.step, opened.total_steps(Mesh.world()))
     view.plan(plan.to_dict())
     for note in (*plan.notes, *opened.notes()):
-        view.message(note)
+        view.message(f"note: {note}")  # as `trimtab plan` has it
     weights = _weights(prepared, folder)
     base = _base(prepared, weights, kept)
     if kept is not None and weights != prepared.model:

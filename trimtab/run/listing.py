@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trimtab.checkpoint.layout import by_age, step_folders
+from trimtab.checkpoint.layout import WRITER_LOCK, by_age, step_folders
 from trimtab.checkpoint.lock import RunLock, is_held
 from trimtab.facts.errors import CheckpointError, RecipeError
+from trimtab.facts.names import path_of
 from trimtab.run.choices import damage
 from trimtab.run.folder import RunFolder, read_json
 
@@ -20,6 +21,7 @@ State = Literal[
 ]
 DEPTH = 3
 """Folders of folders are looked into so deep: runs/project/run."""
+LOCKS = (RunLock.NAME, WRITER_LOCK)
 TAIL_BYTES = 1 << 18
 """The end of metrics.jsonl that is read: its last records."""
 
@@ -38,18 +40,19 @@ class RunSummary:
     """`running`: a process holds its lock. `finished`: all steps are trained and saved. `stopped early`: early stopping
     ended it. `stopped`: a callback did. `failed`: its loss was not finite. `interrupted`: a signal, a kill or an error
     ended it before its last step; resuming continues it. `not begun`: its start was interrupted before the first step;
-    resuming starts it. `damaged`: see `problem`."""
+    resuming starts it. `damaged`: it can be resumed only after a repair; see `problem`."""
     step: int
     """Steps trained, by the record and the newest checkpoint."""
     total_steps: int | None
     loss: float | None
-    """Training loss of the last recorded step."""
+    """Training loss of the last step; None where the record of it is missing."""
     checkpoint: int | None
     """Step of the newest good checkpoint."""
     size_bytes: int
     updated: float
-    """When something was last written, in seconds since the epoch."""
+    """When training last wrote something, in seconds since the epoch."""
     problem: str | None = None
+    """What is damaged. A run of which only the record is damaged can be resumed and keeps its state."""
 
     @property
     def name(self) -> str:
@@ -62,7 +65,7 @@ class RunSummary:
 
 
 def runs(folder: str | Path = "runs") -> list[RunSummary]:
-    """The runs in a folder, the one that was written to last first; a run folder itself is a list of one.
+    """The runs in a folder, the one that was trained last first; a run folder itself is a list of one.
 
     Example:
         >>> trimtab.runs("runs")[0].state  # doctest: +SKIP
@@ -72,7 +75,7 @@ def runs(folder: str | Path = "runs") -> list[RunSummary]:
         raise RecipeError(
             f"folder is {folder!r}", 'give the path of a folder with runs in it, such as "runs"'
         )
-    root = Path(folder).expanduser()
+    root = path_of(folder, "folder")
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
         raise CheckpointError(f"{root} {what}", "give a folder with run folders in it, or a run folder")
@@ -92,13 +95,17 @@ def summarize(path: Path) -> RunSummary:
         total = _count(read_json(run.plan).get("data", {}).get("steps")) if run.plan.is_file() else None
     except (CheckpointError, AttributeError):
         problem = problem or "plan.json cannot be read"
-    step = max(train.get("step", 0), checkpoint or 0)
-    loss = train.get("loss")
+    recorded = train.get("step", 0)
+    step = max(recorded, checkpoint or 0)
+    state = _state(run, problem, end if checkpoint is not None and checkpoint >= step else None, step, total)
+    if recorded < step and state not in ("running", "damaged"):
+        problem = _incomplete(run.metrics, recorded)
+        # The record of its end is gone too. Only a run that has all of its steps has a checkpoint of the last.
+        state = "finished" if step == total else state
+    loss = train.get("loss") if recorded == step else None
     return RunSummary(
         path=path,
-        state=_state(
-            run, problem, end if checkpoint is not None and checkpoint >= step else None, step, total
-        ),
+        state=state,
         step=step,
         total_steps=total,
         loss=float(loss) if isinstance(loss, int | float | str) else None,
@@ -107,6 +114,13 @@ def summarize(path: Path) -> RunSummary:
         updated=updated,
         problem=problem,
     )
+
+
+def _incomplete(metrics: Path, recorded: int) -> str:
+    """What is wrong with the record of a run that has a checkpoint of a later step."""
+    if not metrics.is_file():
+        return f"{metrics.name} is {'a folder' if metrics.is_dir() else 'missing'}"
+    return f"{metrics.name} is damaged: it ends after step {recorded}"
 
 
 def _state(run: RunFolder, problem: str | None, end: State | None, step: int, total: int | None) -> State:
@@ -212,8 +226,11 @@ def _count(value: Any) -> int | None:
 
 
 def _measure(path: Path) -> tuple[int, float]:
-    """(bytes of all files, time of the last change); files that vanish meanwhile are left out."""
-    size, updated = 0, 0.0
+    """(bytes of all files, when training last wrote one); files that vanish meanwhile are left out.
+
+    Locks are written by whoever reads a checkpoint, the report and receipts by commands on a run that has ended.
+    """
+    run, size, updated = RunFolder(path), 0, 0.0
     for folder, _, names in os.walk(path):
         for name in names:
             try:
@@ -221,6 +238,6 @@ def _measure(path: Path) -> tuple[int, float]:
             except OSError:
                 continue
             size += stat.st_size
-            if name != ".lock":  # written whenever somebody looks after the run, not by its training
+            if name not in LOCKS and name != run.report.name and Path(folder) != run.receipts:
                 updated = max(updated, stat.st_mtime)
     return size, updated or path.stat().st_mtime

@@ -99,8 +99,9 @@ def flaws(cut: Cut, step: int, metrics: Path) -> list[str]:
     if missing and not cut.steps:
         said.append(f"{metrics} is missing or empty: the report will show none of the steps up to {step}")
     elif missing:
+        what, them = ("step", "it") if missing.isdecimal() else ("steps", "them")
         said.append(
-            f"{metrics} lacks steps {missing} of the {step} that were trained: the report will not show them"
+            f"{metrics} lacks {what} {missing} of the {step} that were trained: the report will not show {them}"
         )
     return said
 

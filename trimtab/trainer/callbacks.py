@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.facts.errors import RecipeError
+from trimtab.facts.names import with_article
 
 
 class Control:
@@ -82,14 +83,16 @@ def check_callbacks(callbacks: Sequence[Any] | None) -> Sequence[Any]:
         return ()
     remedy = f"give a list of objects with methods such as on_log (see trimtab.Callback): {', '.join(HOOKS)}"
     if not isinstance(callbacks, list | tuple):
-        raise RecipeError(f"callbacks is a {type(callbacks).__name__}, not a list", remedy)
+        raise RecipeError(f"callbacks is {with_article(type(callbacks).__name__)}, not a list", remedy)
     for index, one in enumerate(callbacks):
         if isinstance(one, type):
             raise RecipeError(f"callbacks[{index}] is the class {one.__name__}", f"give {one.__name__}()")
         _refuse_misspelt(one, index)
         _refuse_uncallable(one, index)
         if not any(callable(getattr(one, hook, None)) for hook in HOOKS):
-            raise RecipeError(f"callbacks[{index}] is a {type(one).__name__} without such methods", remedy)
+            raise RecipeError(
+                f"callbacks[{index}] is {with_article(type(one).__name__)} without such methods", remedy
+            )
     return callbacks
 
 

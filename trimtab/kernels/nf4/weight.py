@@ -102,10 +102,10 @@ class NF4Weight:
 
 
 def check_finite(weights: Mapping[str, NF4Weight]) -> None:
-    """Raises if a tensor held NaN or infinity when it was quantized. One wait for the device, however many.
+    """Raises if a tensor held NaN or infinity when it was quantized, or finite values whose scales overflow.
 
-    A block's scale is its largest magnitude, NaN included, so the scales tell (and with double quantization
-    their mean alone does).
+    One wait for the device, however many. A block's scale is its largest magnitude, NaN included, so the scales tell
+    (and with double quantization their mean alone does).
     """
     if not weights:
         return
@@ -118,8 +118,21 @@ def check_finite(weights: Mapping[str, NF4Weight]) -> None:
     names = [name for name, weight in weights.items() if weight.numel]
     bad = [name for name, good in zip(names, finite, strict=True) if not good]
     if bad:
+        named = f"{', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}"
+        if all(_mean_overflowed(weights[name]) for name in bad):
+            raise ModelError(
+                f"{named}: finite weights so large that the mean of their scales overflows in fp32",
+                "scale the weights down, or quantize without double quantization (double=False; in a recipe "
+                "bnb_4bit_use_double_quant: false)",
+            )
         raise ModelError(
-            f"{', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}: NaN or infinity in a weight to be "
-            "quantized to 4 bits",
+            f"{named}: NaN or infinity in a weight to be quantized to 4 bits",
             "get the weights again, or load them in bf16 or fp32 if they overflow in fp16",
         )
+
+
+def _mean_overflowed(weight: NF4Weight) -> bool:
+    """Whether finite scales have an infinite mean: less that mean they are −inf, and NaN only where one is infinite."""
+    if weight.offset is None or weight.nested_absmax is None:
+        return False
+    return bool(weight.offset.isposinf()) and not bool(weight.nested_absmax.isnan().any())
