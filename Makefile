@@ -9,10 +9,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test kills sameness check format docs clean
+.PHONY: help demo test kills sameness sameness-ptx check format docs clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 $(VENV)/.train: pyproject.toml constraints.txt tools/setup.py
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11, 3.12 or 3.13 found; install one, or: make PYTHON=/path/to/python"; exit 1; }
@@ -34,6 +34,9 @@ kills: $(VENV)/.dev  ## kill -9 real runs at 100 random instants, resume them, c
 
 sameness: $(VENV)/.dev  ## compare the losses of this tree and PARENT=commit bit by bit, in some minutes
 	@$(BIN)/python -m tools.sameness $(if $(PARENT),--parent $(PARENT)) $(if $(ONLY),--only '$(ONLY)')
+
+sameness-ptx: $(VENV)/.dev  ## compare what this tree and PARENT=commit ask of a CUDA GPU, without one
+	@$(BIN)/python -m tools.sameness.ptx $(if $(PARENT),--parent $(PARENT)) $(if $(ONLY),--only '$(ONLY)')
 
 check: $(VENV)/.dev  ## lint, types and the import contract, in a minute
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python -m tools.import_contract
