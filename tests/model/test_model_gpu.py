@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_model_spec import LLAMA, MISTRAL, QWEN2, QWEN3, B, T, really_saved
+from test_model_spec import LLAMA, MISTRAL, QWEN2, QWEN3, B, T, declared_bytes, really_saved
 
+from tests.plan.declared import full_training
 from trimtab.adapt import recompute
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout
 from trimtab.model import build, init_weights, load_weights, save_folder
-from trimtab.model.spec import saved_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,10 +39,10 @@ def test_saved_bytes_on_a_gpu(shape: ModelShape, attention: str) -> None:
     packed = attention != "sdpa_flash"
     layout = Layout.packed(DOCUMENTS) if packed else Layout.causal()
     real = really_saved(lambda: decoder(ids_BT, layout=layout), decoder)
-    said = saved_bytes(
-        shape, batch=B, tokens=T, dtype="bf16", attention=attention, packed=packed, device="cuda"
-    ).kept
-    assert abs(said / real - 1) < 0.04, (said, real)
+    declared = declared_bytes(
+        full_training(shape, B, T, "bf16", attention=attention, packed=packed, device="cuda")
+    )
+    assert abs(declared / real - 1) < 0.04, (declared, real)
 
 
 @pytest.mark.parametrize("shape", [LLAMA, MISTRAL, QWEN3], ids=lambda shape: shape.family)
