@@ -179,15 +179,15 @@ def test_rotary_scaling_from_metadata() -> None:
     ("changes", "message"),
     [
         ({"general.architecture": "gemma"}, "'gemma'.*supported are llama, qwen2, qwen3"),
-        ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"llama.expert_count": 8}, "mixture-of-experts"),
         ({"split.count": 3}, "one of 3 parts"),
         ({"llama.block_count": None}, r"no llama\.block_count"),
-        ({"llama.block_count": "two"}, "whole number"),
+        ({"llama.block_count": "two"}, "expected an integer"),
         ({"llama.attention.head_count": 0}, "head_count is 0"),
-        ({"llama.attention.head_count_kv": [2, 1]}, "whole number"),
-        ({"llama.rope.dimension_count": 4}, "rotated whole"),
-        ({"llama.rope.freq_base": float("inf")}, "number is expected"),
-        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "not known"),
+        ({"llama.attention.head_count_kv": [2, 1]}, "expected an integer"),
+        ({"llama.rope.dimension_count": 4}, "partial RoPE"),
+        ({"llama.rope.freq_base": float("inf")}, "expected a number"),
+        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "unknown scaling"),
     ],
 )
 def test_metadata_that_cannot_be_used(changes: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Tiny models of every family: transformers' config classes and the keys that make each special."""
+"""Tiny models of every family: transformers' config classes and the keys specific to each."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def oracle_model(name: str, seed: int = 0) -> Any:
 
 
 def oracle_folder(name: str, folder: Path, **save: Any) -> Any:
-    """The model, saved to a folder as transformers saves it."""
+    """The model, saved to a folder by transformers."""
     model = oracle_model(name)
     model.save_pretrained(folder, **save)
     return model

@@ -1,4 +1,4 @@
-"""What files declare is compared with the config before any memory is asked for; rights of what is read and written."""
+"""Files are validated against the config before any allocation; permissions of files that are read and written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def saved(tmp_path: Path) -> Path:
 
 @contextmanager
 def as_nobody() -> Iterator[None]:
-    """Root may read everything; its rights are laid down for a moment."""
+    """Drops root's privileges for a moment, since root may read everything."""
     root = os.geteuid() == 0
     try:
         if root:
@@ -61,7 +61,7 @@ def test_a_good_folder_and_a_good_file_pass(saved: Path, tmp_path: Path) -> None
         ("head_dim", f"query heads × head_dim is {4 * HUGE}"),
     ],
 )
-def test_a_config_that_claims_too_much(saved: Path, key: str, words: str) -> None:
+def test_a_config_with_implausible_sizes(saved: Path, key: str, words: str) -> None:
     config = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps({**config, key: HUGE}))
     with pytest.raises(ModelError, match=words) as caught:
@@ -78,8 +78,8 @@ def test_a_config_that_claims_too_much(saved: Path, key: str, words: str) -> Non
         ({"intermediate_size": 2**31}, "intermediate_size is"),
     ],
 )
-def test_a_gguf_header_that_claims_too_much(changes: dict[str, int], words: str, tmp_path: Path) -> None:
-    """Its metadata say one size, its tensors another."""
+def test_a_gguf_header_with_implausible_sizes(changes: dict[str, int], words: str, tmp_path: Path) -> None:
+    """Its metadata and its tensors have different sizes."""
     path = tmp_path / "m.gguf"
     write_gguf(random_decoder(QWEN2), path, claims=changes)
     with pytest.raises(ModelError, match=words) as caught:
@@ -88,7 +88,7 @@ def test_a_gguf_header_that_claims_too_much(changes: dict[str, int], words: str,
 
 
 def test_gguf_tensors_that_share_bytes(tmp_path: Path) -> None:
-    """Tensors that all lie at one place would be a small file for any amount of memory."""
+    """Overlapping tensors would let a small file allocate any amount of memory."""
     path = tmp_path / "m.gguf"
     write_gguf(random_decoder(QWEN2), path)
     check_weights(QWEN2, path)
@@ -96,7 +96,7 @@ def test_gguf_tensors_that_share_bytes(tmp_path: Path) -> None:
     tensors = read_gguf_header(path).tensors.values()
     for tensor in tensors:
         name = tensor.name.encode()
-        # Behind its name an entry holds the number of dimensions, the dimensions, the type and the offset.
+        # After its name an entry has the number of dimensions, the dimensions, the type and the offset.
         at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name) + 4 + 8 * len(tensor.dims) + 4
         data[at : at + 8] = bytes(8)
     start = min(tensor.offset for tensor in tensors)
@@ -109,13 +109,13 @@ def test_gguf_tensors_that_share_bytes(tmp_path: Path) -> None:
 def test_an_extra_tensor_has_the_name_that_is_in_the_file(saved: Path) -> None:
     tensors = load_file(saved / "model.safetensors")
     save_file({**tensors, "foo.bar": tensors["model.norm.weight"].clone()}, saved / "model.safetensors")
-    with pytest.raises(ModelError, match=r"no place for: foo\.bar"):
+    with pytest.raises(ModelError, match=r"unexpected tensors: foo\.bar"):
         check_weights(SHAPE, saved)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX rights")
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_weights_have_the_rights_of_any_new_file(umask: int, tmp_path: Path) -> None:
+def test_weights_have_the_umask_permissions(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
         decoder = init_weights(build(SHAPE, dtype="fp32", device="cpu", attention="reference"), seed=0)
@@ -127,13 +127,13 @@ def test_weights_have_the_rights_of_any_new_file(umask: int, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX rights")
-def test_a_file_that_may_not_be_read_is_not_called_damaged() -> None:
-    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are closed to others
+def test_an_unreadable_file_is_not_reported_as_damaged() -> None:
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are not readable by others
         os.chmod(place, 0o755)
         decoder = init_weights(build(SHAPE, dtype="fp32", device="cpu", attention="reference"), seed=0)
         save_folder(decoder, Path(place) / "m", dtype="fp32")
         os.chmod(Path(place) / "m", 0o755)
         (Path(place) / "m" / "model.safetensors").chmod(0)
-        with as_nobody(), pytest.raises(ModelError, match=r"cannot be read .*denied.*rights") as caught:
+        with as_nobody(), pytest.raises(ModelError, match=r"cannot be read .*denied.*permissions") as caught:
             check_weights(SHAPE, Path(place) / "m")
     assert "damaged" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Families: every key of transformers' configs is read, refused or harmless; a family is one file."""
+"""Families: every key of transformers' configs is read, rejected or harmless; a family is one file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def others(value: Any) -> Iterator[Any]:
 
 
 def kind_of(name: str, key: str, default: Any) -> str:
-    """What becomes of a config in which a key has another value."""
+    """How a config with another value for a key is handled."""
     config = config_of(name)
     before = shape_from_config(config)
     for value in others(config.get(key, default)):
@@ -72,7 +72,7 @@ def kind_of(name: str, key: str, default: Any) -> str:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_key_of_transformers_is_read_refused_or_harmless(name: str) -> None:
+def test_every_key_of_transformers_is_read_rejected_or_harmless(name: str) -> None:
     import transformers
 
     defaults = getattr(transformers, FAMILIES[name].architecture.replace("ForCausalLM", "Config"))().to_dict()
@@ -83,7 +83,7 @@ def test_every_key_of_transformers_is_read_refused_or_harmless(name: str) -> Non
         assert kinds.get(key, "read") != "ignored", key
     assert kinds["rope_parameters"] == "read"
     assert kinds["hidden_act"] == "refused"
-    defaults.pop("layer_types", None)  # of more layers
+    defaults.pop("layer_types", None)  # has more layers
     assert unknown_keys({**defaults, **config_of(name)}) == []
 
 
@@ -97,7 +97,7 @@ def test_unknown_keys_are_named() -> None:
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_windows_may_alternate_between_layers(name: str, tmp_path: Path) -> None:
-    """As transformers computes them, before and after saving; no scheme of first layers describes them."""
+    """As transformers computes them, before and after saving; `max_window_layers` cannot describe them."""
     import transformers
 
     torch.manual_seed(0)
@@ -131,7 +131,7 @@ from trimtab.model.families.config_json import decoder_shape
 
 
 def _describe(config):
-    size = config.whole("sail_size")
+    size = config.integer("sail_size")
     windows = [size if layer % 2 else None for layer in range(config.num_layers)]
     return decoder_shape(config, qkv_bias=True, windows=windows)
 

@@ -1,4 +1,4 @@
-"""Models whose files stack q, k, v and gate, up in one matrix each: parity, files, kernels' strides, kept memory."""
+"""Models with fused q, k, v and gate, up matrices: parity, files, kernels' strides, saved activations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def phi3(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pair(shape: ModelShape = PLAIN, **options: Any) -> tuple[Decoder, Decoder]:
-    """(separate, stacked) with the same values."""
+    """(separate, fused) with the same values."""
     options = {"dtype": "fp32", "device": "cpu", "attention": "reference", **options}
     plain = init_weights(build(shape, **options), seed=0)
     with torch.no_grad():
@@ -64,7 +64,7 @@ def assert_alike(plain: Decoder, other: Decoder, layout: Layout | None = None) -
         assert (grad - expected).abs().max() <= 2e-5 * expected.abs().max(), name
 
 
-def test_the_description_lists_the_stacked_matrices() -> None:
+def test_the_shape_lists_the_fused_matrices() -> None:
     attention, feed_forward = (
         AttentionShape(4, 2, 8, fused_qkv=True),
         FeedForwardShape(32, fused_gate_up=True),
@@ -127,7 +127,7 @@ def test_saved_folder_gives_transformers_identical_logits(tmp_path: Path) -> Non
         ("mlp.gate_up_proj", 128, 256, "2 · intermediate_size is 256"),
     ],
 )
-def test_a_stacked_tensor_of_another_width_is_refused(
+def test_a_fused_tensor_of_another_width_raises(
     module: str, rows: int, wanted: int, origin: str, tmp_path: Path
 ) -> None:
     decoder = pair()[1]
@@ -146,11 +146,11 @@ def test_a_stacked_tensor_of_another_width_is_refused(
         assert origin in caught.value.cause
 
 
-def test_separate_tensors_are_refused_where_the_model_stacks_them(tmp_path: Path) -> None:
+def test_separate_tensors_raise_where_the_model_fuses_them(tmp_path: Path) -> None:
     plain, decoder = pair()
     save_folder(plain, tmp_path / "model", dtype="fp32")
     with pytest.raises(
-        ModelError, match=r"lacks 4 of 15 tensors: model\.layers\.0\.self_attn\.qkv_proj\.weight"
+        ModelError, match=r"is missing 4 of 15 tensors: model\.layers\.0\.self_attn\.qkv_proj\.weight"
     ):
         load_weights(decoder, tmp_path / "model")
 
@@ -164,8 +164,8 @@ def test_the_values_of_separate_matrices(shape: ModelShape, attention: str) -> N
 
 
 @pytest.mark.parametrize("shape", [PLAIN, BIASED], ids=["plain", "biases and norms"])
-def test_triton_kernels_take_the_views(shape: ModelShape) -> None:
-    """q, k, gate and up are views whose rows lie apart; v is one where queries and keys are normed."""
+def test_triton_kernels_accept_views(shape: ModelShape) -> None:
+    """q, k, gate and up are views with row strides; so is v where there is a QK-norm."""
     pytest.importorskip("triton")
     from trimtab.kernels import partial_sums
     from trimtab.kernels.attention import kernels_backward, kernels_forward, launch_triton
@@ -190,8 +190,8 @@ def test_a_cache_gives_the_same_hidden_states(shape: ModelShape) -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype"), [(PLAIN, "bf16"), (PLAIN, "fp32"), (BIASED, "fp32")], ids=["bf16", "fp32", "normed"]
 )
-def test_no_more_is_kept_for_the_backward_pass(shape: ModelShape, dtype: str) -> None:
-    """A view of v alone would keep q and k from before RoPE as well; norms keep those in any case."""
+def test_nothing_more_is_saved_for_the_backward_pass(shape: ModelShape, dtype: str) -> None:
+    """A view of v would keep q and k before RoPE alive as well; norms save those in any case."""
     kept = []
     for decoder in pair(shape, attention="sdpa_flash", dtype=dtype):
         with LiveBytes() as live:
@@ -201,7 +201,7 @@ def test_no_more_is_kept_for_the_backward_pass(shape: ModelShape, dtype: str) ->
     assert kept[1] <= kept[0]
 
 
-def test_hooks_see_the_stacked_output() -> None:
+def test_hooks_get_the_fused_output() -> None:
     decoder, seen = pair()[1], []
     block = decoder.model.layers[0]
     for layer in (block.self_attn.qkv_proj, *block.mlp.gate_up_layers):

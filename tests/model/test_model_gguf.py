@@ -1,4 +1,4 @@
-"""GGUF files written with the gguf package, read by us: every quantization, row orders, real weights."""
+"""GGUF files written with the gguf package, read by trimtab: every quantization, row orders, real weights."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def write_gguf(
     tokenizer: tokenizers.Tokenizer | None = None,
     claims: dict[str, int] | None = None,
 ) -> None:
-    """As llama.cpp's converter does. `tokenizer`: byte-level, its end token the first; `claims`: other sizes than the
-    model has, for the header."""
+    """As llama.cpp's converter does. `tokenizer`: byte-level, its end token the first; `claims`: wrong sizes for the
+    header."""
     shape = decoder.shape
     arch = "llama" if shape.family == "mistral" else shape.family
     writer = gguf.GGUFWriter(path, arch)
@@ -131,7 +131,7 @@ def write_gguf(
 
 
 def random_blocks(kind: GGMLQuantizationType, rows: int, columns: int, seed: int) -> np.ndarray:
-    """Bytes of a quantization that the package can only undo; their fp16 scales kept small and finite."""
+    """Random bytes of a quantization that the package can only dequantize; with small, finite fp16 scales."""
     block, size = GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(seed).integers(0, 256, (rows, columns // block * size), dtype=np.uint8)
     for attempt in range(200):
@@ -174,7 +174,7 @@ def test_every_quantization_is_read(kind: GGMLQuantizationType, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("shape", [TINY, QWEN2, QWEN3], ids=lambda shape: shape.family)
-def test_a_file_gives_back_the_model(shape: ModelShape, tmp_path: Path) -> None:
+def test_a_file_round_trips(shape: ModelShape, tmp_path: Path) -> None:
     source = random_decoder(shape)
     write_gguf(source, tmp_path / "m.gguf")
     assert read_shape(tmp_path / "m.gguf") == shape
@@ -245,10 +245,10 @@ def test_missing_extra_and_misshaped_tensors(tmp_path: Path) -> None:
     source = random_decoder(QWEN2)
     decoder = build(QWEN2, dtype="fp32", device="cpu", attention="reference")
     write_gguf(source, tmp_path / "missing.gguf", drop="blk.1.ffn_up.weight")
-    with pytest.raises(ModelError, match=r"lacks 1 of .*blk\.1\.ffn_up\.weight"):
+    with pytest.raises(ModelError, match=r"is missing 1 of .*blk\.1\.ffn_up\.weight"):
         load_weights(decoder, tmp_path / "missing.gguf")
     write_gguf(source, tmp_path / "extra.gguf", extra={"blk.0.surprise": np.ones(4, np.float32)})
-    with pytest.raises(ModelError, match=r"no place for: blk\.0\.surprise"):
+    with pytest.raises(ModelError, match=r"unexpected tensors: blk\.0\.surprise"):
         load_weights(decoder, tmp_path / "extra.gguf")
     other = build(
         uniform_shape(
@@ -268,7 +268,7 @@ def test_nan_and_unknown_formats(tmp_path: Path) -> None:
     with torch.no_grad():
         source.model.norm.weight[3] = float("nan")
     write_gguf(source, tmp_path / "nan.gguf")
-    with pytest.raises(ModelError, match=r"model\.norm\.weight holds NaN"):
+    with pytest.raises(ModelError, match=r"model\.norm\.weight contains NaN"):
         load_weights(build(QWEN2, dtype="fp32", device="cpu", attention="reference"), tmp_path / "nan.gguf")
     write_gguf(random_decoder(QWEN2), tmp_path / "i8.gguf", drop="output_norm.weight", extra={
         "output_norm.weight": np.ones(32, np.int8)

@@ -1,4 +1,4 @@
-"""The decoder on a CUDA device: the CPU's numbers, and the planner's bytes as autograd keeps them."""
+"""The decoder on a CUDA device: the CPU's results, and the planner's saved bytes against autograd."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEPT = [
 ]
 
 
-# varlen on a shape without shared heads: whether it repeats them depends on torch's version.
+# varlen on a shape without GQA: whether it repeats heads depends on torch's version.
 @pytest.mark.parametrize(
     ("shape", "attention"), [*KEPT, (QWEN2, "varlen")], ids=lambda value: getattr(value, "family", value)
 )

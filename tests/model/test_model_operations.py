@@ -1,4 +1,4 @@
-"""The declared operations of a block: complete, in order, and with the arithmetic that torch counts."""
+"""The declared operations of a block: complete, in order, and with the FLOPs that torch counts."""
 
 from __future__ import annotations
 
@@ -11,20 +11,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.plan.declared import blocks_by_layer, full_training
 from trimtab.facts.blocks import (
-    AttentionShape,
-    BlockShape,
-    ExpertsShape,
     FeedForwardShape,
-    LatentAttentionShape,
     Linear,
 )
-from trimtab.facts.errors import ModelError
 from trimtab.facts.operations import Kind, Operation
 from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.kernels.attention import Layout
 from trimtab.model import build, init_weights
-from trimtab.model.spec_block import BLOCK_INPUT, block_operations
-from trimtab.model.spec_operations import Execution
+from trimtab.model.spec_block import BLOCK_INPUT
 
 LLAMA = uniform_shape("llama", 64, 32, 80, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16)
 QWEN3 = uniform_shape(
@@ -59,7 +53,7 @@ SHAPES = {
 
 
 def operations_of(shape: ModelShape, **changes: str) -> tuple[Operation, ...]:
-    """Of the only block, everything trained."""
+    """The operations of the only block, with everything trained."""
     (block,) = blocks_by_layer(full_training(shape, 2, 24, **changes))
     return block.operations
 
@@ -76,7 +70,7 @@ def test_every_parameter_belongs_to_one_operation(name: str, pointwise: str) -> 
 
 @pytest.mark.parametrize("pointwise", ["reference", "triton"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_nothing_is_read_before_it_is_made(name: str, pointwise: str) -> None:
+def test_activations_are_produced_before_they_are_read(name: str, pointwise: str) -> None:
     operations = operations_of(SHAPES[name], pointwise=pointwise)
     made = {BLOCK_INPUT}
     for one in operations:
@@ -89,8 +83,8 @@ def test_nothing_is_read_before_it_is_made(name: str, pointwise: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_splits_and_what_they_communicate(name: str) -> None:
-    """A column split adds up the gradients of its input, the row split behind it its outputs; nothing else does."""
+def test_sharding_and_its_collectives(name: str) -> None:
+    """Column-wise sharding sums its input's gradients, the row-wise one after it its outputs; nothing else does."""
     shape = SHAPES[name]
     linears = {linear.name: linear for linear in shape.blocks[0].linears(shape.hidden_size)}
     tokens, width = 2 * 24, 4
@@ -109,7 +103,7 @@ def test_splits_and_what_they_communicate(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "biases", "fused"])
-def test_flops_are_those_that_torch_counts(name: str) -> None:
+def test_flops_match_torchs_counter(name: str) -> None:
     """Forward and backward products of one block; attention's pairs are counted without the masked ones."""
     shape = SHAPES[name]
     B, T, attention = 2, 24, shape.attention
@@ -127,15 +121,3 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
     assert sum(one.forward.flops for one in products) + pairs == forward.get_total_flops()
     both = sum(one.backward.flops + one.parameter_backward.flops for one in products)
     assert both + 2 * pairs == backward.get_total_flops()
-
-
-@pytest.mark.parametrize(
-    ("block", "part"),
-    [
-        (BlockShape(LatentAttentionShape(4, 8, 4, 4, 4), FeedForwardShape(32)), "latent attention"),
-        (BlockShape(AttentionShape(4, 2, 8), ExpertsShape(4, 2, 16)), "experts"),
-    ],
-)
-def test_parts_that_are_not_declared_are_refused(block: BlockShape, part: str) -> None:
-    with pytest.raises(ModelError, match=f"operations of {part} are not declared"):
-        block_operations(block, 16, Execution(1, 8, "fp32", "sdpa_flash"))

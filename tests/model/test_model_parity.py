@@ -1,4 +1,4 @@
-"""Logits and every gradient against transformers, for every family; and what we save, loaded by it."""
+"""Logits and every gradient against transformers, for every family; and saved folders, loaded by it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_packed_documents_equal_separate_ones(tmp_path: Path) -> None:
 
 
 def test_dynamic_scaling_goes_by_the_length_of_each_document(tmp_path: Path) -> None:
-    """A document packed beside one longer than the pretrained 16 positions has the angles it has alone."""
+    """A document packed with one longer than the pretrained 16 positions has the same angles as alone."""
     oracle = oracle_folder("dynamic", tmp_path)
     lengths = (4, 18, 2)
     ids_BT = token_ids(batch=2)
@@ -113,7 +113,7 @@ def test_dynamic_scaling_goes_by_the_length_of_each_document(tmp_path: Path) -> 
             piece_BT = ids_T[None, start:end]
             with torch.no_grad():
                 expected = oracle(input_ids=piece_BT).logits
-                oracle(input_ids=piece_BT[:, :1])  # transformers forgets the longest length it saw
+                oracle(input_ids=piece_BT[:, :1])  # transformers resets the longest length
                 assert (packed.logits(row_TC) - expected[0]).abs().max() <= 1e-5
             shifted = torch.cat([piece_BT[:, 1:], torch.full((1, 1), -100)], dim=1)
             if end - start > 2:
@@ -125,7 +125,7 @@ def test_dynamic_scaling_goes_by_the_length_of_each_document(tmp_path: Path) -> 
 
 
 def test_dynamic_scaling_with_a_cache_is_transformers(tmp_path: Path) -> None:
-    """Past the pretrained length new tokens are rotated by the length reached; cached keys stay as they are."""
+    """Beyond the pretrained length new tokens are rotated by the current length; cached keys are unchanged."""
     oracle = oracle_folder("dynamic", tmp_path)
     decoder, ids_BT, cache = load(tmp_path), token_ids(batch=1), GrowingCache()
     past, parts, expected = None, [], []
@@ -145,7 +145,7 @@ def test_dynamic_scaling_with_a_cache_is_transformers(tmp_path: Path) -> None:
 
 
 class GrowingCache:
-    """The least a cache must do: the decoder calls `length` and `update`."""
+    """A minimal cache: the decoder calls `length` and `update`."""
 
     def __init__(self) -> None:
         self.length = 0

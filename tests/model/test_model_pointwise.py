@@ -1,4 +1,4 @@
-"""A decoder whose norms, rotary positions and gates are fused kernels: the same model, every gradient."""
+"""A decoder whose norms, RoPE and gated activations are fused kernels: the same model, every gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights read by slices: equal to slices of the whole, from every family and format, and no more read than asked."""
+"""Weights read by slices: equal to slices of the whole tensor, from every family and format, reading only the slice."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_single_rows_of_interleaved_heads(case: str, sources: Any) -> None:
 
 
 @pytest.mark.parametrize(("piece", "chunk"), [(256 * 7, 256 * 3), (256 * 50, 1)])
-def test_the_size_of_pieces_changes_nothing(
+def test_results_do_not_depend_on_chunk_sizes(
     sources: Any, piece: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loading reads a parameter in pieces of rows, dequantized in chunks."""
@@ -156,7 +156,7 @@ def test_stored_dtypes_and_chosen_names(sources: Any) -> None:
     assert dict(read_weights(shape, path, names=[])) == {}
 
 
-def test_what_is_asked_is_checked_before_anything_is_read(sources: Any) -> None:
+def test_arguments_are_validated_before_anything_is_read(sources: Any) -> None:
     for case in ("qwen2-fp16", "qwen2-Q4_K.gguf"):
         path, _ = sources[case]
         shape = read_shape(path)
@@ -175,7 +175,7 @@ def test_what_is_asked_is_checked_before_anything_is_read(sources: Any) -> None:
             )
 
 
-def test_only_what_is_read_has_to_be_finite(tmp_path: Path) -> None:
+def test_only_slices_that_are_read_must_be_finite(tmp_path: Path) -> None:
     shape = SHAPES["qwen3"]
     save_folder(random_decoder(shape), tmp_path / "m", dtype="fp32")
     file = tmp_path / "m/model.safetensors"
@@ -183,7 +183,7 @@ def test_only_what_is_read_has_to_be_finite(tmp_path: Path) -> None:
     tensors["lm_head.weight"][40, 3] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
     dict(read_weights(shape, tmp_path / "m", {"lm_head.weight": Slice(0, 0, 40)}))
-    with pytest.raises(ModelError, match=r"lm_head\.weight holds NaN or infinity; get the weights again"):
+    with pytest.raises(ModelError, match=r"lm_head\.weight contains NaN or infinity; get the weights again"):
         dict(read_weights(shape, tmp_path / "m", {"lm_head.weight": Slice(0, 40, 48)}))
 
 
@@ -201,7 +201,7 @@ def test_headers_that_claim_more_than_the_file_has(sources: Any, tmp_path: Path)
         (tmp_path / "m/model.safetensors").write_bytes(
             len(text).to_bytes(8, "little") + text + content[8 + length :]
         )
-        with pytest.raises(ModelError, match="not a whole safetensors file"):
+        with pytest.raises(ModelError, match="not a complete safetensors file"):
             read_weights(shape, tmp_path / "m", {"model.norm.weight": Slice(0, 0, 1)})
     path, _ = sources["llama-Q4_1.gguf"]
     (tmp_path / "short.gguf").write_bytes(path.read_bytes()[:-4096])
@@ -210,7 +210,7 @@ def test_headers_that_claim_more_than_the_file_has(sources: Any, tmp_path: Path)
 
 
 LARGE = uniform_shape("llama", 16384, 4096, 4096, num_layers=1, num_heads=32, num_kv_heads=32, head_dim=128)
-"""A gigabyte in fp32, on disk a hole."""
+"""A gigabyte in fp32, a sparse file on disk."""
 EMBEDDINGS, DOWN, QUERIES = (
     "model.embed_tokens.weight",
     "model.layers.0.mlp.down_proj.weight",
@@ -261,7 +261,7 @@ def pages_read(file: Path) -> int:
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="counts pages as Linux does")
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc/self/smaps (Linux)")
 @pytest.mark.parametrize("form", ["folder", "F32", "Q8_0"])
 @pytest.mark.parametrize(
     ("name", "part", "share"),

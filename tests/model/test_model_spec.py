@@ -1,4 +1,4 @@
-"""The planner's sums against what autograd really keeps; recomputation changes nothing but memory."""
+"""The planner's sums against what autograd saves; recomputation changes only memory."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ B, T = 2, 96
 
 
 def really_saved(forward: Callable[[], torch.Tensor], model: torch.nn.Module) -> int:
-    """Bytes of the distinct storages that autograd keeps during a forward pass, parameters left out."""
+    """Bytes of the distinct storages that autograd saves during a forward pass, without parameters."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage  # held, so that no address is used twice
+            kept[storage.data_ptr()] = storage  # referenced, so that no address is reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -60,16 +60,14 @@ def declared_bytes(job: Job) -> int:
 @pytest.mark.parametrize("attention", ["reference", "sdpa_math", "sdpa_flash"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [LLAMA, QWEN2, QWEN3, MISTRAL], ids=lambda shape: shape.family)
-def test_saved_bytes_are_what_autograd_keeps(
-    shape: ModelShape, dtype: str, attention: str, packed: bool
-) -> None:
+def test_saved_bytes_match_autograd(shape: ModelShape, dtype: str, attention: str, packed: bool) -> None:
     decoder = init_weights(build(shape, dtype=dtype, device="cpu", attention=attention), seed=0)
     ids_BT = torch.zeros(B, T, dtype=torch.int64)
     documents_BT = torch.tensor([[0] * 40 + [1] * 56, [0] * 96], dtype=torch.int32)
     layout = Layout.packed(documents_BT) if packed else Layout.causal()
     real = really_saved(lambda: decoder(ids_BT, layout=layout), decoder)
     declared = declared_bytes(full_training(shape, B, T, dtype, attention=attention, packed=packed))
-    # With the others autograd does not save the mask that the layout holds, or saves a mask of its own.
+    # With the others autograd does not save the layout's mask, or saves a mask of its own.
     assert abs(declared / real - 1) <= (0 if attention == "sdpa_flash" else 0.04), (declared, real)
 
 
@@ -87,7 +85,7 @@ def test_saved_bytes_under_autocast(shape: ModelShape) -> None:
     assert declared_bytes(job) == real
 
 
-def test_arithmetic_is_counted_as_torch_counts_it() -> None:
+def test_flops_match_torchs_counter() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     decoder = init_weights(build(LLAMA, dtype="fp32", device="cpu", attention="reference"), seed=0)
@@ -100,10 +98,10 @@ def test_arithmetic_is_counted_as_torch_counts_it() -> None:
     assert said + masked == counter.get_total_flops()
 
 
-def test_sums_that_can_be_done_by_hand() -> None:
+def test_sums_by_hand() -> None:
     assert parameter_bytes(LLAMA, "bf16") == 2 * LLAMA.num_parameters
     short, long = flops_per_token(MISTRAL, 9), flops_per_token(MISTRAL, 9000)
-    # A window of 9 makes attention cost 9 keys a token however long the document is.
+    # With a sliding window of 9 attention costs 9 keys per token for any document length.
     assert long - flops_per_token(MISTRAL, 8000) < 1
     assert short < long
     assert flops_per_token(LLAMA, 64) > 3 * flops_per_token(LLAMA, 64, training=False) > 0
@@ -114,7 +112,7 @@ def test_the_spec_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_whole_rows_may_have_an_attention_of_their_own() -> None:
+def test_unpacked_sequences_may_have_their_own_attention_backend() -> None:
     decoder = init_weights(
         build(
             LLAMA,

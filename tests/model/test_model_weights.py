@@ -1,4 +1,4 @@
-"""Reading and writing folders: what is right comes back bit for bit, what is wrong is named with a remedy."""
+"""Loading and saving folders: bitwise round trips, and errors that name the problem and the remedy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def rewrite(folder: Path, change: Any) -> None:
-    """Change the tensors of the folder's one file."""
+    """Changes the tensors of the folder's one file."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -48,7 +48,7 @@ def rewrite(folder: Path, change: Any) -> None:
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 8_000])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_what_is_saved_is_read_back(dtype: str, shard_bytes: int, tmp_path: Path) -> None:
+def test_save_and_load_round_trip(dtype: str, shard_bytes: int, tmp_path: Path) -> None:
     source = init_weights(fresh(dtype=dtype), seed=1)
     files = save_folder(
         source, tmp_path / "m", dtype=dtype, max_shard_bytes=shard_bytes, metadata={"by": "me"}
@@ -78,7 +78,7 @@ def test_dtype_is_converted_on_reading_and_writing(saved: Path, tmp_path: Path) 
     assert load_file(tmp_path / "again/model.safetensors")["lm_head.weight"].dtype == torch.float32
 
 
-def test_random_weights_depend_on_seed_and_name_alone() -> None:
+def test_random_weights_depend_only_on_seed_and_name() -> None:
     deeper = dataclasses.replace(SHAPE, blocks=SHAPE.blocks[:1] * 3)
     a, b = init_weights(fresh(), seed=5), init_weights(fresh(deeper), seed=5)
     others = dict(b.named_parameters())
@@ -89,7 +89,7 @@ def test_random_weights_depend_on_seed_and_name_alone() -> None:
     assert torch.equal(init_weights(fresh(dtype="bf16"), seed=5).head_weight, a.head_weight.bfloat16())
 
 
-def test_bare_trunk_names_and_computed_tensors(tmp_path: Path) -> None:
+def test_base_model_names_and_computed_tensors(tmp_path: Path) -> None:
     source = init_weights(fresh(TIED), seed=0)
     save_folder(source, tmp_path / "m", dtype="fp32")
 
@@ -109,15 +109,15 @@ def test_bare_trunk_names_and_computed_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("model.norm.weight"), r"lacks 1 of \d+ tensors: model\.norm\.weight"),
-        (lambda t: t.update(extra=torch.ones(3)), r"no place for: extra"),
+        (lambda t: t.pop("model.norm.weight"), r"is missing 1 of \d+ tensors: model\.norm\.weight"),
+        (lambda t: t.update(extra=torch.ones(3)), r"unexpected tensors: extra"),
         (
             lambda t: t.update({"lm_head.weight": torch.ones(64, 33)}),
             r"\[64, 33\] where .* \[64, 32\]",
         ),
         (lambda t: t.update({"lm_head.weight": torch.ones(64, 32, dtype=torch.int8)}), "stored as I8"),
-        (lambda t: t["model.norm.weight"].__setitem__(4, float("nan")), r"model\.norm\.weight holds NaN"),
-        (lambda t: t["model.norm.weight"].__setitem__(4, float("inf")), r"holds NaN or infinity"),
+        (lambda t: t["model.norm.weight"].__setitem__(4, float("nan")), r"model\.norm\.weight contains NaN"),
+        (lambda t: t["model.norm.weight"].__setitem__(4, float("inf")), r"contains NaN or infinity"),
     ],
 )
 def test_wrong_tensors_are_named(saved: Path, change: Any, message: str) -> None:
@@ -132,11 +132,11 @@ def test_truncated_and_garbled_files(saved: Path) -> None:
     whole = file.read_bytes()
     for content in (whole[:-10], whole[:100], b"", b"\xff" * 64, (2**60).to_bytes(8, "little") + whole[8:]):
         file.write_bytes(content)
-        with pytest.raises(ModelError, match="not a whole safetensors file"):
+        with pytest.raises(ModelError, match="not a complete safetensors file"):
             load_weights(fresh(), saved)
 
 
-def test_nothing_is_changed_when_the_survey_fails(saved: Path) -> None:
+def test_nothing_is_changed_when_validation_fails(saved: Path) -> None:
     rewrite(saved, lambda t: t.pop("lm_head.weight"))
     decoder = init_weights(fresh(), seed=9)
     before = decoder.model.embed_tokens.weight.clone()
@@ -156,7 +156,7 @@ def test_an_index_cannot_reach_outside(saved: Path, name: str) -> None:
 def test_an_index_with_a_missing_or_pickled_shard(saved: Path) -> None:
     index = saved / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-2.safetensors"}}))
-    with pytest.raises(ModelError, match=r"lacks model-2\.safetensors"):
+    with pytest.raises(ModelError, match=r"has no model-2\.safetensors"):
         load_weights(fresh(), saved)
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "pytorch_model.bin"}}))
     with pytest.raises(ModelError, match="pickle"):
@@ -166,7 +166,7 @@ def test_an_index_with_a_missing_or_pickled_shard(saved: Path) -> None:
         load_weights(fresh(), saved)
 
 
-def test_a_tensor_in_two_shards_is_refused(saved: Path) -> None:
+def test_a_tensor_in_two_shards_raises(saved: Path) -> None:
     shutil.copy(saved / "model.safetensors", saved / "b.safetensors")
     index = {"weight_map": {"lm_head.weight": "model.safetensors", "model.norm.weight": "b.safetensors"}}
     (saved / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -175,7 +175,7 @@ def test_a_tensor_in_two_shards_is_refused(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "consolidated.00.pth"])
-def test_pickles_are_refused_unread(saved: Path, name: str) -> None:
+def test_pickles_raise_without_being_loaded(saved: Path, name: str) -> None:
     (saved / "model.safetensors").unlink()
     (saved / name).write_bytes(b"cos\nsystem\n(S'touch /tmp/pwned'\ntR.")
     with pytest.raises(ModelError, match=r"is a pickle.*safetensors"):
@@ -184,7 +184,7 @@ def test_pickles_are_refused_unread(saved: Path, name: str) -> None:
         read_shape(saved / name)
 
 
-def test_paths_that_are_no_model(tmp_path: Path, saved: Path) -> None:
+def test_paths_that_are_not_a_model(tmp_path: Path, saved: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         read_shape(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"no config\.json"):
@@ -199,11 +199,11 @@ def test_paths_that_are_no_model(tmp_path: Path, saved: Path) -> None:
         load_weights(fresh(), saved)
 
 
-def test_saving_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = init_weights(fresh(), seed=0)
     with torch.no_grad():
         decoder.model.norm.weight[0] = float("nan")
-    with pytest.raises(ModelError, match=r"model\.norm\.weight holds NaN"):
+    with pytest.raises(ModelError, match=r"model\.norm\.weight contains NaN"):
         save_folder(decoder, tmp_path / "m", dtype="fp32")
     assert list(tmp_path.iterdir()) == []
 
@@ -233,7 +233,7 @@ def test_space_is_checked_before_writing(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_existing_folders_are_kept_unless_asked(saved: Path, tmp_path: Path) -> None:
+def test_existing_folders_are_kept_unless_overwrite(saved: Path, tmp_path: Path) -> None:
     decoder = init_weights(fresh(), seed=7)
     with pytest.raises(ModelError, match="exists already"):
         save_folder(decoder, saved, dtype="fp32")
@@ -249,7 +249,7 @@ def test_existing_folders_are_kept_unless_asked(saved: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_place(tmp_path: Path) -> None:
+def test_a_read_only_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ResourceError, match="cannot be written"):
         save_folder(init_weights(fresh(), seed=0), tmp_path / "m", dtype="fp32")

@@ -174,7 +174,7 @@ def test_refused_keys_say_what_to_do() -> None:
         ("z_loss=-1e-4", "z_loss must be greater than or equal to 0, not -0.0001"),
         ("num_threads=0", "num_threads must be greater than or equal to 1, not 0"),
         ("early_stopping_patience=0", "early_stopping_patience must be greater than or equal to 1, not 0"),
-        ("unpacked_layers=x", "unpacked_layers cannot be x"),
+        ("dequantized_layers=x", "dequantized_layers cannot be x"),
         ("recompute=[none, null]", "recompute cannot be [none, null] (from"),
         ("data.chat_template_kwargs={a: [1]}", "data.chat_template_kwargs.a cannot be [1]"),
         ("torch_compile=yes", "torch_compile: 'yes' is not one of auto, true, false"),
@@ -194,7 +194,7 @@ def test_a_value_that_is_none_of_several_kinds_is_one_problem(override: str, sai
         ("warmup_steps: 10\nwarmup_ratio: 0.1", "are both given; keep one"),
         ("optim_in_backward: true\ngradient_accumulation_steps: 1", "set max_grad_norm: 0"),
         ("optim_in_backward: true\nmax_grad_norm: 0", "set gradient_accumulation_steps: 1"),
-        ("optim_in_backward: true\ndtype: fp16", "overflow, as dtype: fp16 has to"),
+        ("optim_in_backward: true\ndtype: fp16", "overflow, as loss scaling with dtype: fp16 requires"),
         (
             "torch_compile: true\nrecompute: {offload_attention: 2}",
             "set recompute: offload, or torch_compile",
@@ -203,16 +203,16 @@ def test_a_value_that_is_none_of_several_kinds_is_one_problem(override: str, sai
         ("warmup_steps: 10\nmax_steps: 10", "as long as the whole run"),
         ("warmup_steps: 10\nlr_scheduler_type: constant", "constant_with_warmup"),
         ("min_lr_ratio: 0.1\nlr_scheduler_type: constant", "has no meaning"),
-        ("load_in_4bit: true", "cannot be trained directly; train adapters on them (lora: {r: 16})"),
-        ("load_in_8bit: true", "keeps the weights in 8 bits"),
+        ("load_in_4bit: true", "which cannot be trained; train adapters (lora: {r: 16})"),
+        ("load_in_8bit: true", "quantizes the weights to 8 bits"),
         ("load_in_4bit: true\nload_in_8bit: true\nlora: {}", "are both given; keep one"),
         ("bnb_4bit_use_double_quant: false\nlora: {}", "has no effect without load_in_4bit: true"),
-        ("dtype: fp32\nweights_dtype: bf16", "cannot compute on weights kept in bf16"),
-        ("dtype: fp16\nweights_dtype: bf16", "cannot compute on weights kept in bf16"),
-        ("dtype: fp32\ngradient_dtype: bf16", "needs weights in bf16"),
-        ("dtype: bf16\nweights_dtype: fp32\ngradient_dtype: bf16", "needs weights in bf16"),
+        ("dtype: fp32\nweights_dtype: bf16", "cannot be used with bf16 weights"),
+        ("dtype: fp16\nweights_dtype: bf16", "cannot be used with bf16 weights"),
+        ("dtype: fp32\ngradient_dtype: bf16", "requires bf16 weights"),
+        ("dtype: bf16\nweights_dtype: fp32\ngradient_dtype: bf16", "requires bf16 weights"),
         ("group_by_length: true", "set packing: false, or leave group_by_length out"),
-        ("early_stopping_patience: 2", "there are none while training; set eval_steps"),
+        ("early_stopping_patience: 2", "none take place during training; set eval_steps"),
         (
             "early_stopping_threshold: 0.1",
             "no effect without early_stopping_patience; set early_stopping_pat",
@@ -280,7 +280,7 @@ def test_there_are_no_more_tiles_than_tokens() -> None:
     keys = "per_device_train_batch_size: 2\nmax_seq_length: 16\nmlp_tiles: "
     assert loads(f"{MINIMAL}{keys}32\n").mlp_tiles == 32
     assert message(f"{MINIMAL}{keys}33\n") == (
-        "mlp_tiles: 33 is more than there are tokens at once (per_device_train_batch_size: 2 × max_seq_length: 16); "
+        "mlp_tiles: 33 is more than the tokens of a microbatch (per_device_train_batch_size: 2 × max_seq_length: 16); "
         "give at most 32"
     )
 
@@ -309,13 +309,13 @@ def test_a_weight_that_no_epoch_can_hold_is_refused(key: str, data: str) -> None
 
 def test_streaming_needs_a_number_of_steps() -> None:
     text = "model: a\ndata: {train: x, streaming: true}\n"
-    assert "give max_steps" in message(text)
+    assert "set max_steps" in message(text)
     assert loads(text, ["max_steps=5"]).data.streaming
 
 
 def test_eval_steps_without_anything_to_measure() -> None:
     text = "model: a\nprobe: false\neval_steps: 5\ndata: {train: x, eval_share: 0}\n"
-    assert "nothing to measure" in message(text)
+    assert "nothing to evaluate" in message(text)
     assert loads(text, ["probe=true"]).eval_steps == 5
 
 
@@ -372,14 +372,14 @@ def test_a_character_may_be_written_as_json_writes_it() -> None:
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
 def test_what_a_chat_template_is_given_anyway_is_no_variable(name: str) -> None:
     assert message(MINIMAL, (f"data.chat_template_kwargs={{{name}: x}}",)) == (
-        f"data.chat_template_kwargs names {name}, which every chat template is given anyway; leave it out "
+        f"data.chat_template_kwargs names {name}, which every chat template gets anyway; leave it out "
         f"(data.chat_template_kwargs.{name}=null)"
     )
 
 
 def test_several_names_that_a_chat_template_is_given_anyway() -> None:
     said = message(MINIMAL, ("data.chat_template_kwargs={tools: x, messages: y, enable_thinking: true}",))
-    assert "names messages, tools, which every chat template is given anyway; leave them out" in said
+    assert "names messages, tools, which every chat template gets anyway; leave them out" in said
     assert loads(MINIMAL, ["data.chat_template_kwargs={eos_token: x}"]).data.chat_template_kwargs
 
 

@@ -1,1 +1,1 @@
-"""Numbers, shapes and names that every other room may use. Imports nothing of ours and no torch."""
+"""Plain data that every other package may use: dtypes, devices, model shapes, errors. Imports no torch."""

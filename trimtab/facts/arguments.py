@@ -60,7 +60,7 @@ def text_or_none(value: object, name: str) -> str | None:
 
 
 def plain_value(value: object, name: str) -> Any:
-    """A recipe's value as JSON has it: numpy's numbers, paths, dtypes and devices become numbers and texts.
+    """Converts a recipe's value to JSON types: numpy scalars, paths, dtypes and devices become numbers and strings.
 
     RecipeError for an object that no recipe can hold.
 

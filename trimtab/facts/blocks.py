@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-RopeKind = Literal["linear", "dynamic", "yarn", "llama3"]
+RopeKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
 Split = Literal["column", "row", "vocabulary", "sequence", "replicated"]
 """How tensor parallelism cuts a weight [out, in]: by outputs, by inputs, by tokens of the vocabulary, or not at all;
 and an operation without one: by heads or features (column), or by tokens (sequence)."""
@@ -32,6 +32,10 @@ class Linear:
     bias: bool = False
     parts: tuple[int, ...] = ()
     """Rows of each matrix stacked in this one, where there are several: a split by outputs cuts each of them."""
+    count: int = 1
+    """Equal matrices in one tensor [count, out_features, in_features]: those of experts."""
+    routes: bool = False
+    """Whether it decides on the use of experts; such a matrix is neither adapted nor quantized."""
 
     @property
     def short_name(self) -> str:
@@ -40,25 +44,31 @@ class Linear:
 
     @property
     def weights(self) -> int:
-        """Elements of the matrix, without the bias."""
+        """Elements of all its matrices, without biases."""
+        return self.count * self.matrix
+
+    @property
+    def matrix(self) -> int:
+        """Elements of one matrix: what one row of the input is multiplied with."""
         return self.in_features * self.out_features
 
     @property
     def elements(self) -> int:
-        """Elements of matrix and bias."""
-        return self.weights + (self.out_features if self.bias else 0)
+        """Elements of matrices and biases."""
+        return self.count * (self.matrix + (self.out_features if self.bias else 0))
 
     def parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, dimensions) of its tensors."""
-        yield f"{self.name}.weight", (self.out_features, self.in_features)
+        stacked = (self.count,) if self.count > 1 else ()
+        yield f"{self.name}.weight", (*stacked, self.out_features, self.in_features)
         if self.bias:
-            yield f"{self.name}.bias", (self.out_features,)
+            yield f"{self.name}.bias", (*stacked, self.out_features)
 
 
 def _stacked(name: str, linears: tuple[Linear, ...]) -> Linear:
     """Several matrices of one input as one, their rows in this order."""
     first, parts = linears[0], tuple(linear.out_features for linear in linears)
-    return Linear(name, first.in_features, sum(parts), first.split, first.bias, parts)
+    return Linear(name, first.in_features, sum(parts), first.split, first.bias, parts, first.count)
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,11 @@ class AttentionShape:
         return self.num_heads * self.head_dim
 
     @property
+    def value_head_dim(self) -> int:
+        """Of values, and of the output: the same as that of queries and keys."""
+        return self.head_dim
+
+    @property
     def kv_size(self) -> int:
         """Width of all keys, and of all values."""
         return self.num_kv_heads * self.head_dim
@@ -169,7 +184,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class LatentAttentionShape:
-    """Multi-head latent attention (DeepSeek): keys and values through a narrow latent. It can be counted, not built."""
+    """Multi-head latent attention (DeepSeek): keys and values through a narrow latent. It can be planned, not built."""
 
     num_heads: int
     kv_rank: int
@@ -181,9 +196,14 @@ class LatentAttentionShape:
     rope: Rope | None = Rope()
     window: int | None = None
 
+    @property
+    def head_dim(self) -> int:
+        """Of queries and keys: the part without positions and the rotated one."""
+        return self.nope_head_dim + self.rope_head_dim
+
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
         """Its matrices, in the order of the forward pass."""
-        H, q = self.num_heads, self.num_heads * (self.nope_head_dim + self.rope_head_dim)
+        H, q = self.num_heads, self.num_heads * self.head_dim
         queries: tuple[Linear, ...] = (Linear("self_attn.q_proj", hidden_size, q, "column"),)
         if self.q_rank is not None:
             queries = (
@@ -225,15 +245,16 @@ class FeedForwardShape:
     fused_gate_up: bool = False
     """Whether gate and up are stacked in one matrix, `gate_up_proj`, in this order (Phi-3)."""
 
-    def linears(self, hidden_size: int, prefix: str = "mlp") -> tuple[Linear, ...]:
-        """Its matrices, in the order of the forward pass."""
+    def linears(self, hidden_size: int, prefix: str = "mlp", count: int = 1) -> tuple[Linear, ...]:
+        """Its matrices, in the order of the forward pass; those of `count` such layers, stacked."""
         inputs: tuple[Linear, ...] = (
-            Linear(f"{prefix}.gate_proj", hidden_size, self.width, "column", self.bias),
-            Linear(f"{prefix}.up_proj", hidden_size, self.width, "column", self.bias),
+            Linear(f"{prefix}.gate_proj", hidden_size, self.width, "column", self.bias, count=count),
+            Linear(f"{prefix}.up_proj", hidden_size, self.width, "column", self.bias, count=count),
         )
         if self.fused_gate_up:
             inputs = (_stacked(f"{prefix}.gate_up_proj", inputs),)
-        return (*inputs, Linear(f"{prefix}.down_proj", self.width, hidden_size, "row", self.bias))
+        down = Linear(f"{prefix}.down_proj", self.width, hidden_size, "row", self.bias, count=count)
+        return (*inputs, down)
 
     def parameters(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, dimensions) of its tensors, in the order of the forward pass."""
@@ -243,25 +264,63 @@ class FeedForwardShape:
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """A mixture of experts: a router picks `active` of `count` feed-forward layers. It can be counted, not built."""
+    """A mixture of experts: a router picks `active` of `count` feed-forward layers. It can be planned, not built.
+
+    Example:
+        >>> [linear.name for linear in ExpertsShape(8, 2, 32).linears(hidden_size=16)]
+        ['mlp.gate', 'mlp.experts.gate_proj', 'mlp.experts.up_proj', 'mlp.experts.down_proj']
+    """
 
     count: int
     active: int
     width: int
     """Of one expert."""
     shared: int = 0
-    """Experts that every token passes."""
+    """Experts that every token passes; they run as one layer."""
     activation: str = "silu"
+    shared_width: int | None = None
+    """Of the shared experts together; `shared` times `width` if None."""
+    shared_gate: bool = False
+    """Whether a sigmoid of a learned product scales the shared experts' output (Qwen2-MoE)."""
+    bias: bool = False
+    """Of the experts' matrices (gpt-oss)."""
+    router_bias: bool = False
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes weights of the router's logits. A bias that only moves the choice of experts (DeepSeek-V3) is no
+    trained parameter, and is not counted."""
+    fused_gate_up: bool = False
+    """Whether gate and up are one matrix, `gate_up_proj` (gpt-oss)."""
+
+    @property
+    def expert(self) -> FeedForwardShape:
+        """One of the experts that the router picks."""
+        return FeedForwardShape(self.width, self.activation, self.bias, self.fused_gate_up)
+
+    @property
+    def shared_expert(self) -> FeedForwardShape | None:
+        """The shared experts as one layer; None if there are none."""
+        if not self.shared:
+            return None
+        return FeedForwardShape(self.shared_width or self.width * self.shared, self.activation)
+
+    def router(self, hidden_size: int) -> Linear:
+        """The matrix of the router."""
+        return Linear("mlp.gate", hidden_size, self.count, "replicated", self.router_bias, routes=True)
+
+    def shared_router(self, hidden_size: int) -> Linear:
+        """The matrix that scales the shared experts' output, where `shared_gate` says that there is one."""
+        return Linear("mlp.shared_expert_gate", hidden_size, 1, "replicated", routes=True)
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
-        """The router, every expert's matrices, and the shared ones as a single layer."""
-        expert = FeedForwardShape(self.width, self.activation)
-        found = [Linear("mlp.gate", hidden_size, self.count, "replicated")]
-        for i in range(self.count):
-            found += expert.linears(hidden_size, f"mlp.experts.{i}")
-        if self.shared:
-            shared = FeedForwardShape(self.width * self.shared, self.activation)
-            found += shared.linears(hidden_size, "mlp.shared_experts")
+        """The router, the experts' matrices in stacks, and the shared experts as a single layer."""
+        found = [
+            self.router(hidden_size),
+            *self.expert.linears(hidden_size, "mlp.experts", self.count),
+        ]
+        if self.shared_expert is not None:
+            found += self.shared_expert.linears(hidden_size, "mlp.shared_experts")
+            if self.shared_gate:
+                found.append(self.shared_router(hidden_size))
         return tuple(found)
 
     def parameters(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -313,9 +372,16 @@ class BlockShape:
         """Elements that one token uses: of experts, those that the router picks."""
         unused = 0
         if isinstance(self.feed_forward, ExpertsShape):
-            expert = FeedForwardShape(self.feed_forward.width).linears(hidden_size)
-            unused = (self.feed_forward.count - self.feed_forward.active) * sum(e.elements for e in expert)
+            expert = sum(linear.elements for linear in self.feed_forward.expert.linears(hidden_size))
+            unused = (self.feed_forward.count - self.feed_forward.active) * expert
         return count_elements(self.parameters(hidden_size)) - unused
+
+    def active_weights(self, hidden_size: int) -> int:
+        """Elements of the matrices that one token is multiplied with."""
+        active = self.feed_forward.active if isinstance(self.feed_forward, ExpertsShape) else 1
+        return sum(
+            linear.matrix * (active if linear.count > 1 else 1) for linear in self.linears(hidden_size)
+        )
 
 
 def count_elements(parameters: Iterator[tuple[str, tuple[int, ...]]]) -> int:

@@ -30,6 +30,6 @@ def compile_obstacle(kind: str, capability: tuple[int, int] | None = None) -> st
 
 
 def _found(variable: str, *names: str) -> bool:
-    """Whether one of them is on the path; the variable is how every build tool is told of another."""
+    """Whether one of the programs is on the PATH; build tools take another one from the environment variable."""
     named = os.environ.get(variable)
     return any(shutil.which(name) for name in ((named,) if named else names))

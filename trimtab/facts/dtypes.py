@@ -1,4 +1,4 @@
-"""Number formats by name, with their width in bytes."""
+"""Dtypes by name, with their width in bytes."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""What can go wrong through a person's recipe, data or machine, as exception types.
+"""Exception types for problems of the user's recipe, data or machine.
 
-Each error says its cause and, where there is one, the remedy, in a line or two. The command line prints
+Each error states its cause and, where there is one, the remedy, in a line or two. The command line prints
 `error: cause; remedy` without a traceback and exits with the class's code. Mistakes of our own are asserts.
 """
 
 from __future__ import annotations
 
+import traceback
+
 
 class TrimtabError(Exception):
-    """A problem that a person can act on.
+    """A problem that the user can fix.
 
     Example:
         >>> str(DataError("data.txt is empty", "give a file with text in it"))
@@ -53,6 +55,10 @@ class ResourceError(TrimtabError):
     exit_code = 6
 
 
+class OutOfMemory(ResourceError):
+    """The GPU or the host ran out of memory while a command was at work."""
+
+
 class TrainingError(TrimtabError):
     """Training had to stop: a loss or gradient that is not finite, or nothing to learn."""
 
@@ -69,3 +75,26 @@ class HubError(TrimtabError):
     """The hub could not be reached, or refused."""
 
     exit_code = 9
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Drop the local variables of the frames that an exception, and what caused it, has left.
+
+    An exception that is kept, as notebooks do, otherwise keeps every tensor of those frames in memory.
+
+    Example:
+        >>> def fail():
+        ...     large = bytes(1000)
+        ...     raise MemoryError
+        >>> try:
+        ...     fail()
+        ... except MemoryError as error:
+        ...     release_frames(error)
+        ...     error.__traceback__.tb_next.tb_frame.f_locals
+        {}
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def temporary_path(path: Path) -> Path:
-    """A hidden name beside `path`, for what will be renamed to it; every call returns another one.
+    """A unique hidden name in the folder of `path`, for a file that will be renamed to `path`.
 
     Example:
         >>> temporary_path(Path("runs/plan.json")).name.startswith(".plan.json.tmp-")
@@ -50,7 +50,7 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> N
         with suppress(OSError):  # a name that is too long cannot be removed either
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = str(path)  # not the temporary name, which nobody gave
+            error.filename = str(path)  # not the temporary name, which the caller does not know
         raise
     if durable:
         sync_folder(path.parent)

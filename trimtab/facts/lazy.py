@@ -1,4 +1,4 @@
-"""Public names of a room, imported when they are first used: its `spec` then costs no torch."""
+"""Lazily imported public names of a package, so that importing its `spec` does not import torch."""
 
 from __future__ import annotations
 

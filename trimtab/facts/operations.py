@@ -7,7 +7,7 @@ sizes and the FLOP counts are sums and walks over that list; none of them knows 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from trimtab.facts.blocks import Split
@@ -23,15 +23,28 @@ class Kind(enum.Enum):
     GATE = "gated activation"
     ADD = "residual addition"
     COPY = "copy"
+    DEQUANTIZE = "dequantization"
+    EMBEDDING = "embedding"
+    LOSS = "loss"
+    OPTIMIZER = "optimizer step"
 
 
 class Part(enum.Enum):
-    """Where activations belong in a report."""
+    """Where the memory of a step belongs in a report; `BLOCK_PARTS` are those of a block's activations."""
 
     RESIDUAL = "residual stream"
     NORMS = "norms"
     ATTENTION = "attention"
     FEED_FORWARD = "feed-forward"
+    LOSS = "loss"
+    INPUTS = "token ids, masks and RoPE tables"
+    GRADIENTS = "gradients of activations"
+    WORKSPACE = "workspace"
+    CACHE = "key/value cache"
+    PARAMETER_GRADIENTS = "gradients of parameters"
+
+
+BLOCK_PARTS = (Part.RESIDUAL, Part.NORMS, Part.ATTENTION, Part.FEED_FORWARD)
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,38 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """One kernel of a pass, where a pass has kernels of different kinds or sizes.
+
+    Example:
+        >>> Kernel.product(4096, 1024, 1024, width=2).flops
+        8589934592.0
+    """
+
+    kind: Kind
+    flops: float
+    moved: float
+    """Bytes read from and written to memory at the least."""
+    dims: tuple[int, ...] = ()
+    """Of a product [m, k] · [k, n]: (m, n, k); of attention: (keys that a query sees on average, head size)."""
+
+    @staticmethod
+    def product(m: int, n: int, k: int, *, width: int, added: bool = False, groups: int = 1) -> Kernel:
+        """[m, k] · [k, n] of elements of `width` bytes, added to what is there or not.
+
+        With `groups` the rows are split over so many matrices [k, n], and `dims` are those of one group.
+        """
+        moved = (m * k + groups * k * n + m * n * (2 if added else 1)) * width
+        return Kernel(Kind.PRODUCT, 2.0 * m * n * k, float(moved), (max(m // groups, 1), n, k))
+
+    @staticmethod
+    def weight_gradient(m: int, n: int, k: int, *, width: int, groups: int = 1) -> Kernel:
+        """[m, k] · [k, n] as `product`; with `groups` the k are split over them, and each has its own [m, n]."""
+        moved = (m * k + k * n + groups * m * n) * width
+        return Kernel(Kind.PRODUCT, 2.0 * m * n * k, float(moved), (m, n, max(k // groups, 1)))
+
+
+@dataclass(frozen=True)
 class Pass:
     """Cost of one pass, forward or backward, over one microbatch."""
 
@@ -105,6 +150,29 @@ class Pass:
     """Kernels."""
     scratch: int = 0
     """Temporary bytes beyond inputs, outputs, saved activations and gradients."""
+    kernels: tuple[Kernel, ...] = ()
+    """Of which it consists; empty if it is one kernel of the operation's own kind."""
+
+    @staticmethod
+    def of(*kernels: Kernel, launches: int | None = None, scratch: int = 0) -> Pass:
+        """The sum of some kernels.
+
+        Args:
+            kernels: in their order.
+            launches: all of them, where small ones are not listed.
+            scratch: temporary bytes.
+
+        Example:
+            >>> Pass.of(Kernel.product(2, 2, 2, width=2), Kernel.product(2, 2, 2, width=2)).flops
+            32.0
+        """
+        return Pass(
+            sum(one.flops for one in kernels),
+            sum(one.moved for one in kernels),
+            len(kernels) if launches is None else launches,
+            scratch,
+            kernels,
+        )
 
 
 @dataclass(frozen=True)
@@ -194,6 +262,9 @@ def total_bytes(activations: Collection[Activation]) -> int:
     return sum(one.nbytes for one in activations)
 
 
-def bytes_by_part(activations: Collection[Activation]) -> dict[Part, int]:
+def bytes_by_part(activations: Iterable[Activation]) -> dict[Part, int]:
     """The same, by part; parts without any are 0."""
-    return {part: sum(one.nbytes for one in activations if one.part is part) for part in Part}
+    found = dict.fromkeys(Part, 0)
+    for one in activations:
+        found[one.part] += one.nbytes
+    return found

@@ -85,7 +85,7 @@ def format_rate(per_second: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration a person can read at a glance.
+    """A duration in readable units.
 
     Example:
         >>> format_seconds(0.0382), format_seconds(4.25), format_seconds(200), format_seconds(7300)

@@ -1,11 +1,11 @@
-"""The decoder and its parts, one file of key maps a family, reading and writing weights.
+"""The decoder and its modules, one file of key maps per family, loading and saving weights.
 
     shape = read_shape("my-model")
     check_weights(shape, "my-model")
     decoder = build(shape, dtype="fp32", device="cpu", attention="sdpa_math")
     load_weights(decoder, "my-model")
 
-Names resolve when they are used (PEP 562), so that `trimtab.model.spec` imports no torch.
+Names are imported lazily (PEP 562), so that `trimtab.model.spec` does not import torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trimtab.model.weights import check_weights, load_weights, read_weights
     from trimtab.model.weights_reader import Provenance
 
-_PLACES = {
+_MODULES = {
     "Decoder": "decoder",
     "Provenance": "weights_reader",
     "build": "building",
@@ -50,4 +50,4 @@ __all__ = [
     "save_folder",
 ]
 
-__getattr__ = lazily(__name__, _PLACES)
+__getattr__ = lazily(__name__, _MODULES)

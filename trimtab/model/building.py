@@ -1,4 +1,4 @@
-"""A decoder from a shape: its memory, and random weights where none are read."""
+"""Builds a decoder from a shape, and initializes random weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trimtab.facts.randomness import derive
 from trimtab.facts.shapes import ModelShape, check
 from trimtab.model.decoder import Decoder
 from trimtab.model.parts import LayerKernels
-from trimtab.model.weights import Places
+from trimtab.model.weights import WeightDestinations
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype by our name ("bf16")."""
+    """The torch dtype of trimtab's name ("bf16")."""
     dtype = getattr(torch, TORCH_NAMES[name])
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -34,17 +34,17 @@ def build(
     loss_impl: str = "chunked",
     loss_memory: int | None = None,
 ) -> Decoder:
-    """A decoder with uninitialized parameters; follow with `load_weights` or `init_weights`.
+    """Builds a decoder with uninitialized parameters; follow with `load_weights` or `init_weights`.
 
     Args:
         shape: the model.
         dtype: "fp32", "bf16", "fp16" (or "fp64", for checks) of every parameter.
-        device: "meta" for a model without memory, to be placed later.
-        attention: the implementation in all layers, by name.
-        pointwise: that of norms, RoPE and gates in all layers: "reference" or "triton".
-        kernels: the implementations of each layer, instead of the same in all.
-        loss_impl: the loss's implementation, by name.
-        loss_memory: bytes that the loss "triton" may hold beyond inputs and gradients.
+        device: "meta" for a model without allocated parameters, to be materialized later.
+        attention: the attention backend of all layers.
+        pointwise: the implementation of norms, RoPE and gated activations in all layers: "reference" or "triton".
+        kernels: the implementations per layer, instead of the same in all.
+        loss_impl: the implementation of the loss.
+        loss_memory: memory budget in bytes of the loss "triton", in addition to inputs and gradients.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -55,7 +55,7 @@ def build(
     """
     check(shape)
     _check_supported(shape)
-    # Modules fill their parameters when they are made; on the meta device that costs neither time nor memory.
+    # Modules initialize their parameters on construction; on the meta device that costs neither time nor memory.
     with torch.device("meta"):
         decoder = Decoder(
             shape,
@@ -70,13 +70,13 @@ def build(
 
 
 def _check_supported(shape: ModelShape) -> None:
-    """ModelError for a model that can be described and counted, and not be built."""
+    """Raises ModelError for a model that can be planned but not built."""
     found = [feature for block, _ in shape.runs() for feature in _unsupported(block)]
     if shape.final_norm.unit_offset:
         found.append("norms with an offset")
     if found:
         raise ModelError(
-            f"a model with {found[0]} can be planned and not be trained", "use a model without that"
+            f"a model with {found[0]} can be planned but not trained", "use a model without that"
         )
 
 
@@ -94,24 +94,25 @@ def _unsupported(block: BlockShape) -> Iterator[str]:
         "norms after a branch": block.norm_placement != "pre",
         "norms with an offset": norm.unit_offset,
         "soft-capped attention": attention.softcap is not None,
-        "a scale of attention of its own": attention.scale is not None,
+        "a custom attention scale": attention.scale is not None,
         "attention sinks": attention.sinks,
         "norms over all heads": attention.qk_norm == "full",
         "layers without RoPE": rope is None,
         "partial RoPE": rope is not None and rope.rotary_dim is not None,
         "interleaved RoPE": rope is not None and rope.interleaved,
+        "LongRoPE": rope is not None and rope.scaling is not None and rope.scaling.kind == "longrope",
     }
     yield from (feature for feature, there in features.items() if there)
 
 
 @torch.no_grad()
 def init_weights(decoder: Decoder, seed: int) -> Decoder:
-    """Random weights as Hugging Face initializes them: normal matrices, unit norms, zero biases.
+    """Initializes random weights as Hugging Face does: normal matrices, norms of one, zero biases.
 
-    Each tensor is a function of (seed, its name) alone and drawn on the CPU in fp32, so device, dtype and
+    Each tensor depends only on (seed, its name) and is drawn on the CPU in fp32, so device, dtype and
     sharding do not change the model.
     """
-    std, places = decoder.shape.initializer_range, Places(decoder)
+    std, destinations = decoder.shape.initializer_range, WeightDestinations(decoder)
     for name, dims in decoder.shape.parameters():
         if name.endswith("norm.weight"):
             drawn = torch.ones(dims)
@@ -120,5 +121,5 @@ def init_weights(decoder: Decoder, seed: int) -> Decoder:
         else:
             generator = torch.Generator().manual_seed(derive(seed, "init", name))
             drawn = torch.empty(dims, dtype=torch.float32).normal_(0.0, std, generator=generator)
-        places.put(name, drawn, "random weights")
+        destinations.copy(name, drawn, "random weights")
     return decoder

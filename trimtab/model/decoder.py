@@ -1,4 +1,4 @@
-"""One decoder for every family: what differs between Llama, Mistral, SmolLM2 and Qwen is in the `ModelShape`.
+"""One decoder for all families: `ModelShape` describes the differences between Llama, Mistral, SmolLM2 and Qwen.
 
 The model knows no mesh, rank, optimizer or file. Legend: B batch, T tokens, N = B · T, C hidden size,
 V vocabulary, F rotary frequencies.
@@ -21,14 +21,14 @@ from trimtab.model.parts import Block, Cache, LayerKernels, RMSNorm
 from trimtab.model.rope import Rotary
 
 
-def nothing_around(layer: int, x_BTC: torch.Tensor) -> AbstractContextManager[None]:
-    """What stands around a layer's call unless something is put there."""
+def no_layer_context(layer: int, x_BTC: torch.Tensor) -> AbstractContextManager[None]:
+    """The default context manager around a layer's call: does nothing."""
     return nullcontext()
 
 
 def _rope_of(block: BlockShape) -> tuple[Rope, int]:
-    """What a block's angles depend on: RoPE and the size of a head."""
-    assert block.attention.rope is not None, "a layer without positions cannot be built"
+    """The parameters of a block's RoPE: its settings and the head size."""
+    assert block.attention.rope is not None, "a layer without RoPE cannot be built"
     return block.attention.rope, block.attention.head_dim
 
 
@@ -45,13 +45,13 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model whose parameters carry Hugging Face's names.
+    """A causal language model with Hugging Face's parameter names.
 
     Args:
-        shape: every number that decides the model.
-        kernels: the implementations of each layer.
+        shape: the model's architecture.
+        kernels: the implementations per layer.
         loss_impl: the implementation in `trimtab.kernels.linear_cross_entropy`.
-        loss_memory: bytes that the loss "triton" may hold beyond inputs and gradients; little by default.
+        loss_memory: memory budget in bytes of the loss "triton", in addition to inputs and gradients; small by default.
 
     Example:
         >>> decoder = build(read_shape("my-model"), dtype="fp32", device="cpu",
@@ -71,13 +71,13 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape, self.kernels = shape, tuple(kernels)
         self.loss_impl, self.loss_memory = loss_impl, loss_memory
-        self.around = nothing_around
-        """Entered around each layer's call with its number and input, outside of what is compiled; a way to keep a
-        layer's input elsewhere (`trimtab.adapt.recompute`)."""
+        self.layer_context = no_layer_context
+        """Context manager entered around each layer's call with its index and input, outside of compiled regions;
+        used to offload a layer's input (`trimtab.adapt.recompute`)."""
         self.rotary = {kind: Rotary(*kind, shape.max_positions) for kind in map(_rope_of, shape.blocks)}
-        """RoPE of each kind that layers have, by its description and the head size."""
+        """The RoPE modules of the layers, by settings and head size."""
         self.regions: list[Callable[..., torch.Tensor]] | None = None
-        """The blocks as `trimtab.adapt.compile_regions` compiled them, for training alone."""
+        """The blocks compiled by `trimtab.adapt.compile_regions`, for training only."""
         self.model = Trunk(shape, self.kernels)
         self.lm_head = (
             None if shape.tie_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
@@ -85,10 +85,10 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[V, C]: the head's own matrix, or the embeddings where they are tied."""
+        """[V, C]: the head's weight, or the embeddings where they are tied."""
         if self.lm_head is None:
             return self.model.embed_tokens.weight
-        # A head with an adapter on it is more than its weight.
+        # A head with an adapter is more than its weight.
         effective = getattr(self.lm_head, "effective_weight", None)
         return self.lm_head.weight if effective is None else effective()
 
@@ -103,9 +103,9 @@ class Decoder(nn.Module):
 
         Args:
             input_ids_BT: int64 token ids.
-            positions_BT: each token's position in its document; counted from the cache's length if None.
-            layout: which tokens see which (`Layout.packed(documents_BT)`); every row one document if None.
-            cache: keys and values of earlier tokens, for generating.
+            positions_BT: each token's position in its document; starts at the cache's length if None.
+            layout: the attention mask (`Layout.packed(documents_BT)`); every row is one document if None.
+            cache: key/value cache of earlier tokens, for generation.
         """
         T = input_ids_BT.shape[1]
         if positions_BT is None:
@@ -122,24 +122,24 @@ class Decoder(nn.Module):
         if self.regions is not None and cache is None and torch.is_grad_enabled():
             blocks = self.regions
             if not x_BTC.requires_grad:
-                # Frozen embeddings would make the first block another program than the rest, to be compiled as well.
+                # With frozen embeddings the first block would be compiled separately from the others.
                 x_BTC.requires_grad_()
-        layouts = self._ready(layout, x_BTC) if cache is None else {}
+        layouts = self._prepare_layouts(layout, x_BTC) if cache is None else {}
         for i, block in enumerate(blocks):
             cos_BTF, sin_BTF = angles[_rope_of(self.shape.blocks[i])]
             ready = layouts.get(self._layout_key(i, layout), layout)
-            with self.around(i, x_BTC):
+            with self.layer_context(i, x_BTC):
                 x_BTC = block(x_BTC, cos_BTF, sin_BTF, ready, cache)
         return self.model.norm(x_BTC)
 
     def _layout_key(self, layer: int, layout: Layout) -> tuple[str, int | None]:
-        """(attention implementation, window) of a layer: what its form of a layout depends on."""
+        """(attention backend, window) of a layer, which determine its form of the layout."""
         kernels = self.kernels[layer]
         impl = kernels.attention if layout.is_packed else kernels.unpacked_attention
         return impl, self.shape.window(layer)
 
-    def _ready(self, layout: Layout, x_BTC: torch.Tensor) -> dict[tuple[str, int | None], Layout]:
-        """The layout in the form that attention reads, for each implementation and window that layers have."""
+    def _prepare_layouts(self, layout: Layout, x_BTC: torch.Tensor) -> dict[tuple[str, int | None], Layout]:
+        """The prepared layouts, for each attention backend and window of the layers."""
         B, T, _ = x_BTC.shape
         kind, dtype = x_BTC.device.type, x_BTC.dtype
         if torch.is_autocast_enabled(kind):
@@ -148,7 +148,7 @@ class Decoder(nn.Module):
         return {key: layout.ready(key[0], x_BTC.device, T, key[1], B=B, dtype=dtype) for key in keys}
 
     def logits(self, hidden_BTC: torch.Tensor) -> torch.Tensor:
-        """logits_BTV in fp32 (fp64 for an fp64 model) of hidden states from `forward`."""
+        """Computes logits_BTV in fp32 (fp64 for an fp64 model) from the hidden states of `forward`."""
         logits_BTV = F.linear(hidden_BTC, self.head_weight)
         return logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
 
@@ -163,7 +163,7 @@ class Decoder(nn.Module):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> torch.Tensor:
-        """Cross entropy against labels that are already shifted (-100: no target); never holds [N, V].
+        """Cross-entropy with labels that are already shifted (-100: no target); does not materialize [N, V] logits.
 
         `label_smoothing` and `z_loss` are those of `trimtab.kernels.linear_cross_entropy`.
 

@@ -1,7 +1,7 @@
-"""Labels on the matrix products of a block, by which a recompute policy tells them apart.
+"""Labels on the matrix products of a block, by which a recompute policy distinguishes them.
 
-A label is metadata: it changes nothing that is computed. It is attached with `torch.fx.traceback.annotate`, so that it
-holds for operators that run in eager mode and, in a compiled block, for the nodes of the traced graph.
+A label is metadata and does not affect the computation. It is attached with `torch.fx.traceback.annotate`, so that it
+applies to operators in eager mode and, in a compiled block, to the nodes of the traced graph.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class ProductLabel(NamedTuple):
     projection: str | None
     """"attention" (q, k, v and o), "gate_up" or "down"; None outside all of them."""
     factor: str
-    """What the input is multiplied with: "weight", "adapter_a" or "adapter_b"."""
+    """The other factor of the product: "weight", "adapter_a" or "adapter_b"."""
 
 
 def in_projection(name: str) -> AbstractContextManager[None]:
-    """Labels the operators inside with a projection of the block; without gradients there is nothing to tell apart."""
+    """Labels the operators inside with a projection of the block; a no-op without gradients."""
     return traceback.annotate({_PROJECTION: name}) if torch.is_grad_enabled() else nullcontext()
 
 
@@ -43,6 +43,6 @@ def with_factor(name: str) -> AbstractContextManager[None]:
 
 
 def current_label() -> ProductLabel:
-    """The label of an operator, asked while it is dispatched or traced."""
+    """The label of the operator that is being dispatched or traced."""
     custom = traceback.get_current_meta().get("custom") or {}
     return ProductLabel(custom.get(_PROJECTION), custom.get(_FACTOR, "weight"))

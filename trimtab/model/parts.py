@@ -1,6 +1,6 @@
-"""The decoder's parts: norm, attention, feed-forward and the block they make.
+"""The decoder's modules: norm, attention, feed-forward, and the block made of them.
 
-Parameter names are Hugging Face's. Legend: B batch, T new tokens, S tokens seen (cache included), C hidden
+Parameter names are Hugging Face's. Legend: B batch, T new tokens, S keys (cache included), C hidden
 size, H query heads, K key/value heads, D head size, I intermediate size, F = D / 2 rotary frequencies.
 """
 
@@ -23,44 +23,44 @@ from trimtab.model.labels import in_projection
 
 
 class Cache(Protocol):
-    """What the decoder asks of a key/value cache; `trimtab.generate` has one."""
+    """The interface of a key/value cache; `trimtab.generate` implements it."""
 
     @property
     def length(self) -> int:
-        """Tokens held, before the ones now being computed."""
+        """Number of cached tokens, before the current ones."""
 
     def update(
         self, layer: int, k_BTKD: torch.Tensor, v_BTKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the new tokens' keys and values; (k_BSKD, v_BSKD) of those that they see."""
+        """Caches the new tokens' keys and values; returns (k_BSKD, v_BSKD) of all visible keys."""
 
 
-def projected(x: torch.Tensor, *layers: nn.Module) -> list[torch.Tensor]:
-    """What each layer makes of the same x.
+def project(x: torch.Tensor, *layers: nn.Module) -> list[torch.Tensor]:
+    """Applies each layer to the same x.
 
-    Layers that know how to share that work have a method `together` (adapters do); while somebody watches one of them
-    through a hook each runs by itself.
+    Layers that can share work have a method `forward_group` (LoRA layers do); while one of them has a hook, each runs
+    by itself.
     """
-    together = getattr(layers[0], "together", None)
-    if together is None or any(layer._forward_hooks for layer in layers):
+    forward_group = getattr(layers[0], "forward_group", None)
+    if forward_group is None or any(layer._forward_hooks for layer in layers):
         return [layer(x) for layer in layers]
-    return together(x, layers)
+    return forward_group(x, layers)
 
 
 @dataclass(frozen=True)
 class LayerKernels:
-    """The implementations that one layer runs with, chosen once, by the caller."""
+    """The kernel implementations of one layer, chosen by the caller."""
 
     attention: str
-    """In `trimtab.kernels.attention`, for sequences of several documents and for generating."""
+    """Attention backend for packed sequences and for generation."""
     unpacked_attention: str
-    """For sequences that are one document each."""
+    """Attention backend for sequences of one document each."""
     pointwise: str = "reference"
-    """Of norms, RoPE and gates (`rms_norm`, `rope` and `gated_mlp` in `trimtab.kernels`): "reference" or "triton"."""
+    """Implementation of norms, RoPE and gated activations (`trimtab.kernels`): "reference" or "triton"."""
 
 
 def new_linear(linear: Linear) -> nn.Linear:
-    """A linear layer of a block."""
+    """Creates a linear layer of a block."""
     return nn.Linear(linear.in_features, linear.out_features, bias=linear.bias)
 
 
@@ -73,7 +73,7 @@ class RMSNorm(nn.Module):
         self.eps, self.impl = eps, impl
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[…, D] to […, D], in x's format."""
+        """[…, D] to […, D], in x's dtype."""
         return rms_norm(x, self.weight, self.eps, impl=self.impl)
 
 
@@ -105,12 +105,12 @@ class Attention(nn.Module):
         layout: Layout,
         cache: Cache | None,
     ) -> torch.Tensor:
-        """[B, T, C] to [B, T, C]; angles of the positions as cos and sin, [B, T, D / 2] each. With a cache, keys and
-        values of earlier tokens take part as well."""
+        """[B, T, C] to [B, T, C]; cos and sin of the positions, [B, T, D / 2] each. With a cache, attends to the keys
+        and values of earlier tokens as well."""
         B, T, _ = x_BTC.shape
         with in_projection("attention"):
-            q_BTHD, k_BTKD, v_BTKD = (y.view(B, T, -1, self.head_dim) for y in self._projected(x_BTC))
-        q_BTHD, k_BSKD = self._placed(q_BTHD, k_BTKD, cos_BTF, sin_BTF)
+            q_BTHD, k_BTKD, v_BTKD = (y.view(B, T, -1, self.head_dim) for y in self._project(x_BTC))
+        q_BTHD, k_BSKD = self._apply_rope(q_BTHD, k_BTKD, cos_BTF, sin_BTF)
         v_BSKD = v_BTKD
         if cache is not None:
             k_BSKD, v_BSKD = cache.update(self.layer, k_BSKD, v_BSKD)
@@ -120,23 +120,23 @@ class Attention(nn.Module):
         with in_projection("attention"):
             return self.o_proj(o_BTHD.reshape(B, T, -1))
 
-    def _projected(self, x_BTC: torch.Tensor) -> list[torch.Tensor]:
-        """Queries, keys and values, all heads of a token in one axis."""
+    def _project(self, x_BTC: torch.Tensor) -> list[torch.Tensor]:
+        """Projects x to queries, keys and values, with all heads of a token in one axis."""
         if not self.qkv_sizes:
-            return projected(x_BTC, self.q_proj, self.k_proj, self.v_proj)
+            return project(x_BTC, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = self.qkv_proj(x_BTC).split(self.qkv_sizes, dim=-1)
         if self.q_norm is None and torch.is_grad_enabled():
-            # Attention saves v for the backward pass; a view would keep q and k as well, which RoPE copies.
+            # Attention saves v for the backward pass; a view would also keep q and k alive, which RoPE copies.
             v = v.contiguous()
         return [q, k, v]
 
-    def _placed(
+    def _apply_rope(
         self, q_BTHD: torch.Tensor, k_BTKD: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys normed, where the model does so, and turned to their positions."""
+        """Applies the QK-norm, where the model has one, and RoPE."""
         if self.q_norm is None or self.k_norm is None:
             return rope(q_BTHD, k_BTKD, cos_BTF, sin_BTF, impl=self.pointwise)
-        if self.pointwise == "reference":  # through the modules, so that those who watch them see it
+        if self.pointwise == "reference":  # through the modules, so that their hooks run
             return rope(self.q_norm(q_BTHD), self.k_norm(k_BTKD), cos_BTF, sin_BTF)
         return rope(
             q_BTHD,
@@ -166,13 +166,13 @@ class MLP(nn.Module):
 
     @property
     def gate_up_layers(self) -> tuple[nn.Module, ...]:
-        """The layers that make gate and up: one or two."""
+        """The layers that compute gate and up: one or two."""
         return (self.gate_up_proj,) if self.gate_up_sizes else (self.gate_proj, self.up_proj)
 
-    def _projected(self, x_BTC: torch.Tensor) -> list[torch.Tensor]:
-        """Gate and up; views of one product where they are stacked in one matrix."""
+    def _project(self, x_BTC: torch.Tensor) -> list[torch.Tensor]:
+        """Computes gate and up; views of one output where the projections are fused."""
         if not self.gate_up_sizes:
-            return projected(x_BTC, self.gate_proj, self.up_proj)
+            return project(x_BTC, self.gate_proj, self.up_proj)
         return list(self.gate_up_proj(x_BTC).split(self.gate_up_sizes, dim=-1))
 
     def forward(
@@ -181,13 +181,13 @@ class MLP(nn.Module):
         """[B, T, C] to [B, T, C].
 
         Args:
-            x_BTC: The normalized stream.
+            x_BTC: The normalized residual stream.
             overwrite_gate_inputs: `overwrite_inputs` of `trimtab.kernels.gated_mlp.gated_activation`.
             output_unused: Whether the caller discards the output, because this call only recomputes what the backward
                 pass reads. Then a `down_proj` that has a method `save_only` (adapters do) skips its product.
         """
         with in_projection("gate_up"):
-            gate_BTI, up_BTI = self._projected(x_BTC)
+            gate_BTI, up_BTI = self._project(x_BTC)
         gated_BTI = gated_activation(
             gate_BTI, up_BTI, impl=self.pointwise, overwrite_inputs=overwrite_gate_inputs
         )
@@ -199,10 +199,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: norm, attention, norm, feed-forward, each added to the stream.
+    """One layer: norm, attention, norm, feed-forward, with residual connections.
 
-    `recompute` is another way to run the same layers (`trimtab.adapt.recompute` sets it): one that keeps less for the
-    backward pass. It is called inside `forward`, so that compiling and sharding go around it.
+    `recompute` is an alternative way to run the same layers with activation checkpointing (`trimtab.adapt.recompute`
+    sets it). It is called inside `forward`, so that compilation and sharding wrap it.
     """
 
     def __init__(self, shape: BlockShape, hidden_size: int, layer: int, kernels: LayerKernels) -> None:
@@ -225,10 +225,10 @@ class Block(nn.Module):
         layout: Layout,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """The stream [B, T, C] with what this layer adds to it."""
+        """The residual stream [B, T, C] after this layer."""
         if self.recompute is None or cache is not None:
             assert self.recompute is None or not torch.is_grad_enabled(), (
-                "recomputing would fill a cache twice"
+                "recomputation would update a cache twice"
             )
             return self.layers(x_BTC, cos_BTF, sin_BTF, layout, cache)
         return self.recompute(self, x_BTC, cos_BTF, sin_BTF, layout)
@@ -259,9 +259,9 @@ class Block(nn.Module):
     def attend(
         self, x_BTC: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, layout: Layout
     ) -> torch.Tensor:
-        """The first half alone: the stream with attention added."""
+        """The first half only: the residual stream after attention."""
         return x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos_BTF, sin_BTF, layout, None)
 
     def feed(self, x: torch.Tensor, *, output_unused: bool = False) -> torch.Tensor:
-        """The second half alone, for any tokens […, C]: the stream with the feed-forward added."""
+        """The second half only, for any tokens […, C]: the residual stream after the feed-forward."""
         return x + self.mlp(self.post_attention_layernorm(x), output_unused=output_unused)

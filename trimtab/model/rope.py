@@ -1,4 +1,4 @@
-"""Rotary position embeddings with the scalings of published models, always at least in fp32.
+"""Rotary position embeddings with the scalings of published models, in fp32 or wider.
 
 The rotation itself is `trimtab.kernels.rope`. Legend: B batch, T tokens, D head size, F = D / 2 frequencies.
 """
@@ -13,12 +13,12 @@ from trimtab.facts.blocks import Rope, RopeScaling
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]:
-    """(inv_freq_F in fp32 on the CPU, factor on cos and sin), as transformers computes them.
+    """Returns (inv_freq_F in fp32 on the CPU, factor on cos and sin), as transformers computes them.
 
     "dynamic" also depends on the length of each document: see `Rotary.cos_sin`.
     """
     scaling, theta, D = rope.scaling, rope.theta, head_dim
-    # On the CPU even where the model is being made on the meta device.
+    # On the CPU even where the model is built on the meta device.
     pos_freqs_F = theta ** (torch.arange(0, D, 2, dtype=torch.float32, device="cpu") / D)
     inv_freq_F = 1.0 / pos_freqs_F
     if scaling is None or scaling.kind == "dynamic":
@@ -35,7 +35,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]
 
 
 def _llama3(inv_freq_F: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Long waves divided by the factor, short ones kept, a smooth passage between (Llama 3.1)."""
+    """Divides low frequencies by the factor and keeps high ones, with a smooth transition (Llama 3.1)."""
     assert scaling.original_max_positions is not None
     original, low, high = scaling.original_max_positions, scaling.low_freq_factor, scaling.high_freq_factor
     wavelength_F = 2 * math.pi / inv_freq_F
@@ -47,12 +47,12 @@ def _llama3(inv_freq_F: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _yarn(pos_freqs_F: torch.Tensor, scaling: RopeScaling, theta: float, D: int) -> torch.Tensor:
-    """Interpolated low frequencies, kept high ones, a linear ramp between (https://arxiv.org/abs/2309.00071)."""
+    """Interpolates low frequencies and keeps high ones, with a linear ramp (https://arxiv.org/abs/2309.00071)."""
     assert scaling.original_max_positions is not None
     original = scaling.original_max_positions
 
     def index_of(rotations: float) -> float:
-        """The frequency that turns so many times over the original length."""
+        """The index of the frequency with this number of rotations over the original length."""
         return D * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
@@ -67,10 +67,10 @@ def _yarn(pos_freqs_F: torch.Tensor, scaling: RopeScaling, theta: float, D: int)
 
 
 class Rotary:
-    """Cosines and sines of a batch's positions, computed once a forward pass and shared by all layers.
+    """Cosines and sines of a batch's positions, computed once per forward pass and shared by all layers.
 
-    Not a module and no buffer: a model built on the meta device or moved keeps exact frequencies, and no cast
-    of the model reaches them. They are kept per device, so that no step waits for a copy.
+    Neither a module nor a buffer: a model that is built on the meta device or moved keeps exact frequencies, and
+    casting the model does not affect them. They are cached per device, so that no step waits for a copy.
     """
 
     def __init__(self, rope: Rope, head_dim: int, max_positions: int) -> None:
@@ -88,16 +88,16 @@ class Rotary:
 
         Args:
             positions_BT: Each token's position in its document.
-            dtype: Of the hidden states; fp64 gives fp64 angles.
-            documents_BT: A number per token that changes from one packed document to the next
-                (`Layout.documents_BT`), on any device; None where positions alone show where documents begin.
+            dtype: Dtype of the hidden states; fp64 gives fp64 angles.
+            documents_BT: An id per token that differs between adjacent packed documents (`Layout.documents_BT`), on any
+                device; None where positions alone determine the documents.
                 Only "dynamic" scaling reads it.
 
-        "dynamic" (NTK-aware) scaling takes the base from the length of the token's own document, so that a document
-        has the same angles packed as alone. For a single sequence this is what transformers computes; transformers
-        itself takes the longest row of a batch, and keeps the base of the longest sequence seen so far until one is
-        shorter than `max_position_embeddings`. With a key/value cache both rotate new queries and keys by the
-        length reached, and leave cached keys with the angles they were cached with.
+        "dynamic" (NTK-aware) scaling derives the base from the length of the token's own document, so that a document
+        has the same angles packed as alone. For a single sequence this equals transformers; transformers itself uses
+        the longest row of a batch, and keeps the base of the longest sequence so far until one is shorter than
+        `max_position_embeddings`. With a key/value cache both rotate new queries and keys by the current length, and
+        cached keys keep their angles.
         """
         device = positions_BT.device
         if device not in self._on_device:
@@ -124,7 +124,7 @@ class Rotary:
 def document_lengths(positions_BT: torch.Tensor, documents_BT: torch.Tensor | None = None) -> torch.Tensor:
     """The length of each token's document: the last position of its run of consecutive positions, plus one.
 
-    Nothing waits for a GPU. `documents_BT` separates documents whose positions happen to go on.
+    Does not synchronize with a GPU. `documents_BT` separates documents whose positions happen to be consecutive.
 
     Example:
         >>> document_lengths(torch.tensor([[0, 1, 2, 0, 1, 0]])).tolist()

@@ -1,4 +1,4 @@
-"""Writing a decoder as a folder that transformers loads, all of it or nothing."""
+"""Saves a decoder as a folder that transformers loads, atomically."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trimtab.model.families import config_from_shape
 from trimtab.model.weights_safetensors import INDEX, SINGLE
 
 MAX_SHARD_BYTES = 5_000_000_000
-_SPARE_BYTES = 16 * 2**20  # config, index, tokenizer and what the file system keeps for itself
+_SPARE_BYTES = 16 * 2**20  # config, index, tokenizer and file system overhead
 
 
 def save_folder(
@@ -38,20 +38,20 @@ def save_folder(
     generation_config: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> list[Path]:
-    """Save a model folder: `config.json` and safetensors, one file or numbered ones with an index.
+    """Saves a model folder: `config.json` and safetensors, one file or numbered shards with an index.
 
-    The folder appears whole or not at all. The tokenizer is saved by `trimtab.text`.
+    The folder appears atomically: complete or not at all. The tokenizer is saved by `trimtab.text`.
 
     Args:
         decoder: the model, in any dtype, on any device.
         folder: must not exist, or be empty, unless `overwrite`.
         dtype: "fp32", "bf16" or "fp16" on disk.
         max_shard_bytes: the largest weight file.
-        metadata: strings kept in the safetensors headers. With any, equal models give unequal files: the
+        metadata: strings stored in the safetensors headers. With any, equal models give different files: the
             library writes them in random order.
         config_extra: further keys of `config.json`, such as `eos_token_id` (`read_token_ids`).
-        generation_config: contents of `generation_config.json`, where it is known.
-        overwrite: replace a folder that holds a model.
+        generation_config: contents of `generation_config.json`, where known.
+        overwrite: replace a folder that contains a model.
 
     Returns:
         The files written.
@@ -81,14 +81,14 @@ def write_model(
     config_extra: Mapping[str, Any] | None = None,
     generation_config: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """The files of `save_folder` into a folder that exists; their names."""
+    """Writes the files of `save_folder` into an existing folder; returns their names."""
     config = config_from_shape(decoder.shape, dtype=TORCH_NAMES[dtype], extra=config_extra)
     names = ["config.json"]
     write_json(folder / "config.json", config)
     if generation_config is not None:
         write_json(folder / "generation_config.json", generation_config)
         names.append("generation_config.json")
-    # transformers refuses files that do not say which framework they are for.
+    # transformers rejects files without a framework in their metadata.
     header = {**(metadata or {}), "format": "pt"}
     shards = _shards(decoder, dtype, max_shard_bytes)
     weight_map: dict[str, str] = {}
@@ -107,7 +107,7 @@ def write_model(
 
 
 def check_space(folder: Path, decoder: Decoder, dtype: str) -> None:
-    """ResourceError if the disk under a folder cannot hold the model."""
+    """Raises ResourceError if the disk does not have enough space for the model."""
     needed = nbytes(dtype, decoder.shape.num_parameters) + _SPARE_BYTES
     place = folder.absolute()
     while not place.exists():
@@ -115,16 +115,16 @@ def check_space(folder: Path, decoder: Decoder, dtype: str) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         raise ResourceError(
-            f"the model takes {format_bytes(needed)} and {place} has {format_bytes(free)} free",
+            f"the model needs {format_bytes(needed)} and {place} has {format_bytes(free)} free",
             "free some space or choose another folder",
         )
 
 
 @contextmanager
 def staged_folder(folder: Path, *, overwrite: bool = False, holds: str = "config.json") -> Iterator[Path]:
-    """A temporary folder that takes `folder`'s place when the block ends well, and vanishes otherwise.
+    """A temporary folder that replaces `folder` when the block succeeds, and is deleted otherwise.
 
-    A folder is only overwritten if it has a file `holds`, by which it is known to be of the kind that replaces it.
+    A folder is only overwritten if it has a file `holds`, which identifies its kind.
     """
     check_replaceable(folder, overwrite, holds)
     staging = temporary_path(folder)
@@ -153,9 +153,9 @@ def staged_folder(folder: Path, *, overwrite: bool = False, holds: str = "config
 def check_replaceable(
     folder: Path, overwrite: bool, holds: str = "config.json", *, spelled: str = "overwrite=True"
 ) -> None:
-    """ModelError for a folder that holds something, unless it may be overwritten and has a file `holds`.
+    """Raises ModelError for a folder that is not empty, unless it may be overwritten and has a file `holds`.
 
-    `spelled` is how the caller's user asks for that; the command line gives its flag.
+    `spelled` is how the user requests that; the command line passes its flag.
     """
     if folder.is_dir() and not any(folder.iterdir()):
         return
@@ -175,7 +175,7 @@ def check_replaceable(
 
 
 def _shards(decoder: Decoder, dtype: str, max_shard_bytes: int) -> list[dict[str, torch.Tensor]]:
-    """Parameters in order, cut where the next one would make a file too large; packed weights are no part of it."""
+    """Parameters in order, split where the next one would exceed the shard size; packed weights are not included."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     filled = 0
     for name, parameter in decoder.named_parameters():
@@ -191,19 +191,19 @@ def _shards(decoder: Decoder, dtype: str, max_shard_bytes: int) -> list[dict[str
 
 
 def _stored(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The tensor as it goes to disk: on the CPU, contiguous, in the format asked for, finite."""
+    """The tensor as stored: on the CPU, contiguous, in the requested dtype, finite."""
     stored = tensor.to("cpu", torch_dtype(dtype)).contiguous()
     if not bool(torch.isfinite(stored).all()):
         finite = bool(torch.isfinite(tensor).all())
         raise ModelError(
-            f"{name} " + (f"overflows in {dtype}" if finite else "holds NaN or infinity"),
+            f"{name} " + (f"overflows in {dtype}" if finite else "contains NaN or infinity"),
             "save as bf16 or fp32" if finite else "the training went wrong; save an earlier checkpoint",
         )
     return stored
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], path: Path, header: Mapping[str, str]) -> None:
-    """A safetensors file with the permissions that the umask gives any new file, synced to the disk.
+    """Writes a safetensors file with the umask's permissions, and syncs it to the disk.
 
     The library's own file has mode 0600, whatever the umask.
     """

@@ -1,4 +1,4 @@
-"""What a path to a model is, a Hugging Face folder or a GGUF file, and the shape it describes. No torch."""
+"""Detects whether a path is a Hugging Face folder or a GGUF file, and reads its shape. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from trimtab.facts.errors import ModelError
 from trimtab.facts.gguf_header import GGUFHeader, is_gguf, read_gguf_header
 from trimtab.facts.run_layout import config_folder
 from trimtab.facts.shapes import ModelShape
-from trimtab.model.families import shape_from_config, unknown_keys
+from trimtab.model.families import described_shape, shape_from_config, unknown_keys
 from trimtab.model.families.config_json import read_config, read_model_json
 from trimtab.model.families.gguf_metadata import shape_from_gguf
+from trimtab.model.families.planned.gguf import described_from_gguf
 
 SourceKind = Literal["hf", "gguf"]
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -20,7 +21,7 @@ _GGUF_F32 = 0
 
 
 def source_kind(path: str | Path) -> SourceKind:
-    """Whether a path is a Hugging Face folder or a GGUF file; ModelError with a remedy for anything else."""
+    """Whether a path is a Hugging Face folder or a GGUF file; raises ModelError for anything else."""
     path = Path(path)
     if path.is_dir():
         if not (path / "config.json").is_file() and (found := sorted(path.glob("*.gguf"))):
@@ -31,22 +32,22 @@ def source_kind(path: str | Path) -> SourceKind:
     if is_gguf(path):
         return "gguf"
     if path.suffix.lower() in PICKLE_SUFFIXES:
-        raise pickle_refused(path)
+        raise pickle_error(path)
     if path.suffix == ".safetensors":
         raise ModelError(f"{path} alone does not say its model's shape", f"give the folder, {path.parent}")
     raise ModelError(f"{path} is not a model", "give a Hugging Face model folder or a .gguf file")
 
 
-def pickle_refused(path: Path) -> ModelError:
-    """The answer to weights in a pickle, which could run code on being read."""
+def pickle_error(path: Path) -> ModelError:
+    """The error for weights in a pickle, which could execute code when loaded."""
     return ModelError(
-        f"{path} is a pickle, and reading one can run code that is hidden in it",
+        f"{path} is a pickle, and loading one can execute code hidden in it",
         "use the model's safetensors files (most hubs offer a converted copy)",
     )
 
 
 def read_shape(path: str | Path) -> ModelShape:
-    """The shape of the model at a path, from its `config.json` or its GGUF header; reads no weights.
+    """The shape of the model at a path, from its `config.json` or its GGUF header; does not read weights.
 
     Example:
         >>> read_shape("SmolLM2-135M.gguf").num_layers  # doctest: +SKIP
@@ -58,8 +59,26 @@ def read_shape(path: str | Path) -> ModelShape:
     return shape_of_header(read_gguf_header(path))
 
 
+def read_described_shape(path: str | Path) -> ModelShape:
+    """The shape of the model at a path, for planning; also of families that cannot be trained yet.
+
+    Args:
+        path: a Hugging Face folder, a `config.json` by itself, or a GGUF file; no weights are read.
+
+    Example:
+        >>> read_described_shape("Mixtral-8x7B/config.json").num_active_parameters  # doctest: +SKIP
+        12879925248
+    """
+    path = Path(path)
+    if path.suffix == ".json" and path.is_file():
+        return described_shape(read_model_json(path), str(path))
+    if source_kind(path) == "hf":
+        return described_shape(read_config(path), str(path / "config.json"))
+    return shape_of_header(read_gguf_header(path), planned=True)
+
+
 def unknown_config_keys(path: str | Path) -> list[str]:
-    """Keys of a model's config.json that its family neither reads nor knows to be harmless; none for a GGUF file.
+    """Keys of a model's config.json that its family neither reads nor lists as harmless; none for a GGUF file.
 
     Example:
         >>> unknown_config_keys("my-model")  # doctest: +SKIP
@@ -71,14 +90,20 @@ def unknown_config_keys(path: str | Path) -> list[str]:
     return unknown_keys(read_config(path), str(path / "config.json"))
 
 
-def shape_of_header(header: GGUFHeader) -> ModelShape:
-    """The shape that a GGUF header, and Llama 3's table of rotary divisors behind it, describe."""
+def shape_of_header(header: GGUFHeader, *, planned: bool = False) -> ModelShape:
+    """The shape described by a GGUF header and, for Llama 3, its table of rotary divisors.
+
+    Args:
+        header: the file's header.
+        planned: whether families that cannot be trained yet are accepted.
+    """
     embeddings = header.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.dims) != 2:
         raise ModelError(
             f"{header.path} has no embeddings (token_embd.weight)", "download the file of the whole model"
         )
-    return shape_from_gguf(
+    describe = described_from_gguf if planned else shape_from_gguf
+    return describe(
         header.metadata,
         header.tensors.keys(),
         vocab_size=embeddings.dims[0],
@@ -88,7 +113,7 @@ def shape_of_header(header: GGUFHeader) -> ModelShape:
 
 
 def read_token_ids(path: str | Path) -> dict[str, Any]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id` as the source states them, for the saved config."""
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` from the source, for the saved config."""
     path = Path(path)
     if source_kind(path) == "gguf":
         metadata = read_gguf_header(path).metadata

@@ -1,4 +1,4 @@
-"""What a decoder costs, from its description alone: weights, arithmetic, and what stands around its blocks. No torch.
+"""Costs of a decoder, computed from its shape: weights, FLOPs, and the tensors outside its blocks. No torch import.
 
 What a block saves and computes is declared in `trimtab.model.spec_block`. Legend: N = B · T tokens, C hidden size,
 F rotary frequencies.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trimtab.facts.blocks import BlockShape
+from trimtab.facts.blocks import BlockShape, LatentAttentionShape
 from trimtab.facts.dtypes import nbytes
 from trimtab.facts.operations import Kind, Operation, Part
 from trimtab.facts.shapes import ModelShape
@@ -23,7 +23,7 @@ def parameter_bytes(shape: ModelShape, dtype: str) -> int:
 
 
 def final_norm(shape: ModelShape, run: Execution) -> Operation:
-    """The norm behind the last block; `run.trained` names it `norm.weight` if it is trained.
+    """The norm after the last block; `run.trained` names it `norm.weight` if it is trained.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -36,16 +36,28 @@ def final_norm(shape: ModelShape, run: Execution) -> Operation:
     return norm_operation("norm", x, shape.hidden_size, 1, run, dtype=run.stream_dtype)
 
 
+def embedding_bytes_moved(N: int, C: int, V: int, dtype: str, *, backward: bool = False) -> int:
+    """Bytes that the embedding of N tokens reads and writes. In the backward, the dense gradient [V, C] is zero-filled,
+    and the tokens' rows are added to it.
+
+    Example:
+        >>> embedding_bytes_moved(8, 4, 100, "bf16"), embedding_bytes_moved(8, 4, 100, "bf16", backward=True)
+        (128, 1728)
+    """
+    rows = nbytes(dtype, N * C)
+    return 2 * rows + (2 * nbytes(dtype, V * C) if backward else 0)
+
+
 def shared_bytes(
     shape: ModelShape, run: Execution, backends: Sequence[str] = (), *, packed: bool = True
 ) -> int:
-    """What all blocks share during a microbatch: token ids, cosines and sines, attention masks.
+    """Bytes that all blocks share during a microbatch: token ids, cosines and sines, attention masks.
 
     Args:
         shape: the model.
         run: sizes and kernels.
         backends: the attention backend of each layer; that of `run` for all if empty.
-        packed: whether sequences hold several documents; some attention backends then need a mask.
+        packed: whether sequences contain several documents; some attention backends then need a mask.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -53,13 +65,19 @@ def shared_bytes(
         >>> shared_bytes(tiny, Execution(1, 8, "fp32", "sdpa_flash"), packed=False)
         192
     """
-    angles = dict.fromkeys(
-        (block.attention.rope, block.attention.head_dim) for block in shape.blocks if block.attention.rope
-    )
-    frequencies = sum((rope.rotary_dim or head_dim) // 2 for rope, head_dim in angles if rope is not None)
+    angles = dict.fromkeys((block.mixer.rope, _rotary_dim(block)) for block, _ in shape.runs())
+    frequencies = sum(rotated // 2 for rope, rotated in angles if rope is not None)
     return run.num_tokens * (8 + 2 * frequencies * 4) + _mask_bytes(
         shape, run, backends or [run.attention] * shape.num_layers, packed
     )
+
+
+def _rotary_dim(block: BlockShape) -> int:
+    """Dimensions of a head that are rotated."""
+    mixer = block.mixer
+    if isinstance(mixer, LatentAttentionShape):
+        return mixer.rope_head_dim
+    return (mixer.rope.rotary_dim if mixer.rope is not None else None) or mixer.head_dim
 
 
 def _mask_bytes(shape: ModelShape, run: Execution, backends: Sequence[str], packed: bool) -> int:
@@ -79,11 +97,11 @@ def _mask_bytes(shape: ModelShape, run: Execution, backends: Sequence[str], pack
 
 
 def flops_per_token(shape: ModelShape, tokens: int, *, training: bool = True) -> float:
-    """Multiplications and additions per token, head and attention included, nothing recomputed.
+    """FLOPs per token, including head and attention, without recomputation.
 
     Args:
         shape: the model.
-        tokens: length of a document; packed sequences attend within documents, so give those.
+        tokens: length of a document; packed sequences attend within documents, so pass the document length.
         training: forward and backward (three times the matrix products), or forward alone.
 
     Example:
@@ -101,7 +119,7 @@ def flops_per_token(shape: ModelShape, tokens: int, *, training: bool = True) ->
 
 
 def block_flops(block: BlockShape, hidden_size: int, tokens: int, *, training: bool = True) -> float:
-    """FLOPs per token of one block's matrix products and attention, for documents of so many tokens."""
+    """FLOPs per token of one block's matrix products and attention, for documents of `tokens` tokens."""
     total = 0.0
     for one in block_operations(block, hidden_size, Execution(1, tokens, "bf16", "triton")):
         if one.kind in (Kind.PRODUCT, Kind.ATTENTION):
@@ -112,8 +130,5 @@ def block_flops(block: BlockShape, hidden_size: int, tokens: int, *, training: b
 
 
 def product_flops(shape: ModelShape) -> float:
-    """FLOPs per token of all blocks' matrix products, forward."""
-    return 2.0 * sum(
-        len(layers) * sum(linear.weights for linear in block.linears(shape.hidden_size))
-        for block, layers in shape.runs()
-    )
+    """FLOPs per token of all blocks' matrix products, in the forward."""
+    return 2.0 * sum(len(layers) * block.active_weights(shape.hidden_size) for block, layers in shape.runs())

@@ -1,6 +1,6 @@
-"""The operations of a block, declared once: what memory plan, recompute policies and FLOP counts are made of. No torch.
+"""The declared operations of a block, from which memory plan, recompute policies and FLOP counts derive. No torch.
 
-`block_operations` lists them in the order of the forward pass, for one microbatch. A test compares what they say is
+`block_operations` lists them in the order of the forward pass, for one microbatch. A test compares what they declare as
 saved for the backward pass with what autograd saves, byte by byte.
 
 Legend: C hidden size.
@@ -9,31 +9,32 @@ Legend: C hidden size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from trimtab.facts.blocks import AttentionShape, BlockShape, FeedForwardShape, Linear
-from trimtab.facts.errors import ModelError
+from trimtab.facts.blocks import AttentionShape, BlockShape, ExpertsShape, LatentAttentionShape, Linear
 from trimtab.facts.operations import Activation, Operation, Part, requiring_grad
+from trimtab.model.spec_experts import add_experts
+from trimtab.model.spec_latent import add_latent_attention
 from trimtab.model.spec_operations import (
+    DeclareProjections,
     Execution,
     Projections,
     add_residual,
+    add_rope,
     attend,
     copy_values,
     gate_inputs,
     norm_operation,
-    place_heads,
     plain_projections,
 )
 
 BLOCK_INPUT, BETWEEN, FEED_FORWARD_RESIDUAL = "x", "attention_residual", "feed_forward_residual"
-"""The residual stream as a block reads it, between its halves, and as the block leaves it."""
+"""The residual stream at a block's input, between its halves, and at its output."""
 
 
 @dataclass(frozen=True)
 class DeclaredBlock:
-    """The operations of one block in one run, and which of its activations require a gradient."""
+    """The operations of one block in a run, and which activations require a gradient."""
 
     attention: tuple[Operation, ...]
     feed_forward: tuple[Operation, ...]
@@ -43,17 +44,13 @@ class DeclaredBlock:
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Of both halves, in the order of the forward pass."""
+        """The operations of both halves, in the order of the forward pass."""
         return (*self.attention, *self.feed_forward)
 
     @property
     def differentiates(self) -> bool:
-        """Whether the block has a backward pass; frozen layers below all that is trained have none."""
+        """Whether the block has a backward pass; frozen layers below the first trained one have none."""
         return any(operation.differentiates(self.requires_grad) for operation in self.operations)
-
-
-DeclareProjections = Callable[[Projections, Execution], list[Operation]]
-"""The operations of linear layers; `trimtab.adapt.spec_linears` has those of adapted and quantized ones."""
 
 
 def block_operations(
@@ -68,10 +65,7 @@ def block_operations(
         block: the block's description.
         hidden_size: C.
         run: sizes, dtypes, kernels, trained tensors.
-        projections: declares linear layers, plain ones by default.
-
-    Raises:
-        ModelError: the block has parts whose operations are not declared.
+        projections: declares the linear layers; plain ones by default.
 
     Example:
         >>> from trimtab.facts.blocks import AttentionShape, BlockShape, FeedForwardShape
@@ -92,10 +86,10 @@ def declare_block(
     input_requires_grad: bool = True,
     tile_tokens: int | None = None,
 ) -> DeclaredBlock:
-    """The operations of a block with what requires a gradient; other arguments as in `block_operations`.
+    """Declares the operations of a block and what requires a gradient; other arguments as in `block_operations`.
 
     Args:
-        input_requires_grad: False for layers below everything that is trained, and for the first trained one.
+        input_requires_grad: False for layers below the first trained one, and for that one.
         tile_tokens: tokens of a tile, where the feed-forward half runs in tiles.
 
     Example:
@@ -118,27 +112,39 @@ def attention_operations(
     block: BlockShape, hidden_size: int, run: Execution, projections: DeclareProjections | None = None
 ) -> tuple[Operation, ...]:
     """The first half of a block: from its input to the residual stream with attention added."""
-    mixer, declare = block.mixer, projections or plain_projections
-    if not isinstance(mixer, AttentionShape):
-        raise ModelError(
-            "the operations of latent attention are not declared", "plan a model with softmax attention"
-        )
+    declare = projections or plain_projections
     x = run.activation(BLOCK_INPUT, hidden_size, Part.RESIDUAL, run.stream_dtype)
     found: list[Operation] = []
     normed = x
     if block.norm_placement != "post":
         normed = _add_norm(found, "input_layernorm", x, hidden_size, run)
-    *inputs, out = mixer.linears(hidden_size)
-    q, k, v = _project(found, declare, tuple(inputs), normed, run, "attention", 3)
-    if v is q and mixer.qk_norm is None:
-        v = copy_values(found, mixer, v, run)
-    q, k = place_heads(found, mixer, q, k, run)
-    attended = attend(found, mixer, q, k, v, run)
-    (branch,) = _project(found, declare, (out,), attended, run, "attention", 1)
+    if isinstance(block.mixer, LatentAttentionShape):
+        branch = add_latent_attention(found, block.mixer, normed, hidden_size, run, declare)
+    else:
+        branch = _add_attention(found, block.mixer, normed, hidden_size, run, declare)
     if block.norm_placement != "pre":
         branch = _add_norm(found, "post_attention_layernorm", branch, hidden_size, run)
     add_residual(found, BETWEEN, x, branch, hidden_size, run)
     return tuple(found)
+
+
+def _add_attention(
+    found: list[Operation],
+    mixer: AttentionShape,
+    x: Activation,
+    hidden_size: int,
+    run: Execution,
+    declare: DeclareProjections,
+) -> Activation:
+    """Softmax attention with grouped heads."""
+    *inputs, out = mixer.linears(hidden_size)
+    q, k, v = _project(found, declare, tuple(inputs), x, run, "attention", 3)
+    if v is q and mixer.qk_norm is None:
+        v = copy_values(found, mixer, v, run)
+    q, k = add_rope(found, mixer, q, k, run)
+    attended = attend(found, mixer, q, k, v, run)
+    (branch,) = _project(found, declare, (out,), attended, run, "attention", 1)
+    return branch
 
 
 def feed_forward_operations(
@@ -146,18 +152,19 @@ def feed_forward_operations(
 ) -> tuple[Operation, ...]:
     """The second half of a block: from the residual stream between the halves to the block's output."""
     shape, declare = block.feed_forward, projections or plain_projections
-    if not isinstance(shape, FeedForwardShape):
-        raise ModelError("the operations of experts are not declared", "plan a model without experts")
     x = run.activation(BETWEEN, hidden_size, Part.RESIDUAL, run.stream_dtype)
     found: list[Operation] = []
     normed = x
     if block.norm_placement != "post":
         name = "post_attention_layernorm" if block.norm_placement == "pre" else "pre_feedforward_layernorm"
         normed = _add_norm(found, name, x, hidden_size, run)
-    *inputs, down = shape.linears(hidden_size)
-    gate, up = _project(found, declare, tuple(inputs), normed, run, "gate_up", 2)
-    gated = gate_inputs(found, shape, gate, up, run)
-    (branch,) = _project(found, declare, (down,), gated, run, "down", 1)
+    if isinstance(shape, ExpertsShape):
+        branch = add_experts(found, shape, normed, hidden_size, run, declare)
+    else:
+        *inputs, down = shape.linears(hidden_size)
+        gate, up = _project(found, declare, tuple(inputs), normed, run, "gate_up", 2)
+        gated = gate_inputs(found, shape, gate, up, run)
+        (branch,) = _project(found, declare, (down,), gated, run, "down", 1)
     if block.norm_placement != "pre":
         branch = _add_norm(found, "post_feedforward_layernorm", branch, hidden_size, run)
     add_residual(found, FEED_FORWARD_RESIDUAL, x, branch, hidden_size, run)
@@ -173,7 +180,7 @@ def _project(
     label: str,
     count: int,
 ) -> tuple[Activation, ...]:
-    """Adds the products of one input; their results, one for each of `count` uses: a fused one is all of them."""
+    """Adds the projections of one input; returns `count` outputs, which are the same one if fused."""
     part = Part.ATTENTION if label == "attention" else Part.FEED_FORWARD
     outputs = tuple(run.activation(linear.name, linear.out_features, part) for linear in linears)
     found += declare(Projections(linears, x, outputs, part, label), run)

@@ -8,7 +8,7 @@ Legend: N = B · T tokens, H query heads, K key/value heads, D head size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from trimtab.facts.blocks import AttentionShape, FeedForwardShape, Linear
@@ -18,6 +18,7 @@ from trimtab.facts.operations import (
     Activation,
     Collective,
     Gradient,
+    Kernel,
     Kind,
     Operation,
     Part,
@@ -30,10 +31,13 @@ from trimtab.kernels.gated_mlp import spec as gate_spec
 from trimtab.kernels.rms_norm import spec as norm_spec
 from trimtab.kernels.rope import spec as rope_spec
 
+BACKWARD_KERNELS = {"sdpa_cudnn": 5, "varlen": 3, "sdpa_flash": 3}
+"""Kernels of attention's backward pass where they are not two: reductions over rows and heads, and a cast of dQ."""
+
 
 @dataclass(frozen=True)
 class Execution:
-    """How a block is run: sizes of a microbatch, dtypes, kernels and what is trained.
+    """How a block is run: microbatch sizes, dtypes, kernels and trained tensors.
 
     Example:
         >>> Execution(batch=2, tokens=8, dtype="bf16", attention="varlen").num_tokens
@@ -44,7 +48,7 @@ class Execution:
     tokens: int
     """Tokens per sequence."""
     dtype: str
-    """In which products are computed."""
+    """Compute dtype of matrix products."""
     attention: str
     """The attention backend."""
     weights_dtype: str = ""
@@ -55,31 +59,31 @@ class Execution:
     """The implementation of norms, RoPE and gates."""
     trained: Mapping[str, Gradient] = field(default_factory=dict)
     """Gradients of the block's trained tensors, by name within the block."""
+    attended_share: float = 1.0
+    """Share of a causal sequence's query–key pairs that are within one document."""
 
     @property
     def num_tokens(self) -> int:
-        """N, of the whole microbatch."""
+        """N, the tokens of the microbatch."""
         return self.batch * self.tokens
 
     @property
     def autocast(self) -> bool:
-        """Whether products run in fewer bits than the weights have."""
-        assert self.weights_dtype in ("", self.dtype, "fp32"), (
-            "autocast computes in fewer bits than fp32 weights"
-        )
+        """Whether products run in a narrower dtype than the weights."""
+        assert self.weights_dtype in ("", self.dtype, "fp32"), "autocast requires fp32 weights"
         return self.weights_dtype not in ("", self.dtype)
 
     @property
     def stream_dtype(self) -> str:
-        """Of the residual stream: under autocast that of the weights."""
+        """Dtype of the residual stream: under autocast that of the weights."""
         return self.weights_dtype if self.autocast else self.dtype
 
     def gradients(self, *names: str) -> tuple[Gradient, ...]:
-        """Of those of these tensors that are trained."""
+        """The gradients of the trained ones among these tensors."""
         return tuple(self.trained[name] for name in names if name in self.trained)
 
     def activation(self, name: str, width: int, part: Part, dtype: str | None = None) -> Activation:
-        """[N, width] in `dtype`, by default that of the products."""
+        """An activation [N, width] in `dtype`, by default that of the products."""
         return Activation(name, self.num_tokens * width * BYTES[dtype or self.dtype], part)
 
 
@@ -95,10 +99,14 @@ class Projections:
     """"attention", "gate_up" or "down"."""
 
 
+DeclareProjections = Callable[[Projections, Execution], list[Operation]]
+"""Declares the operations of linear layers; `trimtab.adapt.spec_linears` does for adapted and quantized ones."""
+
+
 def norm_operation(
     name: str, x: Activation, width: int, rows: int, run: Execution, *, dtype: str, part: Part = Part.NORMS
 ) -> Operation:
-    """An RMS norm of rows · N vectors, x in `dtype`, computed in fp32 where it is composed of torch's operations.
+    """An RMSNorm of rows · N vectors, x in `dtype`, computed in fp32 where it is composed of torch operators.
 
     A fused norm saves its input and 1/rms. On a CPU torch composes it: the input and its normalized form in fp32.
     """
@@ -111,7 +119,7 @@ def norm_operation(
     source = x if dtype == "fp32" else wide
     both = frozenset({x.name, PARAMETERS})
     if run.device == "cuda" or run.pointwise == "triton":
-        # Weights in fp32 beside heads in 16 bits: torch's norm reads a copy.
+        # fp32 weights with 16-bit heads: torch's norm reads a copy.
         mixed = run.autocast and dtype != "fp32" and run.pointwise != "triton"
         saved: tuple[Saved, ...] = (Saved(source if mixed else x, both), Saved(rms, both))
         scratch = (
@@ -128,7 +136,7 @@ def norm_operation(
             Saved(rms, only_x),
             Saved(normalized, frozenset({PARAMETERS})),
         )
-        # Most is held for the gradient of the mean square: five tensors in fp32, when the output's gradient and the
+        # The peak is in the gradient of the mean square: five fp32 tensors, after the output's gradient and the
         # normalized form are freed.
         passes = Pass(scratch=size * 4 * (4 if gradients else 5) - 2 * y.nbytes)
     return Operation(
@@ -144,7 +152,7 @@ def norm_operation(
         backward=Pass(
             norm_spec.flops(vectors, width, backward=True),
             norm_spec.bytes_moved(vectors, width, dtype, backward=True),
-            1,
+            2 if gradients else 1,
             passes.scratch,
         ),
         split="sequence",
@@ -152,7 +160,7 @@ def norm_operation(
 
 
 def plain_projections(group: Projections, run: Execution) -> list[Operation]:
-    """Linear layers as torch runs them, one product each; trained where their weight is."""
+    """Linear layers as torch runs them, one product each; trained if their weight is."""
     return [
         linear_operation(linear, group.input, output, run, group)
         for linear, output in zip(group.linears, group.outputs, strict=True)
@@ -162,8 +170,8 @@ def plain_projections(group: Projections, run: Execution) -> list[Operation]:
 def linear_operation(
     linear: Linear, x: Activation, y: Activation, run: Execution, group: Projections
 ) -> Operation:
-    """One linear layer. Its weight's gradient reads the input, which autocast casts anew for each layer; the input's
-    gradient then reads a cast of the weight."""
+    """One linear layer. Its weight's gradient reads the input, which autocast casts separately for each layer; the
+    input's gradient then reads a cast of the weight."""
     reads = frozenset({PARAMETERS})
     saved: tuple[Saved, ...] = (Saved(x, reads),)
     if run.autocast:
@@ -177,22 +185,21 @@ def linear_operation(
 
 
 def cast_input(linear: Linear, x: Activation, run: Execution, part: Part) -> Activation:
-    """What a product reads: x, or under autocast a copy of it in the products' dtype unless x has that already."""
+    """The input of a product: x, or under autocast a copy in the products' dtype unless x already has it."""
     cast = run.activation(f"{linear.name}.input", linear.in_features, part)
     return x if x.nbytes == cast.nbytes else cast
 
 
 def weight_cast(linear: Linear, run: Execution, part: Part) -> Activation:
-    """The copy of a weight that autocast multiplies with."""
+    """The copy of a weight that autocast makes."""
     return Activation(f"{linear.name}.weight_cast", nbytes(run.dtype, linear.weights), part)
 
 
 def product(linear: Linear, x: Activation, y: Activation, run: Execution, group: Projections) -> Operation:
-    """What all products with a matrix share: arithmetic, traffic and how it splits; nothing saved, nothing trained."""
-    N, width = run.num_tokens, BYTES[run.dtype]
-    flops = 2.0 * N * linear.weights
-    moved = float((N * (linear.in_features + linear.out_features) + linear.weights) * width)
-    one = Pass(flops, moved, 1)
+    """The common part of all matrix products: FLOPs, bytes moved and sharding; nothing saved, nothing trained."""
+    N, ins, outs, width = run.num_tokens, linear.in_features, linear.out_features, BYTES[run.dtype]
+    # Each row is multiplied by one of the stacked experts, so at most as many experts as rows are read.
+    groups = min(linear.count, N)
     read = cast_input(linear, x, run, group.part)
     return Operation(
         linear.name,
@@ -201,20 +208,22 @@ def product(linear: Linear, x: Activation, y: Activation, run: Execution, group:
         (x,),
         (y,),
         dtype=run.dtype,
-        forward=one,
+        forward=Pass.of(Kernel.product(N, outs, ins, width=width, groups=groups)),
         # The gradient of a cast input, before it is cast back.
-        backward=dataclasses.replace(one, scratch=0 if read is x else read.nbytes),
-        parameter_backward=one,
+        backward=Pass.of(
+            Kernel.product(N, ins, outs, width=width, groups=groups), scratch=0 if read is x else read.nbytes
+        ),
+        parameter_backward=Pass.of(Kernel.weight_gradient(outs, ins, N, width=width, groups=groups)),
         results=(Result(y),),
         projection=group.label,
-        weights=linear.weights,
+        weights=groups * linear.matrix,
         split=linear.split,
         communicates=_collectives(linear, run),
     )
 
 
 def _collectives(linear: Linear, run: Execution) -> tuple[Collective, ...]:
-    """Of a product that is split: a row split adds up its outputs, a column split the gradients of its input."""
+    """The collectives of a sharded product: row-wise sums its outputs, column-wise the gradients of its input."""
     size = run.num_tokens * BYTES[run.dtype]
     if linear.split == "row":
         return (Collective("all_reduce", size * linear.out_features),)
@@ -245,7 +254,7 @@ def add_residual(
 
 
 def copy_values(found: list[Operation], mixer: AttentionShape, qkv: Activation, run: Execution) -> Activation:
-    """Values of a fused projection, copied so that attention does not save queries and keys from before RoPE too."""
+    """Copies the values out of a fused projection, so that attention does not save queries and keys before RoPE too."""
     v = run.activation("self_attn.v", mixer.kv_size, Part.ATTENTION)
     one = Pass(moved=2.0 * v.nbytes, launches=1)
     found.append(
@@ -256,10 +265,10 @@ def copy_values(found: list[Operation], mixer: AttentionShape, qkv: Activation, 
     return v
 
 
-def place_heads(
+def add_rope(
     found: list[Operation], mixer: AttentionShape, q: Activation, k: Activation, run: Execution
 ) -> tuple[Activation, Activation]:
-    """QK-norm and RoPE: one kernel in Triton, which saves queries and keys as they were before the norm."""
+    """QK-norm and RoPE: one kernel in Triton, which saves queries and keys before the norm."""
     H, K, D, N = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, run.num_tokens
     fused = run.pointwise == "triton"
     normed = mixer.qk_norm is not None
@@ -285,10 +294,10 @@ def place_heads(
     flops = [rope_spec.flops(N, H, K, D, R=R, norm=in_rope, backward=way) for way in (False, True)]
     forward = backward = 0
     if not fused:
-        # Queries, then keys: a copy in fp32 where there are fewer bits, and sums and products of halves.
+        # Queries, then keys: an fp32 copy of 16-bit inputs, and sums and products of halves.
         each = 8 + (4 if BYTES[run.dtype] < 4 else 0)
         outputs = sum(one.nbytes for one in rotated)
-        # Beside the keys' gradient; the one that came in is freed once it is cast.
+        # In addition to the keys' gradient; the upstream one is freed once it is cast.
         backward = N * H * D * each - rotated[0].nbytes * (2 if each > 8 else 1)
         forward = max(N * H * D * each, rotated[0].nbytes + N * K * D * each) - outputs
     found.append(
@@ -330,11 +339,14 @@ def attend(
     if impl in attention_spec.TILED:
         results = tuple(Result(one) for one in saved if one is o or one.name == "attention.lse")
     pairs = B * attention_spec.visible_pairs(T, T, mixer.window)
+    if impl in attention_spec.SKIPS_DOCUMENTS:
+        pairs = min(pairs, max(round(run.attended_share * B * attention_spec.visible_pairs(T, T)), B * T))
+    visible = (max(pairs // (B * T), 1), D)
     sizes = (B, T, T, H, K, D)
     scratch = 0
     if run.device == "cuda" or impl == "triton" or impl not in attention_spec.TILED:
-        # SDPA's tiled kernel on a CPU has a tile per thread, inside itself.
-        scratch = attention_spec.scratch_bytes(impl, *sizes, run.dtype)
+        # SDPA's tiled kernel on a CPU allocates one tile per thread.
+        scratch = attention_spec.scratch_bytes(impl, *sizes, run.dtype, sinks=mixer.sinks)
     found.append(
         Operation(
             "attention",
@@ -345,14 +357,24 @@ def attend(
             tuple(Saved(one, reads) for one in saved),
             run.gradients("self_attn.sinks"),
             dtype=run.dtype,
-            forward=Pass(
-                attention_spec.flops(pairs, H, D), attention_spec.bytes_moved(*sizes, run.dtype), 1, scratch
+            forward=Pass.of(
+                Kernel(
+                    Kind.ATTENTION,
+                    attention_spec.flops(pairs, H, D),
+                    attention_spec.bytes_moved(*sizes, run.dtype),
+                    visible,
+                ),
+                scratch=scratch,
             ),
-            backward=Pass(
-                attention_spec.flops(pairs, H, D, backward=True),
-                attention_spec.bytes_moved(*sizes, run.dtype, backward=True),
-                2,
-                scratch,
+            backward=Pass.of(
+                Kernel(
+                    Kind.ATTENTION,
+                    attention_spec.flops(pairs, H, D, backward=True),
+                    attention_spec.bytes_moved(*sizes, run.dtype, backward=True),
+                    visible,
+                ),
+                launches=BACKWARD_KERNELS.get(impl, 2),
+                scratch=scratch,
             ),
             results=results,
             split="column",
@@ -362,25 +384,30 @@ def attend(
 
 
 def gate_inputs(
-    found: list[Operation], shape: FeedForwardShape, gate: Activation, up: Activation, run: Execution
+    found: list[Operation],
+    shape: FeedForwardShape,
+    gate: Activation,
+    up: Activation,
+    run: Execution,
+    prefix: str = "mlp",
 ) -> Activation:
     N, width = run.num_tokens, shape.width
-    y = run.activation("mlp.gated", width, Part.FEED_FORWARD)
+    y = run.activation(f"{prefix}.gated", width, Part.FEED_FORWARD)
     inputs = tuple(dict.fromkeys((gate, up)))
     reads = frozenset(one.name for one in inputs)
     saved = [Saved(one, reads) for one in inputs]
     fused = run.pointwise == "triton"
-    # The gradients of views into one product are copied into one tensor.
+    # The gradients of views of one output are copied into one tensor.
     scratch = gate.nbytes if gate is up else 0
     if not fused:
-        activated = run.activation("mlp.activated", width, Part.FEED_FORWARD)
-        # act(gate) is read by the gradient of up alone, gate and up by that of gate.
+        activated = run.activation(f"{prefix}.activated", width, Part.FEED_FORWARD)
+        # act(gate) is read only by the gradient of up, gate and up by that of gate.
         saved = [Saved(one, frozenset({gate.name})) for one in inputs] + [
             Saved(activated, frozenset({up.name}))
         ]
     found.append(
         Operation(
-            "mlp.activation",
+            f"{prefix}.activation",
             Kind.GATE,
             Part.FEED_FORWARD,
             inputs,

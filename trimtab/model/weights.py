@@ -1,4 +1,4 @@
-"""Weights from files into a decoder, tensor by tensor, every claim of a file checked before it is used."""
+"""Loads weights from files into a decoder, tensor by tensor, and validates all metadata before use."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     from trimtab.model.weights_packed import PackedWeight, StoredPacking
 
 Progress = Callable[[int, int, str], None]
-"""Called as progress(tensors done, tensors in all, name) after each tensor."""
+"""Called as progress(tensors done, total tensors, name) after each tensor."""
 
 _CHUNK = 2**20
-"""Elements that are checked at once: what that takes beside a small quantized model must be small too."""
+"""Elements per chunk of a check: its memory must be small even next to a small quantized model."""
 _PIECE = 2**22
-"""Elements of a parameter that are read at once: 16 MiB in fp32, however large the vocabulary."""
+"""Elements per read of a parameter: 16 MiB in fp32, however large the vocabulary."""
 
 
-class Taker(Protocol):
-    """A layer that keeps its weight in a form of its own: quantized, say. It stands where the plain layer stood."""
+class WeightSetter(Protocol):
+    """A layer that stores its weight in its own format, such as quantized. It replaces the plain layer."""
 
-    def take(self, weight: torch.Tensor) -> None:
-        """Keeps a weight in 16 or 32 bits, on any device; ModelError if it cannot."""
+    def set_weight(self, weight: torch.Tensor) -> None:
+        """Stores a weight in 16 or 32 bits, on any device; raises ModelError if it cannot."""
 
-    def take_packed(self, weight: NF4Weight | Int8Tensor) -> None:
-        """Keeps a weight that is quantized already, bit for bit; ModelError if this layer is laid out otherwise."""
+    def set_packed_weight(self, weight: NF4Weight | Int8Tensor) -> None:
+        """Stores an already quantized weight, bit for bit; raises ModelError if this layer's quantization differs."""
 
 
 def check_weights(shape: ModelShape, path: str | Path) -> None:
-    """Compare a shape with the tensors that its files declare, from their headers alone.
+    """Validates a shape against the tensors of its files; reads only headers.
 
-    Call it before `build`: a config with a slipped digit asks for terabytes, and no allocator says which digit.
+    Call it before `build`: a config with a wrong digit would allocate terabytes, without naming the digit.
 
     Raises:
-        ModelError: a tensor is missing, superfluous, of another size or in a format that cannot be read.
+        ModelError: a tensor is missing, unexpected, of another size or in an unsupported dtype.
     """
     open_weights(shape, path)
 
@@ -53,7 +53,7 @@ def check_weights(shape: ModelShape, path: str | Path) -> None:
 def stored_packing(path: str | Path) -> StoredPacking | None:
     """How a model's files are quantized by bitsandbytes (kind, block, double), or None; reads a few bytes.
 
-    Lay the decoder out alike (`adapt.quantize_layout`) and `load_weights` keeps the bytes as they are.
+    Quantize the decoder's layout in the same way (`adapt.quantize_layout`) and `load_weights` copies the bytes.
     """
     if source_kind(path) == "gguf":
         return None
@@ -63,7 +63,7 @@ def stored_packing(path: str | Path) -> StoredPacking | None:
 
 
 def packed_names(path: str | Path) -> set[str]:
-    """Names of the weights that bitsandbytes quantized before they were saved."""
+    """Names of the weights that were saved quantized by bitsandbytes."""
     if source_kind(path) == "gguf":
         return set()
     from trimtab.model import weights_safetensors
@@ -72,11 +72,11 @@ def packed_names(path: str | Path) -> set[str]:
 
 
 def load_weights(decoder: Decoder, path: str | Path, *, progress: Progress | None = None) -> Provenance:
-    """Fill a decoder's parameters from a Hugging Face folder (safetensors) or a GGUF file.
+    """Loads a decoder's parameters from a Hugging Face folder (safetensors) or a GGUF file.
 
-    Names, shapes and number formats are checked for the whole model before the first number is copied; then one
-    tensor at a time is read, some rows at a time, converted to the parameter's dtype and copied to its device. A layer
-    that has no parameter `weight` but a method `take` is handed the whole tensor instead (`Taker`).
+    Names, shapes and dtypes of the whole model are validated before the first tensor is copied; then one tensor at a
+    time is read, some rows at a time, converted to the parameter's dtype and copied to its device. A layer that has no
+    parameter `weight` but a method `set_weight` gets the whole tensor instead (`WeightSetter`).
 
     Args:
         decoder: from `build`, on a real device; its shape must be the source's (`read_shape`).
@@ -84,19 +84,21 @@ def load_weights(decoder: Decoder, path: str | Path, *, progress: Progress | Non
         progress: called after each tensor.
 
     Raises:
-        ModelError: the files are missing, damaged, pickled, of another model, or hold NaN or infinity.
+        ModelError: the files are missing, damaged, pickled, of another model, or contain NaN or infinity.
     """
     tensors = (*decoder.parameters(), *decoder.buffers())
-    assert all(tensor.device.type != "meta" for tensor in tensors), "give the decoder memory first"
-    return _load(Places(decoder), decoder.shape, path, progress)
+    assert all(tensor.device.type != "meta" for tensor in tensors), (
+        "materialize the decoder's parameters first"
+    )
+    return _load(WeightDestinations(decoder), decoder.shape, path, progress)
 
 
 def _load(
-    places: Places, shape: ModelShape, path: str | Path, progress: Progress | None = None
+    destinations: WeightDestinations, shape: ModelShape, path: str | Path, progress: Progress | None = None
 ) -> Provenance:
     with open_weights(shape, path) as reader:
         for done, name in enumerate(reader.dims, 1):
-            places.load(name, reader)
+            destinations.load(name, reader)
             if progress is not None:
                 progress(done, len(reader.dims), name)
     return reader.provenance
@@ -132,19 +134,19 @@ def read_weights(
     names: Collection[str] | None = None,
     keep_packed: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor | PackedWeight]]:
-    """Read the weights of a model, or parts of them, without a decoder: one (name, tensor) at a time, on the CPU.
+    """Reads the weights of a model, or slices of them, without a decoder: one (name, tensor) at a time, on the CPU.
 
-    Names, dimensions and number formats of the whole model, and all slices, are checked before the call returns. Then
-    only the bytes of the slices are read, to whole pages of the file. Columns are cut from the blocks that hold them
-    (GGUF) or from dequantized rows (NF4). Rows of q and k of a GGUF file come in Hugging Face's order.
+    Names, dimensions and dtypes of the whole model, and all slices, are validated before the call returns. Then only
+    the slices are read, rounded to pages of the file. Columns are cut from the blocks that contain them (GGUF) or
+    from dequantized rows (NF4). Rows of q and k of a GGUF file are returned in Hugging Face's order.
 
     Args:
         shape: the model's (`read_shape`).
         path: a Hugging Face folder (safetensors) or a GGUF file.
-        slices: parameter name → the part of it that is wanted; all of it for names that are absent.
-        names: the parameters to read; all unless given.
-        keep_packed: yield weights that bitsandbytes quantized as `NF4Weight` or `Int8Tensor`, with the stored bytes,
-            instead of dequantized to fp32. NF4 can then be sliced by rows that begin with a block only.
+        slices: parameter name → the slice to read; all of it for absent names.
+        names: the parameters to read; all by default.
+        keep_packed: yield weights quantized by bitsandbytes as `NF4Weight` or `Int8Tensor`, with the stored bytes,
+            instead of dequantized to fp32. NF4 can then only be sliced by rows that begin with a block.
 
     Yields:
         (name, tensor) in the order of the files. The tensor is contiguous and in the stored dtype (fp32 from GGUF). It
@@ -179,95 +181,97 @@ def _read_parts(
             tensor = reader.read(name, part).contiguous()
             if not _is_finite(tensor):
                 raise ModelError(
-                    f"{reader.file_of(name)}: {name} holds NaN or infinity", "get the weights again"
+                    f"{reader.file_of(name)}: {name} contains NaN or infinity", "get the weights again"
                 )
             yield name, tensor
 
 
 def changed_weight(decoder: Decoder, path: str | Path) -> str | None:
-    """The first parameter of a decoder that is not what its files hold, converted to its dtype; None where all are.
+    """The first parameter of a decoder that differs from its files, converted to its dtype; None if none does.
 
-    One tensor at a time is read; nothing is changed.
+    Reads one tensor at a time; changes nothing.
     """
-    places = _Comparison(decoder)
-    _load(places, decoder.shape, path)
-    return places.changed
+    destinations = _Comparison(decoder)
+    _load(destinations, decoder.shape, path)
+    return destinations.changed
 
 
-class Places:
-    """Where a decoder keeps each of its shape's tensors, by name.
+class WeightDestinations:
+    """The destination of each tensor of a decoder's shape, by name: a parameter, or a layer with its own format.
 
     Example:
-        >>> Places(decoder).put("model.norm.weight", torch.ones(64), "by hand")  # doctest: +SKIP
+        >>> WeightDestinations(decoder).copy("model.norm.weight", torch.ones(64), "by hand")  # doctest: +SKIP
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self._parameters = dict(decoder.named_parameters())
-        self._takers: dict[str, Taker] = {}
+        self._setters: dict[str, WeightSetter] = {}
         for name, _ in decoder.shape.parameters():
             if name not in self._parameters:
                 layer = decoder.get_submodule(name.removesuffix(".weight"))
-                # Asked by name: an adapted layer hands `take` on, and `isinstance` of newer Pythons does not see that.
-                assert hasattr(layer, "take"), f"{name} has neither a parameter nor a layer that takes it"
-                self._takers[name] = cast(Taker, layer)
+                # Not isinstance, which misses in newer Pythons that an adapted layer forwards `set_weight`.
+                assert hasattr(layer, "set_weight"), (
+                    f"{name} has neither a parameter nor a layer that stores it"
+                )
+                self._setters[name] = cast(WeightSetter, layer)
 
     def load(self, name: str, reader: WeightReader) -> None:
-        """Reads a tensor to its parameter, some rows at a time, or all of it for its layer; ModelError if it is not
-        finite, or not packed as the layer is."""
+        """Reads a tensor into its parameter, some rows at a time, or all of it for its layer; raises ModelError if it
+        is not finite, or not packed as the layer requires."""
         dims, file = reader.dims[name], reader.file_of(name)
         if name in self._parameters:
             assert self._parameters[name].shape == dims, (name, dims)
             for rows in row_pieces(dims, _PIECE):
-                self.put_rows(name, rows, reader.read(name, rows), file)
+                self.copy_rows(name, rows, reader.read(name, rows), file)
         elif reader.is_packed(name):
-            self._put_packed(name, reader.read_packed(name, Slice.whole(dims)), file)
+            self._copy_packed(name, reader.read_packed(name, Slice.whole(dims)), file)
         else:
-            self.put(name, reader.read(name, Slice.whole(dims)), file)
+            self.copy(name, reader.read(name, Slice.whole(dims)), file)
 
-    def put(self, name: str, tensor: torch.Tensor, where: str) -> None:
-        """Copies a whole tensor to its parameter, or hands it to its layer; ModelError if it is not finite."""
+    def copy(self, name: str, tensor: torch.Tensor, where: str) -> None:
+        """Copies a whole tensor into its parameter or layer; raises ModelError if it is not finite."""
         if name in self._parameters:
             assert self._parameters[name].shape == tensor.shape, (name, tensor.shape)
-            self.put_rows(name, Slice.whole(tuple(tensor.shape)), tensor, where)
+            self.copy_rows(name, Slice.whole(tuple(tensor.shape)), tensor, where)
             return
         try:
-            self._takers[name].take(tensor)
+            self._setters[name].set_weight(tensor)
         except ModelError as err:
             raise ModelError(f"{where}: {name}: {err.cause}", err.remedy) from err
 
-    def put_rows(self, name: str, rows: Slice, tensor: torch.Tensor, where: str) -> None:
-        """Copies these rows of a parameter."""
-        fill(self._parameters[name].detach()[rows.start : rows.stop], tensor, name, where)
+    def copy_rows(self, name: str, rows: Slice, tensor: torch.Tensor, where: str) -> None:
+        """Copies rows of a parameter."""
+        copy_converted(self._parameters[name].detach()[rows.start : rows.stop], tensor, name, where)
 
-    def _put_packed(self, name: str, weight: PackedWeight, where: str) -> None:
-        """Hands a weight that was quantized before it was saved to a layer that is quantized alike."""
+    def _copy_packed(self, name: str, weight: PackedWeight, where: str) -> None:
+        """Copies a weight that was saved quantized into a layer of the same quantization."""
         try:
-            self._takers[name].take_packed(weight)
+            self._setters[name].set_packed_weight(weight)
         except ModelError as err:
             raise ModelError(f"{where}: {name}: {err.cause}", err.remedy) from err
 
 
-class _Comparison(Places):
+class _Comparison(WeightDestinations):
     """Compares stored tensors with a decoder's parameters instead of copying them."""
 
     changed: str | None = None
 
-    def put_rows(self, name: str, rows: Slice, tensor: torch.Tensor, where: str) -> None:
-        """Notes the first difference."""
+    def copy_rows(self, name: str, rows: Slice, tensor: torch.Tensor, where: str) -> None:
+        """Records the first difference."""
         mine = self._parameters[name].detach()[rows.start : rows.stop]
         if self.changed is None and not torch.equal(mine, tensor.to(mine.device, mine.dtype)):
             self.changed = name
 
 
 @torch.no_grad()
-def fill(parameter: torch.Tensor, tensor: torch.Tensor, name: str, where: str) -> None:
-    """Copy a stored tensor into a parameter, converting it; ModelError if the result is not finite."""
+def copy_converted(parameter: torch.Tensor, tensor: torch.Tensor, name: str, where: str) -> None:
+    """Copies a stored tensor into a parameter, converting it; raises ModelError if the result is not finite."""
     parameter.copy_(tensor)
     if not _is_finite(parameter):
         at_source = _is_finite(tensor)
         dtype = str(parameter.dtype).removeprefix("torch.")
         raise ModelError(
-            f"{where}: {name} " + (f"overflows in {dtype}" if at_source else "holds NaN or infinity"),
+            f"{where}: {name} " + (f"overflows in {dtype}" if at_source else "contains NaN or infinity"),
             "load it in bf16 or fp32" if at_source else "get the weights again",
         )
 

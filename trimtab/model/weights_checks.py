@@ -1,4 +1,4 @@
-"""What a file declares compared with what a model needs: names, dimensions, number of layers."""
+"""Validates a file's tensors against a model: names, dimensions, number of layers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from trimtab.facts.shapes import ModelShape
 
 
 def check_layers(shape: ModelShape, num_tensors: int, key: str, where: str) -> None:
-    """ModelError for more layers than there are tensors; every later check goes through all layers."""
+    """Raises ModelError for more layers than tensors; every later check loops over all layers."""
     if shape.num_layers > num_tensors:
         raise ModelError(
-            f"{where} holds {num_tensors} tensors, too few for a model whose {key} is {shape.num_layers}",
+            f"{where} has {num_tensors} tensors, too few for a model whose {key} is {shape.num_layers}",
             "get the weights and config.json of one model, from the same place",
         )
 
 
 def check_names(wanted: Iterable[str], found: Mapping[str, str], where: str) -> None:
-    """ModelError that names the first missing and the first unexpected tensors.
+    """Raises ModelError that names the first missing and unexpected tensors.
 
-    `found` maps a tensor's name as `wanted` has it to the name that stands in the file.
+    `found` maps a tensor's name in `wanted` to its name in the file.
     """
     wanted = list(wanted)
     wanted_set = set(wanted)
@@ -28,12 +28,12 @@ def check_names(wanted: Iterable[str], found: Mapping[str, str], where: str) -> 
     extra = [stored for name, stored in found.items() if name not in wanted_set]
     if missing:
         raise ModelError(
-            f"{where} lacks {len(missing)} of {len(wanted)} tensors: {_few(missing)}",
+            f"{where} is missing {len(missing)} of {len(wanted)} tensors: {_few(missing)}",
             "complete the download, or get the config.json that belongs to these weights",
         )
     if extra:
         raise ModelError(
-            f"{where} holds {len(extra)} tensors that the model has no place for: {_few(extra)}",
+            f"{where} has {len(extra)} unexpected tensors: {_few(extra)}",
             "get the config.json that belongs to these weights, or weights without an adapter or extra head",
         )
 
@@ -41,7 +41,7 @@ def check_names(wanted: Iterable[str], found: Mapping[str, str], where: str) -> 
 def check_dims(
     name: str, found: tuple[int, ...], wanted: tuple[int, ...], where: str, shape: ModelShape
 ) -> None:
-    """ModelError for a tensor of another size than the model's, with the config's values behind that size."""
+    """Raises ModelError for a tensor of another size than the model's, with the config values that determine it."""
     if found != wanted:
         raise ModelError(
             f"{where}: {name} is {list(found)} where the model has {list(wanted)}"
@@ -51,7 +51,7 @@ def check_dims(
 
 
 def _origin(name: str, found: tuple[int, ...], wanted: tuple[int, ...], shape: ModelShape) -> str:
-    """Which values of the config a size that differs may come from."""
+    """The config values that may explain a differing size."""
     values = {"vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size}
     if name.startswith("model.layers."):
         block = shape.block_of(name)

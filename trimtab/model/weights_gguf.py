@@ -1,6 +1,6 @@
-"""Reading a GGUF file: every quantization that the `gguf` package can dequantize, by slices of a tensor.
+"""Reads GGUF files by slices of tensors, with every quantization that the `gguf` package can dequantize.
 
-Blocks of a quantization lie inside a row, so that rows and ranges of blocks are dequantized without the others.
+Quantization blocks do not span rows, so that rows and ranges of blocks are dequantized independently.
 """
 
 # R rows, C columns, B blocks per row
@@ -25,14 +25,14 @@ from trimtab.model.weights_reader import Provenance, WeightReader
 
 _DAMAGED = "the file is damaged or incomplete; download it again"
 _CHUNK = 2**22
-"""Elements that are dequantized at once: the package holds two to six copies of them."""
+"""Elements per dequantization: the package allocates two to six copies of them."""
 
 
 @dataclass(frozen=True)
 class _Survey:
     header: GGUFHeader
     wanted: dict[str, str]
-    """The file's names to ours."""
+    """The file's names to trimtab's."""
     layouts: dict[str, tuple[Any, int]]
     """The file's names to (gguf's quantization type, bytes stored)."""
     ignored: list[str]
@@ -68,7 +68,7 @@ class GGUFReader(WeightReader):
         return str(self._path)
 
     def read(self, name: str, part: Slice) -> torch.Tensor:
-        """See `WeightReader.read`. Of a vector all is dequantized, of a matrix the blocks that the part touches."""
+        """See `WeightReader.read`. Dequantizes all of a vector, and the blocks of a matrix that overlap the slice."""
         from gguf.constants import GGML_QUANT_SIZES
 
         assert self._data is not None, "enter the reader first"
@@ -93,27 +93,27 @@ class GGUFReader(WeightReader):
         return torch.from_numpy(out_RC)
 
     def _rows(self, name: str, start: int, stop: int) -> slice | np.ndarray:
-        """Where rows `start` to `stop` of a parameter lie in the file."""
+        """The file's indices of rows `start` to `stop` of a parameter."""
         return stored_rows(name, self._shape, start, stop) if self._is_paired else slice(start, stop)
 
 
 def stored_rows(name: str, shape: ModelShape, start: int, stop: int) -> slice | np.ndarray:
-    """Where rows `start` to `stop` of a parameter lie in a GGUF file of architecture "llama".
+    """The indices of rows `start` to `stop` of a parameter in a GGUF file of architecture "llama".
 
-    Rows of q and k are paired, those of v are not, alone or stacked in one matrix.
+    Rows of q and k are interleaved, those of v are not, separate or in one fused matrix.
     """
     module = name.rpartition(".")[0].rpartition(".")[2]
     if module not in ("q_proj", "k_proj", "qkv_proj"):
         return slice(start, stop)
     attention, rows = shape.block_of(name).attention, np.arange(start, stop)
-    rotated = attention.q_size + attention.kv_size  # behind them a fused matrix has the rows of v
+    rotated = attention.q_size + attention.kv_size  # a fused matrix has the rows of v after them
     return np.where(rows < rotated, paired_rows(rows, attention.head_dim), rows)
 
 
 def paired_rows(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Where rows of q or k in Hugging Face's order lie in a GGUF file of architecture "llama".
+    """The indices of q's or k's rows, in Hugging Face's order, in a GGUF file of architecture "llama".
 
-    llama.cpp rotates neighbouring numbers (0, 1), (2, 3) … of a head, transformers (0, D/2), (1, D/2 + 1) …;
+    llama.cpp rotates neighbouring elements (0, 1), (2, 3) … of a head, transformers (0, D/2), (1, D/2 + 1) …;
     its converter therefore interleaves the two halves of each head.
 
     Example:
@@ -126,16 +126,16 @@ def paired_rows(rows: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def _dequantize(blocks_RB: np.ndarray, kind: Any) -> np.ndarray:
-    """Stored blocks uint8 [R, B, bytes per block] → fp32 [R, columns], in memory of its own."""
+    """Dequantizes blocks uint8 [R, B, bytes per block] to a new fp32 tensor [R, columns]."""
     from gguf.quants import dequantize
 
-    # A copy: of the file's pages, which are read-only, and aligned, which its tensors need not be.
+    # A copy, because the file's pages are read-only and its tensors may be unaligned.
     rows = np.array(blocks_RB, order="C").reshape(blocks_RB.shape[0], -1)
     return np.asarray(dequantize(rows, kind), dtype=np.float32)
 
 
 def survey_gguf(shape: ModelShape, path: Path) -> _Survey:
-    """The header's tensors, checked to be the shape's, to lie inside the file and not to share its bytes."""
+    """The header's tensors; validates that they match the shape, are within the file and do not overlap."""
     header = read_gguf_header(path)
     maps = family(shape.family)
     check_layers(shape, len(header.tensors), "block_count", str(path))
@@ -161,9 +161,9 @@ def survey_gguf(shape: ModelShape, path: Path) -> _Survey:
 
 
 def _layout(header: GGUFHeader, entry: GGUFTensor) -> tuple[Any, int]:
-    """(gguf's quantization type, bytes stored), the bytes checked to lie inside the file."""
+    """Returns (gguf's quantization type, bytes stored); validates that the bytes are within the file."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-    from gguf.quants import _type_traits  # the package's own table of what it can dequantize
+    from gguf.quants import _type_traits  # the package's own table of supported quantizations
 
     where = f"{header.path}: tensor {entry.name!r}"
     types = GGMLQuantizationType

@@ -1,7 +1,7 @@
-"""Weights that bitsandbytes quantized before they were saved: several tensors a weight, read as they are, by slices.
+"""Reads weights that were saved quantized by bitsandbytes, by slices, still packed; each is several tensors.
 
-NF4 has `weight` (packed codes) and `weight.absmax`, `weight.quant_map`, … beside it (`trimtab.kernels.nf4.layout`);
-INT8 has `weight` (codes), and beside it `SCB`, the largest magnitude of each row, and `weight_format`.
+NF4 has `weight` (packed codes) plus `weight.absmax`, `weight.quant_map`, … (`trimtab.kernels.nf4.layout`);
+INT8 has `weight` (codes) plus `SCB`, the largest magnitude of each row, and `weight_format`.
 """
 
 # N output features, K input features
@@ -25,28 +25,28 @@ INT8_SCALES = "SCB"
 _INT8_FORMAT = "weight_format"
 _STATES = tuple(f"quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 _NF4_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *_STATES)
-TELLING = (INT8_SCALES, *_STATES)
-"""The parts that say how a weight is quantized."""
+METADATA_PARTS = (INT8_SCALES, *_STATES)
+"""The tensors that describe how a weight is quantized."""
 
 PackedWeight = NF4Weight | Int8Tensor
 _DAMAGED = "the weights are damaged; fetch them again"
 _CHUNK = 2**22
-"""Elements that are dequantized at once where columns are cut from them."""
+"""Elements per dequantization when slicing columns."""
 
 
 class StoredPacking(NamedTuple):
-    """How weights lie in files: what `adapt.quantize_layout` needs to lay a model out in the same way."""
+    """The quantization of stored weights, as `adapt.quantize_layout` needs it."""
 
     kind: str
     """nf4 or int8."""
     block: int
     """NF4: values that share a scale."""
     double: bool
-    """NF4: scales in 8 bits."""
+    """NF4: double quantization."""
 
 
 def owner_of(key: str) -> tuple[str, str] | None:
-    """(the weight's name, which part of it) for a tensor that belongs to a quantized weight; else None.
+    """Returns (weight's name, part) for a tensor that belongs to a quantized weight; else None.
 
     Example:
         >>> owner_of("mlp.up_proj.weight.absmax"), owner_of("mlp.up_proj.SCB"), owner_of("mlp.up_proj.weight")
@@ -62,51 +62,51 @@ def owner_of(key: str) -> tuple[str, str] | None:
 
 
 def part_name(part: str) -> str:
-    """A part's name beside a weight that is called "weight"."""
+    """The name of a part for a weight called "weight"."""
     return part if part in (INT8_SCALES, _INT8_FORMAT) else f"weight.{part}"
 
 
-def check_facts_size(dims: tuple[int, ...], name: str) -> None:
-    """ModelError for a text that is larger than any real one, before it is read."""
+def check_metadata_size(dims: tuple[int, ...], name: str) -> None:
+    """Raises ModelError for implausibly large metadata, before it is read."""
     if len(dims) != 1 or dims[0] > layout.JSON_LIMIT:
-        raise ModelError(f"{name} is not the text that bitsandbytes writes", "fetch the file again")
+        raise ModelError(f"{name} is not metadata written by bitsandbytes", "fetch the file again")
 
 
 def packing_of(state: Mapping[str, torch.Tensor]) -> StoredPacking:
-    """What the text beside an NF4 weight says."""
-    facts = layout.read_facts(state, "weight")
+    """The quantization from an NF4 weight's metadata."""
+    facts = layout.read_metadata(state, "weight")
     return StoredPacking("nf4", facts["blocksize"], "nested_offset" in facts)
 
 
 def dims_of(state: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
-    """The dimensions that the text beside an NF4 weight says."""
-    return tuple(layout.read_facts(state, "weight")["shape"])
+    """The dimensions from an NF4 weight's metadata."""
+    return tuple(layout.read_metadata(state, "weight")["shape"])
 
 
 def read(state: Mapping[str, torch.Tensor], part: Slice, where: str) -> PackedWeight:
-    """Part of a quantized weight, still packed. Every size is checked, and the numbers that scale the part.
+    """Reads a slice of a quantized weight, still packed. Validates every size, and the slice's scales.
 
-    NF4 is cut into rows between two blocks of values, with double quantization between two blocks of scales. INT8 has
-    a scale per row and is cut anywhere.
+    NF4 can be sliced by rows at block boundaries, with double quantization at boundaries of nested blocks. INT8 has one
+    scale per row and can be sliced anywhere.
 
     Args:
-        state: the weight's tensors, named as if it were called "weight"; only the part's bytes of them are read.
+        state: the weight's tensors, named as if it were called "weight"; only the slice's bytes are read.
         part: rows or columns.
         where: the file and the weight, for messages.
     """
-    weight = _whole(state, where)
+    weight = _read_stored(state, where)
     cut = _cut_rows(weight, part, where) if isinstance(weight, NF4Weight) else _cut_int8(weight, part)
-    _check_numbers(cut, where)
+    _check_all_scales(cut, where)
     return cut
 
 
 def read_dequantized(state: Mapping[str, torch.Tensor], part: Slice, where: str) -> torch.Tensor:
-    """The numbers that part of a quantized weight stands for, in fp32 [rows, columns]; any part, bit for bit as if the
-    whole were dequantized. NF4's columns are cut from dequantized rows, some rows at a time."""
-    weight = _whole(state, where)
+    """Reads a slice of a quantized weight, dequantized to fp32 [rows, columns]; any slice, bitwise identical to
+    dequantizing the whole weight. NF4's columns are cut from dequantized rows, some rows at a time."""
+    weight = _read_stored(state, where)
     if isinstance(weight, Int8Tensor):
         cut = _cut_int8(weight, part)
-        _check_numbers(cut, where)
+        _check_all_scales(cut, where)
         return int8.dequantize(cut, dtype=torch.float32)
     if part.dim == 0:
         return _dequantized_rows(weight, part, where)
@@ -118,27 +118,27 @@ def read_dequantized(state: Mapping[str, torch.Tensor], part: Slice, where: str)
 
 
 def _dequantized_rows(weight: NF4Weight, rows: Slice, where: str) -> torch.Tensor:
-    """Rows of an NF4 weight in fp32, from the first block of scales that they touch."""
+    """Rows of an NF4 weight in fp32, from the first nested block that they overlap."""
     columns = weight.shape[1]
     first, stop = rows.start * columns, rows.stop * columns
-    grid = _grid(weight)
+    grid = _slice_step(weight)
     cut = _values(weight, first // grid * grid, stop)
-    _check_numbers(cut, where)
+    _check_all_scales(cut, where)
     values = nf4.dequantize(cut, dtype=torch.float32)
     return values[first - first // grid * grid :].view(rows.stop - rows.start, columns)
 
 
 def _cut_rows(weight: NF4Weight, part: Slice, where: str) -> NF4Weight:
-    """Part of an NF4 weight, its codes and scales as they are stored."""
+    """A slice of an NF4 weight, with its stored codes and scales."""
     if part.dim == 1:
         raise ModelError(
-            f"{where}: an NF4 weight is packed row by row, and columns {part.start}:{part.stop} are wanted",
+            f"{where}: an NF4 weight is packed row by row and cannot be sliced by columns {part.start}:{part.stop}",
             "slice dimension 0, or read the dequantized weight (keep_packed=False)",
         )
     rows, columns = weight.shape
     if part.start == part.stop:
         return replace(_values(weight, 0, 0), shape=(0, columns))
-    first, stop, grid = part.start * columns, part.stop * columns, _grid(weight)
+    first, stop, grid = part.start * columns, part.stop * columns, _slice_step(weight)
     if first % grid or (part.stop < rows and stop % weight.block):
         scales = f" whose scales are quantized in blocks of {weight.nested_block}" if weight.double else ""
         step = grid // math.gcd(grid, columns)
@@ -151,13 +151,13 @@ def _cut_rows(weight: NF4Weight, part: Slice, where: str) -> NF4Weight:
     return replace(_values(weight, first, stop), shape=part.dims_of(weight.shape))
 
 
-def _grid(weight: NF4Weight) -> int:
-    """Values after which a new block begins, of values and of scales."""
+def _slice_step(weight: NF4Weight) -> int:
+    """Values per nested block, or per block without double quantization."""
     return weight.block * (weight.nested_block if weight.double else 1)
 
 
 def _values(weight: NF4Weight, first: int, stop: int) -> NF4Weight:
-    """Values `first` (a multiple of `_grid`) to `stop` of a flattened weight."""
+    """Values `first` (a multiple of `_slice_step`) to `stop` of a flattened weight."""
     block, nested = weight.block, weight.nested_absmax
     first_scale, stop_scale = first // block, -(-stop // block)
     if nested is not None:
@@ -173,14 +173,14 @@ def _values(weight: NF4Weight, first: int, stop: int) -> NF4Weight:
 
 
 def _cut_int8(weight: Int8Tensor, part: Slice) -> Int8Tensor:
-    """Part of an INT8 weight."""
+    """A slice of an INT8 weight."""
     (first, last), (left, right) = (part.along(dim, tuple(weight.codes.shape)) for dim in (0, 1))
     codes_NK = weight.codes[first:last, left:right].contiguous()
     return replace(weight, codes=codes_NK, scale=weight.scale[first:last], length=right - left)
 
 
-def _whole(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
-    """The weight as it lies in the files, every size checked. No codes or scales are read yet but INT8's scales."""
+def _read_stored(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
+    """The stored weight, with every size validated. Reads no codes or scales yet except INT8's scales."""
     if INT8_SCALES not in state:
         try:
             return NF4Weight.from_bitsandbytes(state)
@@ -188,17 +188,15 @@ def _whole(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
             raise ModelError(f"{where}: {error.cause}", error.remedy or _DAMAGED) from error
     codes_NK, largest_N = state["weight"], state[INT8_SCALES]
     if codes_NK.dtype != torch.int8 or codes_NK.ndim != 2:
-        raise ModelError(
-            f"{where}: a weight with SCB beside it is {codes_NK.dtype}, not int8", "fetch it again"
-        )
+        raise ModelError(f"{where}: a weight with SCB is {codes_NK.dtype}, not int8", "fetch it again")
     if largest_N.dtype != torch.float32 or largest_N.shape != codes_NK.shape[:1]:
         raise ModelError(
-            f"{where}: SCB is not one fp32 number for each of {codes_NK.shape[0]} rows", "fetch it again"
+            f"{where}: SCB is not one fp32 value for each of {codes_NK.shape[0]} rows", "fetch it again"
         )
     order = state.get(_INT8_FORMAT, torch.tensor(0))
     if order.numel() != 1 or int(order) != 0:
         raise ModelError(
-            f"{where}: an INT8 weight in another order than row by row",
+            f"{where}: an INT8 weight that is not row-major",
             "save it again with a newer bitsandbytes",
         )
     none = codes_NK.new_empty(0)
@@ -206,8 +204,8 @@ def _whole(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
     return Int8Tensor(codes_NK, largest_N / 127.0, none, codes_NK.shape[1], torch.float16)
 
 
-def _check_numbers(weight: PackedWeight, where: str) -> None:
-    """ModelError if the numbers that scale a weight cannot be right."""
+def _check_all_scales(weight: PackedWeight, where: str) -> None:
+    """Raises ModelError if a weight's scales are invalid."""
     if isinstance(weight, Int8Tensor):
         _check_scales(weight.scale, where)
         return
@@ -225,4 +223,4 @@ def _check_scales(scales: torch.Tensor, where: str) -> None:
 
 def _check_finite(tensor: torch.Tensor, where: str) -> None:
     if not bool(torch.isfinite(tensor).all()):
-        raise ModelError(f"{where}: what scales a quantized weight holds NaN or infinity", _DAMAGED)
+        raise ModelError(f"{where}: the scales of a quantized weight contain NaN or infinity", _DAMAGED)

@@ -1,4 +1,4 @@
-"""The weights in a model's files, of any format, read by slices."""
+"""Interface for reading the weights in a model's files, of any format, by slices."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ class Provenance:
     files: dict[str, int]
     """File name to bytes."""
     formats: dict[str, int]
-    """Stored number format to number of tensors."""
+    """Stored dtype to number of tensors."""
     num_tensors: int
     ignored: list[str] = field(default_factory=list)
-    """Tensors in the files that the decoder computes itself, or that repeat tied embeddings."""
+    """Ignored tensors: those that the decoder computes itself, and copies of tied embeddings."""
 
     def checksums(self) -> dict[str, str]:
-        """sha256 of every file, read now: a second or two a GB."""
+        """sha256 of every file, computed on call: a second or two per GB."""
         folder = self.path if self.path.is_dir() else self.path.parent
         return {name: sha256_of(folder / name) for name in self.files}
 
 
 class WeightReader(ABC):
-    """The weights of one model, by parameter name. Headers are checked when it is made; tensors are read inside `with`.
+    """The weights of a model, by parameter name. Headers are validated on construction; tensors are read inside `with`.
 
-    Files are memory-mapped, so that a read touches the pages of its slice alone.
+    Files are memory-mapped, so that a read only touches the pages of its slice.
 
     Example:
         >>> with open_weights(read_shape("my-model"), "my-model") as reader:  # doctest: +SKIP
@@ -57,7 +57,7 @@ class WeightReader(ABC):
     """
 
     dims: Mapping[str, Dims]
-    """Every parameter's dimensions, in the order in which they lie in the files."""
+    """Every parameter's dimensions, in the order of the files."""
     provenance: Provenance
 
     @abstractmethod
@@ -68,27 +68,27 @@ class WeightReader(ABC):
 
     @abstractmethod
     def file_of(self, name: str) -> str:
-        """The file that holds a parameter, for messages."""
+        """The file that contains a parameter, for messages."""
 
     @abstractmethod
     def read(self, name: str, part: Slice) -> torch.Tensor:
-        """A part of a parameter as floating-point numbers, on the CPU: in the stored dtype, dequantized to fp32 where
-        that is packed. It may be a view of the memory-mapped file, and not contiguous."""
+        """A slice of a parameter as floating-point values, on the CPU: in the stored dtype, dequantized to fp32 if it
+        is packed. It may be a view of the memory-mapped file, and not contiguous."""
 
     def is_packed(self, name: str) -> bool:
-        """Whether bitsandbytes quantized it before it was saved."""
+        """Whether the parameter was saved quantized by bitsandbytes."""
         return False
 
     def read_packed(self, name: str, part: Slice) -> PackedWeight:
-        """A part of a packed weight, still packed; ModelError where the part would cut a block."""
+        """A slice of a packed weight, still packed; raises ModelError where it would split a block."""
         raise AssertionError(f"{name} is not packed")
 
 
 def open_weights(shape: ModelShape, path: str | Path) -> WeightReader:
-    """The weights at a path, checked from headers alone to be those of a shape.
+    """Opens the weights at a path; validates their headers against a shape.
 
     Raises:
-        ModelError: a tensor is missing, superfluous, of another size or in a format that cannot be read.
+        ModelError: a tensor is missing, unexpected, of another size or in an unsupported dtype.
     """
     path = Path(path)
     check(shape)

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face folder's safetensors files, one or several with an index, by slices of their tensors."""
+"""Reads a Hugging Face folder's safetensors files, one or several with an index, by slices of their tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trimtab.facts.slices import Slice
 from trimtab.model import weights_packed as packed
 from trimtab.model.families import family
 from trimtab.model.families.config_json import read_model_json
-from trimtab.model.source import PICKLE_SUFFIXES, pickle_refused
+from trimtab.model.source import PICKLE_SUFFIXES, pickle_error
 from trimtab.model.weights_checks import check_dims, check_layers, check_names
 from trimtab.model.weights_reader import Provenance, WeightReader
 
@@ -36,11 +36,11 @@ class _Stored:
     dims: tuple[int, ...]
     format: str
     parts: dict[str, _Stored] = field(default_factory=dict)
-    """Of a weight that bitsandbytes quantized: its other tensors, by their names' endings."""
+    """For a weight quantized by bitsandbytes: its other tensors, by suffix."""
 
 
 class FolderReader(WeightReader):
-    """The tensors of a folder in their stored dtype, packed ones dequantized unless asked for; see `open_weights`."""
+    """The tensors of a folder in their stored dtype, packed ones dequantized by default; see `open_weights`."""
 
     def __init__(self, shape: ModelShape, folder: Path) -> None:
         files = weight_files(folder)
@@ -60,7 +60,7 @@ class FolderReader(WeightReader):
         )
 
     def __enter__(self) -> Self:
-        # All at once: a quantized weight's tensors may lie in several.
+        # All at once: a quantized weight's tensors may be in several files.
         with ExitStack() as stack:
             for file in self.provenance.files:
                 self._opened[file] = stack.enter_context(_open(self._folder / file))
@@ -96,24 +96,24 @@ class FolderReader(WeightReader):
 
 
 def stored_packing(folder: Path) -> packed.StoredPacking | None:
-    """How the folder's weights are quantized, from the first that is; None where none is. Reads a few bytes."""
+    """The quantization of the folder's weights, from the first quantized one; None without any. Reads a few bytes."""
     if is_checkpoint(folder):
         return None
     for file in weight_files(folder):
         with _open(folder / file) as opened:
             for key in opened.keys():  # noqa: SIM118  (safe_open is no dict)
                 owner = packed.owner_of(key)
-                if owner is None or owner[1] not in packed.TELLING:
+                if owner is None or owner[1] not in packed.METADATA_PARTS:
                     continue
                 if owner[1] == packed.INT8_SCALES:
                     return packed.StoredPacking("int8", 0, False)
-                packed.check_facts_size(tuple(opened.get_slice(key).get_shape()), key)
+                packed.check_metadata_size(tuple(opened.get_slice(key).get_shape()), key)
                 return packed.packing_of({"weight." + owner[1]: opened.get_tensor(key)})
     return None
 
 
 def packed_names(folder: Path) -> set[str]:
-    """Names of the weights that are quantized. Reads the files' headers."""
+    """Names of the quantized weights. Reads the files' headers."""
     found: set[str] = set()
     if is_checkpoint(folder):
         return found
@@ -131,7 +131,7 @@ def _format(entry: _Stored) -> str:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the folder's safetensors files, in order; ModelError where there are none to trust."""
+    """Names of the folder's safetensors files, in order; raises ModelError if there are none."""
     if is_checkpoint(folder):
         return _checkpoint_files(folder)
     if (folder / INDEX).is_file():
@@ -143,19 +143,19 @@ def weight_files(folder: Path) -> list[str]:
         return others
     pickles = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICKLE_SUFFIXES)
     if pickles:
-        raise pickle_refused(pickles[0])
+        raise pickle_error(pickles[0])
     raise ModelError(
-        f"{folder} has no {SINGLE}" + (f" and no {INDEX} for its {len(others)} parts" if others else ""),
-        "give a folder with safetensors weights, or set model.init: random to start from nothing",
+        f"{folder} has no {SINGLE}" + (f" and no {INDEX} for its {len(others)} shards" if others else ""),
+        "give a folder with safetensors weights, or set model.init: random to train from scratch",
     )
 
 
 def _checkpoint_files(folder: Path) -> list[str]:
-    """Those of a run's checkpoint, which hold weights under a prefix beside optimizer states."""
+    """The files of a run's checkpoint, which contain weights under a prefix, and optimizer states."""
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names or any(not name.startswith("shard-00001-") for name in names):
         raise ModelError(
-            f"{folder} was not written by one process, so that its files hold parts of weights",
+            f"{folder} is a sharded checkpoint, whose files contain shards of weights",
             "export it (`trimtab export hf`) and name that folder",
         )
     return names
@@ -179,21 +179,21 @@ def _indexed_files(folder: Path) -> list[str]:
         raise ModelError(f"{where} has no weight_map", "download the index again")
     names = sorted({str(file) for file in weight_map.values()})
     for name in names:
-        # A plain name: an index must not reach files outside its folder.
+        # Only plain file names: an index must not reference files outside its folder.
         if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
             raise ModelError(
                 f"{where} names a file outside its folder: {name!r}",
                 "do not trust this copy; get the model from another place",
             )
         if not name.endswith(".safetensors"):
-            raise pickle_refused(folder / name)
+            raise pickle_error(folder / name)
         if not (folder / name).is_file():
-            raise ModelError(f"{folder} lacks {name}, which its index names", "complete the download")
+            raise ModelError(f"{folder} has no {name}, which its index lists", "complete the download")
     return names
 
 
 def survey_folder(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], list[str]]:
-    """What `_declared` finds, checked to be the shape's tensors in sizes and formats; reads headers only."""
+    """The result of `_declared`, with names, sizes and dtypes validated against the shape; reads headers only."""
     stored, ignored = _declared(shape, folder)
     check_layers(shape, len(stored), "num_hidden_layers", str(folder))
     wanted = dict(shape.parameters())
@@ -214,22 +214,23 @@ def survey_folder(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], 
 
 
 def _packed_dims(entry: _Stored, folder: Path) -> tuple[int, ...]:
-    """The dimensions that a quantized weight will have, as its own tensors say."""
-    telling = next((part for part in entry.parts if part in packed.TELLING), None)
+    """The dimensions of a quantized weight, from its metadata."""
+    telling = next((part for part in entry.parts if part in packed.METADATA_PARTS), None)
     if telling is None:
         raise ModelError(
-            f"{folder / entry.file}: {entry.name} is quantized and does not say how", "complete the download"
+            f"{folder / entry.file}: {entry.name} is quantized without quantization metadata",
+            "complete the download",
         )
     if telling == packed.INT8_SCALES:
         return entry.dims
     other = entry.parts[telling]
-    packed.check_facts_size(other.dims, other.name)
+    packed.check_metadata_size(other.dims, other.name)
     with _open(folder / other.file) as opened:
         return packed.dims_of({packed.part_name(telling): opened.get_tensor(other.name)})
 
 
 def _declared(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], list[str]]:
-    """Every stored tensor by our name, and the stored names that the decoder has no need of."""
+    """Every stored tensor by trimtab's name, and the names of ignored tensors."""
     maps = family(shape.family)
     stored: dict[str, _Stored] = {}
     parts: dict[str, dict[str, _Stored]] = {}
@@ -257,7 +258,7 @@ def _declared(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], list
     for name, found in parts.items():
         if name not in stored:
             raise ModelError(
-                f"{folder} holds {next(iter(found.values())).name} without its weight",
+                f"{folder} has {next(iter(found.values())).name} without its weight",
                 "complete the download",
             )
         stored[name] = replace(stored[name], parts=found)
@@ -265,14 +266,14 @@ def _declared(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], list
 
 
 def _open(path: Path) -> Any:
-    """safetensors' reader; it checks the header's offsets against the file's size."""
+    """Opens a file with safetensors, which validates the header's offsets against the file's size."""
     try:
-        # safetensors says of every file that it cannot open that it is not there.
+        # safetensors reports every file that it cannot open as missing.
         path.open("rb").close()
     except OSError as err:
         raise ModelError(
             f"{path} cannot be read ({err.strerror})",
-            "check its rights and those of its folder"
+            "check the permissions of the file and its folder"
             if isinstance(err, PermissionError)
             else "check the disk",
         ) from err
@@ -280,6 +281,6 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as err:
         raise ModelError(
-            f"{path} is not a whole safetensors file ({err})",
+            f"{path} is not a complete safetensors file ({err})",
             "it is damaged or incomplete; download it again",
         ) from err

@@ -1,4 +1,4 @@
-"""What a person asks for: the schema of a recipe, loading, overrides, resume rules. Imports no torch."""
+"""Recipes: schema, loading, overrides, resume rules. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The recipe: everything a person may ask of a run, typed, with its documentation beside each key.
+"""The recipe: every setting of a run, typed, with its documentation next to each key.
 
-Names are Hugging Face's where Hugging Face has one. The text under a field is its description: the reference
-page and the JSON schema that editors complete from are made from it. Types are strict: `yes` is a word and
-not a boolean, `abc` is not a number, `1` and `2e-5` both are.
+Names are Hugging Face's where Hugging Face has one. The docstring of a field is its description: the reference page
+and the JSON schema for editors are generated from it. Types are strict: `yes` is a string and not a boolean, `abc` is
+not a number, `1` and `2e-5` both are.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Policy = Literal["none", "pointwise", "selective", "block", "offload_half", "off
 
 
 def _usable_name(text: str | None, *, names_text: bool = False) -> str | None:
-    """A text that can name a file, a folder or a repository."""
+    """Validates a string that names a file, a folder or a repository."""
     wrong = None if text is None else unusable_name(text, names_text=names_text)
     if wrong is not None:
         raise PydanticCustomError("unusable_name", "{cause}", {"cause": wrong[0], "remedy": wrong[1]})
@@ -63,7 +63,7 @@ Strength = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """What all parts of a recipe have in common: strict types, no unknown keys, no change after loading."""
+    """Base of all sections of a recipe: strict types, unknown keys forbidden, frozen after loading."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -77,11 +77,11 @@ class Section(BaseModel):
 
 
 class Shorthand(Section):
-    """A section that may be written as one word, which then is its main key."""
+    """A section that may be written as a single string, the value of its main key."""
 
     @classmethod
     def main_key(cls) -> str:
-        """The key that the one word stands for."""
+        """The key that the single string sets."""
         return next(iter(cls.model_fields))
 
     @model_validator(mode="before")
@@ -95,74 +95,75 @@ class Shorthand(Section):
 
 
 class Model(Shorthand):
-    """Which model is trained. `model: NAME` alone is short for `model: {name: NAME}`."""
+    """The model to train. `model: NAME` is short for `model: {name: NAME}`."""
 
     name: Annotated[
         str, Field(min_length=1, examples=["Qwen/Qwen3-0.6B-Base", "./my-model", "model.gguf"]), Usable
     ]
-    """A hub id, a Hugging Face folder (config.json and safetensors), a GGUF file, a run folder that trained every
-    weight (its latest checkpoint; or `RUN/checkpoints/best`, `RUN/checkpoints/step-…`), or `starter` for the small
-    model that ships with trimtab."""
+    """Hub id, Hugging Face folder (config.json and safetensors), GGUF file, run folder of a full-parameter run (its
+    latest checkpoint; or `RUN/checkpoints/best`, `RUN/checkpoints/step-…`), or `starter` for the small model that
+    ships with trimtab."""
     revision: Annotated[str | None, Field(examples=["main"])] = None
-    """Branch, tag or commit on the hub. The commit that it names at first use is kept with the run."""
+    """Branch, tag or commit on the hub. It is resolved to a commit at first use, and the run records that commit."""
     tokenizer: Annotated[str | None, Field(min_length=1, examples=["./my-tokenizer"]), Usable] = None
-    """Folder, hub id or GGUF file of another tokenizer. By default the model's own."""
+    """Folder, hub id or GGUF file of a tokenizer that replaces the model's own. Default: the model's own."""
     chat_template: Annotated[str | None, Field(min_length=1, examples=["./chat.jinja"])] = None
-    """Jinja file with a chat template, or the template itself, instead of the tokenizer's own. It is kept with the run
-    and goes into its exports. Needed to train on conversations where the tokenizer has none."""
+    """Jinja file with a chat template, or the template itself; replaces the tokenizer's own. It is saved with the run
+    and its exports. Required for training on conversations if the tokenizer has no template."""
     attn_implementation: Annotated[Attention, Field(examples=["auto"])] = "auto"
-    """The attention that runs. `auto` chooses once, says which and why, and keeps the choice with the run; a
-    named one that cannot serve the job is an error and is never replaced."""
+    """Attention backend. `auto` selects one when the run starts, prints the choice with its reason and records it in
+    the run folder. A backend that is named here and does not support the model or device is an error; trimtab never
+    falls back to another one."""
     added_tokens: Annotated[list[str], Field(examples=[["<|tool|>", "<|answer|>"]])] = []
-    """Tokens that the tokenizer gets besides its own. The embedding grows where it has no rows to spare; new rows
-    start as the mean of the others. With `lora` they are trained by naming `embed_tokens`, and `lm_head` where the
-    model has one of its own, in `lora.modules_to_save`."""
+    """Tokens to add to the tokenizer. The embedding is resized if it has no unused rows; new rows are initialized to
+    the mean of the others. With `lora`, train them by listing `embed_tokens`, and `lm_head` if the model has an
+    untied head, in `lora.modules_to_save`."""
     init: Annotated[Literal["pretrained", "random"], Field(examples=["pretrained"])] = "pretrained"
-    """`random` takes only the shape and the tokenizer from the model, and starts from fresh weights."""
+    """`pretrained` loads the weights. `random` uses the model's config and tokenizer and initializes new weights."""
 
 
 class Source(Shorthand):
-    """A place with text. `PATH` alone is short for `{source: PATH}`."""
+    """A data source. `PATH` is short for `{source: PATH}`."""
 
     source: Annotated[
         str, Field(min_length=1, examples=["./notes", "data/*.jsonl", "org/dataset"]), UsableSource
     ]
-    """A file (text, Markdown, JSON lines, Parquet, CSV), a folder, a glob, a hub dataset id, or what ships
-    with trimtab: `starter:math`, `starter:math-heldout`, `starter:chat` (conversations), `starter:general`,
-    `starter:replay`. A relative path counts from the folder in which trimtab is called, not from the recipe's."""
+    """File (text, Markdown, JSON lines, Parquet, CSV), folder, glob or hub dataset id, or a data set that ships with
+    trimtab: `starter:math`, `starter:math-heldout`, `starter:chat` (conversations), `starter:general`,
+    `starter:replay`. Relative paths are relative to the working directory, not to the recipe file."""
     split: Annotated[str, Field(min_length=1, examples=["train"])] = "train"
     """Split of a hub dataset."""
     config: Annotated[str | None, Field(examples=["wikitext-2-raw-v1"])] = None
     """Configuration of a hub dataset that has several."""
     revision: Annotated[str | None, Field(examples=["main"])] = None
-    """Branch, tag or commit on the hub. The commit that it names at first use is kept with the run."""
+    """Branch, tag or commit on the hub. It is resolved to a commit at first use, and the run records that commit."""
     text_column: Annotated[str | None, Field(examples=["text"])] = None
-    """Column or JSON key that holds the text. By default it is found; where that is not possible, the error
-    lists the columns."""
+    """Column or JSON key with the text. Default: detected; if that fails, the error lists the columns."""
     format: Annotated[RowFormat, Field(examples=["messages"])] = "auto"
-    """What a row of a table is: a `text`; a conversation under `messages` or, as ShareGPT has it, under
-    `conversations` (`sharegpt`); `prompt-completion`, two strings or two lists of messages; or `alpaca`, with
-    `instruction`, `input` and `output`. `auto` tells it by the columns of the first row, and says which it took."""
+    """Format of a row: `text`; `messages`, a conversation in OpenAI's format; `sharegpt`, a conversation in the
+    column `conversations`; `prompt-completion`, two strings or two lists of messages; or `alpaca`, with
+    `instruction`, `input` and `output`. `auto` detects the format from the columns of the first row and prints it."""
     columns: Annotated[dict[str, str], Field(examples=[{"instruction": "question", "output": "answer"}])] = {}
-    """Where the parts of a row stand if not under their own names: part to column. The parts are `messages`,
-    `conversations`, `prompt`, `completion`, `instruction`, `input`, `output`, `system` and `tools`."""
+    """Maps fields of the format to columns that have other names. The fields are `messages`, `conversations`,
+    `prompt`, `completion`, `instruction`, `input`, `output`, `system` and `tools`."""
     train_on: Annotated[TrainOn, Field(examples=["completions"])] = "completions"
-    """Of conversations and other examples, what is trained on: `completions` is every answer with the token that ends
-    it, `last` the last answer only, `all` every token. Texts are always trained on whole."""
+    """Tokens that contribute to the loss, for conversations and prompt/completion pairs: `completions` is every
+    assistant turn with its end-of-turn token, `last` only the last assistant turn, `all` every token. In plain text
+    every token contributes."""
     bad_rows: Annotated[BadRows, Field(examples=["skip"])] = "stop"
-    """What becomes of a row that is no example of the source's format, or that the chat template refuses: `stop`
-    before training with its place, or `skip` it and say how many there were."""
+    """What to do with a row that does not match the format or that the chat template rejects: `stop` with its
+    location before training starts, or `skip` it and report how many were skipped."""
     first: Annotated[Count | None, Field(examples=[10_000])] = None
-    """Take only so many documents, from the beginning. By default all."""
+    """Use only the first so many documents. Default: all."""
     documents: Annotated[Documents, Field(examples=["lines"])] = "file"
-    """How a text file becomes documents: whole, cut at `blank-lines`, or one a line (`lines`). Tables have
-    one document a row."""
+    """How a text file is split into documents: one per file (`file`), at blank lines (`blank-lines`), or one per line
+    (`lines`). Tables have one document per row."""
     weight: Annotated[float, Field(gt=0, examples=[2.0])] = 1.0
-    """How often the source is seen in an epoch: 1 is once, 2 twice, 0.5 half of it; at most 1000."""
+    """Passes over this source per epoch: 1 is once, 2 twice, 0.5 half of it; at most 1000."""
 
 
 def _as_list(data: Any) -> Any:
-    """One source where a list is expected is a list of one."""
+    """Wraps a single source into a list."""
     return [data] if isinstance(data, str | dict) else data
 
 
@@ -179,258 +180,263 @@ Trackers = Annotated[
 
 
 class Replay(Section):
-    """General text mixed into the training data, so that a model does not forget what it could do."""
+    """General text mixed into the training data to reduce catastrophic forgetting."""
 
     share: Annotated[Share, Field(examples=[0.1])] = 0.1
-    """Share of the windows that is replayed text: above 0, below 1. Beside conversations, of which not every token is
-    trained on, it is a larger share of what is learnt."""
+    """Fraction of the sequences that is replayed text, between 0 and 1 (exclusive). If the other data is
+    conversations, of which only some tokens contribute to the loss, the replayed fraction of the loss is larger."""
     sources: Annotated[Sources, Field(min_length=1, examples=[["./general-text"]])]
-    """Where the replayed text comes from."""
+    """Sources of the replayed text."""
 
 
 class Evaluation(Section):
-    """Text on which loss is measured before, during and after training; never trained on."""
+    """Evaluation data: the loss on it is measured before, during and after training. It is never trained on."""
 
     domain: Annotated[Sources, Field(examples=[["./heldout-math"]])] = []
-    """Text like the training text: it shows what is gained. The best checkpoint is chosen on it. Without it a
-    share of the training text is held out (`data.eval_share`)."""
+    """In-domain text, to measure what is gained. The loss on it selects the best checkpoint. If empty, a fraction of
+    the training documents is held out (`data.eval_share`)."""
     general: Annotated[Sources, Field(examples=[["starter:general"]])] = []
-    """Text unlike the training text: it shows what is forgotten."""
+    """Text from other domains, to measure forgetting."""
 
 
 class Data(Section):
-    """What is trained on and what is measured on."""
+    """Training and evaluation data."""
 
     train: Annotated[Sources, Field(min_length=1, examples=[["./notes", "data/*.jsonl"]])]
-    """The training text: one source or a list of them."""
+    """Training data: one source or a list of sources."""
     replay: Annotated[Replay | None, Field(examples=[{"share": 0.1, "sources": ["./general-text"]}])] = None
-    """General text to mix in. By default none."""
+    """General text to mix in. Default: none."""
     eval: Evaluation = Evaluation()
-    """What is measured on."""
+    """Evaluation data."""
     eval_share: Annotated[float, Field(ge=0, lt=1, examples=[0.01])] = 0.01
-    """Share of the training documents that is held out for measuring, when `data.eval.domain` names nothing.
-    0 holds out none; with `data.streaming` none can be held out, and `data.eval.domain` is the only way."""
-    eval_windows: Annotated[Count, Field(examples=[64])] = 64
-    """At most so many windows of `max_seq_length` tokens are measured in each set at each evaluation."""
+    """Fraction of the training documents that is held out for evaluation if `data.eval.domain` is empty; 0 holds out
+    none. With `data.streaming` nothing can be held out: set `data.eval.domain` instead."""
+    eval_sequences: Annotated[Count, Field(examples=[64])] = 64
+    """Maximum number of sequences of `max_seq_length` tokens per evaluation set and evaluation."""
     streaming: Annotated[bool, Field(examples=[False])] = False
-    """Read and tokenize while training instead of preparing a token cache first. The number of steps is then
-    unknown beforehand, so `max_steps` is needed."""
+    """Read and tokenize during training instead of building a token cache first. The number of steps is then unknown,
+    so `max_steps` is required."""
     chat_template_kwargs: Annotated[
         dict[str, str | int | float | bool], Field(examples=[{"enable_thinking": False}])
     ] = {}
-    """What the chat template is told besides the messages; which names it knows, its model's card says."""
+    """Extra variables for the chat template; the model card lists those that it supports."""
     cache_dir: Annotated[str | None, Field(min_length=1, examples=["~/.cache/trimtab/tokens"]), Usable] = None
-    """Folder of the token cache. By default the user's cache folder."""
+    """Folder of the token cache. Default: the user's cache folder."""
     num_proc: Annotated[Count | None, Field(examples=[8])] = None
-    """Processes that tokenize. By default one for each core."""
+    """Number of tokenizer processes. Default: one per core."""
 
 
 class Lora(Section):
-    """Train low-rank adapters and leave the model's own weights as they are. Names are peft's."""
+    """Train low-rank adapters (LoRA) and freeze the model's weights. Names are peft's."""
 
     r: Annotated[Rank, Field(examples=[16])] = 16
-    """Rank: each adapted matrix gets two thin ones, of `r` columns and `r` rows."""
+    """Rank of the adapters."""
     lora_alpha: Annotated[Strength, Field(examples=[32])] = 32
-    """Strength: what the thin matrices add is multiplied by `lora_alpha / r`."""
+    """Scaling: the adapter's output is multiplied by `lora_alpha / r`."""
     target_modules: Annotated[
         str | list[str], Field(min_length=1, examples=["all-linear", ["q_proj", "v_proj"]])
     ] = "all-linear"
-    """Which modules are adapted: `all-linear` for every linear layer of the blocks, a list of names (`q_proj`, or
-    whole ones), or a regular expression over whole names (`model.layers.0.self_attn.q_proj`)."""
+    """Modules that get an adapter: `all-linear` for every linear layer of the blocks, a list of names (`q_proj`, or
+    full names), or a regular expression over full names (`model.layers.0.self_attn.q_proj`)."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1, examples=[0.05])] = 0.0
-    """Share of an adapter's inputs that is dropped while training. Masks follow from the seed, so that resuming and
-    recomputing repeat them."""
+    """Dropout probability on the adapters' inputs during training. Masks are a function of the seed, so resumed runs
+    and recomputed layers get the same ones."""
     use_rslora: Annotated[bool, Field(examples=[True])] = False
-    """Multiply by `lora_alpha / √r` instead, which keeps high ranks learning."""
+    """Rank-stabilized LoRA: scale by `lora_alpha / √r` instead, for high ranks."""
     use_dora: Annotated[bool, Field(examples=[True])] = False
-    """Learn the length of each row apart from its direction (DoRA): often better at low ranks, and slower."""
+    """DoRA: learn magnitude and direction of each row separately. Often better at low ranks, and slower."""
     rank_pattern: Annotated[dict[str, Rank], Field(examples=[{"down_proj": 32}])] = {}
-    """Other ranks for some modules, by name or regular expression."""
+    """Overrides `r` per module, by name or regular expression."""
     alpha_pattern: Annotated[dict[str, Strength], Field(examples=[{"down_proj": 64}])] = {}
-    """Other strengths for some modules, by name or regular expression."""
+    """Overrides `lora_alpha` per module, by name or regular expression."""
     modules_to_save: Annotated[list[str], Field(examples=[["embed_tokens", "lm_head"]])] = []
-    """Modules trained as a whole, in the model's own number format: embeddings and head for new tokens, norms."""
+    """Modules that are trained in full, in the model's dtype: embeddings and head for added tokens, norms."""
     dtype: Annotated[Literal["fp32", "bf16"], TorchNames, Field(examples=["fp32"])] = "fp32"
-    """Number format in which adapters are kept. Products run in the recipe's `dtype` either way."""
+    """Dtype of the adapter weights. Matrix products run in the recipe's `dtype` either way."""
     adapter: Annotated[str | None, Field(min_length=1, examples=["./my-adapter"]), Usable] = None
-    """Start from this adapter, a folder that peft or `trimtab export peft` wrote, instead of a fresh one. Its rank,
-    modules and all else then come from it, and no other key may be given here."""
+    """Continue training an existing adapter: a folder written by peft or `trimtab export peft`. Rank, modules and all
+    other settings come from it, and no other key may be set in `lora`."""
 
 
 class Recipe(Section):
-    """A training run: model, data and how one meets the other."""
+    """A training run: model, data, optimization, memory and output."""
 
     model: Annotated[Model, Field(examples=["Qwen/Qwen3-0.6B-Base"])]
     """The model to train."""
     data: Data
-    """The text to train on and to measure on."""
+    """Training and evaluation data."""
 
     lora: Annotated[Lora | None, Field(examples=[{"r": 16, "lora_alpha": 32}])] = None
-    """Train low-rank adapters instead of every weight. `lora: {}` takes the defaults."""
+    """Train LoRA adapters instead of all parameters. `lora: {}` uses the defaults."""
 
     output_dir: Annotated[str, Field(min_length=1, examples=["runs/my-run"]), Usable] = "runs/train"
-    """The run folder: recipe, plan, metrics, checkpoints and report go there. By default `runs/` and the name
-    of the recipe file."""
+    """Run folder, for recipe, plan, metrics, checkpoints and report. Default: `runs/` and the name of the recipe
+    file."""
     seed: Annotated[int, Field(ge=0, lt=2**63, examples=[42])] = 42
-    """Everything random follows from it: order of the data, rounding, fresh weights."""
+    """Seed of everything random: data order, dropout, stochastic rounding, weight initialization."""
 
     max_seq_length: Annotated[int, Field(ge=4, examples=[1024])] = 1024
-    """Tokens per sequence. By default 1024, or what the model has positions for if that is less."""
+    """Sequence length in tokens. Default: 1024, or the model's maximum context length if that is shorter."""
     packing: Annotated[bool, Field(examples=[True])] = True
-    """Fill each window with several documents, none of which sees another. Without it each window holds one
-    document and padding."""
+    """Pack several documents into each sequence; attention is masked between documents. `false` puts one document
+    into each sequence and pads it."""
     group_by_length: Annotated[bool, Field(examples=[False])] = False
     """With `packing: false`: put documents of similar length into the same microbatch and pad it to its own longest
-    document, rounded up to a multiple of 8, instead of to `max_seq_length`. Documents are shuffled first and sorted by
-    length within mega-batches of 50 steps, then the microbatches are shuffled, so the order stays random and follows
-    from the seed. Memory is planned for the longest microbatch; microbatches of many lengths rule out CUDA graphs."""
+    document, rounded up to a multiple of 8, instead of to `max_seq_length`. Documents are shuffled first and sorted
+    by length within mega-batches of 50 steps, then the microbatches are shuffled, so the order stays random and
+    depends on the seed alone. Memory is planned for the longest microbatch. Microbatches of many lengths rule out
+    CUDA graphs."""
     per_device_train_batch_size: Annotated[Count, Field(examples=[4])] = 4
-    """Windows that pass through the model at once on each device. Activation memory grows with it."""
+    """Microbatch size: sequences per forward and backward pass on each device. Activation memory grows with it."""
     gradient_accumulation_steps: Annotated[Count, Field(examples=[4])] = 4
-    """Passes whose gradients are added before the weights move. 1×16, 4×4 and 16×1 train the same."""
+    """Microbatches per optimizer step. The loss is normalized over all of them, so batch sizes 1×16, 4×4 and 16×1
+    train the same."""
     num_train_epochs: Annotated[float | None, Field(gt=0, le=1e6, examples=[1.0])] = None
-    """Times through the training data. By default 1, unless `max_steps` is given."""
+    """Epochs over the training data. Default: 1, unless `max_steps` is set."""
     max_steps: Annotated[int, Field(ge=-1, le=10**12, examples=[1000])] = -1
-    """Updates of the weights, instead of `num_train_epochs`; -1 counts in epochs."""
+    """Total optimizer steps, instead of `num_train_epochs`; -1 uses epochs."""
 
     learning_rate: Annotated[float, Field(gt=0, examples=[2e-5])] = 2e-5
-    """The highest learning rate of the schedule."""
+    """Peak learning rate."""
     embedding_learning_rate: Annotated[float | None, Field(gt=0, examples=[2e-6])] = None
-    """The highest learning rate of embeddings and head, where they are trained; the schedule is the same. By default
+    """Peak learning rate of embeddings and head, if they are trained; the schedule is the same. Default:
     `learning_rate`."""
     lr_scheduler_type: Annotated[Schedule, Field(examples=["cosine"])] = "linear"
-    """How the learning rate falls from its highest value."""
+    """Learning-rate schedule."""
     warmup_steps: Annotated[int, Field(ge=0, examples=[20])] = 0
-    """Steps in which the learning rate rises from zero; or `warmup_ratio`, not both."""
+    """Warm-up steps, over which the learning rate rises linearly from zero. Set this or `warmup_ratio`, not both."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1, examples=[0.03])] = 0.0
-    """Share of all steps in which the learning rate rises from zero; or `warmup_steps`, not both."""
+    """Warm-up as a fraction of all steps. Set this or `warmup_steps`, not both."""
     min_lr_ratio: Annotated[float, Field(ge=0, lt=1, examples=[0.1])] = 0.0
-    """Where the learning rate ends, as a share of the highest."""
+    """Final learning rate as a fraction of the peak."""
 
     optim: Annotated[Optimizer, Field(examples=["adamw_8bit"])] = "adamw_torch"
-    """The optimizer. Bytes of state for each weight: `adamw_torch` 8, `adamw_bf16` 4, `adamw_8bit` about 2;
-    these round bf16 weights stochastically. `adamw_torch_fused` is torch's own kernel: states as wide as the
-    weights (8 bytes with fp32, 4 with bf16), bf16 weights rounded to nearest, so small updates are lost."""
+    """Optimizer. Bytes of state per parameter: `adamw_torch` 8, `adamw_bf16` 4, `adamw_8bit` about 2; these three
+    apply stochastic rounding to bf16 weights. `adamw_torch_fused` is torch's own kernel: states in the dtype of the
+    weights (8 bytes per parameter with fp32, 4 with bf16), bf16 weights rounded to nearest, so small updates are
+    lost."""
     optim_implementation: Annotated[OptimizerCode, Field(examples=["auto"])] = "auto"
-    """Which code steps `adamw_8bit`: `reference` is torch's operations on any device, `triton` one kernel for all
-    weights on a CUDA GPU, `triton_exact` the same with the reference's bits, slower. `auto` chooses once, says
-    which, and keeps the choice with the run. The states are the same for all."""
+    """Implementation of `adamw_8bit`: `reference` uses torch operations on any device, `triton` is one kernel for all
+    parameters on a CUDA GPU, `triton_exact` is bitwise identical to the reference and slower. `auto` selects one when
+    the run starts, prints it and records it in the run folder. The states are the same for all."""
     optim_in_backward: Annotated[bool, Field(examples=[False])] = False
-    """Update each weight inside the backward pass, as soon as its gradient is complete, and free the gradient.
-    Then gradients take almost no memory; they can neither be clipped by their common norm nor added up over
-    several passes, so this needs `max_grad_norm: 0` and `gradient_accumulation_steps: 1`."""
+    """Run the optimizer inside the backward pass: each parameter is updated as soon as its gradient is complete, and
+    the gradient is freed, so gradients take almost no memory. Gradient clipping and accumulation are not possible
+    then: requires `max_grad_norm: 0` and `gradient_accumulation_steps: 1`."""
     weight_decay: Annotated[float, Field(ge=0, examples=[0.01])] = 0.01
-    """Decoupled decay: each step shrinks the weights by `learning_rate × weight_decay`."""
+    """Decoupled weight decay: each step shrinks the weights by `learning_rate × weight_decay`."""
     decay_all: Annotated[bool, Field(examples=[False])] = False
-    """Decay norms and biases too. By default they are left out, as in Hugging Face's trainer."""
+    """Apply weight decay to norms and biases too. Default: they are excluded, as in Hugging Face's Trainer."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1, examples=[0.9])] = 0.9
-    """Memory of AdamW's first moment."""
+    """Decay rate β1 of AdamW's first moment."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1, examples=[0.95])] = 0.999
-    """Memory of AdamW's second moment."""
+    """Decay rate β2 of AdamW's second moment."""
     adam_epsilon: Annotated[float, Field(gt=0, examples=[1e-8])] = 1e-8
-    """Added to AdamW's denominator."""
+    """ε in AdamW's denominator."""
     max_grad_norm: Annotated[float, Field(ge=0, examples=[1.0])] = 1.0
-    """Longer gradients are scaled down to this norm; 0 leaves them as they are."""
+    """Clip the global gradient norm to this value; 0 disables clipping."""
     label_smoothing_factor: Annotated[float, Field(ge=0, lt=1, examples=[0.1])] = 0.0
-    """Share of each target that is spread evenly over the vocabulary while training (label smoothing), as in
-    `torch.nn.functional.cross_entropy`. The training loss includes it; evaluation losses stay plain cross-entropy."""
+    """Label smoothing, as in `torch.nn.functional.cross_entropy`. It applies to the training loss; evaluation losses
+    are plain cross-entropy."""
     z_loss: Annotated[float, Field(ge=0, lt=1, examples=[1e-4])] = 0.0
     """Coefficient of the z-loss: this times the squared log-sum-exp of each token's logits is added to the training
-    loss, which keeps logits from drifting (PaLM uses 1e-4). Evaluation losses stay plain cross-entropy."""
+    loss, which keeps logits from drifting (PaLM uses 1e-4). Evaluation losses are plain cross-entropy."""
 
     device: Annotated[Device, Field(examples=["auto", "cpu", "cuda", "cuda:1"])] = "auto"
-    """Where to train. `auto` uses a CUDA GPU if there is one. `cuda:1` is the second visible GPU, `cuda` the
-    current one (the first, unless the process chose another). A resumed run may continue on another GPU."""
+    """Training device. `auto` uses a CUDA GPU if there is one. `cuda:1` is the second visible GPU, `cuda` the current
+    one (the first, unless the process selected another). A resumed run may continue on another GPU."""
     num_threads: Annotated[Count | None, Field(le=1024, examples=[8])] = None
-    """CPU threads of torch's operations (`torch.set_num_threads`); takes precedence over `OMP_NUM_THREADS`. By default
-    torch decides: `OMP_NUM_THREADS`, or one thread per core. The number is kept with the run: another one may add up
-    sums in another order and so change the last bits of the losses."""
+    """CPU threads of torch's operations (`torch.set_num_threads`); takes precedence over `OMP_NUM_THREADS`. Default:
+    `OMP_NUM_THREADS`, or one thread per core. The run records the number, because another one may change the order of
+    reductions and with it the last bits of the losses."""
     dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], TorchNames, Field(examples=["bf16"])] = "auto"
-    """Number format of the arithmetic. `auto` takes bf16 where the device computes it in hardware, fp32
-    elsewhere. Here and in the other keys for number formats, torch's names (`bfloat16`, `float16`, `float32`) are
-    accepted too."""
+    """Compute dtype. `auto` is bf16 if the device supports it in hardware, otherwise fp32. All dtype keys also accept
+    torch's names (`bfloat16`, `float16`, `float32`)."""
     weights_dtype: Annotated[Literal["auto", "fp32", "bf16"], TorchNames, Field(examples=["bf16"])] = "auto"
-    """Number format in which weights are kept. `auto` follows `dtype`: bf16 for bf16 (updates are rounded
-    stochastically, so that small ones are not lost), fp32 for fp32 and fp16."""
+    """Dtype of the weights. `auto` follows `dtype`: bf16 for bf16 (with stochastic rounding, so that small updates
+    are not lost), fp32 for fp32 and fp16."""
     gradient_dtype: Annotated[Literal["fp32", "bf16"], TorchNames, Field(examples=["fp32"])] = "fp32"
-    """Number format in which gradients are added up. bf16 takes half the memory and loses some precision; it
-    needs weights in bf16."""
+    """Dtype in which gradients are accumulated. bf16 halves their memory and loses some precision; it requires bf16
+    weights."""
     memory_limit: Annotated[str | None, Field(examples=["24GiB", "80%"])] = None
-    """The most memory the run may take on its device, its CUDA context included: a size (`24GiB` is 24 × 2³⁰ bytes,
-    `24GB` is 24 × 10⁹; in any case, also `24gb`, `24 GB`, `24G`) or a share of the device (`80%`). By default what is
-    free when it starts. On a GPU the allocator is held to it."""
+    """Device memory limit of the run, CUDA context included: a size (`24GiB` is 24 × 2³⁰ bytes, `24GB` is 24 × 10⁹;
+    case does not matter, also `24gb`, `24 GB`, `24G`) or a share of the device (`80%`). Default: what is free when
+    the run starts. On a GPU the limit is enforced by the allocator."""
     recompute: Annotated[
         Literal["auto"] | Policy | list[Policy] | dict[Policy, Annotated[int, Field(ge=0)]],
         Field(examples=["auto", "selective", {"block": 20, "none": 8}]),
     ] = "auto"
-    """What each layer keeps for the backward pass, and what it computes again: `none` keeps all; `pointwise` computes
-    norms, rotary positions and gates again; `selective` all but attention; `block` everything from the layer's input;
-    `offload` the same, and the input waits in the host's memory; `offload_attention` all but attention, and
-    `offload_half` the feed-forward half alone, and what is kept waits there. One word for all layers, a list with one
-    for each, or how many layers have which (the others have none). `auto` takes the fastest that fits `memory_limit`,
-    says which, and keeps the choice with the run. The numbers are the same with all of them."""
+    """Activation checkpointing: the recompute policy of each layer. `none` saves all activations; `pointwise`
+    recomputes norms, RoPE and gates; `selective` recomputes everything but attention; `block` saves only the layer's
+    input and recomputes the rest; `offload` is `block` with the input offloaded to host memory; `offload_attention`
+    is `selective` and `offload_half` recomputes the feed-forward half, both with the saved activations offloaded. One
+    policy for all layers, a list with one per layer, or the number of layers per policy (the remaining layers get
+    `none`). `auto` selects the fastest assignment that fits `memory_limit`, prints it and records it in the run
+    folder. Losses and gradients do not depend on the policy."""
     gradient_checkpointing: Annotated[bool | None, Field(examples=[True])] = None
-    """The familiar name: `true` is `recompute: block`, `false` is `recompute: none`."""
+    """Hugging Face's name for activation checkpointing: `true` is `recompute: block`, `false` is `recompute: none`."""
     mlp_tiles: Annotated[Literal["auto"] | Count, Field(examples=["auto", 8])] = "auto"
-    """Parts of the tokens that each layer's feed-forward half is computed in, for very long windows: its activations
-    then never exist whole. 1 computes it at once; `auto` takes as few as fit."""
+    """Tiled MLP, for very long sequences: the number of tiles along the token dimension in which each layer's
+    feed-forward is computed, so that its activations are never materialized for all tokens. 1 disables tiling; `auto`
+    uses the smallest number that fits."""
     load_in_4bit: Annotated[bool, Field(examples=[False])] = False
-    """Keep the blocks' weights frozen in 4 bits (NF4, as bitsandbytes has it) and train adapters on them: QLoRA. Needs
-    `lora`. Weights are quantized while they are read; files that bitsandbytes quantized are taken as they are."""
+    """QLoRA: freeze the blocks' weights, quantized to 4 bits (NF4, as in bitsandbytes), and train adapters. Requires
+    `lora`. Weights are quantized while loading; checkpoints quantized by bitsandbytes are loaded as they are."""
     load_in_8bit: Annotated[bool, Field(examples=[False])] = False
-    """The same in 8 bits, with one scale for each row: twice the memory of 4 bits, closer to the original."""
+    """The same in 8 bits, with one scale per row: twice the memory of 4 bits, smaller quantization error."""
     bnb_4bit_use_double_quant: Annotated[bool, Field(examples=[True])] = True
-    """With `load_in_4bit`: keep the scales in 8 bits too, 4.13 bits for each weight instead of 4.5."""
-    unpacked_layers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0)], Field(examples=["auto"])] = (
+    """With `load_in_4bit`: double quantization, the scales in 8 bits too: 4.13 bits per parameter instead of 4.5."""
+    dequantized_layers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0)], Field(examples=["auto"])] = (
         "auto"
     )
-    """With `load_in_4bit` or `load_in_8bit`: in how many layers weights are kept unpacked as well, in the format of the
-    arithmetic, so that no step has to unpack them: faster, with the same numbers, for 16 bits more a weight. `auto`
-    does so on a GPU for as many layers as fit where every layer keeps everything and memory is still left."""
+    """With `load_in_4bit` or `load_in_8bit`: the number of layers that also hold a dequantized copy of their weights
+    in the compute dtype, so that no step dequantizes them: faster, with identical results, for 16 more bits per
+    parameter. `auto` does so on a GPU for as many layers as fit, if no layer recomputes and memory is left."""
     deterministic: Annotated[bool, Field(examples=[False])] = False
-    """On a GPU: only algorithms that give the same bits each time, so that a resumed run equals an
-    uninterrupted one bit by bit. On a CPU it always does."""
+    """On a GPU: use deterministic algorithms only, so that a resumed run is bitwise identical to an uninterrupted
+    one. Runs on a CPU always are."""
 
     torch_compile: Annotated[Literal["auto", True, False], Field(examples=["auto"])] = "auto"
-    """Compile each layer with torch.compile: faster steps after a first one that takes some tens of seconds longer,
-    less from the second run on (compiled code is kept in the user's cache folder). `auto` does not compile: beside
-    `cuda_graphs` and this library's own kernels it was measured to gain nothing. The choice is kept with the run."""
+    """Compile each layer with torch.compile. The first step then takes some tens of seconds longer, less from the
+    second run on (compiled code is cached in the user's cache folder). `auto` does not compile: on top of
+    `cuda_graphs` and trimtab's own kernels it was measured to gain nothing. The choice is recorded in the run
+    folder."""
 
     cuda_graphs: Annotated[Literal["auto", True, False], Field(examples=["auto"])] = "auto"
-    """On a CUDA device, record forward and backward of a microbatch once and hand them to the GPU in one launch: small
-    models then take a fraction of the time, in the same memory, with the same numbers. `auto` does it where a
-    microbatch takes less than about two seconds and nothing stands against it."""
+    """On a CUDA device, capture forward and backward of a microbatch as a CUDA graph and replay it: steps of small
+    models, which are bound by launch overhead, take a fraction of the time, with the same memory and identical
+    results. `auto` captures if a microbatch takes less than about two seconds and nothing rules it out."""
 
     logging_steps: Annotated[Count, Field(examples=[10])] = 10
-    """Write the training loss every so many steps."""
+    """Log the training loss every so many steps."""
     eval_steps: Annotated[Count | None, Field(examples=[100])] = None
-    """Measure every so many steps. By default only before and after training."""
+    """Evaluate every so many steps. Default: only before and after training."""
     eval_on_start: Annotated[bool, Field(examples=[True])] = True
-    """Measure before the first step too; without it there is no "before" in the report."""
+    """Evaluate before the first step too; without it the report has no baseline."""
     early_stopping_patience: Annotated[Count | None, Field(examples=[3])] = None
-    """Stop after so many evaluations in a row that did not lower the loss on the domain set (`data.eval.domain`, or the
-    held-out `data.eval_share`), the loss that also decides the best checkpoint. Needs `eval_steps`. The state is saved
-    and the best checkpoint kept. The count is part of each checkpoint, so a resumed run stops at the same step."""
+    """Stop after so many consecutive evaluations without a lower loss on the domain set (`data.eval.domain`, or the
+    held-out `data.eval_share`), which also selects the best checkpoint. Requires `eval_steps`. The state is saved and
+    the best checkpoint kept. The count is part of each checkpoint, so a resumed run stops at the same step."""
     early_stopping_threshold: Annotated[float, Field(ge=0, examples=[0.001])] = 0.0
-    """With `early_stopping_patience`: an evaluation counts as better only if its loss is lower than the lowest before
-    it by more than this."""
+    """With `early_stopping_patience`: the minimum decrease of the loss, relative to the lowest so far, that counts as
+    an improvement."""
     save_steps: Annotated[Count | None, Field(examples=[500])] = 500
     """Save a checkpoint every so many steps, and always at the end. `null` saves only at the end."""
     save_total_limit: Annotated[Count, Field(examples=[2])] = 2
-    """Keep the newest so many checkpoints, and the best one besides."""
+    """Keep the newest so many checkpoints, and the best one in addition."""
     report_to: Annotated[Trackers, Field(examples=[["tensorboard"]])] = []
-    """Where metrics go besides the run folder. `wandb` sends them to Weights & Biases; nothing is sent
-    anywhere unless it is named here."""
+    """Experiment trackers, in addition to the run folder. `wandb` sends metrics to Weights & Biases; nothing is sent
+    anywhere unless it is listed here."""
 
     prompts: Annotated[list[str], Field(examples=[["The derivative of x^2 is"]])] = []
-    """Beginnings that the model continues before and after training, for the report."""
+    """Prompts that the model completes before and after training, for the report."""
     probe: Annotated[bool, Field(examples=[True])] = True
-    """Score grammar, transitivity and arithmetic by likelihood at each evaluation."""
+    """At each evaluation, score minimal pairs of grammar, transitivity and arithmetic by likelihood."""
     answers_field: Annotated[MathField, Field(examples=["calculus"])] = "math"
-    """Which problems those of `answers` are: all of mathematics, or one field of it."""
+    """Field of mathematics of the problems of `answers`; `math` is all of them."""
     answers: Annotated[int, Field(ge=0, examples=[100])] = 0
-    """Number of held-out problems whose generated answers are checked before and after training; 0 for
-    none."""
+    """Number of held-out problems whose generated answers are checked for exact match before and after training; 0
+    disables it."""
 
     @model_validator(mode="before")
     @classmethod

@@ -14,6 +14,7 @@ from trimtab.facts.errors import RecipeError
 from trimtab.facts.names import path_of, shortened
 from trimtab.recipe import problems
 from trimtab.recipe.keys import Recipe, Shorthand
+from trimtab.recipe.renamed import current_path, rename_keys
 from trimtab.recipe.shipped import shipped
 from trimtab.recipe.yaml_text import Path, read, write
 
@@ -87,7 +88,7 @@ def build(data: dict[str, Any], *, where: dict[Path, str] | None = None, name: s
         >>> build({"model": "starter", "data": {"train": ["notes.txt"]}}).model.name
         'starter'
     """
-    data = _plain(data)
+    data = rename_keys(_plain(data), where if where is not None else {})
     unwritable = list(problems.unwritable(data, where or {}))
     if unwritable:
         raise problems.combine(unwritable, name)
@@ -98,7 +99,7 @@ def build(data: dict[str, Any], *, where: dict[Path, str] | None = None, name: s
 
 
 def _plain(value: Any) -> Any:
-    """What Python code writes into a recipe as YAML has it: paths are text, tuples are lists."""
+    """Converts Python values to YAML types: paths to strings, tuples to lists."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -109,7 +110,7 @@ def _plain(value: Any) -> Any:
 def dump(recipe: Recipe) -> str:
     """The complete recipe, defaults written out, as YAML that loads to an equal recipe.
 
-    An adapter that a run starts from brings its own rank and modules: defaults beside it would be untrue.
+    An adapter that a run starts from has its own rank and modules, so their defaults are left out.
     """
     data = to_dict(recipe)
     if recipe.lora is not None and recipe.lora.adapter is not None:
@@ -174,7 +175,7 @@ def _parsed(override: str) -> tuple[Path, str]:
         raise RecipeError(
             f"'{_quoted(override)}' is not an override", "write key=value, for example learning_rate=1e-4"
         )
-    return _path(parts), text
+    return current_path(_path(parts)), text
 
 
 def _path(parts: Sequence[str]) -> Path:

@@ -1,4 +1,4 @@
-"""pydantic's findings as sentences a person can act on, all of them at once."""
+"""Converts pydantic's validation errors into one RecipeError that lists every problem with its remedy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def as_recipe_error(error: ValidationError, where: dict[Path, str], name: str) -
 
 
 def _key_of(path: Path) -> Path:
-    """A path up to the key itself: pydantic goes on with what the key's value was tried as."""
+    """The path of the key itself: pydantic appends the types that it tried for the value."""
     for length, part in enumerate(path):
         last = length == len(path) - 1 > 0
         if isinstance(part, str) and (
@@ -270,7 +270,7 @@ def all_keys(section: type[BaseModel] = Recipe, prefix: Path = ()) -> Iterator[P
 
 
 def dotted(path: Path) -> str:
-    """`('data', 'train', 0)` as a person writes it: `data.train.0`."""
+    """`('data', 'train', 0)` in dotted form: `data.train.0`."""
     return ".".join(str(part) for part in path)
 
 

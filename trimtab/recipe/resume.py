@@ -1,7 +1,7 @@
 """Which keys may change when a run is resumed.
 
-A resumed run continues the very run that stopped: same data in the same order, same arithmetic, same
-schedule. Keys that touch none of these may change; a change of any other is an error, never ignored.
+A resumed run continues exactly: same data order, same arithmetic, same schedule. Keys that affect none of these may
+change; a change of any other key is an error.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from trimtab.recipe.keys import Recipe
 from trimtab.recipe.loading import to_dict
 
 CHANGEABLE_ON_RESUME: dict[str, str] = {
-    "logging_steps": "only how often numbers are written",
-    "eval_steps": "only how often is measured",
-    "eval_on_start": "the start is past",
-    "early_stopping_patience": "only when the run stops; a larger one continues a run that stopped early",
-    "early_stopping_threshold": "only when the run stops",
-    "num_threads": "another number may change the last bits of the losses, as the run then says",
-    "save_steps": "only how often is saved",
-    "save_total_limit": "only how many checkpoints are kept",
-    "max_steps": "trains longer: the schedule is followed over the new number of steps from the resumed one on, as "
-    "Hugging Face's Trainer does; a constant one stays as it is",
+    "logging_steps": "changes only the logging interval",
+    "eval_steps": "changes only the evaluation interval",
+    "eval_on_start": "the evaluation before the first step is over",
+    "early_stopping_patience": "changes only when the run stops; a larger value continues a run that stopped early",
+    "early_stopping_threshold": "changes only when the run stops",
+    "num_threads": "another number may change the last bits of the losses; the run prints a note",
+    "save_steps": "changes only the checkpoint interval",
+    "save_total_limit": "changes only how many checkpoints are kept",
+    "max_steps": "trains longer: from the resumed step on, the schedule runs over the new number of steps, as in "
+    "Hugging Face's Trainer; a constant schedule does not change",
     "num_train_epochs": "as `max_steps`",
-    "device": "the same training: on another GPU of the same kind with the same bits, from CUDA to CPU or back with "
-    "other rounding",
-    "report_to": "only where metrics are copied to",
-    "output_dir": "the run folder may have moved; the one given to --resume counts",
-    "data.num_proc": "the tokens are the same however many processes made them",
-    "data.cache_dir": "the tokens are the same wherever they are cached",
-    "prompts": "completions are shown, not trained on",
-    "probe": "scores are shown, not trained on",
-    "answers": "answers are shown, not trained on",
-    "answers_field": "answers are shown, not trained on",
-    "gradient_checkpointing": "the same numbers, kept or computed again",
-    "recompute": "the same numbers, kept or computed again",
-    "memory_limit": "the same numbers, kept or computed again",
-    "unpacked_layers": "the same numbers, kept or unpacked again",
-    "cuda_graphs": "the same kernels, handed over one by one or together",
+    "device": "continues the same training: bitwise identical on another GPU of the same model, with different "
+    "rounding between CUDA and CPU",
+    "report_to": "changes only where metrics are sent",
+    "output_dir": "the run folder may have moved; the path given to --resume is used",
+    "data.num_proc": "tokens do not depend on the number of tokenizer processes",
+    "data.cache_dir": "tokens do not depend on the cache folder",
+    "prompts": "completions do not affect training",
+    "probe": "probe scores do not affect training",
+    "answers": "answers do not affect training",
+    "answers_field": "answers do not affect training",
+    "gradient_checkpointing": "gradients do not depend on what is recomputed",
+    "recompute": "gradients do not depend on what is recomputed",
+    "memory_limit": "gradients do not depend on what is recomputed",
+    "dequantized_layers": "results do not depend on dequantized copies",
+    "cuda_graphs": "the same kernels run, launched one by one or as a graph",
 }
-"""Key to the reason why it may change."""
+"""Keys that may change, each with the reason."""
 
 
 WITH_DEVICE = ("model.attn_implementation", "optim_implementation", "torch_compile")
-"""May change together with `device`: what was named for one may not run on the other."""
+"""Keys that may change together with `device`: an implementation named for one device may not run on the other."""
 
 
 def check_resume(old: Recipe, new: Recipe, *, run: str = "RUN", overrides: Sequence[str] = ()) -> None:
@@ -77,7 +77,7 @@ def check_resume(old: Recipe, new: Recipe, *, run: str = "RUN", overrides: Seque
 
 
 def _anew(old: Recipe, run: str, overrides: Sequence[str]) -> str:
-    """How to train on with other keys, from the weights of a run."""
+    """The command that starts a new run with other keys from the weights of a run."""
     words = [f"{run}/recipe.yaml", f"output_dir={run}-2"]
     first = ""
     if old.lora is not None and not any(word.startswith("lora.") for word in overrides):

@@ -1,4 +1,4 @@
-"""What must hold between keys of a recipe, beyond each key's own type and range."""
+"""Constraints between keys of a recipe, beyond each key's own type and range."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ if TYPE_CHECKING:
     from trimtab.recipe.keys import Lora, Recipe
 
 FLAT_SCHEDULES = ("constant", "constant_with_warmup")
-"""Schedules whose learning rate at a step does not depend on how many steps there will be."""
+"""Schedules whose learning rate does not depend on the total number of steps."""
 
+MAX_TOKENS = 10**15
+"""Upper bound on the tokens of an optimizer step; integer arithmetic on them stays exact in a double."""
 MAX_WEIGHT = 1000
-"""Passes over a source in an epoch. The order of an epoch is in memory; a larger weight is a slip, not a mixture."""
+"""Maximum passes over a source per epoch. The order of an epoch is kept in memory, and a larger weight is a typo."""
 
 TEMPLATE_NAMES = (
     "messages",
@@ -26,13 +28,14 @@ TEMPLATE_NAMES = (
     "strftime_now",
     "self",
 )
-"""What every chat template is given already, from the rows, from trimtab and from Jinja."""
+"""Variables that every chat template gets from the rows, from trimtab and from Jinja."""
 
 
 def problems(recipe: Recipe) -> list[str]:
     """One sentence, `cause; remedy`, for each pair of keys that contradict each other; empty if none do."""
     return [
         *_length(recipe),
+        *_size(recipe),
         *_weights(recipe),
         *_grouping(recipe),
         *_schedule(recipe),
@@ -49,14 +52,23 @@ def problems(recipe: Recipe) -> list[str]:
 
 def _length(recipe: Recipe) -> Iterator[str]:
     if recipe.max_steps == 0:
-        yield "max_steps is 0; give a number of steps, or -1 to train for num_train_epochs"
+        yield "max_steps is 0; set a positive number of steps, or -1 to train for num_train_epochs"
     if recipe.max_steps > 0 and recipe.num_train_epochs is not None:
         yield (
             f"max_steps: {recipe.max_steps} and num_train_epochs: {recipe.num_train_epochs:g} are both "
             "given; keep one of them: set max_steps=null or num_train_epochs=null"
         )
     if recipe.data.streaming and recipe.max_steps <= 0:
-        yield "data.streaming is on and the number of steps is unknown; give max_steps"
+        yield "data.streaming: true leaves the number of steps unknown; set max_steps"
+
+
+def _size(recipe: Recipe) -> Iterator[str]:
+    tokens = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps * recipe.max_seq_length
+    if tokens > MAX_TOKENS:
+        yield (
+            f"per_device_train_batch_size × gradient_accumulation_steps × max_seq_length are {float(tokens):.3g} "
+            f"tokens per step, more than any model is trained on; lower them to {MAX_TOKENS:.0e} together"
+        )
 
 
 def _weights(recipe: Recipe) -> Iterator[str]:
@@ -77,12 +89,12 @@ def _grouping(recipe: Recipe) -> Iterator[str]:
         return
     if recipe.packing:
         yield (
-            "group_by_length: true is for windows of one document each, and packing: true fills windows with several; "
+            "group_by_length: true requires one document per sequence, and packing: true packs several; "
             "set packing: false, or leave group_by_length out (group_by_length=null)"
         )
     if recipe.data.streaming:
         yield (
-            "group_by_length: true needs the lengths of all documents, which data.streaming: true does not know; "
+            "group_by_length: true requires the lengths of all documents, which are unknown with data.streaming: true; "
             "set data.streaming: false, or leave group_by_length out (group_by_length=null)"
         )
 
@@ -112,7 +124,7 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
 
 
 def _without_warmup(recipe: Recipe) -> str:
-    """How the warm-up that a recipe has is left out."""
+    """The remedy that removes the recipe's warm-up."""
     given = [key for key in ("warmup_steps", "warmup_ratio") if getattr(recipe, key)]
     return f"leave the warm-up out ({' '.join(f'{key}=null' for key in given)})"
 
@@ -120,15 +132,14 @@ def _without_warmup(recipe: Recipe) -> str:
 def _precision(recipe: Recipe) -> Iterator[str]:
     if recipe.dtype in ("fp32", "fp16") and recipe.weights_dtype == "bf16":
         yield (
-            f"dtype: {recipe.dtype} cannot compute on weights kept in bf16; "
-            "set dtype: bf16, or weights_dtype: fp32"
+            f"dtype: {recipe.dtype} cannot be used with bf16 weights; set dtype: bf16, or weights_dtype: fp32"
         )
     if recipe.gradient_dtype == "bf16" and (
         recipe.weights_dtype == "fp32"
         or (recipe.weights_dtype == "auto" and recipe.dtype in ("fp32", "fp16"))
     ):
         yield (
-            "gradient_dtype: bf16 needs weights in bf16, and here they are kept in fp32; "
+            "gradient_dtype: bf16 requires bf16 weights, and here they are fp32; "
             "set gradient_dtype: fp32, or weights_dtype: bf16 with dtype: bf16"
         )
 
@@ -136,26 +147,27 @@ def _precision(recipe: Recipe) -> Iterator[str]:
 def _optimizer(recipe: Recipe) -> Iterator[str]:
     if recipe.optim_implementation != "auto" and recipe.optim != "adamw_8bit":
         yield (
-            f"optim_implementation: {recipe.optim_implementation} is of adamw_8bit, and optim is {recipe.optim}; "
-            "leave it out (optim_implementation=null), or set optim: adamw_8bit"
+            f"optim_implementation: {recipe.optim_implementation} requires optim: adamw_8bit, not "
+            f"{recipe.optim}; leave it out (optim_implementation=null), or set optim: adamw_8bit"
         )
     if not recipe.optim_in_backward:
         return
     if recipe.max_grad_norm > 0:
         yield (
-            f"optim_in_backward: true uses each gradient before the others are known, and max_grad_norm: "
-            f"{recipe.max_grad_norm:g} needs all of them; set max_grad_norm: 0, or optim_in_backward: false"
+            "optim_in_backward: true updates each parameter before all gradients are known, so the global gradient "
+            f"norm cannot be clipped to max_grad_norm: {recipe.max_grad_norm:g}; set max_grad_norm: 0, or "
+            "optim_in_backward: false"
         )
     if recipe.gradient_accumulation_steps > 1:
         yield (
-            "optim_in_backward: true uses a gradient after one pass, and gradient_accumulation_steps: "
-            f"{recipe.gradient_accumulation_steps} adds up several; set gradient_accumulation_steps: 1 with a larger "
-            "per_device_train_batch_size, or optim_in_backward: false"
+            "optim_in_backward: true updates the parameters in every backward pass, so gradients cannot be accumulated "
+            f"over gradient_accumulation_steps: {recipe.gradient_accumulation_steps}; set "
+            "gradient_accumulation_steps: 1 with a larger per_device_train_batch_size, or optim_in_backward: false"
         )
     if recipe.dtype == "fp16":
         yield (
-            "optim_in_backward: true cannot leave out a step whose scaled gradients overflow, as dtype: fp16 has to; "
-            "set dtype: bf16, or optim_in_backward: false"
+            "optim_in_backward: true cannot skip a step whose gradients overflow, as loss scaling with dtype: fp16 "
+            "requires; set dtype: bf16, or optim_in_backward: false"
         )
 
 
@@ -164,8 +176,8 @@ def _memory(recipe: Recipe) -> Iterator[str]:
     inside = [policy for policy in ("offload_half", "offload_attention") if policy in named]
     if recipe.torch_compile is True and inside:
         yield (
-            f"recompute: {inside[0]} sends tensors from inside a layer, which torch_compile: true compiles whole; "
-            "set recompute: offload, or torch_compile: false"
+            f"recompute: {inside[0]} offloads activations from inside a layer, which torch_compile: true compiles as "
+            "one region; set recompute: offload, or torch_compile: false"
         )
     limit = recipe.memory_limit
     if limit is not None and not parse_bytes(limit) and parse_share(limit) is None:
@@ -194,7 +206,7 @@ def _tiles(recipe: Recipe) -> Iterator[str]:
     windows, length = recipe.per_device_train_batch_size, recipe.max_seq_length
     if recipe.mlp_tiles != "auto" and recipe.mlp_tiles > windows * length:
         yield (
-            f"mlp_tiles: {recipe.mlp_tiles} is more than there are tokens at once "
+            f"mlp_tiles: {recipe.mlp_tiles} is more than the tokens of a microbatch "
             f"(per_device_train_batch_size: {windows} × max_seq_length: {length}); give at most {windows * length}"
         )
 
@@ -205,7 +217,7 @@ def _template(recipe: Recipe) -> Iterator[str]:
         them = "it" if len(taken) == 1 else "them"
         keys = " ".join(f"data.chat_template_kwargs.{name}=null" for name in taken)
         yield (
-            f"data.chat_template_kwargs names {', '.join(taken)}, which every chat template is given anyway; "
+            f"data.chat_template_kwargs names {', '.join(taken)}, which every chat template gets anyway; "
             f"leave {them} out ({keys})"
         )
 
@@ -215,7 +227,7 @@ def _measuring(recipe: Recipe) -> Iterator[str]:
     sets = recipe.data.eval.domain or recipe.data.eval.general or held_out
     if recipe.eval_steps and not (sets or recipe.probe or recipe.answers or recipe.prompts):
         yield (
-            f"eval_steps: {recipe.eval_steps} is given and there is nothing to measure; "
+            f"eval_steps: {recipe.eval_steps} is set and there is nothing to evaluate; "
             "name a set under data.eval, set data.eval_share, or leave eval_steps out (eval_steps=null)"
         )
 
@@ -232,7 +244,8 @@ def _early_stopping(recipe: Recipe) -> Iterator[str]:
         return
     if recipe.eval_steps is None:
         yield (
-            f"early_stopping_patience: {patience} counts evaluations, and there are none while training; set eval_steps"
+            f"early_stopping_patience: {patience} counts evaluations, and none take place during training; set "
+            "eval_steps"
         )
     if not has_domain_set(recipe):
         set_one = (
@@ -241,7 +254,7 @@ def _early_stopping(recipe: Recipe) -> Iterator[str]:
             else "name data.eval.domain or set data.eval_share"
         )
         yield (
-            f"early_stopping_patience: {patience} is decided by the loss on the domain set, which is missing; {set_one}"
+            f"early_stopping_patience: {patience} depends on the loss on the domain set, and there is none; {set_one}"
         )
 
 
@@ -260,7 +273,7 @@ def _lora(recipe: Recipe) -> Iterator[str]:
         keys = ", ".join(f"lora.{key}" for key in given)
         nulls = " ".join(f"lora.{key}=null" for key in given)
         yield (
-            f"lora.adapter: {lora.adapter} brings its own {given[0]}; leave {keys} out ({nulls}), or train a fresh "
+            f"lora.adapter: {lora.adapter} has its own {given[0]}; leave {keys} out ({nulls}), or train a new "
             "adapter (lora.adapter=null)"
         )
     if (
@@ -269,8 +282,8 @@ def _lora(recipe: Recipe) -> Iterator[str]:
         and not any(name.rpartition(".")[2] == "embed_tokens" for name in lora.modules_to_save)
     ):
         yield (
-            "model.added_tokens gives the embedding rows that adapters do not train; name embed_tokens in "
-            "lora.modules_to_save (and lm_head, where the model has one of its own)"
+            "model.added_tokens adds rows to the embedding that adapters do not train; list embed_tokens in "
+            "lora.modules_to_save (and lm_head, if the model has an untied head)"
         )
 
 
@@ -284,13 +297,13 @@ def _quantized(recipe: Recipe) -> Iterator[str]:
         key, bits = ("load_in_4bit", 4) if recipe.load_in_4bit else ("load_in_8bit", 8)
         if recipe.lora is None:
             yield (
-                f"{key}: true keeps the weights in {bits} bits, where they cannot be trained directly; train adapters "
-                f"on them (lora: {{r: 16}}), or set {key}: false"
+                f"{key}: true quantizes the weights to {bits} bits, which cannot be trained; train adapters "
+                f"(lora: {{r: 16}}), or set {key}: false"
             )
-    elif recipe.unpacked_layers not in ("auto", 0):
+    elif recipe.dequantized_layers not in ("auto", 0):
         yield (
-            f"unpacked_layers: {recipe.unpacked_layers} has no effect without quantized weights; leave it out "
-            "(unpacked_layers=null), or set load_in_4bit: true or load_in_8bit: true"
+            f"dequantized_layers: {recipe.dequantized_layers} has no effect without quantized weights; leave it out "
+            "(dequantized_layers=null), or set load_in_4bit: true or load_in_8bit: true"
         )
     if not recipe.bnb_4bit_use_double_quant and not recipe.load_in_4bit:
         yield (

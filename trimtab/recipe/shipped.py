@@ -8,7 +8,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def shipped() -> dict[str, Path]:
-    """Their names and files: inside an installed package, beside it in a clone.
+    """Names and files of the shipped recipes: inside an installed package, next to it in a clone.
 
     Example:
         >>> "own-text" in shipped(), "qwen3-8b-qlora" in shipped()

@@ -1,4 +1,4 @@
-"""One file per family: config.json ↔ shape, names of its tensors in files, and what else is special about it."""
+"""One file per model family: config.json ↔ shape, tensor names in files, and family-specific settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape, check
 from trimtab.model.families import llama, mistral, qwen2, qwen3
 from trimtab.model.families.base import Family
-from trimtab.model.families.config_json import HARMLESS, ConfigValues, common_keys, refuse_unsupported
+from trimtab.model.families.config_json import HARMLESS, ConfigValues, check_supported, common_keys
+from trimtab.model.families.planned import PLANNED, planned_shape
 
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3)}
 """By transformers' `model_type`."""
@@ -18,7 +19,7 @@ FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (
 def family(name: str) -> Family:
     """A family by its name."""
     if name not in FAMILIES:
-        raise ModelError(f"no family is called {name!r}", f"supported are {', '.join(FAMILIES)}")
+        raise ModelError(f"unknown model family {name!r}", f"supported are {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
@@ -27,7 +28,7 @@ def shape_from_config(config: Mapping[str, Any], where: str = "config.json") -> 
 
     Args:
         config: the parsed file.
-        where: how errors name it.
+        where: the file's name in errors.
 
     Example:
         >>> shape_from_config({"model_type": "llama", "vocab_size": 64, "hidden_size": 16,
@@ -37,8 +38,35 @@ def shape_from_config(config: Mapping[str, Any], where: str = "config.json") -> 
     return _described(config, where)[0]
 
 
+def described_shape(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
+    """The shape that a `config.json` describes, for planning; also of families that cannot be trained yet.
+
+    Args:
+        config: the parsed file.
+        where: the file's name in errors.
+
+    Raises:
+        ModelError: an unknown family, or invalid values.
+
+    Example:
+        >>> tiny = described_shape({"model_type": "mixtral", "vocab_size": 64, "hidden_size": 16,
+        ...     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2})
+        >>> tiny.blocks[0].feed_forward.count
+        8
+    """
+    name = config.get("model_type")
+    if isinstance(name, str) and name in PLANNED:
+        return planned_shape(config, where)
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ModelError(
+            f"{where} describes a model of type {name!r}, which trimtab does not support",
+            f"use one of {', '.join([*FAMILIES, *PLANNED])}",
+        )
+    return shape_from_config(config, where)
+
+
 def unknown_keys(config: Mapping[str, Any], where: str = "config.json") -> list[str]:
-    """Keys of a `config.json` that its family neither reads nor knows to be harmless.
+    """Keys of a `config.json` that its family neither reads nor lists as harmless.
 
     Example:
         >>> unknown_keys({"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
@@ -53,24 +81,27 @@ def unknown_keys(config: Mapping[str, Any], where: str = "config.json") -> list[
 def _described(config: Mapping[str, Any], where: str) -> tuple[ModelShape, ConfigValues, Family]:
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
+        known = ", which trimtab does not support"
+        if isinstance(name, str) and name in PLANNED:
+            known = f": trimtab can plan {name} models but not train them yet"
         raise ModelError(
-            f"{where} describes a model of type {name!r}, which trimtab does not know",
+            f"{where} describes a model of type {name!r}{known}",
             f"supported are {', '.join(FAMILIES)} (SmolLM2 is a llama)",
         )
     found = FAMILIES[name]
     values = ConfigValues({**found.defaults, **config}, where)
-    refuse_unsupported(values)
+    check_supported(values)
     return check(found.describe(values)), values, found
 
 
 def config_from_shape(
     shape: ModelShape, *, dtype: str, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A `config.json` that transformers 4 and 5 load.
+    """Creates a `config.json` that transformers 4 and 5 load.
 
     Args:
         shape: the model.
-        dtype: torch's name of the stored weights' format ("bfloat16").
+        dtype: torch's name of the stored weights' dtype ("bfloat16").
         extra: further keys, such as `bos_token_id` and `eos_token_id`; without them those two are null.
     """
     found = family(shape.family)
@@ -84,9 +115,18 @@ def config_from_shape(
     if shape_from_config(config) != shape:
         raise ModelError(
             f"transformers' {found.architecture} cannot describe this model",
-            "build it with the biases, norms and windows of its family",
+            "build it with the biases, norms and sliding windows of its family",
         )
     return {**config, **(extra or {})}
 
 
-__all__ = ["FAMILIES", "Family", "config_from_shape", "family", "shape_from_config", "unknown_keys"]
+__all__ = [
+    "FAMILIES",
+    "PLANNED",
+    "Family",
+    "config_from_shape",
+    "described_shape",
+    "family",
+    "shape_from_config",
+    "unknown_keys",
+]

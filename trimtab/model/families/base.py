@@ -1,4 +1,4 @@
-"""What a family has to say about itself: its config.json, its tensors' names, and the order of their rows."""
+"""The definition of a model family: its config.json, its tensors' names, and the order of their rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ QK_NORM = {"self_attn.q_norm.weight": "attn_q_norm.weight", "self_attn.k_norm.we
 
 @dataclass(frozen=True)
 class Family:
-    """One family: config.json ↔ shape, and key maps. trimtab's names are Hugging Face's, so only departures are listed.
+    """One family: config.json ↔ shape, and key maps. trimtab's names are Hugging Face's, so only deviations are listed.
 
     Example:
         >>> from trimtab.model.families import family
@@ -57,31 +57,31 @@ class Family:
     name: str
     """transformers' `model_type`."""
     architecture: str
-    """transformers' class, as `architectures` names it."""
+    """transformers' class, as in `architectures`."""
     describe: Callable[[ConfigValues], ModelShape]
     """The shape that a config.json describes."""
     own_keys: Callable[[ModelShape], dict[str, Any]]
     """The keys of a config.json that only this family has, for a shape."""
     gguf_layer: Mapping[str, str]
-    """Tensors of a layer, without their prefix: ours to GGUF's."""
+    """Tensors of a layer, without their prefix: trimtab's names to GGUF's."""
     gguf_pairs_rotary_rows: bool
-    """Whether GGUF files interleave the rows of q and k (numbers 0 and D/2 of a head side by side)."""
+    """Whether GGUF files interleave the rows of q and k (elements 0 and D/2 of a head are adjacent)."""
     gguf_architecture: str = ""
-    """`general.architecture` of its GGUF files, where they are read."""
+    """`general.architecture` of its GGUF files, where supported."""
     gguf_windowed: bool = False
-    """Whether it is the family of such files if they name a sliding window, where several families share a name."""
+    """Whether files with a sliding window are of this family, where several families share an architecture name."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers assumes for keys that a config leaves out (its configuration_<family>.py)."""
+    """transformers' defaults for keys that a config omits (its configuration_<family>.py)."""
     harmless: frozenset[str] = frozenset()
-    """Keys of a config that change neither parameters nor arithmetic, besides those that all families have."""
+    """Config keys that affect neither parameters nor arithmetic, in addition to those of all families."""
     gguf_top: Mapping[str, str] = field(default_factory=lambda: dict(TOP))
-    """Tensors outside the layers: ours to GGUF's."""
+    """Tensors outside the layers: trimtab's names to GGUF's."""
     hf_ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
-    """Patterns of tensors in Hugging Face files that are computed, not learnt."""
+    """Patterns of tensors in Hugging Face files that are computed, not learned."""
     gguf_ignored: tuple[str, ...] = (r"rope_freqs\.weight",)
 
     def gguf_name(self, name: str) -> str:
-        """GGUF's name of a parameter of ours."""
+        """GGUF's name of a parameter."""
         match = _LAYER.fullmatch(name)
         if match is None:
             return self.gguf_top[name]
@@ -92,13 +92,13 @@ class Family:
         return f"blk.{match[1]}.{self.gguf_layer[match[2]]}"
 
     def hf_name(self, stored: str) -> str:
-        """Our name of a tensor in a Hugging Face file; folders of a bare trunk lack the `model.` in front."""
+        """trimtab's name of a tensor in a Hugging Face file; folders of a base model omit the `model.` prefix."""
         return stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"
 
     def ignores_hf(self, stored: str) -> bool:
-        """Whether a stored tensor is one that the model computes itself."""
+        """Whether the model computes a stored tensor itself."""
         return any(re.fullmatch(pattern, stored) for pattern in self.hf_ignored)
 
     def ignores_gguf(self, stored: str) -> bool:
-        """The same for GGUF files."""
+        """As `ignores_hf`, for GGUF files."""
         return any(re.fullmatch(pattern, stored) for pattern in self.gguf_ignored)

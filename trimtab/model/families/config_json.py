@@ -1,6 +1,6 @@
-"""Hugging Face's config.json: values with their types checked, what all families read of it, and RoPE.
+"""Hugging Face's config.json: typed values, the keys that all families read, and RoPE.
 
-Both spellings of rotary settings are read: `rope_theta` with `rope_scaling` (transformers 4, and what nearly
+Both forms of RoPE settings are read: `rope_theta` with `rope_scaling` (transformers 4, and what nearly
 every published model has) and `rope_parameters` (transformers 5). The first is written, since transformers 4
 and 5, vLLM and llama.cpp's converter all read it.
 """
@@ -44,14 +44,14 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""Keys that change neither parameters nor arithmetic, in every family. trimtab trains without `attention_dropout`."""
+"""Keys that affect neither parameters nor arithmetic, in all families. trimtab trains without `attention_dropout`."""
 MAX_LAYERS = 10_000
-"""More than any model has; a damaged file must not make us build a billion layers."""
+"""More than any model has; a damaged file must not make trimtab build a billion layers."""
 _MAX_CONFIG_BYTES = 64 * 2**20
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The object in `folder/config.json`, or an error that says what is wrong with the file."""
+    """Reads the object in `folder/config.json`; raises ModelError if it is invalid."""
     path = config_folder(Path(folder)) / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json", "give a Hugging Face model folder or a .gguf file")
@@ -59,7 +59,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
-    """A JSON file that must hold an object."""
+    """Reads a JSON file that must contain an object."""
     if path.stat().st_size > _MAX_CONFIG_BYTES:
         raise ModelError(
             f"{path} is larger than {_MAX_CONFIG_BYTES // 2**20} MiB",
@@ -69,16 +69,16 @@ def read_model_json(path: Path) -> dict[str, Any]:
         return read_json_object(path)
     except ValueError as err:  # not JSON, not UTF-8, or numbers of thousands of digits
         raise ModelError(
-            f"{path} holds no JSON object ({err})", "download or export the model again"
+            f"{path} is not a JSON object ({err})", "download or export the model again"
         ) from err
 
 
 class ConfigValues:
-    """A config's values with their types checked; a missing one without a default is an error.
+    """A config's values with type checks; a missing one without a default raises.
 
     Example:
         >>> config = ConfigValues({"hidden_size": 16, "strange": 1}, "config.json")
-        >>> config.whole("hidden_size"), config.unread()
+        >>> config.integer("hidden_size"), config.unread()
         (16, ['strange'])
     """
 
@@ -87,21 +87,21 @@ class ConfigValues:
         self._read: set[str] = set()
 
     def get(self, key: str) -> Any:
-        """A value as it is; None where it is missing."""
+        """The raw value; None if missing."""
         self._read.add(key)
         return self.data.get(key)
 
     def unread(self) -> list[str]:
-        """Keys that nothing has asked for."""
+        """Keys that have not been read."""
         return [key for key in self.data if key not in self._read]
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
-        return self.whole("num_hidden_layers", most=MAX_LAYERS)
+        """The number of layers."""
+        return self.integer("num_hidden_layers", most=MAX_LAYERS)
 
-    def whole(self, key: str, default: int | None = None, *, least: int = 0, most: int = 2**40) -> int:
-        """A whole number from `least` to `most`."""
+    def integer(self, key: str, default: int | None = None, *, least: int = 0, most: int = 2**40) -> int:
+        """An integer from `least` to `most`."""
         value = self.get(key)
         value = default if value is None else value
         if value is None:
@@ -109,7 +109,7 @@ class ConfigValues:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise ModelError(
                 f"{self.where}: {key} is {value!r}",
-                f"download it again: a whole number from {least} to {most} is expected",
+                f"download it again: expected an integer from {least} to {most}",
             )
         return value
 
@@ -118,29 +118,27 @@ class ConfigValues:
         value = self.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
-            raise ModelError(f"{self.where}: {key} is {value!r}", "download it again: a number is expected")
+            raise ModelError(f"{self.where}: {key} is {value!r}", "download it again: expected a number")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false."""
+        """A boolean."""
         value = self.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise ModelError(
-                f"{self.where}: {key} is {value!r}", "download it again: true or false is expected"
-            )
+            raise ModelError(f"{self.where}: {key} is {value!r}", "download it again: expected true or false")
         return value
 
 
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
+    except OverflowError:  # an integer too large for a float
         return False
 
 
-def refuse_unsupported(values: ConfigValues) -> None:
-    """ModelError for a feature that no family of trimtab's has."""
+def check_supported(values: ConfigValues) -> None:
+    """Raises ModelError for a feature that no trainable family has."""
     where = values.where
     act = values.get("hidden_act") or "silu"
     if act not in ("silu", "swish"):
@@ -148,7 +146,7 @@ def refuse_unsupported(values: ConfigValues) -> None:
             f"{where}: hidden_act is {act!r}",
             "use a model with hidden_act: silu, the only one that trimtab trains",
         )
-    _refuse_unknown_quantization(values)
+    _check_quantization(values)
     if values.flag("rope_interleaved"):
         raise ModelError(
             f"{where}: rope_interleaved is true",
@@ -165,25 +163,25 @@ def refuse_unsupported(values: ConfigValues) -> None:
         )
 
 
-def _refuse_unknown_quantization(values: ConfigValues) -> None:
-    """bitsandbytes' NF4 and INT8 are read; the files themselves say the rest."""
+def _check_quantization(values: ConfigValues) -> None:
+    """Raises for quantizations other than bitsandbytes' NF4 and INT8, whose details are in the weight files."""
     stored = values.get("quantization_config")
     if not stored:
         return
     if not isinstance(stored, dict):
         raise ModelError(
-            f"{values.where}: quantization_config is {stored!r}", "download it again: an object is expected"
+            f"{values.where}: quantization_config is {stored!r}", "download it again: expected an object"
         )
     method = stored.get("quant_method")
     if method != "bitsandbytes":
         raise ModelError(
-            f"{values.where} says that the weights are already quantized (by {method})",
-            "give the model's unquantized weights, or ones that bitsandbytes quantized (NF4, INT8)",
+            f"{values.where} declares weights that are already quantized (by {method})",
+            "give the model's unquantized weights, or ones quantized by bitsandbytes (NF4, INT8)",
         )
     kind = stored.get("bnb_4bit_quant_type", "fp4")  # bitsandbytes' own default
     if stored.get("load_in_4bit") and kind != "nf4":
         raise ModelError(
-            f"{values.where} says that the weights are in {kind}, of which only nf4 is read",
+            f"{values.where} declares weights in {kind}; only nf4 is supported",
             "give the model's unquantized weights",
         )
 
@@ -199,24 +197,24 @@ def decoder_shape(
     fused_qkv: bool = False,
     fused_gate_up: bool = False,
 ) -> ModelShape:
-    """The shape of a decoder like Llama's: what all families read, with what one of them has besides.
+    """The shape of a Llama-like decoder, from the keys of all families and family-specific arguments.
 
     Args:
         config: its values.
         qkv_bias: whether q, k and v have biases; likewise `o_bias` and `mlp_bias`.
-        qk_norm: how queries and keys are normed.
-        windows: of the attention of each layer; full attention everywhere if None.
-        fused_qkv: whether q, k and v are one matrix in the files; likewise `fused_gate_up`.
+        qk_norm: how queries and keys are normalized.
+        windows: sliding window per layer; full attention everywhere if None.
+        fused_qkv: whether q, k and v are one fused matrix; likewise `fused_gate_up`.
     """
-    hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     if heads < 1:
         raise ModelError(f"{config.where}: num_attention_heads is {heads}", "it must be at least 1")
-    max_positions, norm = config.whole("max_position_embeddings"), Norm(config.number("rms_norm_eps", 1e-6))
+    max_positions, norm = config.integer("max_position_embeddings"), Norm(config.number("rms_norm_eps", 1e-6))
     attention = {
         window: AttentionShape(
             heads,
-            config.whole("num_key_value_heads", heads),
-            config.whole("head_dim", hidden // heads),
+            config.integer("num_key_value_heads", heads),
+            config.integer("head_dim", hidden // heads),
             rope=read_rope(config, max_positions),
             window=window,
             qk_norm=qk_norm,
@@ -227,11 +225,11 @@ def decoder_shape(
         for window in dict.fromkeys(windows or [None])
     }
     feed_forward = FeedForwardShape(
-        config.whole("intermediate_size"), bias=mlp_bias, fused_gate_up=fused_gate_up
+        config.integer("intermediate_size"), bias=mlp_bias, fused_gate_up=fused_gate_up
     )
     return ModelShape(
         family=str(config.get("model_type")),
-        vocab_size=config.whole("vocab_size"),
+        vocab_size=config.integer("vocab_size"),
         hidden_size=hidden,
         blocks=tuple(
             BlockShape(attention[window], feed_forward, norm)
@@ -277,14 +275,14 @@ def read_rope(values: ConfigValues, max_positions: int) -> Rope:
     rope = old or new or {}
     if not isinstance(rope, dict):
         raise ModelError(
-            f"{values.where}: the rotary settings are {rope!r}", "download it again: an object is expected"
+            f"{values.where}: the RoPE settings are {rope!r}", "download it again: expected an object"
         )
     if any(isinstance(value, dict) for value in rope.values()):
         raise ModelError(
-            f"{values.where}: rotary settings differ between kinds of layers",
-            "use a model with one setting for all layers",
+            f"{values.where}: RoPE settings differ between kinds of layers",
+            "use a model with the same RoPE settings in all layers",
         )
-    where = f"{values.where} (rotary settings)"
+    where = f"{values.where} (RoPE settings)"
     inner = ConfigValues(rope, where)
     theta = inner.number("rope_theta", values.number("rope_theta", 10_000.0))
     if theta <= 1:
@@ -299,14 +297,14 @@ def read_rope(values: ConfigValues, max_positions: int) -> Rope:
 def scaling_from_values(
     kind: str, rope: Mapping[str, Any], original: int | None, max_positions: int, where: str
 ) -> RopeScaling:
-    """Scaling from Hugging Face's keys; YaRN's `mscale` pair becomes the attention factor it stands for."""
+    """Scaling from Hugging Face's keys; YaRN's `mscale` pair is converted to the attention factor."""
     if kind not in ("linear", "dynamic", "yarn", "llama3"):
         raise ModelError(
-            f"{where}: scaling {kind!r} is not known", "supported are linear, dynamic, yarn and llama3"
+            f"{where}: unknown scaling {kind!r}", "supported are linear, dynamic, yarn and llama3"
         )
     inner = ConfigValues(rope, where)
     original = (
-        max_positions if original is None else ConfigValues({"original": original}, where).whole("original")
+        max_positions if original is None else ConfigValues({"original": original}, where).integer("original")
     )
     if kind == "yarn" and rope.get("factor") is None:
         factor = max_positions / max(original, 1)

@@ -1,4 +1,4 @@
-"""A GGUF file's metadata to a `ModelShape`."""
+"""Converts a GGUF file's metadata to a `ModelShape`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.facts.shapes import ModelShape, check, uniform_shape
 from trimtab.model.families import FAMILIES
 from trimtab.model.families.config_json import MAX_LAYERS, scaling_from_values
 
-# Llama 3.x files carry their scaling only as a tensor of divisors; these are Meta's constants behind it.
+# Llama 3.x files store their scaling only as a tensor of divisors; these are the constants it is computed from.
 _LLAMA3_ORIGINAL, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 
 
@@ -28,10 +28,10 @@ def shape_from_gguf(
 
     Args:
         metadata: the header's keys and values.
-        tensor_names: the header's tensors; biases and a head of its own show in them.
-        vocab_size: rows of `token_embd.weight`, the only place that always says it.
+        tensor_names: the header's tensors, which show biases and an untied head.
+        vocab_size: rows of `token_embd.weight`, the only reliable source.
         rope_divisors: contents of `rope_freqs.weight`, [head_dim / 2], where the file has it (Llama 3.x).
-        where: how errors name the file.
+        where: the file's name in errors.
     """
     arch = metadata.get("general.architecture")
     families = [found for found in FAMILIES.values() if arch and found.gguf_architecture == arch]
@@ -40,37 +40,38 @@ def shape_from_gguf(
             found.gguf_architecture for found in FAMILIES.values() if found.gguf_architecture
         )
         raise ModelError(
-            f"{where} holds a model of architecture {arch!r}, which trimtab does not know",
-            f"supported are {', '.join(known)} (Mistral and SmolLM2 files say llama)",
+            f"{where} has a model of architecture {arch!r}, which trimtab does not support",
+            f"supported are {', '.join(known)} (Mistral and SmolLM2 files are llama)",
         )
-    keys = _Keys(metadata, arch, where)
-    if keys.whole("expert_count", 0):
-        raise ModelError(f"{where} holds a mixture of experts", "use a dense model")
+    keys = GGUFKeys(metadata, arch, where)
+    if keys.integer("expert_count", 0):
+        raise ModelError(f"{where} is a mixture-of-experts model", "use a dense model")
     if metadata.get("split.count", 0) not in (0, 1):
         raise ModelError(
             f"{where} is one of {metadata['split.count']} parts", "join them with llama-gguf-split --merge"
         )
-    hidden, heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
+    hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     if heads < 1:
         raise ModelError(f"{where}: attention.head_count is {heads}", "it must be at least 1")
-    head_dim = keys.whole("attention.key_length", hidden // heads)
-    rotated = keys.whole("rope.dimension_count", head_dim)
-    if rotated != head_dim or keys.whole("attention.value_length", head_dim) != head_dim:
+    head_dim = keys.integer("attention.key_length", hidden // heads)
+    rotated = keys.integer("rope.dimension_count", head_dim)
+    if rotated != head_dim or keys.integer("attention.value_length", head_dim) != head_dim:
         raise ModelError(
-            f"{where}: heads of {head_dim}, rotated {rotated}", "use a model whose heads are rotated whole"
+            f"{where}: head size {head_dim}, of which {rotated} are rotated",
+            "use a model without partial RoPE",
         )
-    window = keys.whole("attention.sliding_window", 0) or None
-    max_positions, theta = keys.whole("context_length"), keys.number("rope.freq_base", 10_000.0)
+    window = keys.integer("attention.sliding_window", 0) or None
+    max_positions, theta = keys.integer("context_length"), keys.number("rope.freq_base", 10_000.0)
     names = set(tensor_names)
     return check(
         uniform_shape(
             next((one for one in families if one.gguf_windowed == bool(window)), families[0]).name,
             vocab_size=vocab_size,
             hidden_size=hidden,
-            intermediate_size=keys.whole("feed_forward_length"),
-            num_layers=keys.whole("block_count", most=MAX_LAYERS),
+            intermediate_size=keys.integer("feed_forward_length"),
+            num_layers=keys.integer("block_count", most=MAX_LAYERS),
             num_heads=heads,
-            num_kv_heads=keys.whole("attention.head_count_kv", heads),
+            num_kv_heads=keys.integer("attention.head_count_kv", heads),
             head_dim=head_dim,
             max_positions=max_positions,
             rope_theta=theta,
@@ -86,16 +87,18 @@ def shape_from_gguf(
     )
 
 
-class _Keys:
-    """`<architecture>.<key>` values with their types checked."""
+class GGUFKeys:
+    """`<architecture>.<key>` values with type checks."""
 
     def __init__(self, metadata: Mapping[str, Any], arch: str, where: str) -> None:
         self.metadata, self.arch, self.where = metadata, arch, where
 
     def get(self, key: str) -> Any:
+        """The raw value; None if missing."""
         return self.metadata.get(f"{self.arch}.{key}")
 
-    def whole(self, key: str, default: int | None = None, most: int = 2**40) -> int:
+    def integer(self, key: str, default: int | None = None, most: int = 2**40) -> int:
+        """An integer up to `most`; for a list, the value that all layers share."""
         value = self.get(key)
         value = default if value is None else value
         if value is None:
@@ -105,16 +108,17 @@ class _Keys:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
             raise ModelError(
                 f"{self.where}: {self.arch}.{key} is {value!r}",
-                f"download it again: a whole number up to {most} is expected",
+                f"download it again: expected an integer up to {most}",
             )
         return value
 
     def number(self, key: str, default: float) -> float:
+        """A finite number."""
         value = self.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ModelError(
-                f"{self.where}: {self.arch}.{key} is {value!r}", "download it again: a number is expected"
+                f"{self.where}: {self.arch}.{key} is {value!r}", "download it again: expected a number"
             )
         return float(value)
 
@@ -125,7 +129,7 @@ def _single_to_decimal(value: float) -> float:
 
 
 def _scaling(
-    keys: _Keys, max_positions: int, theta: float, head_dim: int, divisors: Sequence[float] | None
+    keys: GGUFKeys, max_positions: int, theta: float, head_dim: int, divisors: Sequence[float] | None
 ) -> RopeScaling | None:
     if divisors is not None:
         return _llama3_scaling(keys, theta, head_dim, divisors)
@@ -144,11 +148,11 @@ def _scaling(
         "beta_slow": keys.get("rope.scaling.yarn_beta_slow"),
     }
     original = keys.get("rope.scaling.original_context_length")
-    return scaling_from_values(kind, rope, original, max_positions, f"{keys.where} (rotary settings)")
+    return scaling_from_values(kind, rope, original, max_positions, f"{keys.where} (RoPE settings)")
 
 
 def llama3_divisors(theta: float, head_dim: int, factor: float) -> list[float]:
-    """By how much Llama 3.x divides each frequency, [head_dim / 2], as llama.cpp's converter stores it."""
+    """Llama 3.x's divisors of the frequencies, [head_dim / 2], as llama.cpp's converter stores them."""
     out = []
     for index in range(0, head_dim, 2):
         wavelength = 2 * math.pi * theta ** (index / head_dim)
@@ -163,9 +167,9 @@ def llama3_divisors(theta: float, head_dim: int, factor: float) -> list[float]:
 
 
 def _llama3_scaling(
-    keys: _Keys, theta: float, head_dim: int, divisors: Sequence[float]
+    keys: GGUFKeys, theta: float, head_dim: int, divisors: Sequence[float]
 ) -> RopeScaling | None:
-    """Llama 3's scaling recognized in its divisors, verified by computing them again."""
+    """Llama 3's scaling, recognized from its divisors and verified by recomputing them."""
     if all(value == 1.0 for value in divisors):
         return None
     factor = max(divisors)

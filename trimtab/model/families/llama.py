@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x, and what is built like them: SmolLM2, TinyLlama, Mistral's GGUF files."""
+"""Llama 2 and 3.x, and models with the same architecture: SmolLM2, TinyLlama, Mistral's GGUF files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAMILY = base.Family(
     describe=_describe,
     own_keys=_own_keys,
     defaults={"max_position_embeddings": 2048},
-    # How many slices a product was computed in when the model was trained; and what SmolLM2's files say besides.
+    # The tensor-parallel degree of pretraining, and keys that SmolLM2's files have.
     harmless=frozenset({"pretraining_tp", "is_llama_config", "transformers.js_config"}),
     gguf_layer={**base.LAYER, **base.QKV_BIAS, **base.O_BIAS, **base.MLP_BIAS},
     gguf_pairs_rotary_rows=True,

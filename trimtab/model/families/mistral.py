@@ -1,4 +1,4 @@
-"""Mistral 7B: Llama's tensors with a sliding window; its GGUF files say "llama" and look like those."""
+"""Mistral 7B: Llama's tensors with a sliding window; its GGUF files have architecture "llama"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trimtab.model.families.config_json import ConfigValues, decoder_shape
 
 
 def _describe(config: ConfigValues) -> ModelShape:
-    window = config.whole("sliding_window", least=1) if config.get("sliding_window") is not None else None
+    window = config.integer("sliding_window", least=1) if config.get("sliding_window") is not None else None
     return decoder_shape(config, windows=[window] * config.num_layers)
 
 

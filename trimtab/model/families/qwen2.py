@@ -13,9 +13,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_windows(config: ConfigValues) -> list[int | None]:
-    """The window of each layer: `layer_types`, or full attention in the first `max_window_layers`."""
+    """The sliding window of each layer: `layer_types`, or full attention in the first `max_window_layers`."""
     num_layers = config.num_layers
-    num_full = min(config.whole("max_window_layers", 28), num_layers)
+    num_full = min(config.integer("max_window_layers", 28), num_layers)
     kinds = config.get("layer_types")
     if kinds is None:
         kinds = [FULL] * num_full + [SLIDING] * (num_layers - num_full)
@@ -32,12 +32,12 @@ def read_windows(config: ConfigValues) -> list[int | None]:
         )
     window = None
     if config.flag("use_sliding_window") and config.get("sliding_window") is not None:
-        window = config.whole("sliding_window", least=1)
+        window = config.integer("sliding_window", least=1)
     return [window if kind == SLIDING else None for kind in kinds]
 
 
 def window_keys(shape: ModelShape) -> dict[str, Any]:
-    """The keys that `read_windows` reads."""
+    """The config keys of a shape's windows, the inverse of `read_windows`."""
     windows = [shape.window(layer) for layer in range(shape.num_layers)]
     given = [window for window in windows if window is not None]
     num_full = windows.count(None)
@@ -46,7 +46,7 @@ def window_keys(shape: ModelShape) -> dict[str, Any]:
         "sliding_window": given[0] if given else None,
         "max_window_layers": num_full,
     }
-    if windows[:num_full] != [None] * num_full:  # full layers are not the first ones
+    if windows[:num_full] != [None] * num_full:  # the layers with full attention are not the first ones
         keys["layer_types"] = [FULL if window is None else SLIDING for window in windows]
     return keys
 

@@ -1,4 +1,4 @@
-"""Qwen3: an RMS norm on each head's q and k, no biases unless the config asks for them."""
+"""Qwen3: an RMSNorm on each head's q and k, no biases unless the config sets them."""
 
 from __future__ import annotations
 

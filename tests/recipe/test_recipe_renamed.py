@@ -1,0 +1,41 @@
+"""Former names of recipe keys: they work, with a note, from files, overrides and Python."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from trimtab.facts.errors import RecipeError
+from trimtab.recipe import build, loads
+from trimtab.recipe.loading import dump
+
+TEXT = "model: starter\ndata: {train: x}\nlora: {r: 2}\nload_in_4bit: true\n"
+
+
+def test_a_former_name_works_and_is_noted() -> None:
+    with pytest.warns(FutureWarning, match="unpacked_layers is now called dequantized_layers"):
+        recipe = loads(TEXT + "unpacked_layers: 3\n")
+    assert recipe.dequantized_layers == 3
+    assert "dequantized_layers: 3" in dump(recipe)
+    with pytest.warns(FutureWarning, match=r"data\.eval_windows is now called eval_sequences"):
+        nested = build({"model": "starter", "data": {"train": "x", "eval_windows": 7}})
+    assert nested.data.eval_sequences == 7
+
+
+def test_overrides_and_defaults_of_older_run_folders_need_no_note() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert loads(TEXT, ["unpacked_layers=2"]).dequantized_layers == 2
+        assert loads(TEXT + "unpacked_layers: auto\n").dequantized_layers == "auto"
+        assert loads(TEXT, ["data.eval_windows=5"]).data.eval_sequences == 5
+
+
+def test_both_names_are_an_error() -> None:
+    with pytest.raises(RecipeError, match="former name of dequantized_layers, and both are given"):
+        loads(TEXT + "unpacked_layers: 1\ndequantized_layers: 2\n")
+
+
+def test_a_bad_value_is_reported_with_its_line() -> None:
+    with pytest.raises(RecipeError, match=r"dequantized_layers cannot be -1 \(line 5\)"):
+        loads(TEXT + "unpacked_layers: -1\n")

@@ -1,0 +1,132 @@
+"""Where the calibrations of a machine are kept: one JSON file per device, and per number of threads of a CPU. No torch.
+
+$XDG_CACHE_HOME/trimtab/calibration/nvidia-h200.json                 (~/.cache without that variable)
+$XDG_CACHE_HOME/trimtab/calibration/amd-epyc-7b13-2-threads.json
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from trimtab.facts.calibration import Calibration
+from trimtab.facts.errors import ResourceError
+from trimtab.facts.files import read_json_object, write_json
+
+REMEDY = "run `trimtab plan --calibrate` to measure this machine again"
+
+
+def calibration_folder() -> Path:
+    """The folder of all calibrations; it need not exist.
+
+    Example:
+        >>> calibration_folder().name
+        'calibration'
+    """
+    root = os.environ.get("XDG_CACHE_HOME")
+    # The specification of the variable says that relative paths are to be ignored.
+    cache = Path(root) if root and Path(root).is_absolute() else Path.home() / ".cache"
+    return cache / "trimtab" / "calibration"
+
+
+def calibration_path(device_name: str, threads: int | None = None, folder: Path | None = None) -> Path:
+    """The file of one device.
+
+    Args:
+        device_name: as in `Calibration.device`.
+        threads: of a CPU; None for a GPU.
+        folder: instead of `calibration_folder()`.
+
+    Example:
+        >>> calibration_path("NVIDIA H200", folder=Path("c")).as_posix()
+        'c/nvidia-h200.json'
+        >>> calibration_path("Some CPU @ 2.8GHz", 2, Path("c")).name
+        'some-cpu-2.8ghz-2-threads.json'
+    """
+    words = re.findall(r"[a-z0-9.]+", device_name.lower()) or ["unnamed"]
+    if threads is not None:
+        words += [str(threads), "threads"]
+    return (folder or calibration_folder()) / ("-".join(words) + ".json")
+
+
+def write_calibration(calibration: Calibration, folder: Path | None = None) -> Path:
+    """Writes a calibration, atomically: an interrupted write leaves the earlier file.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ResourceError: the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> made = Calibration("a CPU", flops={"fp32": 1e11}, copy=2e10, launch_seconds=5e-6, threads=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = write_calibration(made, Path(folder))
+        ...     read_calibration("a CPU", 2, folder=Path(folder)) == made
+        True
+    """
+    path = calibration_path(calibration.device, calibration.threads, folder)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, calibration.to_dict())
+    except OSError as error:
+        raise ResourceError(
+            f"the calibration cannot be written to {path}: {error.strerror or error}",
+            "set XDG_CACHE_HOME to a folder that can be written",
+        ) from error
+    return path
+
+
+def read_calibration(
+    device_name: str,
+    threads: int | None = None,
+    *,
+    folder: Path | None = None,
+    note: Callable[[str], None] | None = None,
+) -> Calibration | None:
+    """The calibration of a device, or None: never measured, or a file that cannot be used.
+
+    Args:
+        device_name: as in `Calibration.device`.
+        threads: of a CPU; None for a GPU.
+        folder: instead of `calibration_folder()`.
+        note: called with a sentence where a file is ignored; a Python warning by default.
+
+    Example:
+        >>> read_calibration("a GPU that was never measured") is None
+        True
+    """
+    path = calibration_path(device_name, threads, folder)
+    try:
+        found = Calibration.from_dict(read_json_object(path))
+        _check(found, device_name, threads)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        problem = f"it cannot be read ({error.strerror or error})"
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"it is damaged or of another version ({type(error).__name__}: {error})"
+    else:
+        return found
+    sentence = f"the calibration {path} is ignored: {problem}; {REMEDY}"
+    if note is None:
+        warnings.warn(sentence, stacklevel=2)
+    else:
+        note(sentence)
+    return None
+
+
+def _check(found: Calibration, device_name: str, threads: int | None) -> None:
+    """ValueError for values that no measurement gives: a file edited by hand, or renamed."""
+    if found.device != device_name or found.threads != threads:
+        raise ValueError(f"it is of {found.device!r} with {found.threads} threads")
+    rates = [found.copy, found.launch_seconds, *found.flops.values()]
+    rates += [sample.seconds for sample in found.samples]
+    rates += [r for r in (found.to_host, found.from_host, found.disk_read, found.disk_write) if r is not None]
+    # `not a > b` and not `a <= b`: NaN is to be refused too
+    if not found.flops or any(not 0 < rate < float("inf") for rate in rates):
+        raise ValueError("a rate is missing, or not a positive number")

@@ -1,0 +1,162 @@
+"""A planned GPU by what a user types: a name of the catalogue in any spelling, or a memory size."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+
+from trimtab.facts.data_sheets import DataSheet, data_sheets, known_sheet, squeezed
+from trimtab.facts.devices import BF16_CAPABILITY, DeviceFacts
+from trimtab.facts.errors import RecipeError
+from trimtab.facts.names import shortened
+from trimtab.facts.units import format_bytes, parse_bytes
+
+__all__ = ["DataSheet", "data_sheets", "find_gpu", "gpu_of_sheet", "known_sheet"]
+
+LEAST_MEMORY, MOST_MEMORY = 10**9, 10**12
+"""Bytes between which a memory size is taken for a GPU's: below, not even the CUDA context has room."""
+CUDA_13_CAPABILITY = (7, 5)
+"""The least that CUDA 13 compiles for: its release notes end support for Maxwell, Pascal and Volta."""
+OTHER_VENDORS = {"amd": "AMD", "apple": "Apple"}
+EXAMPLES = "for example rtx4090, a100-80gb, apple-m4-max-64gb, or a memory size such as 24GB"
+
+
+def find_gpu(text: str) -> DeviceFacts:
+    """The device that a name or a memory size means; RecipeError where it means none, or several.
+
+    A card that is not present offers the memory that CUDA reports of it, idle and without a display; what the process
+    itself takes, its CUDA context included, is counted by the plan.
+
+    Example:
+        >>> gpu = find_gpu("RTX 4090")
+        >>> gpu.name, gpu.capability, round(gpu.memory_bytes / 2**30, 2), gpu.ceiling("bf16")[0] / 1e12
+        ('NVIDIA GeForce RTX 4090', (8, 9), 23.52, 165.2)
+        >>> find_gpu("24GiB").memory_bytes, find_gpu("24GiB").ceiling("bf16")
+        (25769803776, None)
+        >>> find_gpu("v100")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        trimtab.facts.errors.RecipeError: --gpu v100 means several devices; write v100-sxm-16gb, ...
+    """
+    wanted = text.strip()
+    key = squeezed(wanted)
+    sheet = _by_name().get(key)
+    if sheet is not None:
+        return gpu_of_sheet(sheet)
+    several = [sheet.id for sheet in data_sheets() if key in map(squeezed, sheet.shared_aliases)]
+    if several:
+        raise RecipeError(f"--gpu {wanted} means several devices", f"write {', '.join(several)}")
+    if re.match(r"[-+.]?\d", wanted):
+        return _gpu_of_size(wanted)
+    raise _unknown(wanted, key)
+
+
+def gpu_of_sheet(sheet: DataSheet) -> DeviceFacts:
+    """The device of a data sheet, planned without being present.
+
+    Example:
+        >>> mi300x = next(sheet for sheet in data_sheets() if sheet.id == "mi300x")
+        >>> gpu_of_sheet(mi300x).bound[:45]
+        'trimtab does not train on AMD GPUs: the memor'
+    """
+    bound = None
+    if sheet.vendor in OTHER_VENDORS:
+        vendor = OTHER_VENDORS[sheet.vendor]
+        bound = (
+            f"trimtab does not train on {vendor} GPUs: the memory is what the same run needs on an NVIDIA GPU, "
+            "a bound on what another backend, allocator and kernels would need; times are by its data sheet alone"
+        )
+    capability = sheet.capability or BF16_CAPABILITY
+    return DeviceFacts(
+        name=sheet.name,
+        kind="cuda",
+        memory_bytes=sheet.usable_bytes,
+        capability=capability,
+        bf16=capability >= BF16_CAPABILITY,
+        sheet=sheet,
+        unified=sheet.unified,
+        bound=bound,
+        assumptions=(_memory_assumption(sheet), *_software_assumptions(capability)),
+    )
+
+
+def _software_assumptions(capability: tuple[int, int]) -> tuple[str, ...]:
+    if capability >= CUDA_13_CAPABILITY:
+        return ()
+    return (
+        f"a torch build for CUDA 12: CUDA 13 has no code for compute capability {capability[0]}.{capability[1]}",
+    )
+
+
+def _memory_assumption(sheet: DataSheet) -> str:
+    usable, sold = format_bytes(sheet.usable_bytes), format_bytes(sheet.memory_bytes)
+    if sheet.vendor == "apple":
+        return f"{usable} of its {sold} usable: the working set that Metal recommends by default"
+    reported = (
+        "as CUDA reports it"
+        if sheet.reported_bytes
+        else "drivers report up to 3.5 % less than a card is sold with"
+    )
+    if sheet.unified:
+        return f"{usable} of its {sold} usable: {reported}, less 4 GiB for the operating system"
+    return f"{usable} of its {sold} usable: {reported}, idle and without a display"
+
+
+def _gpu_of_size(text: str) -> DeviceFacts:
+    size = parse_bytes(text)
+    if size is None:
+        raise _wrong_size(text)
+    shown = format_bytes(size)
+    if size < LEAST_MEMORY:
+        raise RecipeError(
+            f"--gpu {text} is {shown}, less than a CUDA context needs",
+            "give the memory of a GPU, such as 8GB or 24GB",
+        )
+    if size > MOST_MEMORY:
+        raise RecipeError(
+            f"--gpu {text} is {shown}, more than any GPU has",
+            "give the memory of one GPU, such as 24GB or 24000MB",
+        )
+    return DeviceFacts(
+        name=f"a GPU with {text}",
+        kind="cuda",
+        memory_bytes=size,
+        capability=BF16_CAPABILITY,
+        bf16=True,
+        assumptions=(
+            f"all of {shown} usable; GB are 10⁹ bytes, and a card sold as 24 GB has 24GiB less about 2 %",
+            "an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, with bf16; its speed is not known",
+        ),
+    )
+
+
+def _wrong_size(text: str) -> RecipeError:
+    said = f"--gpu {shortened(text)}"
+    if re.fullmatch(r"\d+(ti)?", text.lower()) and squeezed(f"rtx{text}") in _by_name():
+        return RecipeError(f"{said} has no unit", f"write rtx{text} for the card, or a size such as 24GB")
+    if re.fullmatch(r"\d+\.?\d*", text):
+        return RecipeError(f"{said} has no unit", f"write {text}GB or {text}GiB, or a name such as rtx4090")
+    if text.startswith("-"):
+        return RecipeError(f"{said} is negative", "give the memory of a GPU, such as 24GB")
+    return RecipeError(f"{said} is neither a memory size nor a GPU of the catalogue", EXAMPLES)
+
+
+def _unknown(text: str, key: str) -> RecipeError:
+    names = {
+        squeezed(name): name for sheet in data_sheets() for name in (*sheet.names, *sheet.shared_aliases)
+    }
+    near = difflib.get_close_matches(key, names, n=4, cutoff=0.6)
+    hint = f"did you mean {' or '.join(names[match] for match in near)}?" if near else EXAMPLES
+    return RecipeError(f"--gpu {shortened(text) or 'without a value'} is not a GPU of the catalogue", hint)
+
+
+@functools.cache
+def _by_name() -> dict[str, DataSheet]:
+    """By every squeezed name that means one device only."""
+    table: dict[str, DataSheet] = {}
+    for sheet in data_sheets():
+        table.update(dict.fromkeys(map(squeezed, sheet.names), sheet))
+        if known_sheet(sheet.name) is known_sheet(sheet.name, 0):
+            table[squeezed(sheet.name)] = sheet
+    return table

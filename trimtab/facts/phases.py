@@ -1,0 +1,67 @@
+"""What a command is doing: the phases in which memory is needed, from reading weights to exporting them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+
+class RunPhase(enum.Enum):
+    """Phases of a run, and what is done with its model afterwards: what is planned, measured and named in errors.
+
+    Example:
+        >>> f"out of memory {RunPhase.BACKWARD.describe()}"
+        'out of memory in the backward pass'
+    """
+
+    DATA = "data"
+    LOAD = "loading"
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    OPTIMIZER_STEP = "optimizer step"
+    EVALUATION = "evaluation"
+    PROBE = "probe"
+    GENERATION = "generation of samples"
+    CHECKPOINT = "checkpoint"
+    MERGE = "merge"
+    EXPORT = "export"
+    OTHER = "other"
+
+    def describe(self) -> str:
+        """When something happened, in words."""
+        return _WHEN[self]
+
+
+_WHEN = {
+    RunPhase.DATA: "while reading the data",
+    RunPhase.LOAD: "while loading the model",
+    RunPhase.FORWARD: "in the forward pass",
+    RunPhase.LOSS: "in the loss, at the end of the forward pass",
+    RunPhase.BACKWARD: "in the backward pass",
+    RunPhase.OPTIMIZER_STEP: "in the optimizer step",
+    RunPhase.EVALUATION: "during evaluation",
+    RunPhase.PROBE: "in the probe",
+    RunPhase.GENERATION: "while generating text",
+    RunPhase.CHECKPOINT: "while saving a checkpoint",
+    RunPhase.MERGE: "while merging the adapter",
+    RunPhase.EXPORT: "while exporting the model",
+    RunPhase.OTHER: "between the phases of the command",
+}
+
+OWN_STEP = (RunPhase.FORWARD, RunPhase.LOSS, RunPhase.BACKWARD, RunPhase.OPTIMIZER_STEP)
+"""Phases of a training step."""
+
+During = Callable[[RunPhase], AbstractContextManager[None]]
+"""Entered with a phase of a run; explains errors that leave it."""
+
+
+def no_phase(phase: RunPhase) -> AbstractContextManager[None]:
+    """A phase in which nothing is explained.
+
+    Example:
+        >>> with no_phase(RunPhase.LOAD):
+        ...     pass
+    """
+    return nullcontext()

@@ -1,0 +1,64 @@
+"""Families that can be planned but not trained yet, one file each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab.facts.shapes import ModelShape, check
+from trimtab.model.families.config_json import ConfigValues
+from trimtab.model.families.planned import (
+    deepseek,
+    gemma,
+    gemma2,
+    gemma3,
+    glm4,
+    gpt_oss,
+    granite,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen_moe,
+    smollm3,
+)
+from trimtab.model.families.planned.base import PlannedFamily
+
+PLANNED: dict[str, PlannedFamily] = {
+    family.name: family
+    for family in (
+        gemma.FAMILY,
+        gemma2.FAMILY,
+        gemma3.FAMILY,
+        gemma3.WITH_VISION,
+        phi3.FAMILY,
+        olmo2.FAMILY,
+        olmo2.OLMO3,
+        granite.FAMILY,
+        glm4.FAMILY,
+        smollm3.FAMILY,
+        mixtral.FAMILY,
+        qwen_moe.QWEN2,
+        qwen_moe.QWEN3,
+        deepseek.V2,
+        deepseek.V3,
+        gpt_oss.FAMILY,
+    )
+}
+"""By transformers' `model_type`."""
+
+
+def planned_shape(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
+    """The shape that a `config.json` of one of these families describes.
+
+    Quantized weights (`quantization_config`) are described as unquantized: fine-tuning dequantizes them.
+
+    Example:
+        >>> planned_shape({"model_type": "mixtral", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
+        ...     "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}).num_active_parameters
+        6064
+    """
+    family = PLANNED[str(config.get("model_type"))]
+    return check(family.describe(ConfigValues({**family.defaults, **config}, where)))
+
+
+__all__ = ["PLANNED", "PlannedFamily", "planned_shape"]

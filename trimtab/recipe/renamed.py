@@ -1,0 +1,68 @@
+"""Former names of recipe keys, which keep working."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from trimtab.facts.errors import RecipeError
+from trimtab.recipe.yaml_text import Path
+
+RENAMED: dict[tuple[str, ...], str] = {
+    ("unpacked_layers",): "dequantized_layers",
+    ("data", "eval_windows"): "eval_sequences",
+}
+"""Path of the former name to the last part of the new one."""
+_DEFAULTS: dict[tuple[str, ...], object] = {("unpacked_layers",): "auto", ("data", "eval_windows"): 64}
+"""Values that recipe.yaml in run folders of earlier versions writes out; they need no note."""
+
+
+def current_path(path: Path) -> Path:
+    """The path with the new name of its key.
+
+    Example:
+        >>> current_path(("data", "eval_windows")), current_path(("seed",))
+        (('data', 'eval_sequences'), ('seed',))
+    """
+    new = RENAMED.get(tuple(map(str, path)))
+    return path if new is None else (*path[:-1], new)
+
+
+def rename_keys(data: dict[str, Any], where: dict[Path, str]) -> dict[str, Any]:
+    """A copy of a recipe's data in which former names of keys are replaced; a FutureWarning names each of them.
+
+    Args:
+        data: the recipe as plain data.
+        where: the place of each key, for messages; changed in place.
+
+    Raises:
+        RecipeError: both names of a key are given.
+
+    Example:
+        >>> rename_keys({"unpacked_layers": "auto"}, {})
+        {'dequantized_layers': 'auto'}
+    """
+    for path, new in RENAMED.items():
+        section: Any = data
+        for part in path[:-1]:
+            section = section.get(part) if isinstance(section, dict) else None
+        old = path[-1]
+        if not isinstance(section, dict) or old not in section:
+            continue
+        dotted = ".".join(path)
+        if new in section:
+            raise RecipeError(
+                f"{dotted} is the former name of {'.'.join(map(str, current_path(path)))}, and both are given",
+                f"leave {dotted} out",
+            )
+        if section[old] != _DEFAULTS[path]:
+            warnings.warn(
+                f"the recipe key {dotted} is now called {new}; the former name still works",
+                FutureWarning,
+                stacklevel=2,
+            )
+        renamed = {new if key == old else key: value for key, value in section.items()}
+        data = {**data, path[0]: renamed} if len(path) > 1 else renamed
+        if path in where:
+            where[current_path(path)] = where.pop(path)
+    return data
