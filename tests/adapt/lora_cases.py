@@ -1,4 +1,4 @@
-"""What the tests of adapters share: tiny shapes, decoders with trained-looking adapters, peft's own model beside."""
+"""Shared by the tests of adapters: tiny shapes, decoders with randomized adapters, and peft's model of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def base(shape: ModelShape = TIED, dtype: str = "fp32") -> Decoder:
 
 
 def scatter(decoder: Decoder, adapter: str = "default", seed: int = 1, size: float = 0.2) -> Decoder:
-    """Numbers for an adapter as if it were trained: nothing is zero, DoRA's lengths are not the base's."""
+    """Randomizes an adapter as if it were trained: nothing is zero, DoRA's magnitudes are not the base's."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in own_tensors(decoder, adapter).items():
@@ -51,13 +51,13 @@ def logits(decoder: Decoder) -> torch.Tensor:
 
 
 def exact_logits(decoder: Decoder) -> torch.Tensor:
-    """In fp64, so that what differs from another implementation is no rounding."""
+    """In fp64, so that differences from another implementation are not rounding."""
     return logits(copy.deepcopy(decoder).double())
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Largest difference, as a share of the largest number. transformers' norms and softmax are fp32 in any model, so
-    that between right implementations it is up to 1e-5; an adapter that is 1 % off gives 1e-3."""
+    """Largest difference, relative to the largest value. transformers' norms and softmax are fp32 in any model, so
+    that correct implementations differ by up to 1e-5; an adapter with an error of 1 % gives 1e-3."""
     return float((one - other).abs().max() / other.abs().max())
 
 

@@ -1,4 +1,4 @@
-"""Tiny models for tests of quantized layers: rows of whole blocks, so that bitsandbytes' CPU code reads them right."""
+"""Tiny models for tests of quantized layers: rows of whole blocks, which bitsandbytes' CPU code reads correctly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plain(shape: ModelShape = SHAPE, dtype: str = "fp32", seed: int = 0) -> Deco
 
 
 def empty(shape: ModelShape = SHAPE, kind: str = "nf4", dtype: str = "fp32", **options: object) -> Decoder:
-    """Laid out on meta, then given memory, as a run does."""
+    """Quantized on meta, then materialized, as in a run."""
     decoder = build(shape, dtype=dtype, device="meta", attention="reference")
     quantize_layout(decoder, kind, device="cpu", **options)  # type: ignore[arg-type]
     return decoder.to_empty(device="cpu")
@@ -41,7 +41,7 @@ def folder(path: Path, shape: ModelShape = SHAPE, dtype: str = "fp32", shard_byt
 
 
 def packed_folder(path: Path, shape: ModelShape, kind: str, *, block: int = 64, nested: int = 256) -> Path:
-    """A folder as transformers writes it through bitsandbytes, of random codes; `nested` 0: scales in fp32."""
+    """A folder as transformers saves it with bitsandbytes, with random codes; `nested` 0: scales in fp32."""
     generator = torch.Generator().manual_seed(7)
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config_from_shape(shape, dtype="bfloat16")))
@@ -89,7 +89,7 @@ def token_ids(shape: ModelShape = SHAPE, rows: int = 2, tokens: int = 12) -> tor
 def adapted(
     kind: str = "nf4", *, dtype: str = "fp32", packing: dict[str, Any] | None = None, **settings: Any
 ) -> Decoder:
-    """Quantized, with adapters that already do something; biases train nothing."""
+    """Quantized, with nonzero adapters; biases are frozen."""
     decoder = empty(kind=kind, dtype=dtype, **(packing or {}))
     add_adapters(decoder, LoraSettings(r=4, **settings))
     decoder.to_empty(device="cpu")

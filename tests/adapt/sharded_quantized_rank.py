@@ -30,16 +30,16 @@ KINDS: list[dict[str, Any]] = [
     {"kind": "int8"},
 ]
 WIDTH, MIDDLE = 128, 151
-"""The middle is odd: the ranks hold 76 and 75 rows, and the second begins within a block of 256 scales."""
+"""The middle is odd: the ranks have 76 and 75 rows, and the second starts within a block of 256 scales."""
 
 
 def whole_model(options: dict[str, Any]) -> nn.Module:
-    """Two quantized layers with adapters that do something, the same on every rank."""
+    """Two quantized layers with nonzero adapters, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     layers = []
     for rows, columns in ((MIDDLE, WIDTH), (WIDTH, 2 * WIDTH)):
         layer = QuantizedLinear(columns, rows, bias=True, dtype=torch.float32, **options)
-        layer.take(torch.randn(rows, columns, generator=generator))
+        layer.set_weight(torch.randn(rows, columns, generator=generator))
         assert layer.bias is not None
         layer.bias.data.normal_(generator=generator)
         layers.append(layer)
@@ -80,7 +80,7 @@ def check_gathered(model: nn.Module, whole: nn.Module) -> None:
 
 
 def fill_shards(model: nn.Module, whole: nn.Module, rank: int) -> None:
-    """A model that was sharded on meta and has memory now gets its shards from slices of the whole."""
+    """Loads a model that was sharded on meta and materialized from slices of the whole model."""
     for (_, mine), (_, theirs) in zip(quantized_layers(model), quantized_layers(whole), strict=True):
         each = -(-theirs.out_features // WORLD)
         part = theirs.slice_rows(each * rank, min(each * (rank + 1), theirs.out_features))
@@ -96,7 +96,7 @@ def fill_shards(model: nn.Module, whole: nn.Module, rank: int) -> None:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """The first layer as a unit of its own; both are freed after the forward pass and gathered again for backward."""
+    """Shards the first layer as a separate unit; both are freed after the forward and gathered for the backward."""
     for unit in (model.get_submodule("0"), model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
@@ -110,7 +110,7 @@ def exercise(rank: int, options: dict[str, Any]) -> None:
         model = copy.deepcopy(whole)
         empty = copy.deepcopy(whole).to("meta")
         twin = copy.deepcopy(whole)
-        if dtype is not None:  # what FSDP2 casts: adapters and biases; codes, scales and tables stay
+        if dtype is not None:  # FSDP2 casts adapters and biases, not codes, scales and tables
             twin, x = twin.to(dtype), x.to(dtype)
         expected = results(twin, x)
         shard(model, mesh, policy)
@@ -147,7 +147,7 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD)
     for options in KINDS:
         exercise(rank, options)
-    gc.collect()  # sharded modules hold the group in cycles: its threads end with the last of them
+    gc.collect()  # sharded modules reference the group in cycles: its threads end with the last of them
     dist.destroy_process_group()
 
 

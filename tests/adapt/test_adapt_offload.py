@@ -1,4 +1,4 @@
-"""Pinned host buffers of activation offloading: which are used again and which are given up. No GPU."""
+"""Pinned host buffers of activation offloading: which are reused and which are unpinned. No GPU."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class StreamlessStore(HostStore):
 
 
 def step(store: StreamlessStore, *sizes: int) -> None:
-    """A forward pass that keeps tensors of these sizes and a backward pass that gives them back."""
-    taken = [store._take(size) for size in sizes]
+    """A forward pass that offloads tensors of these sizes and a backward pass that releases them."""
+    taken = [store._acquire_buffer(size) for size in sizes]
     for buffer in reversed(taken):
-        store._give(buffer, [])
+        store._release_buffer(buffer, [])
 
 
 def test_sequences_that_grow_pin_no_more_than_the_longest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resume within an epoch of group_by_length meets short microbatches before long ones."""
+    """A resume within an epoch of group_by_length has short microbatches before long ones."""
     monkeypatch.setattr(offload, "_Pinned", Buffer)
     store = StreamlessStore()
     for length in (1, 3, 2, 4, 1, 5, 5, 2):
@@ -50,7 +50,7 @@ def test_sequences_that_grow_pin_no_more_than_the_longest_ones(monkeypatch: pyte
 def test_a_buffer_is_not_unpinned_while_a_copy_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "_Pinned", Buffer)
     store, used = StreamlessStore(), Event()
-    store._give(store._take(10), [used])  # type: ignore[list-item]
-    assert store._take(20).num_bytes == 20
+    store._release_buffer(store._acquire_buffer(10), [used])  # type: ignore[list-item]
+    assert store._acquire_buffer(20).num_bytes == 20
     assert used.waited == ["host"]
     assert store.host_bytes == 20

@@ -1,4 +1,4 @@
-"""Layers' inputs in the host's memory, on a real GPU: the same gradients, less memory, copies beside the arithmetic."""
+"""Activation offloading on a GPU: the same gradients, less memory, copies overlapped with computation."""
 
 from __future__ import annotations
 
@@ -61,30 +61,30 @@ def test_offloading_gives_the_same_gradients_step_after_step(compiled: bool, til
             torch.testing.assert_close(a.float(), b.float(), rtol=1e-3, atol=1e-3 * float(b.abs().max()))
         for decoder in (kept, sent):
             decoder.zero_grad(set_to_none=True)
-    # One buffer a layer, used again in every step.
-    assert sent.around.store.host_bytes == SHAPE.num_layers * 4096 * SHAPE.hidden_size * 2
+    # One buffer per layer, reused in every step.
+    assert sent.layer_context.store.host_bytes == SHAPE.num_layers * 4096 * SHAPE.hidden_size * 2
 
 
 @pytest.mark.parametrize("policy", ["offload_half", "offload_attention"])
 @pytest.mark.parametrize("tiles", [1, 4])
-def test_dear_results_come_back_as_they_went(tiles: int, policy: str) -> None:
+def test_expensive_results_are_restored_bitwise(tiles: int, policy: str) -> None:
     kept, sent = decoder_of("block", tiles), decoder_of(policy, tiles)
     for seed, tokens in enumerate((4096, 4096, 1024, 4096)):
         want, got = step(kept, tokens, seed), step(sent, tokens, seed)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), tokens
         for decoder in (kept, sent):
             decoder.zero_grad(set_to_none=True)
-    # The input, attention's output and, in fp32, a number a row and head.
+    # The input, attention's output and, in fp32, one value per row and head.
     attention = SHAPE.attention
     H, K, D = attention.num_heads, attention.num_kv_heads, attention.head_dim
     width = 2 * SHAPE.hidden_size * 2 + (H * 4 if 1024 * H >= MIN_ELEMENTS else 0)
     if policy == "offload_half":
         width += 2 * ((H + 2 * K) * D + SHAPE.hidden_size)
-    assert sent.around.store.host_bytes >= SHAPE.num_layers * 4096 * width
+    assert sent.layer_context.store.host_bytes >= SHAPE.num_layers * 4096 * width
     gc.collect()
     torch.cuda.synchronize()
-    free = sum(buffer.num_bytes for buffer, _ in sent.around.store._free)
-    assert free == sent.around.store.host_bytes, "every buffer is free again"
+    free = sum(buffer.num_bytes for buffer, _ in sent.layer_context.store._free)
+    assert free == sent.layer_context.store.host_bytes, "every buffer is free again"
 
 
 def held_after_forward(policy: str, tokens: int) -> int:
@@ -95,16 +95,16 @@ def held_after_forward(policy: str, tokens: int) -> int:
     before = torch.cuda.memory_allocated()
     loss = decoder.loss(*(torch.zeros(1, tokens, dtype=torch.int64, device="cuda") for _ in range(2)))
     torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated() - before
+    allocated = torch.cuda.memory_allocated() - before
     del loss
-    return held
+    return allocated
 
 
 def test_inputs_leave_the_device() -> None:
     tokens = 8192
     stream = tokens * SHAPE.hidden_size * 2
     saved = held_after_forward("block", tokens) - held_after_forward("offload", tokens)
-    # All but the last one sent, which is used from where it is.
+    # All but the last offloaded one, which is read from the device.
     assert saved == pytest.approx((SHAPE.num_layers - 1) * stream, rel=0.02)
 
 
@@ -119,7 +119,7 @@ def seconds(decoder: Decoder, tokens: int, count: int = 5) -> float:
     return (time.perf_counter() - start) / count
 
 
-def test_copies_run_beside_the_arithmetic() -> None:
+def test_copies_overlap_with_computation() -> None:
     tokens = 32_768
     kept, sent = seconds(decoder_of("block"), tokens), seconds(decoder_of("offload"), tokens)
     copied = 2 * SHAPE.num_layers * tokens * SHAPE.hidden_size * 2
@@ -154,7 +154,9 @@ CASES += [
 
 
 @pytest.mark.parametrize(("policy", "tiles", "tokens"), CASES)
-def test_the_peak_of_a_quantized_step_is_what_was_predicted(policy: str, tiles: int, tokens: int) -> None:
+def test_the_peak_memory_of_a_quantized_step_matches_the_prediction(
+    policy: str, tiles: int, tokens: int
+) -> None:
     job = quantized_job(policy, tiles, tokens)
     gc.collect()
     torch.cuda.empty_cache()
@@ -190,7 +192,7 @@ def test_the_peak_of_a_quantized_step_is_what_was_predicted(policy: str, tiles: 
     measured = torch.cuda.max_memory_allocated() - standing
     memory = predict(job)
     moments = {k: v for k, v in memory.moments.items() if k.phase is not Phase.OPTIMIZER_STEP}
-    # The workspace stands since the first step.
+    # The workspace is persistent from the first step.
     predicted = max(moments.values()) - workspace_bytes(job)
     unit = Layers(job).stream
     print(

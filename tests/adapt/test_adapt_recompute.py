@@ -1,4 +1,4 @@
-"""Recompute policies: the same bits, less kept, exactly what the spec says; inside compiled blocks too."""
+"""Recompute policies: bitwise identical, fewer saved activations, exactly as declared; also in compiled blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trimtab.adapt.spec_recompute import (
     POLICIES,
     SAVED_PRODUCTS,
     canonical,
-    counted,
+    count_policies,
     recomputation,
     saved_under,
 )
@@ -59,7 +59,7 @@ QWEN3 = uniform_shape(
     "qwen3", 128, 64, 192, num_layers=L, num_heads=4, num_kv_heads=1, head_dim=32, qk_norm=True
 )
 SQUARE = uniform_shape("llama", 128, 64, 64, num_layers=L, num_heads=4, num_kv_heads=4, head_dim=16)
-"""All matrices have the same size: no product can be told from another by its size."""
+"""All matrices have the same size: no product can be distinguished from another by its size."""
 B, T = 2, 96
 MIXES = [*((policy,) * L for policy in POLICIES), POLICIES, canonical(POLICIES)]
 IDS = torch.randint(0, 128, (B, T), generator=torch.Generator().manual_seed(0))
@@ -79,7 +79,7 @@ def trained(decoder: Decoder, autocast: bool = False, layout: Layout | None = No
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("policies", MIXES, ids=str)
-def test_the_same_bits(policies: tuple[str, ...], autocast: bool) -> None:
+def test_bitwise_identical(policies: tuple[str, ...], autocast: bool) -> None:
     for shape in (LLAMA, QWEN3):
         plain, other = decoder_of(shape), decoder_of(shape)
         assert recompute.apply(other, policies) is other
@@ -90,7 +90,7 @@ def test_the_same_bits(policies: tuple[str, ...], autocast: bool) -> None:
 
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa_math"])
-def test_the_same_bits_with_plain_attention(attention: str) -> None:
+def test_bitwise_identical_with_plain_attention(attention: str) -> None:
     want, other = trained(decoder_of(QWEN3, attention=attention)), decoder_of(QWEN3, attention=attention)
     got = trained(recompute.apply(other, POLICIES))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -99,7 +99,7 @@ def test_the_same_bits_with_plain_attention(attention: str) -> None:
 @pytest.mark.parametrize("tiles", [1, 4])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_kept_is_what_the_spec_says(policy: str, dtype: str, tiles: int) -> None:
+def test_saved_activations_match_the_spec(policy: str, dtype: str, tiles: int) -> None:
     for shape in (LLAMA, QWEN3, SQUARE):
         decoder = recompute.apply(decoder_of(shape, dtype), [policy] * L, mlp_tiles=tiles)
         with LiveBytes() as live:
@@ -110,7 +110,7 @@ def test_what_is_kept_is_what_the_spec_says(policy: str, dtype: str, tiles: int)
         assert kept == declared + bytes_around(job)
 
 
-def test_a_kept_product_may_be_short_or_biased() -> None:
+def test_a_saved_product_may_be_thin_or_biased() -> None:
     """Adapters' short products are cheap, biases another operator; neither changes a bit."""
     shape = uniform_shape(
         "qwen2", 128, 64, 96, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, qkv_bias=True
@@ -128,15 +128,18 @@ def recomputed_per_token(policy: str, tiles: int = 1) -> recompute_spec.Recomput
     return recompute_spec.Recomputation(**per_token)
 
 
-def test_arithmetic_that_is_recomputed() -> None:
+def test_recomputed_flops() -> None:
     plain = {policy: recomputed_per_token(policy) for policy in POLICIES}
-    assert plain["none"].products == plain["pointwise"].products == plain["none"].moved == 0
-    assert plain["pointwise"].moved > 0
+    assert plain["none"].products == plain["pointwise"].products == 0
+    block = blocks_by_layer(full_training(LLAMA, B, T))[0]
+    again = {policy: recompute_spec.recomputed_operations(block, policy) for policy in ("none", "pointwise")}
+    assert not again["none"]
+    assert sum(one.forward.moved for one in again["pointwise"]) > 0
     down, layer = 2 * LLAMA.hidden_size * LLAMA.intermediate_size, product_flops(LLAMA) / L
     assert plain["selective"].products == plain["block"].products == layer - down
     assert plain["selective"].attention == 0 < plain["block"].attention == plain["offload"].attention
     attention = layer - 3 * down
-    # Four tiles of at most 64 tokens cover 192: the last is not full, and counted as if it were.
+    # Four tiles of at most 64 tokens cover 192: the last is not full, but counted as full.
     in_tiles = {policy: recomputed_per_token(policy, tiles=3).products for policy in POLICIES}
     assert in_tiles["none"] == 3 * down
     assert in_tiles["block"] == layer
@@ -158,7 +161,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("tiles", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_products_are_counted_as_they_are_run(policy: str, tiles: int) -> None:
+def test_declared_flops_match_the_products_that_run(policy: str, tiles: int) -> None:
     flops = []
     for policies, count in ((["none"] * L, 1), ([policy] * L, tiles)):
         decoder = recompute.apply(decoder_of(LLAMA), policies, mlp_tiles=count)
@@ -170,7 +173,7 @@ def test_products_are_counted_as_they_are_run(policy: str, tiles: int) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("policies", MIXES, ids=str)
-def test_tiles_give_the_same_numbers(policies: tuple[str, ...], autocast: bool) -> None:
+def test_tiles_give_the_same_results(policies: tuple[str, ...], autocast: bool) -> None:
     want = trained(decoder_of(LLAMA), autocast)
     for tiles in (2, 7, B * T + 5):
         got = trained(recompute.apply(decoder_of(LLAMA), policies, mlp_tiles=tiles), autocast)
@@ -196,7 +199,7 @@ def test_tiles_without_gradients_and_with_frozen_weights() -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
 
 
-def test_gradients_of_tiles_are_added_up_in_fp32() -> None:
+def test_gradients_of_tiles_are_accumulated_in_fp32() -> None:
     layer = torch.nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
     layer.weight.grad_dtype = torch.float32
     x = torch.randn(512, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -208,7 +211,7 @@ def test_gradients_of_tiles_are_added_up_in_fp32() -> None:
 
 
 def adapted(kind: str | None, **lora: Any) -> Decoder:
-    """Adapters that are not zero, on plain or packed weights."""
+    """Nonzero adapters on plain or packed weights."""
     decoder = build(LLAMA, dtype="fp32", device="meta", attention="sdpa_flash")
     if kind is not None:
         quantize_layout(decoder, kind, device="cpu")
@@ -234,7 +237,7 @@ def test_adapters_under_every_policy(lora: dict[str, Any], kind: str | None) -> 
     for policies in MIXES[1:]:
         got = trained(recompute.apply(adapted(kind, **lora), policies))
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True)), policies
-    for tiles in (3, 8):  # dropout's masks too are those of the whole
+    for tiles in (3, 8):  # dropout masks are the same too
         got = trained(recompute.apply(adapted(kind, **lora), POLICIES, mlp_tiles=tiles))
         for a, b in zip(got, want, strict=True):
             if b is not None:
@@ -242,7 +245,7 @@ def test_adapters_under_every_policy(lora: dict[str, Any], kind: str | None) -> 
 
 
 def compiled_loss(decoder: Decoder, backend: str) -> torch.Tensor:
-    """The decoder's loss with every layer compiled whole."""
+    """The decoder's loss with every layer compiled as one graph."""
     compiler = functools.partial(torch.compile, fullgraph=True, dynamic=True, backend=backend)
     layout = Layout.causal()
     layout.prepare("sdpa_flash", "cpu", T)
@@ -251,14 +254,14 @@ def compiled_loss(decoder: Decoder, backend: str) -> torch.Tensor:
         torch.arange(T).expand_as(IDS), x_BTC.dtype
     )
     for i, block in enumerate(decoder.model.layers):
-        with decoder.around(i, x_BTC):
-            x_BTC = recompute.compiled(block, compiler)(x_BTC, cos_BTF, sin_BTF, layout)
+        with decoder.layer_context(i, x_BTC):
+            x_BTC = recompute.compile_block(block, compiler)(x_BTC, cos_BTF, sin_BTF, layout)
     hidden_NC = decoder.model.norm(x_BTC).flatten(0, 1)
     return linear_cross_entropy(hidden_NC, decoder.head_weight, IDS.roll(-1, 1).flatten(), reduction="sum")
 
 
 @pytest.mark.parametrize("tiles", [1, 3])
-def test_compiled_blocks_are_whole_graphs_under_every_policy(tiles: int) -> None:
+def test_blocks_compile_to_full_graphs_under_every_policy(tiles: int) -> None:
     torch._dynamo.reset()
     want = trained(recompute.apply(decoder_of(LLAMA), POLICIES, mlp_tiles=tiles))
     decoder = recompute.apply(decoder_of(LLAMA), POLICIES, mlp_tiles=tiles)
@@ -283,7 +286,7 @@ ALL_PRODUCTS = {**ATTENTION_PRODUCTS, ("gate_up", "weight"): 2, ("gate_up", "ada
         ("offload_attention", {}),
     ],
 )
-def test_products_are_told_apart_by_label(
+def test_products_are_distinguished_by_label(
     policy: str, want: dict[tuple[str, str], int], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every matrix is 64 × 64, adapters' factors included; in a compiled block the labels are those of its graph."""
@@ -314,7 +317,7 @@ def test_products_are_told_apart_by_label(
 
 
 class Shelf(offload.HostStore):
-    """A store without a GPU: copies on a shelf, the order of coming and going written down."""
+    """A store without a GPU that copies tensors on the CPU and records the order of copies."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -323,18 +326,18 @@ class Shelf(offload.HostStore):
     def _next_layer(self) -> Any:
         return None
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> Any:
-        return self._put(tensors, None)
+    def offload(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return self._offload(tensors, None)
 
-    def _put(self, tensors: Sequence[torch.Tensor], layer: Any) -> Any:
-        return [self._put_one(x.detach()) for x in tensors]
+    def _offload(self, tensors: Sequence[torch.Tensor], layer: Any) -> Any:
+        return [self._offload_one(x.detach()) for x in tensors]
 
-    def _put_one(self, x: torch.Tensor) -> Any:
+    def _offload_one(self, x: torch.Tensor) -> Any:
         shelf, number = self, self.log.count("put")
         storage = weakref.ref(x.untyped_storage())
         shelf.log.append("put")
 
-        class Kept(offload._Kept):
+        class Copied(offload._OffloadedTensor):
             def __init__(self, copy: torch.Tensor) -> None:
                 self.copy = copy
                 weakref.finalize(self, shelf.log.append, f"gone {number}")
@@ -344,19 +347,19 @@ class Shelf(offload.HostStore):
                 shelf.freed.append(storage() is None)
                 return self.copy
 
-        return Kept(x.clone())
+        return Copied(x.clone())
 
 
 @contextmanager
 def shelved(decoder: Decoder) -> Iterator[Shelf]:
     shelf = Shelf()
-    decoder.around = lambda layer, x_BTC: shelf.keeping(x_BTC)
+    decoder.layer_context = lambda layer, x_BTC: shelf.offload_input(x_BTC)
     yield shelf
 
 
 @pytest.mark.parametrize("tiles", [1, 3])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_only_the_input_of_a_layer_travels_and_it_is_not_held_elsewhere(compiled: bool, tiles: int) -> None:
+def test_only_a_layers_input_is_offloaded_and_not_kept_elsewhere(compiled: bool, tiles: int) -> None:
     torch._dynamo.reset()
     want = trained(recompute.apply(decoder_of(LLAMA), ["block"] * L, mlp_tiles=tiles))
     decoder = recompute.apply(decoder_of(LLAMA), ["block"] * L, mlp_tiles=tiles)
@@ -365,9 +368,9 @@ def test_only_the_input_of_a_layer_travels_and_it_is_not_held_elsewhere(compiled
         loss.backward()
     came_and_went = [f"{what} {i}" for i in reversed(range(L)) for what in ("get", "gone")]
     assert shelf.log == ["put"] * L + came_and_went, (
-        "buffers are free as soon as they were used, without a collection"
+        "buffers are freed right after use, without garbage collection"
     )
-    assert all(shelf.freed), "something else on the device still held a layer's input"
+    assert all(shelf.freed), "something else on the device still referenced a layer's input"
     got = [loss.detach(), *(parameter.grad for parameter in decoder.parameters())]
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
@@ -390,13 +393,13 @@ class Attended(TorchDispatchMode):
 @pytest.mark.parametrize("tiles", [1, 3])
 @pytest.mark.parametrize("kind", [None, "nf4"])
 @pytest.mark.parametrize("policy", ["offload_half", "offload_attention"])
-def test_dear_results_travel_and_are_not_computed_again(
+def test_expensive_results_are_offloaded_and_not_recomputed(
     policy: str, kind: str | None, tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offloaded_activations, "MIN_ELEMENTS", 1000)
     want = trained(recompute.apply(adapted(kind), ["none"] * L, mlp_tiles=tiles))
     decoder = recompute.apply(adapted(kind), [policy] * L, mlp_tiles=tiles)
-    offloading = decoder.around
+    offloading = decoder.layer_context
     assert isinstance(offloading, recompute._Offloading)
     with shelved(decoder) as shelf, Attended() as attended:
         offloading.store = shelf
@@ -405,8 +408,8 @@ def test_dear_results_travel_and_are_not_computed_again(
     got = [loss.detach(), *(parameter.grad for parameter in decoder.parameters())]
     for a, b in zip(got, want, strict=True):
         assert a is b is None or torch.equal(a, b)
-    assert attended.times == L, "once a layer, in the forward pass"
-    # Of each layer the input and attention's output, row sums are small and stay; and q, k, v, o.
+    assert attended.times == L, "once per layer, in the forward pass"
+    # Per layer the input and attention's output (the log-sum-exp is small and stays), and q, k, v, o.
     puts = shelf.log.count("put")
     assert puts == L * (2 if policy == "offload_attention" else 6), shelf.log
     passes = {"offload_half": 1, "offload_attention": 2}[policy]
@@ -414,7 +417,9 @@ def test_dear_results_travel_and_are_not_computed_again(
     assert sorted(line for line in shelf.log if line.startswith("get")) == sorted(
         f"get {number}" for number in range(puts)
     )
-    assert sum(line.startswith("gone") for line in shelf.log) == puts, "no buffer waits for a collection"
+    assert sum(line.startswith("gone") for line in shelf.log) == puts, (
+        "no buffer waits for garbage collection"
+    )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -424,7 +429,7 @@ def test_every_attention_backend_is_listed(impl: str) -> None:
     assert bool(ATTENTION_OPERATORS[impl]) == (impl in TILED), "layer_bytes counts results of tiled backends"
 
 
-def test_no_backend_is_listed_that_does_not_exist() -> None:
+def test_every_listed_backend_exists() -> None:
     assert set(ATTENTION_OPERATORS) == set(IMPLS)
     assert SAVED_PRODUCTS.keys() <= set(POLICIES)
 
@@ -452,22 +457,22 @@ def attention_runs(impl: str, policy: str, device: str, dtype: str) -> float:
 
 
 @pytest.mark.parametrize(("policy", "times"), [("block", 2), ("selective", 1), ("pointwise", 1)])
-def test_saved_attention_is_not_run_again(policy: str, times: int) -> None:
+def test_saved_attention_is_not_recomputed(policy: str, times: int) -> None:
     assert attention_runs("sdpa_flash", policy, "cpu", "fp32") == times
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("impl", [impl for impl in TILED if impl != "flex"])
-def test_saved_attention_is_not_run_again_on_a_gpu(impl: str) -> None:
-    """FlexAttention, a higher-order operator that is compiled, is not seen by a dispatch mode of Python's."""
+def test_saved_attention_is_not_recomputed_on_a_gpu(impl: str) -> None:
+    """FlexAttention, a higher-order operator that is compiled, is invisible to a Python dispatch mode."""
     assert attention_runs(impl, "block", "cuda", "bf16") == 2
     assert attention_runs(impl, "selective", "cuda", "bf16") == 1
 
 
 def test_orders_and_counts() -> None:
     assert canonical(POLICIES) == tuple(reversed(POLICIES))
-    assert counted(("none", "block", "none")) == {"block": 1, "none": 2}
+    assert count_policies(("none", "block", "none")) == {"block": 1, "none": 2}
 
 
 def test_bad_policies() -> None:
@@ -478,7 +483,7 @@ def test_bad_policies() -> None:
         recompute.apply(decoder, ["full"] * L)
 
 
-def test_policies_can_be_taken_back() -> None:
+def test_policies_can_be_reset() -> None:
     decoder = recompute.apply(decoder_of(LLAMA), ["offload"] * L, mlp_tiles=2)
     recompute.apply(decoder, ["none"] * L)
     want = trained(decoder_of(LLAMA))
@@ -486,7 +491,7 @@ def test_policies_can_be_taken_back() -> None:
 
 
 class Runtime:
-    """CUDA's runtime as far as pinning asks for it: what was registered, and the answer."""
+    """A fake of CUDA's runtime for pinning: records registrations and returns a fixed result."""
 
     def __init__(self, answer: int = 0) -> None:
         self.answer, self.pages, self.registered = answer, [], 0
@@ -513,7 +518,7 @@ def test_pinned_buffers_share_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Device:
-    """CUDA's streams and events as far as copies ask for them: what is queued is done at once."""
+    """A fake of CUDA's streams and events: queued work runs immediately."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
@@ -523,17 +528,17 @@ class Device:
         monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
         monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _: None))
         monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-        fetch = offload._Kept.fetch
+        fetch = offload._OffloadedTensor.fetch
 
         def noted(kept: Any) -> None:
             if kept._device is None:
                 self.log.append(kept.note)
             fetch(kept)
 
-        monkeypatch.setattr(offload._Kept, "fetch", noted)
+        monkeypatch.setattr(offload._OffloadedTensor, "fetch", noted)
 
 
-def test_a_layer_s_tensors_come_back_while_the_one_above_uses_its_own(
+def test_a_layers_tensors_are_prefetched_during_the_backward_above(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = Device(monkeypatch)
@@ -542,13 +547,13 @@ def test_a_layer_s_tensors_come_back_while_the_one_above_uses_its_own(
     for layer in range(3):
         x = torch.full((4, 4), float(layer))
         results = [torch.full((2, 2, 1), 10.0 + layer).transpose(0, 1), torch.full((4,), 20.0 + layer)]
-        packed = [*store._put([x], store._next_layer()), *store.send(results)]
+        packed = [*store._offload([x], store._next_layer()), *store.offload(results)]
         for part, name in zip(packed, ("input", "attention", "sums"), strict=True):
             part.note = f"{name} {layer}"
         kept.append(packed)
         wanted.append((float(layer), 10.0 + layer, 20.0 + layer))
     del x, part, packed
-    # What the last layer sent is still there; all else has left.
+    # The last layer's tensors are still on the device; all others have left.
     assert [part._device is None for parts in kept for part in parts] == [True] * 6 + [False] * 3
     order = []
     for layer in (2, 1, 0):
@@ -560,33 +565,33 @@ def test_a_layer_s_tensors_come_back_while_the_one_above_uses_its_own(
             device.log.clear()
         assert tuple(values) == wanted[layer]
         del parts, part
-    # With layer 2's first tensor all of layer 1 is fetched, then all of layer 0; nothing comes twice.
+    # With layer 2's first tensor all of layer 1 is fetched, then all of layer 0; nothing is fetched twice.
     assert order == [
         ["input 1", "attention 1", "sums 1"], [], [],
         ["input 0", "attention 0", "sums 0"], [], [],
         [], [], [],
     ]  # fmt: skip
     assert sum(buffer.num_bytes for buffer, _ in store._free) == store.host_bytes == 3 * (64 + 16 + 16)
-    store.settle()
+    store.clear_events()
     assert all(used is None for _, used in store._free)
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-def test_tensors_come_back_as_they_lay(monkeypatch: pytest.MonkeyPatch, transposed: bool) -> None:
+def test_tensors_keep_their_strides(monkeypatch: pytest.MonkeyPatch, transposed: bool) -> None:
     Device(monkeypatch)
-    monkeypatch.setattr(offload._Kept, "note", "", raising=False)
+    monkeypatch.setattr(offload._OffloadedTensor, "note", "", raising=False)
     store = offload.HostStore("cpu")
     whole = torch.arange(120.0).view(2, 3, 4, 5)
     x = whole.transpose(1, 2) if transposed else whole[:, :, :, 1:3]
-    kept = store.send([x])[0]
+    kept = store.offload([x])[0]
     store._next_layer()
     back = kept.get()
     assert torch.equal(back, x)
-    # What has gaps comes back without them.
+    # A tensor with gaps is restored without them.
     assert back.stride() == (x.stride() if transposed else x.contiguous().stride())
 
 
-def test_memory_that_cannot_be_pinned_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(answer=2))
-    with pytest.raises(ResourceError, match=r"did not pin .*CUDA error 2.*recompute: block"):
+    with pytest.raises(ResourceError, match=r"cannot pin .*CUDA error 2.*recompute: block"):
         offload._Pinned(5000)

@@ -1,4 +1,4 @@
-"""Quantized layers and LoRA on a torch model that is none of trimtab's."""
+"""Quantized layers and LoRA on any torch model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_layers_are_quantized_and_adapters_trained(kind: str) -> None:
     add_lora(model, LoraSettings(r=4))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert sorted(trained) == ["0.lora_A.default.weight", "0.lora_B.default.weight"]
-    torch.testing.assert_close(model(x_NK), quantized_NV)  # B is zero at first
+    torch.testing.assert_close(model(x_NK), quantized_NV)  # B is initially zero
     optimizer = torch.optim.SGD(trained.values(), lr=0.05)
     losses = []
     for _ in range(8):
@@ -40,12 +40,12 @@ def test_layers_are_quantized_and_adapters_trained(kind: str) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_layers_by_name_and_what_is_refused() -> None:
+def test_layers_by_name_and_invalid_arguments() -> None:
     model = add_lora(small(), LoraSettings(r=2, target_modules=("lm_head",)), skip=())
     assert next(n for n, p in model.named_parameters() if p.requires_grad).startswith("lm_head.lora_A")
     with pytest.raises(TrimtabError, match=r"no layer for target_modules \('q_proj',\)"):
         add_lora(small(), LoraSettings(target_modules=("q_proj",)))
-    with pytest.raises(TrimtabError, match="lora_dropout needs a model of trimtab's own"):
+    with pytest.raises(TrimtabError, match="lora_dropout requires a trimtab decoder"):
         add_lora(small(), LoraSettings(lora_dropout=0.1))
     with pytest.raises(TrimtabError, match="no linear layer to quantize"):
         quantize_linears(nn.Sequential(nn.ReLU()))

@@ -1,4 +1,4 @@
-"""Compiled regions: one program for all layers and lengths, whole graphs, the plain decoder's numbers."""
+"""Compiled regions: one graph for all layers and lengths, full graphs, the eager decoder's results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def recomputed(decoder: Decoder, on: bool = True) -> Decoder:
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compiled code and settings are the process's; each test begins without."""
+    """Compiled code and settings are global to the process; each test starts without any."""
     monkeypatch.setitem(os.environ, "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
     duck = torch.fx.experimental._config.use_duck_shape
     dynamo.reset()
@@ -76,7 +76,7 @@ def trained(decoder: Decoder, ids_BT: torch.Tensor, layout: Layout | None) -> li
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("attention", ["reference", "sdpa_flash", "sdpa_math"])
-def test_one_program_for_all_layers_and_lengths(attention: str, packed: bool) -> None:
+def test_one_graph_for_all_layers_and_lengths(attention: str, packed: bool) -> None:
     plain, compiled = (
         made(attention=attention),
         compile_regions(made(attention=attention), backend="aot_eager"),
@@ -86,7 +86,7 @@ def test_one_program_for_all_layers_and_lengths(attention: str, packed: bool) ->
         layout = layout if packed else Layout.causal()
         for got, want in zip(trained(compiled, ids_BT, layout), trained(plain, ids_BT, layout), strict=True):
             torch.testing.assert_close(got, want)
-    # Masks have rows padded to 8 numbers: those that need no padding are laid out otherwise.
+    # Masks have rows padded to 8 elements: those that need no padding have other strides.
     assert compilations()[0] == (2 if packed else 1)
 
 
@@ -95,11 +95,11 @@ def test_one_program_for_all_layers_and_lengths(attention: str, packed: bool) ->
     ("policies", "tiles", "programs"),
     [
         (["none", "pointwise", "selective", "block"], 1, 4),
-        # Half of the layer before the tiles; the tiles without gradients, and with.
+        # The half before the tiles; the tiles without gradients, and with.
         (["block", "block", "none", "offload"], 2, 3),
     ],
 )
-def test_each_policy_is_a_program(policies: list[str], tiles: int, programs: int) -> None:
+def test_each_policy_is_a_separate_graph(policies: list[str], tiles: int, programs: int) -> None:
     plain, compiled = made(), made()
     compile_regions(recompute_policies.apply(compiled, policies, mlp_tiles=tiles), backend="aot_eager")
     for length in (16, 24):
@@ -109,7 +109,7 @@ def test_each_policy_is_a_program(policies: list[str], tiles: int, programs: int
     assert compilations()[0] == programs
 
 
-def test_each_window_is_a_program() -> None:
+def test_each_window_is_a_separate_graph() -> None:
     shape = uniform_shape(
         "mistral", 64, 32, 64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, sliding_window=9
     )
@@ -122,7 +122,7 @@ def test_each_window_is_a_program() -> None:
     assert compilations()[0] == 1
 
 
-def test_frozen_embeddings_make_no_program_of_the_first_block() -> None:
+def test_frozen_embeddings_do_not_recompile_the_first_block() -> None:
     plain, compiled = made(), made()
     for decoder in (plain, compiled):
         decoder.model.embed_tokens.requires_grad_(False)
@@ -136,7 +136,7 @@ def test_frozen_embeddings_make_no_program_of_the_first_block() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", None])
 @pytest.mark.parametrize("settings", [{"lora_dropout": 0.25}, {"use_dora": True}], ids=str)
-def test_adapters_and_quantized_weights_are_one_program(kind: str | None, settings: dict[str, Any]) -> None:
+def test_adapters_and_quantized_weights_share_one_graph(kind: str | None, settings: dict[str, Any]) -> None:
     shape = replace(PLAIN, hidden_size=64)
     decoder = made(shape)
     if kind is not None:
@@ -145,7 +145,7 @@ def test_adapters_and_quantized_weights_are_one_program(kind: str | None, settin
         with torch.no_grad():
             for name, module in decoder.named_modules():
                 if isinstance(module, QuantizedLinear):
-                    module.take(weights[f"{name}.weight"])
+                    module.set_weight(weights[f"{name}.weight"])
             for name, parameter in decoder.named_parameters():
                 if name in weights:
                     parameter.copy_(weights[name])
@@ -166,7 +166,7 @@ def test_adapters_and_quantized_weights_are_one_program(kind: str | None, settin
     assert compilations()[0] == 1
 
 
-def test_measuring_and_generating_compile_nothing() -> None:
+def test_evaluation_and_generation_compile_nothing() -> None:
     compiled = compile_regions(made(), backend="aot_eager")
     ids_BT, layout = batch(16)
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_measuring_and_generating_compile_nothing() -> None:
     assert compilations()[0] == 0
 
 
-def test_a_graph_break_is_an_error() -> None:
+def test_a_graph_break_raises() -> None:
     decoder = made()
 
     def look(module: Any, args: tuple[torch.Tensor, ...]) -> None:
@@ -191,7 +191,7 @@ def test_a_graph_break_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("tiles", [1, 2])
-def test_paused_regions_show_their_parts(tiles: int) -> None:
+def test_hooks_run_in_paused_regions(tiles: int) -> None:
     decoder, seen = made(), []
     compile_regions(recompute_policies.apply(decoder, ["none"] * 4, mlp_tiles=tiles), backend="aot_eager")
     decoder.model.layers[0].mlp.register_forward_pre_hook(
@@ -200,7 +200,7 @@ def test_paused_regions_show_their_parts(tiles: int) -> None:
     ids_BT, layout = batch(16)
     with Regions(decoder).paused():
         trained(decoder, ids_BT, layout)
-    assert len(seen) == (1 if tiles == 1 else 2 * tiles), "each tile is computed again"
+    assert len(seen) == (1 if tiles == 1 else 2 * tiles), "each tile is recomputed"
     assert decoder.regions is not None
 
 
@@ -210,7 +210,7 @@ def test_no_name_changes() -> None:
     assert decoder.state_dict().keys() == made().state_dict().keys()
 
 
-def test_autocast_masks_have_the_queries_format() -> None:
+def test_autocast_masks_have_the_queries_dtype() -> None:
     plain, compiled = made(), compile_regions(made(), backend="aot_eager")
     ids_BT, layout = batch(24)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -219,7 +219,7 @@ def test_autocast_masks_have_the_queries_format() -> None:
 
 
 @pytest.mark.slow
-def test_triton_kernels_live_in_the_graph() -> None:
+def test_triton_kernels_are_in_the_graph() -> None:
     pytest.importorskip("triton")
     from tests.kernels.triton_tools import interpreted
     from trimtab.kernels import partial_sums
@@ -244,7 +244,7 @@ def test_triton_kernels_live_in_the_graph() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
-def test_generated_code_has_the_plain_decoders_numbers(recompute: bool, tmp_path: Path) -> None:
+def test_generated_code_matches_the_eager_decoder(recompute: bool, tmp_path: Path) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
     plain, compiled = made(), made()
     recomputed(compiled, recompute)
@@ -259,9 +259,9 @@ def test_generated_code_has_the_plain_decoders_numbers(recompute: bool, tmp_path
     assert any(tmp_path.rglob("*.so"))
 
 
-def test_the_cache_folder_is_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder_is_per_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    for before in ("", default_cache_dir()):  # torch names its own as soon as it is imported
+    for before in ("", default_cache_dir()):  # torch sets its own on import
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before)
         own = tmp_path / ".cache" / "trimtab" / "compiled" / source_key()
         assert use_cache_folder() == own

@@ -1,4 +1,4 @@
-"""Compiled regions on a CUDA device: few programs over many lengths, the plain decoder's loss, fp16 included."""
+"""Compiled regions on a CUDA device: few graphs over many lengths, the eager decoder's loss, including fp16."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def trained(decoder: Decoder, ids_BT: torch.Tensor, layout: Layout) -> tuple[flo
 
 @pytest.mark.parametrize("pointwise", ["reference", "triton"])
 @pytest.mark.parametrize("attention", [*PACKED, *WHOLE])
-def test_few_programs_over_many_lengths(attention: str, pointwise: str) -> None:
+def test_few_graphs_over_many_lengths(attention: str, pointwise: str) -> None:
     compiled, plain = made(attention, pointwise), made(attention, pointwise)
     compile_regions(compiled)
     for length in LENGTHS:
@@ -85,7 +85,7 @@ def test_few_programs_over_many_lengths(attention: str, pointwise: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["varlen", "triton"])
-def test_one_length_is_one_program_whatever_the_documents(attention: str) -> None:
+def test_one_length_is_one_graph_whatever_the_documents(attention: str) -> None:
     compiled = compile_regions(recomputed(made(attention)), dynamic=attention == "varlen")
     for seed in range(4):
         documents_BT = torch.randint(0, 3 + 5 * seed, (2, 512), generator=torch.Generator().manual_seed(seed))
@@ -113,7 +113,7 @@ def test_fp16_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_qlora_is_one_program_over_many_lengths(recompute: bool) -> None:
+def test_qlora_is_one_graph_over_many_lengths(recompute: bool) -> None:
     weights = {name: p.detach().clone() for name, p in made("triton").named_parameters()}
     decoder = build(SHAPE, dtype="bf16", device="meta", attention="triton", pointwise="triton")
     quantize_layout(decoder, "nf4", impl="triton", device="cuda")
@@ -122,7 +122,7 @@ def test_qlora_is_one_program_over_many_lengths(recompute: bool) -> None:
     with torch.no_grad():
         for name, module in decoder.named_modules():
             if isinstance(module, LoRALinear):
-                module.take(weights[f"{name}.weight"])
+                module.set_weight(weights[f"{name}.weight"])
         for name, parameter in decoder.named_parameters():
             if name in weights:
                 parameter.copy_(weights[name])

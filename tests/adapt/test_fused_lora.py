@@ -1,4 +1,4 @@
-"""Adapted layers of one input in one operator, against the same layers one by one in fp64."""
+"""LoRA layers with one input in one operator, against separate layers in fp64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCALES = (2.0, 0.5, 1.0)
 
 
 def group(kind: str, dtype: torch.dtype, count: int, factors: torch.dtype) -> tuple[list[Part], list[Any]]:
-    """Parts, and each layer's weight as the products see it."""
+    """Parts, and each layer's weight as used in the products."""
     generator = torch.Generator().manual_seed(0)
     parts, weights = [], []
     for size, rank, scaling in list(zip(SIZES, RANKS, SCALES, strict=True))[:count]:
@@ -32,7 +32,7 @@ def group(kind: str, dtype: torch.dtype, count: int, factors: torch.dtype) -> tu
             layer = QuantizedLinear(
                 64, size, bias=False, kind=kind.split()[0], double=kind == "nf4", dtype=dtype
             )
-            layer.take(weight)
+            layer.set_weight(weight)
             parts.append(Part(layer.packed, layer.text, a, b, scaling))
             weight = layer.dequantized()
         weights.append(weight)
@@ -46,7 +46,7 @@ def one_by_one(
     grads: list[torch.Tensor],
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    """Outputs and gradients of x, every A, every B through plain autograd in one number format."""
+    """Outputs and gradients of x, every A, every B through plain autograd in one dtype."""
     x = x.detach().to(dtype).requires_grad_(True)
     a = [part.a_RI.detach().to(dtype).requires_grad_(True) for part in parts]
     b = [part.b_OR.detach().to(dtype).requires_grad_(True) for part in parts]
@@ -82,7 +82,7 @@ def test_outputs_and_gradients(kind: str, count: int, dtype: torch.dtype) -> Non
         assert not judge("", mine * 1.01, truth=exact, reference=exact, share=share)
 
 
-def test_x_without_gradient_is_spared_its_product() -> None:
+def test_x_without_gradient_skips_its_product() -> None:
     parts, _ = group("nf4", torch.float32, 2, torch.float32)
     x = torch.randn(7, 64)
     outputs = lora_group(x, parts)
@@ -93,7 +93,7 @@ def test_x_without_gradient_is_spared_its_product() -> None:
         assert all(torch.equal(a, b) for a, b in zip(lora_group(x, parts), outputs, strict=True))
 
 
-def test_an_output_that_nobody_uses_adds_nothing() -> None:
+def test_an_unused_output_adds_no_gradient() -> None:
     parts, weights = group("nf4", torch.float32, 2, torch.float32)
     x = torch.randn(7, 64, requires_grad=True)
     lora_group(x, parts)[1].sum().backward()
@@ -105,7 +105,7 @@ def test_an_output_that_nobody_uses_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kept_for_the_backward_pass(kind: str) -> None:
+def test_saved_for_the_backward_pass(kind: str) -> None:
     parts, _ = group(kind, torch.float32, 3, torch.float32)
     x = torch.randn(50, 64, requires_grad=True)
     there = {
@@ -129,7 +129,7 @@ def test_kept_for_the_backward_pass(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "nf4"])
-def test_the_operators_are_sound(kind: str) -> None:
+def test_operators_pass_opcheck(kind: str) -> None:
     parts, _ = group(kind, torch.float32, 2, torch.float32)
     x = torch.randn(3, 64, requires_grad=True)
     packed = [t for part in parts for t in part.packed if t is not None]
@@ -144,7 +144,7 @@ def test_the_operators_are_sound(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "nf4", "int8"])
-def test_compiled_whole_for_any_number_of_tokens(kind: str) -> None:
+def test_compiles_to_one_graph_for_any_number_of_tokens(kind: str) -> None:
     parts, _ = group(kind, torch.float32, 3, torch.float32)
     compiled = torch.compile(
         lambda x: [y.relu() for y in lora_group(x, parts)], fullgraph=True, dynamic=True, backend="aot_eager"
@@ -176,7 +176,7 @@ def test_on_a_gpu(kind: str, rows: int) -> None:
         layer = QuantizedLinear(
             512, size, bias=False, kind=kind, dtype=torch.bfloat16, impl="triton", device="cuda"
         )
-        layer.take(torch.randn(size, 512, generator=generator) * 0.02)
+        layer.set_weight(torch.randn(size, 512, generator=generator) * 0.02)
         a = (torch.randn(rank, 512, generator=generator) * 0.05).cuda().requires_grad_(True)
         b = (torch.randn(size, rank, generator=generator) * 0.05).cuda().requires_grad_(True)
         parts.append(Part(layer.packed, layer.text, a, b, scaling))
@@ -201,7 +201,7 @@ def test_streams_do_not_share_a_workspace() -> None:
         layer = QuantizedLinear(
             2048, 4096, bias=False, kind="nf4", dtype=torch.bfloat16, impl="triton", device="cuda"
         )
-        layer.take(torch.randn(4096, 2048, generator=torch.Generator().manual_seed(seed)) * 0.02)
+        layer.set_weight(torch.randn(4096, 2048, generator=torch.Generator().manual_seed(seed)) * 0.02)
         layers.append(layer)
         expected.append(layer(x))
     streams = [torch.cuda.Stream() for _ in layers]
@@ -222,7 +222,7 @@ def test_a_pass_holds_one_dequantized_weight() -> None:
     layer = QuantizedLinear(
         4096, 4096, bias=False, kind="nf4", dtype=torch.bfloat16, impl="triton", device="cuda"
     )
-    layer.take(torch.randn(4096, 4096) * 0.02)
+    layer.set_weight(torch.randn(4096, 4096) * 0.02)
     x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -232,4 +232,4 @@ def test_a_pass_holds_one_dequantized_weight() -> None:
     above = torch.cuda.max_memory_allocated() - before
     weight = 2 * 4096 * 4096
     assert weight <= above <= weight + 4 * x.numel() * 2 + 2**21
-    assert workspace.held_bytes("cuda") == weight
+    assert workspace.allocated_bytes("cuda") == weight

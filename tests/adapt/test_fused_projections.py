@@ -1,4 +1,4 @@
-"""Adapters and quantized weights on stacked projections (Phi-3's): peft, bitsandbytes, recompute policies, compile."""
+"""Adapters and quantized weights on fused projections (Phi-3's): peft, bitsandbytes, recompute policies, compile."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from trimtab.adapt import (
     LoraSettings,
     add_adapters,
     init_adapters,
-    keep_unpacked,
     load_adapter,
     quantize_layout,
     recompute,
     save_adapter,
+    set_dequantized_copies,
     trained_parameters,
 )
 from trimtab.adapt.lora import set_masks
 from trimtab.adapt.merging import merge_adapters
 from trimtab.adapt.peft_files import own_tensors
 from trimtab.adapt.quantized import packed_state, quantized_layers
-from trimtab.adapt.recompute import compiled
-from trimtab.adapt.spec_quantized import check_whole
+from trimtab.adapt.recompute import compile_block
+from trimtab.adapt.spec_quantized import check_not_quantized
 from trimtab.adapt.spec_recompute import POLICIES
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape, uniform_shape
@@ -92,7 +92,7 @@ def results(decoder: Decoder) -> list[torch.Tensor]:
     return [loss.detach(), *(parameter.grad for parameter in found.values())]  # type: ignore[misc]
 
 
-def test_one_adapter_for_each_stacked_matrix() -> None:
+def test_one_adapter_per_fused_matrix() -> None:
     decoder = adapted(base(), r=4)
     sizes = {name: tuple(tensor.shape) for name, tensor in own_tensors(decoder).items() if "layers.0" in name}
     prefix = "model.layers.0.self_attn.qkv_proj"
@@ -100,13 +100,13 @@ def test_one_adapter_for_each_stacked_matrix() -> None:
     assert sizes[f"{prefix}.lora_B.default.weight"] == (128, 4)
     assert len(sizes) == 2 * len(NAMES)
     layer = decoder.model.layers[0].self_attn.qkv_proj
-    assert layer.joins
+    assert layer.can_fuse
     assert [tuple(tensor.shape) for tensor in layer.factors("default")] == [(4, 64), (128, 4)]
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("kind", KINDS)
-def test_peft_loads_ours_and_we_load_peft_s(kind: str, tmp_path: Path) -> None:
+def test_peft_and_trimtab_load_each_others_adapters(kind: str, tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     phi3_model().save_pretrained(tmp_path / "base")
@@ -139,7 +139,7 @@ def test_peft_loads_ours_and_we_load_peft_s(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_gradients_of_adapters_are_peft_s(kind: str, tmp_path: Path) -> None:
+def test_gradients_of_adapters_match_peft(kind: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
     phi3_model().save_pretrained(tmp_path / "base")
@@ -174,7 +174,7 @@ def test_merged_weights_give_the_adapted_logits(kind: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", [None, "nf4", "int8"])
 @pytest.mark.parametrize("tiles", [1, 4])
 def test_recompute_policies_and_tiles(settings: dict[str, Any], kind: str | None, tiles: int) -> None:
-    """Every policy gives the same bits; tiles add weights' gradients in another order."""
+    """Every policy is bitwise identical; tiles accumulate weights' gradients in another order."""
 
     def made() -> Decoder:
         decoder = base("sdpa_flash", BIASED)
@@ -202,14 +202,14 @@ def test_blocks_compile_without_a_graph_break(policy: str, settings: dict[str, A
         if way:
             torch._dynamo.reset()
             compiler = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
-            decoder.regions = [compiled(block, compiler) for block in decoder.model.layers]
+            decoder.regions = [compile_block(block, compiler) for block in decoder.model.layers]
         found.append(results(decoder))
     for a, b in zip(*found, strict=True):
         assert (a - b).abs().max() <= 1e-5 * b.abs().max()
 
 
-def test_pointwise_saves_the_stacked_products() -> None:
-    """Both products of a block are labelled; recomputing repeats neither."""
+def test_pointwise_saves_the_fused_products() -> None:
+    """Both products of a block are labelled; recomputation runs neither."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Wide(TorchDispatchMode):
@@ -251,14 +251,14 @@ def test_one_nf4_tensor_with_the_bytes_of_bitsandbytes(double: bool, tmp_path: P
         state, ours = theirs.to("cpu").state_dict(), packed_state(layer)
         assert list(ours) == list(state)
         if double:
-            # Of a scale nearly halfway between two 8-bit codes bitsandbytes' CPU code may take the farther one.
+            # For a scale nearly halfway between two 8-bit codes bitsandbytes' CPU code may choose the farther one.
             other = ours.pop("weight.absmax").int() - state.pop("weight.absmax").int()
             assert other.abs().max() <= 1
             assert (other != 0).float().mean() < 0.02
         assert all(torch.equal(ours[key], state[key]) for key in state), name
 
 
-def test_quantized_values_are_those_of_the_dequantized_weights() -> None:
+def test_quantized_values_match_the_dequantized_weights() -> None:
     for kind in ("nf4", "int8"):
         decoder = quantize_layout(base(), kind)
         plain = base()
@@ -267,11 +267,11 @@ def test_quantized_values_are_those_of_the_dequantized_weights() -> None:
                 plain.get_submodule(name).weight.copy_(layer.dequantized())
         assert torch.allclose(decoder(IDS_BT), plain(IDS_BT), atol=1e-6)
         before = decoder(IDS_BT)
-        assert torch.equal(keep_unpacked(decoder, 2)(IDS_BT), before)
+        assert torch.equal(set_dequantized_copies(decoder, 2)(IDS_BT), before)
 
 
-def test_one_stacked_adapter_is_several_that_share_their_first_factor() -> None:
-    """The group of separate layers with the same A, and B cut by rows, computes the same."""
+def test_a_fused_adapter_equals_several_that_share_a() -> None:
+    """A group of separate layers with the same A, and B split by rows, computes the same."""
     plain = init_weights(build(PLAIN, dtype="fp32", device="cpu", attention="reference"), seed=0)
     decoder = adapted(copy_stacked(plain, base()))
     add_adapters(plain, LoraSettings(r=4, lora_alpha=8))
@@ -291,8 +291,8 @@ def test_one_stacked_adapter_is_several_that_share_their_first_factor() -> None:
     assert distance(logits(plain), logits(decoder)) < 1e-6
 
 
-def test_a_stacked_quantized_matrix_is_not_trained_whole() -> None:
+def test_a_fused_quantized_matrix_cannot_be_fully_trained() -> None:
     shape = dataclasses.replace(fused(PLAIN), blocks=fused(PLAIN).blocks[:1])
     for _, linear in shape.linears():
         with pytest.raises(RecipeError, match=linear.name):
-            check_whole(shape, [f"model.layers.0.{linear.name}.weight"])
+            check_not_quantized(shape, [f"model.layers.0.{linear.name}.weight"])

@@ -1,4 +1,4 @@
-"""Adapters on a decoder: names stay, gradients are right, nothing needless is kept, bad settings are refused."""
+"""Adapters on a decoder: unchanged names, correct gradients, minimal saved tensors, invalid settings raise."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from trimtab.adapt import (
     use_adapters,
 )
 from trimtab.adapt import spec as adapt_spec
-from trimtab.adapt.lora_dropout import Masks, kept
+from trimtab.adapt.lora_dropout import Masks, keep_mask
 from trimtab.adapt.lora_products import add_lora, lora_linear
-from trimtab.adapt.whole import keep_whole
+from trimtab.adapt.saved_modules import store_modules
 from trimtab.facts.errors import RecipeError
 from trimtab.model import build, init_weights
 
@@ -42,7 +42,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("shape", [TIED, UNTIED], ids=["tied", "untied"])
-def test_no_name_of_the_model_changes_and_the_spec_knows_what_is_trained(name, shape) -> None:
+def test_names_do_not_change_and_the_spec_lists_trained_parameters(name, shape) -> None:
     settings = VARIANTS[name]
     decoder = add_adapters(build(shape, dtype="bf16", device="meta", attention="reference"), settings)
     names = [n for n, _ in decoder.named_parameters() if ".lora_" not in n]
@@ -54,7 +54,7 @@ def test_no_name_of_the_model_changes_and_the_spec_knows_what_is_trained(name, s
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_fresh_adapter_changes_nothing(name: str) -> None:
+def test_a_new_adapter_does_not_change_the_output(name: str) -> None:
     decoder = base(UNTIED)
     before = logits(decoder)
     add_adapters(decoder, VARIANTS[name])
@@ -64,7 +64,7 @@ def test_a_fresh_adapter_changes_nothing(name: str) -> None:
     assert not torch.allclose(logits(decoder), before, atol=1e-3)
 
 
-def test_initialization_depends_on_seed_and_name_alone() -> None:
+def test_initialization_depends_only_on_seed_and_name() -> None:
     one, two = (add_adapters(base(), LoraSettings(r=4)) for _ in range(2))
     init_adapters(one, seed=5)
     init_adapters(two, seed=5)
@@ -77,7 +77,7 @@ def test_initialization_depends_on_seed_and_name_alone() -> None:
     assert float(first[a].detach().std()) == pytest.approx(32**-0.5 / 3**0.5, rel=0.15)
 
 
-def test_gradients_are_those_of_the_formula() -> None:
+def test_gradients_match_the_formula() -> None:
     torch.manual_seed(0)
     x, a, b = (torch.randn(*d, dtype=torch.float64, requires_grad=True) for d in ((2, 5, 7), (3, 7), (6, 3)))
     weight, bias = torch.randn(6, 7, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
@@ -91,8 +91,8 @@ def test_gradients_are_those_of_the_formula() -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_model_s_gradients_are_those_of_plain_operations(name: str) -> None:
-    """fp64, against the merged weight computed by autograd: the layer's own backward, DoRA's constant length."""
+def test_a_models_gradients_match_plain_operations(name: str) -> None:
+    """fp64, against the merged weight computed by autograd: the layer's own backward, DoRA's constant norm."""
     settings = VARIANTS[name]
     shape = UNTIED
     decoder = adapted(settings, shape, dtype="fp64")
@@ -128,35 +128,35 @@ def test_a_model_s_gradients_are_those_of_plain_operations(name: str) -> None:
         torch.testing.assert_close(ours[n], p.grad, rtol=1e-6, atol=1e-9, msg=n)
 
 
-def test_only_x_and_its_thin_product_are_kept() -> None:
-    """Weights aside, autograd holds the layer's input and x·A, whatever the formats."""
+def test_only_x_and_its_thin_product_are_saved() -> None:
+    """Except weights, autograd saves the layer's input and x·A, whatever the dtypes."""
     x = torch.randn(64, 48, dtype=torch.bfloat16, requires_grad=True)
     weight, a, b = torch.randn(40, 48, dtype=torch.bfloat16), torch.randn(4, 48), torch.randn(40, 4)
     a.requires_grad_(), b.requires_grad_()
-    held: list[torch.Tensor] = []
+    saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        held.append(tensor)
+        saved.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         lora_linear(x, weight, None, a, b, 2.0)
-    standing = {t.data_ptr() for t in (x, weight, a, b)}
-    extra = [tuple(t.shape) for t in held if t.data_ptr() not in standing]
+    inputs = {t.data_ptr() for t in (x, weight, a, b)}
+    extra = [tuple(t.shape) for t in saved if t.data_ptr() not in inputs]
     assert extra == [(64, 4)]
 
 
-def test_masks_repeat_and_are_fair() -> None:
+def test_masks_are_reproducible_and_unbiased() -> None:
     masks = Masks(["one", "two"], torch.device("cpu"))
     masks.set(0, step=3, first_sequence=1, tokens=2000)
-    first = kept(2000, 256, masks.words_K5[0], 0.1)
+    first = keep_mask(2000, 256, masks.words_K5[0], 0.1)
     masks.set(0, step=3, first_sequence=2, tokens=2000)
-    assert not torch.equal(kept(2000, 256, masks.words_K5[0], 0.1), first)
+    assert not torch.equal(keep_mask(2000, 256, masks.words_K5[0], 0.1), first)
     masks.set(0, step=3, first_sequence=1, tokens=2000)
-    assert torch.equal(kept(2000, 256, masks.words_K5[0], 0.1), first)
-    other = kept(2000, 256, masks.words_K5[1], 0.1)
+    assert torch.equal(keep_mask(2000, 256, masks.words_K5[0], 0.1), first)
+    other = keep_mask(2000, 256, masks.words_K5[1], 0.1)
     for mask in (first, other):
-        # 512,000 draws: the mean is within 4 standard deviations, rows and columns spread as they should.
+        # 512,000 draws: the mean is within 4 standard deviations, rows and columns have the expected spread.
         assert float(mask.float().mean()) == pytest.approx(0.9, abs=4 * (0.09 / mask.numel()) ** 0.5)
         assert float(mask.float().mean(0).std()) == pytest.approx((0.09 / 2000) ** 0.5, rel=0.2)
         assert float(mask.float().mean(1).std()) == pytest.approx((0.09 / 256) ** 0.5, rel=0.1)
@@ -167,17 +167,17 @@ def test_masks_repeat_and_are_fair() -> None:
 
 
 @pytest.mark.parametrize("p", [1 - 2.0**-30, 1 - 2.0**-32, 1 - 2.0**-53])
-def test_a_share_all_but_one_drops_all_but_everything(p: float) -> None:
+def test_a_dropout_close_to_one_drops_nearly_everything(p: float) -> None:
     key_5 = Masks(["one"], torch.device("cpu")).words_K5[0]
-    assert not bool(kept(100, 100, key_5, p).any())
+    assert not bool(keep_mask(100, 100, key_5, p).any())
 
 
-def test_masks_in_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_masks_equal_the_whole_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     key_5 = Masks(["one"], torch.device("cpu")).words_K5[0]
     x = torch.randn(37, 24)
-    whole = lora_dropout.drop(x, key_5, 0.3)
+    whole = lora_dropout.apply_dropout(x, key_5, 0.3)
     monkeypatch.setattr(lora_dropout, "DROPOUT_CHUNK", 100)
-    assert torch.equal(lora_dropout.drop(x, key_5, 0.3), whole)
+    assert torch.equal(lora_dropout.apply_dropout(x, key_5, 0.3), whole)
     assert 0.2 < float((whole == 0).float().mean()) < 0.4
 
 
@@ -226,11 +226,11 @@ def test_several_adapters_are_switched_and_added() -> None:
     assert not torch.allclose(both, one, atol=1e-3)
     use_adapters(decoder, "two")
     assert torch.equal(logits(decoder), two)
-    with pytest.raises(RecipeError, match="no adapter three; there are one, two"):
+    with pytest.raises(RecipeError, match="no adapter three; it has one, two"):
         use_adapters(decoder, "three")
 
 
-def test_adapters_that_cannot_be_added_leave_those_in_use() -> None:
+def test_adapters_that_cannot_be_combined_leave_the_active_ones() -> None:
     decoder = base(UNTIED)
     for name, dora in (("one", False), ("two", False), ("long", True)):
         add_adapters(decoder, LoraSettings(r=2, target_modules=("q_proj",), use_dora=dora), adapter=name)
@@ -238,7 +238,7 @@ def test_adapters_that_cannot_be_added_leave_those_in_use() -> None:
     add_adapters(decoder, LoraSettings(r=2, target_modules=("model.layers.0.mlp.up_proj",)), adapter="few")
     init_adapters(decoder, seed=0, adapter="few")
     for name in ("one", "two"):
-        keep_whole(decoder, name, {"lm_head.weight": torch.full((97, 32), 0.1 * len(name))})
+        store_modules(decoder, name, {"lm_head.weight": torch.full((97, 32), 0.1 * len(name))})
     use_adapters(decoder, "few")
     before = logits(decoder)
     for names, words in ((["one", "two"], "both replace lm_head"), (["one", "long"], "DoRA")):
@@ -262,10 +262,10 @@ def test_a_copy_is_a_copy() -> None:
     ("settings", "words"),
     [
         ({"target_modules": ("q_proj", "query")}, ["no query", "q_proj", "down_proj", "lm_head"]),
-        ({"target_modules": r"layers\.0\.q_proj"}, ["no module's whole name matches", "q_proj"]),
-        ({"target_modules": "all-linar("}, ["no regular expression"]),
+        ({"target_modules": r"layers\.0\.q_proj"}, ["no module's full name matches", "q_proj"]),
+        ({"target_modules": "all-linar("}, ["not a regular expression"]),
         ({"r": 0}, ["lora.r is 0"]),
-        ({"r": 33}, ["lora.r is 33", "of rank 32 at most", "rank_pattern"]),
+        ({"r": 33}, ["lora.r is 33", "with a maximum rank of 32", "rank_pattern"]),
         ({"r": 2, "rank_pattern": {"gate": 4}}, ["names gate", "gate_proj"]),
         ({"r": 2, "modules_to_save": ("head",)}, ["no head", "lm_head", "input_layernorm"]),
         ({"r": 2, "modules_to_save": ("q_proj",)}, ["both in lora.target_modules"]),
@@ -274,15 +274,15 @@ def test_a_copy_is_a_copy() -> None:
         ({"r": 2, "rank_pattern": {"q_proj": 33}}, ["lora.rank_pattern: q_proj is 33", "at most 32"]),
         ({"r": 2, "rank_pattern": {"(?i)Q_proj": 8}}, ["lora.rank_pattern: '(?i)Q_proj'", "(?i:"]),
         ({"r": 2, "alpha_pattern": {"(?i)Q_proj": 8}}, ["lora.alpha_pattern: '(?i)Q_proj'", "(?i:"]),
-        ({"r": 2, "alpha_pattern": {"q{99999999999999999999}": 8}}, ["no regular expression", "such as q_proj"]),
-        ({"r": 2, "rank_pattern": {"": 8}}, ["lora.rank_pattern has an empty text"]),
-        ({"r": 2, "alpha_pattern": {" ": 8}}, ["lora.alpha_pattern has an empty text"]),
-        ({"r": 2, "target_modules": ("q_proj", "")}, ["lora.target_modules has an empty text"]),
-        ({"r": 2, "modules_to_save": ("",)}, ["lora.modules_to_save has an empty text"]),
+        ({"r": 2, "alpha_pattern": {"q{99999999999999999999}": 8}}, ["not a regular expression", "such as q_proj"]),
+        ({"r": 2, "rank_pattern": {"": 8}}, ["lora.rank_pattern has an empty string"]),
+        ({"r": 2, "alpha_pattern": {" ": 8}}, ["lora.alpha_pattern has an empty string"]),
+        ({"r": 2, "target_modules": ("q_proj", "")}, ["lora.target_modules has an empty string"]),
+        ({"r": 2, "modules_to_save": ("",)}, ["lora.modules_to_save has an empty string"]),
         ({"r": 2, "modules_to_save": ("model.layers.1.mlp.up_proj",)}, ["model.layers.1.mlp.up_proj is both in"]),
     ],
 )  # fmt: skip
-def test_settings_that_cannot_be(settings: dict, words: list[str]) -> None:
+def test_invalid_settings_raise(settings: dict, words: list[str]) -> None:
     with pytest.raises(RecipeError) as found:
         add_adapters(base(UNTIED), LoraSettings(**settings))
     for word in words:
@@ -292,7 +292,7 @@ def test_settings_that_cannot_be(settings: dict, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        *(({"r": value}, ["lora.r is", "a whole number"]) for value in (0, -1, 2.0, True, "8", None, 1 << 31)),
+        *(({"r": value}, ["lora.r is", "an integer"]) for value in (0, -1, 2.0, True, "8", None, 1 << 31)),
         *(
             ({"lora_alpha": value}, ["lora.lora_alpha is", "above 0"])
             for value in (-1, 0, math.nan, math.inf, "8", None, True, 10**400)
@@ -304,35 +304,35 @@ def test_settings_that_cannot_be(settings: dict, words: list[str]) -> None:
           for value in ("lm_head", None, ("lm_head", 1))),
         ({"use_dora": "false"}, ["lora.use_dora is 'false'", "true or false"]),
         ({"use_rslora": 1}, ["lora.use_rslora is 1"]),
-        ({"rank_pattern": {"q_proj": 0}}, ["lora.rank_pattern: q_proj is 0", "a whole number"]),
-        ({"rank_pattern": ["q_proj"]}, ["lora.rank_pattern is ['q_proj']", "a number for each"]),
+        ({"rank_pattern": {"q_proj": 0}}, ["lora.rank_pattern: q_proj is 0", "an integer"]),
+        ({"rank_pattern": ["q_proj"]}, ["lora.rank_pattern is ['q_proj']", "a mapping of module names"]),
         ({"alpha_pattern": {"q_proj": -2.0}}, ["lora.alpha_pattern: q_proj is -2.0", "above 0"]),
         ({"alpha_pattern": {"q_proj": math.inf}}, ["lora.alpha_pattern: q_proj is inf"]),
         ({"alpha_pattern": {1: 2.0}}, ["lora.alpha_pattern is {1: 2.0}"]),
         ({"lora_alpha": 0, "any_rank": True}, ["lora.lora_alpha is 0", "other than 0"]),
     ],
 )  # fmt: skip
-def test_values_that_a_recipe_refuses_are_refused_in_python(settings: dict, words: list[str]) -> None:
+def test_values_invalid_in_a_recipe_are_invalid_in_python(settings: dict, words: list[str]) -> None:
     with pytest.raises(RecipeError) as found:
         LoraSettings(**settings)
     for word in words:
         assert word in str(found.value)
 
 
-def test_names_in_a_list_are_those_in_a_tuple() -> None:
+def test_a_list_of_names_equals_a_tuple() -> None:
     one = LoraSettings(target_modules=["q_proj"], modules_to_save=["norm"])
     assert one == LoraSettings(target_modules=("q_proj",), modules_to_save=("norm",))
     assert LoraSettings.from_dict(one.to_dict()) == one
     assert LoraSettings(lora_alpha=-1.5, alpha_pattern={"q_proj": -2}, any_rank=True).lora_alpha == -1.5
 
 
-def test_a_module_may_be_adapted_in_one_layer_and_trained_whole_in_another() -> None:
+def test_a_module_may_be_adapted_in_one_layer_and_fully_trained_in_another() -> None:
     one, other = (f"model.layers.{i}.self_attn.q_proj" for i in range(2))
     decoder = add_adapters(base(), LoraSettings(r=2, target_modules=(one,), modules_to_save=(other,)))
     assert {n.partition(".lora")[0] for n in trained_parameters(decoder)} == {one, f"{other}.weight"}
 
 
-def test_dropout_on_an_embedding_alone_holds_nothing() -> None:
+def test_dropout_on_only_an_embedding_allocates_nothing() -> None:
     settings = LoraSettings(r=2, target_modules=("embed_tokens",), lora_dropout=0.1)
     decoder = adapted(settings, UNTIED)
     assert set_masks(decoder, torch.device("cpu")) is None
@@ -340,38 +340,38 @@ def test_dropout_on_an_embedding_alone_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize("words", [["wq"], "wq.*"])
-def test_what_is_offered_instead_of_an_unknown_target(words: str | list[str]) -> None:
+def test_an_unknown_target_lists_the_known_ones(words: str | list[str]) -> None:
     for shape, offered in ((TIED, False), (UNTIED, True)):
         with pytest.raises(RecipeError, match=r"there are .*q_proj") as caught:
             adapt_spec.resolve(shape, LoraSettings(r=2, target_modules=words))
         assert ("embed_tokens" in str(caught.value)) is offered
 
 
-def test_a_tied_embedding_is_no_target() -> None:
+def test_a_tied_embedding_cannot_be_a_target() -> None:
     with pytest.raises(RecipeError, match="also the model's head"):
         add_adapters(base(TIED), LoraSettings(target_modules=("embed_tokens",)))
 
 
-def test_names_and_orders_that_cannot_be_are_said() -> None:
+def test_invalid_names_and_orders_raise() -> None:
     decoder = base(UNTIED)
     for word in ("type", "keys", "pop", "forward"):
-        with pytest.raises(RecipeError, match="a word of torch's own"):
+        with pytest.raises(RecipeError, match="reserved by torch"):
             add_adapters(decoder, LoraSettings(r=2), adapter=word)
     add_adapters(decoder, LoraSettings(r=2), adapter="fr")
     for wrong in (
         lambda: init_adapters(decoder, 0),
         lambda: remove_adapter(decoder, "default"),
     ):
-        with pytest.raises(RecipeError, match="no adapter default; there are fr"):
+        with pytest.raises(RecipeError, match="no adapter default; it has fr"):
             wrong()
-    with pytest.raises(RecipeError, match="quantized or has an adapter already"):
+    with pytest.raises(RecipeError, match="already quantized or has an adapter"):
         quantize_layout(decoder, "nf4")
     quantized = quantize_layout(base(UNTIED), "int8")
-    with pytest.raises(RecipeError, match="quantized or has an adapter already"):
+    with pytest.raises(RecipeError, match="already quantized or has an adapter"):
         quantize_layout(quantized, "nf4")
 
 
-def test_dropout_without_masks_says_what_to_call() -> None:
+def test_dropout_without_masks_raises() -> None:
     decoder = adapted(LoraSettings(r=2, lora_dropout=0.5)).train()
     with pytest.raises(RecipeError, match="set_masks"):
         decoder.loss(IDS_BT[:, :-1], IDS_BT[:, 1:])

@@ -1,4 +1,4 @@
-"""Dropout masks: of a sequence of a step, whatever microbatch, process or tile computes it."""
+"""Dropout masks depend on a step's sequence, not on the microbatch, process or tile that computes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from lora_cases import IDS_BT, adapted
 
 from trimtab.adapt import LoraSettings, recompute, set_masks, trained_parameters
-from trimtab.adapt.lora_dropout import Masks, _row_numbers, drop, kept
+from trimtab.adapt.lora_dropout import Masks, _row_numbers, apply_dropout, keep_mask
 from trimtab.adapt.tiled import tiled
 from trimtab.data.sampling import StepShape, deal
 from trimtab.facts.randomness import derive
@@ -21,12 +21,12 @@ B, T, C = 8, 12, 16
 def mask(masks: Masks, first_sequence: int, sequences: int, tokens: int = T, step: int = 3) -> torch.Tensor:
     """bool [B, T, C] of the second layer."""
     masks.set(0, step, first_sequence, tokens)
-    return kept(sequences * tokens, C, masks.words_K5[1], 0.4).view(sequences, tokens, C)
+    return keep_mask(sequences * tokens, C, masks.words_K5[1], 0.4).view(sequences, tokens, C)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_split_changes_no_mask(batch: int, ranks: int) -> None:
+def test_masks_do_not_depend_on_the_split(batch: int, ranks: int) -> None:
     masks = Masks(["one", "two"], CPU)
     whole_BTC = mask(masks, 0, B)
     split = [
@@ -38,7 +38,7 @@ def test_a_split_changes_no_mask(batch: int, ranks: int) -> None:
     assert all(not torch.equal(whole_BTC[0], whole_BTC[i]) for i in range(1, B))
 
 
-def test_a_longer_padding_changes_no_mask() -> None:
+def test_masks_do_not_depend_on_padding() -> None:
     """Microbatches may have rows of different lengths (`group_by_length`)."""
     masks = Masks(["one", "two"], CPU)
     assert torch.equal(mask(masks, 2, 3, tokens=20)[:, :T], mask(masks, 2, 3))
@@ -52,8 +52,8 @@ def test_every_token_of_a_step_has_its_own_row_number() -> None:
         assert len(numbers_N.unique()) == len(numbers_N)
 
 
-def test_masks_by_microbatch_are_those_of_earlier_versions() -> None:
-    """Their formula, with whole numbers: a run that began with it goes on with it."""
+def test_masks_by_microbatch_equal_those_of_earlier_versions() -> None:
+    """Their formula, in Python integers: a run that started with it continues with it."""
 
     def mix(word: int) -> int:
         word ^= word >> 17
@@ -63,7 +63,7 @@ def test_masks_by_microbatch_are_those_of_earlier_versions() -> None:
         return word ^ word >> 15
 
     masks = Masks(["one"], CPU)
-    masks.set(9, 9, 9, 9)  # leaves nothing behind
+    masks.set(9, 9, 9, 9)  # must leave no trace
     masks.set_by_microbatch(7, step=5, microbatch=3, rank=2)
     key = derive(7, "lora dropout", 5, 3, 2)
     row_key, column_key = (derive(0, "lora dropout", "one", i) ^ key for i in range(2))
@@ -72,25 +72,25 @@ def test_masks_by_microbatch_are_those_of_earlier_versions() -> None:
     expected = torch.tensor(
         [[mix(word % 2**32) % 2**31 >= round(0.4 * 2**31) for word in row] for row in words]
     )
-    assert torch.equal(kept(40, C, masks.words_K5[0], 0.4), expected)
+    assert torch.equal(keep_mask(40, C, masks.words_K5[0], 0.4), expected)
 
 
 @pytest.mark.parametrize("first_sequence", [0, 5])
-def test_tiles_have_the_masks_of_the_whole(first_sequence: int) -> None:
+def test_tiles_have_the_same_masks(first_sequence: int) -> None:
     masks = Masks(["one"], CPU)
     masks.set(0, 1, first_sequence, T)
     key_5 = masks.words_K5[0]
-    run = functools.partial(drop, key_5=key_5, p=0.3)
+    run = functools.partial(apply_dropout, key_5=key_5, p=0.3)
     x_BTC = torch.randn(B, T, C)
     whole = run(x_BTC.view(-1, C)).view(B, T, C)
     for tiles in (2, 3, 7):
         assert torch.equal(tiled(run, x_BTC, (), tiles, [key_5]), whole)
-    assert torch.equal(run(x_BTC.view(-1, C)).view(B, T, C), whole), "the words are as they were"
+    assert torch.equal(run(x_BTC.view(-1, C)).view(B, T, C), whole), "the words are restored"
 
 
-def test_a_compiled_mask_follows_the_words() -> None:
+def test_a_compiled_mask_reads_the_current_words() -> None:
     masks = Masks(["one", "two"], CPU)
-    compiled = torch.compile(functools.partial(kept, 2 * T, C), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(functools.partial(keep_mask, 2 * T, C), fullgraph=True, backend="aot_eager")
     for first_sequence in (0, 2, 3):
         expected = mask(masks, first_sequence, 2).view(-1, C)
         assert torch.equal(compiled(masks.words_K5[1], 0.4), expected)
@@ -98,7 +98,7 @@ def test_a_compiled_mask_follows_the_words() -> None:
 
 @pytest.mark.parametrize("tiles", [1, 4])
 @pytest.mark.parametrize("policy", ["none", "block"])
-def test_gradients_of_microbatches_add_up_to_those_of_the_batch(policy: str, tiles: int) -> None:
+def test_gradients_of_microbatches_sum_to_those_of_the_batch(policy: str, tiles: int) -> None:
     found = []
     for split in ([slice(0, 4)], [slice(0, 2), slice(2, 4)], [slice(i, i + 1) for i in range(4)]):
         decoder = adapted(LoraSettings(r=4, lora_dropout=0.4)).train()

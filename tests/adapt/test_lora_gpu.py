@@ -1,4 +1,4 @@
-"""Adapters on a CUDA device: gradients beside fp64, packed or not, dropout as on a CPU, a run from the command line."""
+"""Adapters on a CUDA device: gradients against fp64, packed or not, dropout as on a CPU, a run by command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lora_cases import IDS_BT, UNTIED, base, scatter
 from tiny_model import write_recipe
 
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters, quantize_layout, trained_parameters
-from trimtab.adapt.lora_dropout import Masks, kept
+from trimtab.adapt.lora_dropout import Masks, keep_mask
 from trimtab.cli.main import main
 from trimtab.model.decoder import Decoder
 
@@ -38,12 +38,12 @@ def adapted(settings: LoraSettings, kind: str | None = None) -> Decoder:
         quantize_layout(decoder, kind)
     add_adapters(decoder, settings)
     init_adapters(decoder, seed=3)
-    # Larger ones saturate the softmax, and no gradient of 16 bits is near anything.
+    # Larger ones saturate the softmax, and 16-bit gradients are then inaccurate.
     return scatter(decoder, size=0.02)
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"use_rslora": True, "dtype": "bf16"}])
-def test_gradients_in_bf16_are_near_those_of_fp64(settings: dict) -> None:
+def test_gradients_in_bf16_are_close_to_fp64(settings: dict) -> None:
     lora = LoraSettings(r=4, **settings)
     truth_loss, truth = gradients(adapted(lora), "cpu", torch.float64)
     loss, found = gradients(adapted(lora), "cuda", torch.bfloat16)
@@ -55,7 +55,7 @@ def test_gradients_in_bf16_are_near_those_of_fp64(settings: dict) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_packed_weights_give_the_cpu_s_losses(kind: str) -> None:
+def test_packed_weights_match_the_cpus_losses(kind: str) -> None:
     lora = LoraSettings(r=4)
     here, ours = gradients(adapted(lora, kind), "cpu", torch.float32)
     there, theirs = gradients(adapted(lora, kind), "cuda", torch.float32)
@@ -64,16 +64,16 @@ def test_packed_weights_give_the_cpu_s_losses(kind: str) -> None:
         torch.testing.assert_close(gradient, ours[name], rtol=1e-2, atol=1e-4 * float(ours[name].abs().max()))
 
 
-def test_masks_are_those_of_a_cpu() -> None:
+def test_masks_match_the_cpu() -> None:
     keys = [Masks(["a", "b"], torch.device(device)) for device in ("cpu", "cuda")]
     for masks in keys:
         masks.set(5, step=7, first_sequence=2, tokens=90)
-    one, two = (kept(300, 200, masks.words_K5[1], 0.3).cpu() for masks in keys)
+    one, two = (keep_mask(300, 200, masks.words_K5[1], 0.3).cpu() for masks in keys)
     assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("bits", [{}, {"load_in_4bit": True}, {"load_in_8bit": True}])
-def test_a_run_is_resumed_bit_by_bit(bits: dict, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_identical(bits: dict, tmp_path: Path) -> None:
     common = {
         "device": "cuda", "dtype": "bf16", "deterministic": True, "num_train_epochs": None, "max_steps": 6,
         "save_steps": 3, "eval_steps": None, "logging_steps": 1, "lr_scheduler_type": "constant",

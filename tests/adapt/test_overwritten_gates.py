@@ -1,6 +1,6 @@
-"""Recomputed layers write the gradients of their gates over the gates' inputs, and skip products nobody reads.
+"""Recomputed layers overwrite gate inputs with their gradients, and skip unused products.
 
-The kernels' launches are doubles in torch, so that whole models run here and every storage is seen to come and go.
+The kernels' launches are replaced by torch, so that models run on a CPU and every storage is tracked.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def gradients(decoder: Decoder) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("lora", ADAPTERS, ids=str)
 @pytest.mark.parametrize("policy", POLICIES[1:])
-def test_the_same_bits(policy: str, lora: dict[str, Any] | None) -> None:
+def test_bitwise_identical(policy: str, lora: dict[str, Any] | None) -> None:
     want, got = (gradients(decoder_of(name, lora=lora)) for name in ("none", policy))
     assert want.keys() == got.keys()
     assert len(want) > L
@@ -64,7 +64,7 @@ def test_the_same_bits(policy: str, lora: dict[str, Any] | None) -> None:
 
 
 def never_overwrite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the test ends, whatever the blocks ask of their gates."""
+    """Disables overwriting until the test ends, whatever the blocks request."""
 
     def plain(gate: torch.Tensor, up: torch.Tensor, *, impl: str, overwrite_inputs: bool) -> torch.Tensor:
         return gated_activation(gate, up, impl=impl)
@@ -80,7 +80,7 @@ def peak(policy: str, tiles: int = 1) -> int:
 
 
 @pytest.mark.parametrize("policy", ["pointwise", "selective", "block", "offload_half"])
-def test_a_tensor_of_the_layer_s_width_less_at_the_peak(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_is_one_intermediate_tensor_lower(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     over = peak(policy)
     never_overwrite(monkeypatch)
     plain = peak(policy)
@@ -88,15 +88,15 @@ def test_a_tensor_of_the_layer_s_width_less_at_the_peak(policy: str, monkeypatch
 
 
 @pytest.mark.parametrize(("policy", "tiles"), [("none", 1), ("none", 2), ("block", 2)])
-def test_where_it_is_not_done(policy: str, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain layers, whose gate and up others may hold; and tiles, which are small and differentiate themselves."""
+def test_where_inputs_are_not_overwritten(policy: str, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers without recomputation, whose gate and up may be shared; and tiles, which have their own backward."""
     over = peak(policy, tiles)
     never_overwrite(monkeypatch)
     assert peak(policy, tiles) == over
 
 
-def test_what_a_hook_makes_of_a_gate_is_right() -> None:
-    """Such as a penalty on activations, whose backward pass reads them too."""
+def test_hooks_on_gates_get_correct_values() -> None:
+    """For example a penalty on activations, whose backward pass also reads them."""
     found = {}
     for policy in ("none", "block", "pointwise"):
         decoder, seen = decoder_of(policy, lora=None), []
@@ -109,7 +109,7 @@ def test_what_a_hook_makes_of_a_gate_is_right() -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp", "mlp.down_proj"])
-def test_what_a_hook_makes_of_the_feed_forward_is_right(name: str) -> None:
+def test_hooks_on_the_feed_forward_get_correct_values(name: str) -> None:
     """A recomputation skips the last product of a block only where no hook reads it."""
     found = {}
     for policy in ("none", "block"):
@@ -148,14 +148,14 @@ class FrozenProducts(TorchDispatchMode):
 def test_the_last_product_of_a_recomputed_block_is_skipped(
     policy: str, tiles: int, computed: int, skipped: int
 ) -> None:
-    """Of q, k, v together, o, gate and up together, and down: per layer, tiles twice in the forward pass."""
+    """Of q, k, v fused, o, gate and up fused, and down: per layer, tiles twice in the forward pass."""
     decoder = decoder_of(policy, tiles, lora={"r": 4})
     with FrozenProducts() as products:
         gradients(decoder)
     assert (products.computed, products.skipped) == (L * computed, L * skipped)
 
 
-def test_a_graph_that_is_kept_can_be_used_again() -> None:
+def test_a_retained_graph_can_be_used_again() -> None:
     decoder = decoder_of("block", lora=None)
     loss, weights = decoder.loss(IDS, IDS.roll(-1, 1)), list(decoder.parameters())
     first = torch.autograd.grad(loss, weights, retain_graph=True)

@@ -1,4 +1,4 @@
-"""peft as the oracle: our adapters load there, its adapters load here, to the same logits; and files that are wrong."""
+"""peft as the oracle: each loads the other's adapters with the same logits; and invalid files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trimtab.adapt import LoraSettings, add_adapters, init_adapters, load_adapte
 from trimtab.adapt.lora import active_adapters, adapter_names, set_masks, trained_parameters
 from trimtab.adapt.merging import merge_adapters
 from trimtab.adapt.peft_config import read_adapter_folder
-from trimtab.adapt.peft_files import fill_adapter, own_tensors
+from trimtab.adapt.peft_files import copy_adapter_tensors, own_tensors
 from trimtab.adapt.spec import adapter_parameters
 from trimtab.checkpoint.manifest import digests
 from trimtab.facts.base_weights import BaseWeights
@@ -57,7 +57,7 @@ CASES = {
 
 
 def change_whole(decoder: torch.nn.Module, modules: tuple[str, ...]) -> None:
-    """Modules trained as a whole, as if they had been."""
+    """Changes fully trained modules, as if they had been trained."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
@@ -66,7 +66,7 @@ def change_whole(decoder: torch.nn.Module, modules: tuple[str, ...]) -> None:
 
 
 def save_moved(model: Any, folder: Path) -> None:
-    """A model of peft's, what it trains moved away from where it begins, as peft's files."""
+    """Saves a peft model with randomized trainable parameters."""
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -77,7 +77,7 @@ def save_moved(model: Any, folder: Path) -> None:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", CASES)
-def test_peft_loads_ours_to_the_same_logits(case: str, tmp_path: Path) -> None:
+def test_peft_loads_trimtabs_adapters_with_the_same_logits(case: str, tmp_path: Path) -> None:
     shape, given = CASES[case]
     settings = LoraSettings(**given)
     decoder = adapted(settings, shape)
@@ -99,7 +99,7 @@ def test_peft_loads_ours_to_the_same_logits(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", CASES)
-def test_we_load_peft_s_to_the_same_logits(case: str, tmp_path: Path) -> None:
+def test_trimtab_loads_pefts_adapters_with_the_same_logits(case: str, tmp_path: Path) -> None:
     shape, given = CASES[case]
     save_base(tmp_path / "base", shape)
     config = {"target_modules": "all-linear", **given}
@@ -146,12 +146,12 @@ def test_configs_that_name_a_module_more_than_once(config: dict[str, Any], tmp_p
 @pytest.mark.parametrize(
     ("targets", "whole", "apart"),
     [
-        (["q_proj"], ["embed_tokens"], "trains the embedding apart from the head"),
-        (["q_proj"], ["lm_head"], "trains the head apart from the embedding"),
-        (["q_proj", "lm_head"], None, "trains the head apart from the embedding"),
+        (["q_proj"], ["embed_tokens"], "trains the embedding separately from the head"),
+        (["q_proj"], ["lm_head"], "trains the head separately from the embedding"),
+        (["q_proj", "lm_head"], None, "trains the head separately from the embedding"),
     ],
 )
-def test_an_embedding_that_peft_trained_apart_from_its_head(
+def test_an_embedding_that_peft_trained_separately_from_its_head(
     tmp_path: Path, targets: list[str], whole: list[str] | None, apart: str
 ) -> None:
     save_base(tmp_path / "base", TIED)
@@ -166,11 +166,14 @@ def test_an_embedding_that_peft_adapted_and_that_is_the_head(tmp_path: Path) -> 
         tmp_path / "adapter"
     )
     refused(
-        tmp_path / "adapter", "embed_tokens, whose matrix is also", "if this is it", "lora.modules_to_save"
+        tmp_path / "adapter",
+        "embed_tokens, whose matrix is also",
+        "if this is its base",
+        "lora.modules_to_save",
     )
 
 
-def test_an_adapter_beyond_its_matrices_trains_further(tmp_path: Path) -> None:
+def test_an_adapter_of_larger_rank_than_its_matrices_can_be_trained(tmp_path: Path) -> None:
     folder = written(tmp_path / "a", LoraSettings(r=40, any_rank=True))
     found = read_adapter_folder(folder)
     settings = LoraSettings.from_dict(json.loads(json.dumps(found.settings.to_dict())))
@@ -181,7 +184,7 @@ def test_an_adapter_beyond_its_matrices_trains_further(tmp_path: Path) -> None:
         40,
     )
     decoder = add_adapters(base(), settings)
-    fill_adapter(decoder, found)
+    copy_adapter_tensors(decoder, found)
     trained = trained_parameters(decoder)
     optimizer = torch.optim.SGD(trained.values(), lr=0.01)
     losses = []
@@ -199,7 +202,7 @@ def test_an_adapter_beyond_its_matrices_trains_further(tmp_path: Path) -> None:
     assert torch.equal(logits(again), logits(decoder.eval()))
 
 
-def test_dropout_on_the_head_is_refused_where_it_would_be_trained_only(tmp_path: Path) -> None:
+def test_dropout_on_the_head_raises_only_in_training(tmp_path: Path) -> None:
     plain = adapted(LoraSettings(r=2, target_modules=("q_proj", "lm_head")), UNTIED)
     (tmp_path / "a").mkdir()
     save_adapter(plain, tmp_path / "a", base_name="some/base")
@@ -210,9 +213,9 @@ def test_dropout_on_the_head_is_refused_where_it_would_be_trained_only(tmp_path:
     masks = set_masks(decoder, torch.device("cpu"))
     assert masks is not None
     masks.set(0, 0, 0, 20)
-    with pytest.raises(RecipeError, match=r"drops inputs of lm_head.*decoder\.eval"):
+    with pytest.raises(RecipeError, match=r"has dropout on the inputs of lm_head.*decoder\.eval"):
         decoder.train().loss(IDS_BT, IDS_BT)
-    with pytest.raises(RecipeError, match=r"lm_head's matrix as a whole; set lora_dropout: 0"):
+    with pytest.raises(RecipeError, match=r"lm_head's merged matrix; set lora_dropout: 0"):
         add_adapters(base(UNTIED), found.settings)
     merge_adapters(decoder.eval(), dtype="fp32")
     torch.testing.assert_close(logits(decoder), logits(plain), rtol=1e-4, atol=1e-5)
@@ -243,11 +246,11 @@ def refused(folder: Path, *words: str, shape=TIED) -> None:
         assert word in str(found.value), str(found.value)
 
 
-def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
-    refused(tmp_path, "not an adapter's folder")
+def test_missing_and_incomplete_files_raise(tmp_path: Path) -> None:
+    refused(tmp_path, "not an adapter folder")
     folder = written(tmp_path / "a")
     (folder / "adapter_model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    refused(folder, "not a whole safetensors file")
+    refused(folder, "not a complete safetensors file")
     (folder / "adapter_model.safetensors").unlink()
     refused(folder, "has no adapter_model.safetensors")
     (folder / "adapter_model.bin").write_bytes(b"")
@@ -266,27 +269,27 @@ WRONG = {
     "target_modules": [5, ["q_proj", 5], {"q_proj": 1}, True],
     "base_model_name_or_path": [5, ["a"]],
 }  # fmt: skip
-"""Values of the config's keys that cannot be."""
+"""Invalid values of the config's keys."""
 
 
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"peft_type": "IA3"}, "no LoRA adapter"),
+        ({"peft_type": "IA3"}, "not describe a LoRA adapter"),
         ({"r": 0}, "r is 0"),
         ({"bias": "all"}, "bias is 'all'"),
-        ({"init_lora_weights": "pissa_niter_4"}, "whose weights were changed"),
+        ({"init_lora_weights": "pissa_niter_4"}, "it also changed the base weights"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
         *((change, f"{key} is ") for key in WRONG for change in ({key: value} for value in WRONG[key])),
     ],
 )
-def test_configs_that_mean_something_else(changes: dict, word: str, tmp_path: Path) -> None:
+def test_configs_with_another_meaning_raise(changes: dict, word: str, tmp_path: Path) -> None:
     folder = written(tmp_path / "a")
     edit_config(folder, **changes)
     refused(folder, word)
 
 
-def test_values_of_the_config_that_mean_what_they_meant(tmp_path: Path) -> None:
+def test_harmless_config_values_are_accepted(tmp_path: Path) -> None:
     folder = written(tmp_path / "a", LoraSettings(r=2, lora_alpha=8))
     said = ("lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
     path = folder / "adapter_config.json"
@@ -310,16 +313,16 @@ def test_a_config_nested_too_deeply(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensor", "words"),
     [
-        (torch.tensor(1.0), ["has the size []", "a matrix"]),
-        (torch.ones(2), ["has the size [2]", "a matrix"]),
-        (torch.ones(2, 32, dtype=torch.float8_e4m3fn), ["in the format F8_E4M3", "BF16, F32"]),
-        (torch.ones(2, 32, dtype=torch.int32), ["in the format I32", "BF16, F32"]),
-        (torch.ones(2, 32, dtype=torch.bool), ["in the format BOOL", "BF16, F32"]),
+        (torch.tensor(1.0), ["has shape []", "a matrix"]),
+        (torch.ones(2), ["has shape [2]", "a matrix"]),
+        (torch.ones(2, 32, dtype=torch.float8_e4m3fn), ["has dtype F8_E4M3", "BF16, F32"]),
+        (torch.ones(2, 32, dtype=torch.int32), ["has dtype I32", "BF16, F32"]),
+        (torch.ones(2, 32, dtype=torch.bool), ["has dtype BOOL", "BF16, F32"]),
     ],
     ids=["a number", "a vector", "float8", "int", "bool"],
 )
 @pytest.mark.parametrize("factor", ["A", "B"])
-def test_tensors_that_cannot_be(tensor: torch.Tensor, words: list[str], factor: str, tmp_path: Path) -> None:
+def test_invalid_tensors_raise(tensor: torch.Tensor, words: list[str], factor: str, tmp_path: Path) -> None:
     folder = written(tmp_path / "a")
     name = f"model.layers.0.mlp.up_proj.lora_{factor}.weight"
     edit_tensors(folder, lambda tensors: tensors.update({f"base_model.model.{name}": tensor}))
@@ -327,7 +330,7 @@ def test_tensors_that_cannot_be(tensor: torch.Tensor, words: list[str], factor: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_numbers_in_other_formats_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_other_dtypes_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = written(tmp_path / "a")
     edit_tensors(folder, lambda tensors: tensors.update({k: t.to(dtype) for k, t in tensors.items()}))
     load_adapter(base(), folder)
@@ -349,13 +352,13 @@ def test_numbers_in_other_formats_are_read(dtype: torch.dtype, tmp_path: Path) -
         '{"source": "a", "files": {"model.safetensors": {"size": 1}}}',
     ],
 )
-def test_records_of_a_base_that_cannot_be(record: str, tmp_path: Path) -> None:
+def test_invalid_base_records_raise(record: str, tmp_path: Path) -> None:
     folder = written(tmp_path / "a")
     edit_tensors(folder, lambda tensors: None, {"trimtab_base": record})
     refused(folder, "adapter_model.safetensors: trimtab_base in its header is ", "size and sha256")
 
 
-def test_another_base_says_what_can_be_done(tmp_path: Path) -> None:
+def test_another_base_raises_with_a_remedy(tmp_path: Path) -> None:
     place = save_base(tmp_path / "base", TIED)
     size = (place / "model.safetensors").stat().st_size
     for files, different in (
@@ -392,25 +395,25 @@ def test_an_adapter_for_another_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [True, {"a": 1}, ["b"]])
-def test_keys_of_which_nothing_is_known(tmp_path: Path, value: object) -> None:
+def test_unknown_keys_raise(tmp_path: Path, value: object) -> None:
     folder = written(tmp_path / "a")
     edit_config(folder, some_new_thing=value)
-    refused(folder, "some_new_thing is", "does not know what it changes", "merge it with peft")
+    refused(folder, "some_new_thing is", "a key that trimtab does not know", "merge it with peft")
     edit_config(folder, some_new_thing=False, another=None, number=16, empty={}, inference_mode=True)
     load_adapter(base(TIED), folder)
 
 
-def test_numbers_that_are_not(tmp_path: Path) -> None:
+def test_non_finite_tensors_raise(tmp_path: Path) -> None:
     folder = written(tmp_path / "a")
 
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         next(iter(tensors.values()))[0, 0] = torch.nan
 
     edit_tensors(folder, spoil)
-    refused(folder, "holds NaN or infinity")
+    refused(folder, "contains NaN or infinity")
 
 
-def test_a_refused_adapter_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+def test_a_rejected_adapter_leaves_the_model_unchanged(tmp_path: Path) -> None:
     decoder = base(TIED)
     load_adapter(decoder, written(tmp_path / "good"), adapter="good")
     ids_BT = torch.arange(12)[None]
@@ -433,21 +436,21 @@ def test_a_refused_adapter_leaves_the_model_as_it_was(tmp_path: Path) -> None:
         use_adapters(decoder, ["good", "good"])
 
 
-def test_a_tensor_too_few_and_one_too_many(tmp_path: Path) -> None:
+def test_a_missing_and_an_unexpected_tensor(tmp_path: Path) -> None:
     folder = written(tmp_path / "a")
     name = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
     edit_tensors(folder, lambda tensors: tensors.pop(name))
-    refused(folder, "lacks model.layers.0.mlp.up_proj.lora_B.weight")
+    refused(folder, "has no model.layers.0.mlp.up_proj.lora_B.weight")
     other = written(tmp_path / "b")
     edit_tensors(other, lambda tensors: tensors.update({"base_model.model.model.x.weight": torch.zeros(1)}))
     refused(other, "replaces model.x,")
 
 
-def test_a_rank_that_the_weights_do_not_have(tmp_path: Path) -> None:
+def test_a_rank_that_differs_from_the_weights(tmp_path: Path) -> None:
     folder = written(tmp_path / "a")
     r = json.loads((folder / "adapter_config.json").read_text())["r"]
     edit_config(folder, r=r + 1, rank_pattern={})
-    refused(folder, f"rank {r + 1}, and adapter_model.safetensors has it in rank", "belong together")
+    refused(folder, f"sets rank {r + 1} for", "but adapter_model.safetensors has rank", "belong together")
 
 
 @pytest.mark.parametrize("words", [["q_proj", "up_proj"], "all-linear", r".*\.(q_proj|up_proj)", "(broken"])
@@ -466,13 +469,13 @@ def test_a_module_that_the_config_names_and_the_weights_lack(words: object, tmp_
             del tensors[key]
 
     edit_tensors(folder, cut)
-    if words == "(broken":  # what is no expression names nothing
+    if words == "(broken":  # an invalid expression matches nothing
         load_adapter(base(TIED), folder)
         return
     refused(
-        folder, "lacks model.layers.1.mlp.up_proj, which adapter_config.json names", "get the adapter again"
+        folder, "has no model.layers.1.mlp.up_proj, which adapter_config.json names", "get the adapter again"
     )
-    edit_config(folder, layers_to_transform=[0, 1])  # in words of its own it may leave some out
+    edit_config(folder, layers_to_transform=[0, 1])  # this key may exclude some
     load_adapter(base(TIED), folder)
 
 
@@ -483,7 +486,7 @@ def test_an_adapter_that_diverged_is_not_written(tmp_path: Path) -> None:
         save_adapter(decoder, tmp_path, base_name="x")
 
 
-def test_a_second_adapter_beside_a_fresh_one(tmp_path: Path) -> None:
+def test_a_second_adapter_in_addition_to_a_new_one(tmp_path: Path) -> None:
     folder = written(tmp_path / "a")
     alone = base()
     load_adapter(alone, folder)

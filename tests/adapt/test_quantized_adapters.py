@@ -1,4 +1,4 @@
-"""Adapters on quantized layers in a whole decoder: fused and one by one, compiled, recomputed, merged."""
+"""Adapters on quantized layers in a whole decoder: fused and separate, compiled, recomputed, merged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assert_close(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_fused_layers_compute_what_they_do_one_by_one(kind: str) -> None:
+def test_fused_layers_equal_separate_layers(kind: str) -> None:
     decoder = adapted(kind)
     fused = results(decoder)
     calls: list[str] = []
@@ -43,15 +43,15 @@ def test_fused_layers_compute_what_they_do_one_by_one(kind: str) -> None:
         if name.endswith("_proj")
     ]
     watched = results(decoder)
-    assert len(calls) == 14, "whoever watches a layer sees it run"
+    assert len(calls) == 14, "hooks on a layer run"
     for handle in handles:
         handle.remove()
     assert_close(fused, watched)
     assert_close(results(decoder), fused)
 
 
-def unpacked_twin(decoder: Decoder) -> Decoder:
-    """The same model and adapters on ordinary layers with the dequantized weights."""
+def dequantized_twin(decoder: Decoder) -> Decoder:
+    """The same model and adapters on plain layers with the dequantized weights."""
     twin = copy.deepcopy(decoder)
     for name, layer in quantized_layers(decoder):
         plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
@@ -66,14 +66,14 @@ def unpacked_twin(decoder: Decoder) -> Decoder:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_gradients_are_those_of_the_dequantized_model(kind: str) -> None:
+def test_gradients_match_the_dequantized_model(kind: str) -> None:
     decoder = adapted(kind)
-    assert_close(results(decoder), results(unpacked_twin(decoder)))
+    assert_close(results(decoder), results(dequantized_twin(decoder)))
 
 
 @pytest.mark.parametrize("policy", ["pointwise", "selective", "block"])
 @pytest.mark.parametrize("tiles", [1, 2])
-def test_the_last_product_of_a_block_is_not_computed_again(
+def test_the_last_product_of_a_block_is_not_recomputed(
     policy: str, tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = adapted()
@@ -89,10 +89,10 @@ def test_the_last_product_of_a_block_is_not_computed_again(
     monkeypatch.setattr(quantized_ops, "dequantize", counted)
     assert_close(results(decoder), expected)
     down = shapes.count((SHAPE.hidden_size, SHAPE.intermediate_size))
-    assert down == 2 * 2 * tiles, "once forward and once backward in each layer"
+    assert down == 2 * 2 * tiles, "once in the forward and once in the backward of each layer"
 
 
-def test_blocks_compile_whole() -> None:
+def test_blocks_compile_to_full_graphs() -> None:
     decoder = adapted()
     expected = results(decoder)
     torch._dynamo.reset()
@@ -102,19 +102,19 @@ def test_blocks_compile_whole() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_dropout": 0.1}], ids=str)
-def test_other_adapters_go_one_by_one(settings: dict[str, Any]) -> None:
+def test_other_adapters_run_separately(settings: dict[str, Any]) -> None:
     decoder = adapted(**settings)
-    twin = unpacked_twin(decoder)
+    twin = dequantized_twin(decoder)
     for model in (decoder, twin):
         if (masks := set_masks(model, torch.device("cpu"))) is not None:
             masks.set(seed=0, step=1, first_sequence=0, tokens=12)
-        assert not any(layer.joins for layer in model.modules() if isinstance(layer, LoRALinear))
+        assert not any(layer.can_fuse for layer in model.modules() if isinstance(layer, LoRALinear))
     assert_close(results(decoder), results(twin))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_lengths_of_dora_are_those_of_the_weight_that_is_multiplied(kind: str) -> None:
-    """Weights rounded to bf16 before they were packed, products in fp32: what merging sees."""
+def test_doras_norms_are_of_the_weight_used_in_products(kind: str) -> None:
+    """Weights rounded to bf16 before quantization, products in fp32, as in merging."""
     decoder = build(SHAPE, dtype="fp32", device="cpu", attention="reference")
     init_weights(decoder, seed=0)
     weights = {name: p.detach().clone() for name, p in decoder.named_parameters()}
@@ -122,7 +122,7 @@ def test_lengths_of_dora_are_those_of_the_weight_that_is_multiplied(kind: str) -
     add_adapters(decoder, LoraSettings(r=4, use_dora=True))
     for name, module in decoder.named_modules():
         if isinstance(module, LoRALinear):
-            module.take(weights[f"{name}.weight"])
+            module.set_weight(weights[f"{name}.weight"])
     init_adapters(decoder, seed=1)
     for name, parameter in decoder.named_parameters():
         if "lora_B" in name:
@@ -140,8 +140,8 @@ def test_no_name_changes() -> None:
     assert sorted(kept) == sorted(named)
 
 
-def test_quantized_modules_cannot_be_trained_whole() -> None:
-    with pytest.raises(RecipeError, match=r"q_proj.*few bits"):
+def test_quantized_modules_cannot_be_fully_trained() -> None:
+    with pytest.raises(RecipeError, match=r"q_proj, which is quantized"):
         add_adapters(empty(), LoraSettings(r=4, target_modules=("v_proj",), modules_to_save=("q_proj",)))
 
 
@@ -149,7 +149,7 @@ def test_a_deep_copy_is_a_second_model() -> None:
     decoder = adapted()
     twin = copy.deepcopy(decoder)
     layer = dict(quantized_layers(twin))["model.layers.0.mlp.up_proj"]
-    layer.take(torch.zeros(layer.packing.shape))
+    layer.set_weight(torch.zeros(layer.packing.shape))
     ids = token_ids(SHAPE)
     assert not torch.equal(twin(ids), decoder(ids))
     assert torch.equal(adapted()(ids), decoder(ids))

@@ -19,13 +19,13 @@ from trimtab.kernels.nf4 import spec as nf4_spec
 from trimtab.model import build, check_weights, load_weights, read_shape
 from trimtab.model.weights import stored_packing
 from trimtab.model.weights_packed import StoredPacking
-from trimtab.run.quantizing import lay_out
+from trimtab.run.quantizing import quantize_linear_layers
 
 pytestmark = pytest.mark.oracle
 
 
 def saved(tmp_path: Path, shard: str = "1GB", **config: Any) -> tuple[Path, Any]:
-    """A tiny model quantized and saved by transformers; the model itself."""
+    """A tiny model quantized and saved by transformers; returns the model too."""
     pytest.importorskip("bitsandbytes")
     transformers = pytest.importorskip("transformers")
     source = folder(tmp_path / "plain", dtype="bf16")
@@ -63,8 +63,8 @@ def test_nf4_is_read_byte_for_byte(double: bool, shard: str, tmp_path: Path) -> 
         expected = theirs(ids).logits.float()
     logits = decoder.logits(decoder(ids))
     assert (logits - expected).abs().max() < 0.03 * expected.abs().max()  # both in bf16
-    # Quantizing the original here gives the same model. Its CPU code rounds some scales to the other neighbour, in
-    # 8 bits, than its CUDA code does, which ours follows.
+    # Quantizing the original here gives the same model. bitsandbytes' CPU code rounds some 8-bit scales to the other
+    # neighbour than its CUDA code, which trimtab follows.
     again = empty(dtype="bf16", double=double)
     load_weights(again, tmp_path / "plain")
     for (_, a), (_, b) in zip(quantized_layers(again), quantized_layers(decoder), strict=True):
@@ -91,7 +91,7 @@ def test_int8_is_read_byte_for_byte(tmp_path: Path) -> None:
         assert bool((error <= largest[:, None] / 127 * 0.51).all())
 
 
-def test_a_plain_model_gets_the_numbers_that_the_codes_stand_for(tmp_path: Path) -> None:
+def test_a_plain_model_loads_dequantized_weights(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4")
     quantized, ordinary = empty(double=False), plain(seed=9)
     load_weights(quantized, path)
@@ -100,7 +100,7 @@ def test_a_plain_model_gets_the_numbers_that_the_codes_stand_for(tmp_path: Path)
         assert torch.equal(ordinary.get_submodule(name).weight, layer.dequantized())  # type: ignore[arg-type]
 
 
-def test_another_layout_is_named(tmp_path: Path) -> None:
+def test_another_quantization_raises(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     with pytest.raises(ModelError, match=r"_proj.weight: .*scales in 8 bits.* for a layer in .*32 bits"):
         load_weights(empty(double=False), path)
@@ -108,7 +108,7 @@ def test_another_layout_is_named(tmp_path: Path) -> None:
         load_weights(empty(kind="int8"), path)
 
 
-def test_damaged_files_are_refused_before_anything_is_filled(tmp_path: Path) -> None:
+def test_damaged_files_raise_before_anything_is_loaded(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4")
     file = path / "model.safetensors"
     whole = load_file(file)
@@ -121,17 +121,17 @@ def test_damaged_files_are_refused_before_anything_is_filled(tmp_path: Path) -> 
 
     broken: dict[str, dict[str, torch.Tensor]] = {
         "without its weight": {key: value for key, value in whole.items() if key != up},
-        "does not say how": {key: value for key, value in whole.items() if key != state},
+        "without quantization metadata": {key: value for key, value in whole.items() if key != state},
         "where the model has": {**whole, state: facts(shape=[64, 128])},
-        "is not the text": {**whole, state: torch.zeros(1 << 20, dtype=torch.uint8)},
+        "is not metadata": {**whole, state: torch.zeros(1 << 20, dtype=torch.uint8)},
         "in FP4": {**whole, f"{up}.quant_state.bitsandbytes__fp4": whole[state].clone()},
         "absmax is missing": {key: value for key, value in whole.items() if key != f"{up}.absmax"},
-        "absmax holds": {**whole, f"{up}.absmax": whole[f"{up}.absmax"][:-1].clone()},
+        "absmax has": {**whole, f"{up}.absmax": whole[f"{up}.absmax"][:-1].clone()},
         "NaN or infinity": {**whole, f"{up}.absmax": whole[f"{up}.absmax"] * float("nan")},
         "negative scales": {**whole, f"{up}.absmax": -whole[f"{up}.absmax"]},
         "was .'float32'.; quantize it again from float32": {**whole, state: facts(dtype=["float32"])},
         "blocks of 64.0": {**whole, state: facts(blocksize=64.0)},
-        "is no JSON": {**whole, state: torch.full((60_000,), ord("["), dtype=torch.uint8)},
+        "is not valid JSON": {**whole, state: torch.full((60_000,), ord("["), dtype=torch.uint8)},
     }
     for message, tensors in broken.items():
         save_file(tensors, file, metadata={"format": "pt"})
@@ -140,7 +140,7 @@ def test_damaged_files_are_refused_before_anything_is_filled(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("changed", [10**400, float("nan"), "x", None])
-def test_an_offset_of_the_scales_is_a_number(changed: Any, tmp_path: Path) -> None:
+def test_the_scales_offset_must_be_a_number(changed: Any, tmp_path: Path) -> None:
     path, _ = saved(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     file = path / "model.safetensors"
     tensors = load_file(file)
@@ -148,11 +148,11 @@ def test_an_offset_of_the_scales_is_a_number(changed: Any, tmp_path: Path) -> No
     text = {**json.loads(bytes(tensors[state].tolist())), "nested_offset": changed}
     tensors[state] = torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8)
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="no nested_offset that is a number"):
+    with pytest.raises(ModelError, match="no numeric nested_offset"):
         load_weights(empty(double=True), path)
 
 
-def test_other_blocks_of_the_scales_are_said_to_be_bitsandbytes_and_load_as_numbers(tmp_path: Path) -> None:
+def test_other_nested_blocks_raise_and_load_dequantized(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     expected = plain(seed=9)
     load_weights(expected, path)
@@ -164,7 +164,9 @@ def test_other_blocks_of_the_scales_are_said_to_be_bitsandbytes_and_load_as_numb
         tensors[state] = torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8)
         assert tensors[state.replace(ending, ".nested_absmax")].numel() == 1  # fewer scales than one block
     save_file(tensors, file, metadata={"format": "pt"})
-    words = r"_proj.weight: bitsandbytes wrote .*nested_blocksize 512.*default only, 256; .*leave load_in_4bit out"
+    words = (
+        r"_proj.weight: bitsandbytes wrote .*nested_blocksize 512; only its default, 256.*omit load_in_4bit"
+    )
     with pytest.raises(ModelError, match=words):
         load_weights(empty(double=True), path)
     ordinary = plain(seed=9)
@@ -173,7 +175,7 @@ def test_other_blocks_of_the_scales_are_said_to_be_bitsandbytes_and_load_as_numb
         assert torch.equal(parameter, expected.get_parameter(name)), name
 
 
-def test_damaged_int8_files_are_refused(tmp_path: Path) -> None:
+def test_damaged_int8_files_raise(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, load_in_8bit=True)
     file = path / "model.safetensors"
     whole = load_file(file)
@@ -181,34 +183,34 @@ def test_damaged_int8_files_are_refused(tmp_path: Path) -> None:
     for message, change in (
         ("NaN or infinity", {scales: whole[scales] * float("inf")}),
         ("negative scales", {scales: -whole[scales]}),
-        ("in another order", {order: torch.zeros(2, dtype=torch.uint8)}),
+        ("not row-major", {order: torch.zeros(2, dtype=torch.uint8)}),
     ):
         save_file({**whole, **change}, file, metadata={"format": "pt"})
         with pytest.raises(ModelError, match=message):
             load_weights(empty(kind="int8"), path)
 
 
-def test_layers_left_unquantized_beside_quantized_ones_are_said(tmp_path: Path) -> None:
+def test_unquantized_layers_among_quantized_ones_raise(tmp_path: Path) -> None:
     skipped = ["lm_head", "q_proj"]
     path, _ = saved(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=skipped)
     decoder = build(SHAPE, dtype="bf16", device="meta", attention="reference")
     with pytest.raises(RecipeError, match="keeps q_proj unquantized in 2 places"):
-        lay_out(decoder, Quantization("nf4"), path, "cpu")
+        quantize_linear_layers(decoder, Quantization("nf4"), path, "cpu")
 
 
-def test_other_quantizations_are_refused(tmp_path: Path) -> None:
+def test_other_quantizations_raise(tmp_path: Path) -> None:
     path = folder(tmp_path / "m")
     config = json.loads((path / "config.json").read_text())
     for stored, message in (
         ({"quant_method": "gptq"}, "already quantized .by gptq"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "in fp4, of which only nf4 is read"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "in fp4; only nf4 is supported"),
     ):
         (path / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
         with pytest.raises(ModelError, match=message):
             read_shape(path)
 
 
-def test_a_saved_layout_can_be_followed(tmp_path: Path) -> None:
+def test_a_saved_quantization_can_be_reused(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4")
     stored = stored_packing(path)
     assert stored is not None

@@ -1,4 +1,4 @@
-"""One quantized layer: the bytes of bitsandbytes, exact products and gradients, nothing of 16 bits kept."""
+"""One quantized layer: the bytes of bitsandbytes, exact products and gradients, no 16-bit weight saved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS: list[dict[str, Any]] = [
 
 def layer_of(weight: torch.Tensor, bias: bool = False, **options: Any) -> QuantizedLinear:
     layer = QuantizedLinear(weight.shape[1], weight.shape[0], bias=bias, dtype=weight.dtype, **options)
-    layer.take(weight)
+    layer.set_weight(weight)
     return layer
 
 
@@ -36,7 +36,7 @@ def weight_of(rows: int = 40, columns: int = 128, dtype: torch.dtype = torch.flo
 @pytest.mark.oracle
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bytes_are_those_of_bitsandbytes(double: bool, dtype: torch.dtype) -> None:
+def test_the_bytes_equal_bitsandbytes(double: bool, dtype: torch.dtype) -> None:
     bnb = pytest.importorskip("bitsandbytes")
     weight = weight_of(dtype=dtype)
     theirs = bnb.nn.Linear4bit(128, 40, bias=False, compress_statistics=double, quant_type="nf4")
@@ -51,7 +51,7 @@ def test_the_bytes_are_those_of_bitsandbytes(double: bool, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_product_and_gradient_are_those_of_the_dequantized_weight(
+def test_product_and_gradient_match_the_dequantized_weight(
     options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     layer = layer_of(weight_of(dtype=dtype), bias=True, **options)
@@ -71,7 +71,7 @@ def test_product_and_gradient_are_those_of_the_dequantized_weight(
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_autograd_keeps_packed_tensors_only(options: dict[str, Any]) -> None:
+def test_autograd_saves_only_packed_tensors(options: dict[str, Any]) -> None:
     layer = layer_of(weight_of(), **options)
     mine = {tensor.untyped_storage().data_ptr() for tensor in layer.packed if tensor is not None}
     kept: list[torch.Tensor] = []
@@ -80,11 +80,13 @@ def test_autograd_keeps_packed_tensors_only(options: dict[str, Any]) -> None:
         y = layer(x)
     assert kept
     assert all(tensor.untyped_storage().data_ptr() in mine for tensor in kept)
-    held = workspace.held_bytes("cpu")
+    workspace_bytes = workspace.allocated_bytes("cpu")
     with LiveBytes() as live:
         y.sum().backward()
-    assert workspace.held_bytes("cpu") == held >= 40 * 128 * 4, "backward uses the same workspace"
-    assert live.now <= 5 * 128 * 4 + 5 * 40 * 4, "and leaves nothing but gradients"
+    assert workspace.allocated_bytes("cpu") == workspace_bytes >= 40 * 128 * 4, (
+        "backward uses the same workspace"
+    )
+    assert live.now <= 5 * 128 * 4 + 5 * 40 * 4, "and only gradients remain"
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
@@ -101,7 +103,7 @@ def test_a_second_derivative_and_recomputation(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_operators_are_sound(options: dict[str, Any]) -> None:
+def test_operators_pass_opcheck(options: dict[str, Any]) -> None:
     layer = layer_of(weight_of(8, 64), **options)
     x = torch.randn(3, 64, requires_grad=True)
     torch.library.opcheck(torch.ops.trimtab.packed_linear, (x, *layer.packed, layer.text))
@@ -142,7 +144,7 @@ def test_compiled_backward_dequantizes_again() -> None:
     assert torch.allclose(x.grad, 2 * torch.ones(5, 8) @ layer.dequantized())  # type: ignore[arg-type]
 
 
-def test_autocast_computes_in_its_format() -> None:
+def test_autocast_computes_in_its_dtype() -> None:
     layer = layer_of(weight_of(), kind="nf4")
     x = torch.randn(5, 128, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -155,7 +157,7 @@ def test_autocast_computes_in_its_format() -> None:
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_casting_a_model_leaves_the_packed_bytes_alone(options: dict[str, Any]) -> None:
+def test_casting_a_model_does_not_change_the_packed_bytes(options: dict[str, Any]) -> None:
     layer = layer_of(weight_of(), bias=True, **options)
     before = [None if tensor is None else tensor.clone() for tensor in layer.packed]
     model = torch.nn.Sequential(layer, torch.nn.Linear(40, 3)).to(torch.bfloat16).half().float()
@@ -170,14 +172,14 @@ def test_casting_a_model_leaves_the_packed_bytes_alone(options: dict[str, Any]) 
     assert model(torch.randn(2, 128, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_a_state_dict_brings_the_weight_back() -> None:
+def test_a_state_dict_restores_the_weight() -> None:
     layer = layer_of(weight_of(), kind="nf4")
     other = QuantizedLinear(128, 40, bias=False, kind="nf4", dtype=torch.float32)
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other.dequantized(), layer.dequantized())
 
 
-def test_asked_to_train_it_says_what_to_do() -> None:
+def test_making_it_trainable_raises() -> None:
     layer = layer_of(weight_of(), bias=True, kind="nf4")
     assert not any(parameter.requires_grad for parameter in layer.parameters())
     with pytest.raises(RecipeError, match=r"cannot be trained directly.*lora"):
@@ -185,24 +187,24 @@ def test_asked_to_train_it_says_what_to_do() -> None:
     assert layer.requires_grad_(False) is layer
 
 
-def test_bad_weights_and_settings_are_refused() -> None:
+def test_invalid_weights_and_settings_raise() -> None:
     layer = QuantizedLinear(128, 40, bias=False, kind="nf4", dtype=torch.float32)
     with pytest.raises(ModelError, match=r"\[40, 64\] for a layer \[40, 128\]"):
-        layer.take(torch.randn(40, 64))
+        layer.set_weight(torch.randn(40, 64))
     bad = weight_of()
     bad[3, 5] = float("nan")
     with pytest.raises(ModelError, match="NaN or infinity"):
-        layer.take(bad)
+        layer.set_weight(bad)
     with pytest.raises(ModelError, match="NaN or infinity"):
-        QuantizedLinear(128, 40, bias=False, kind="int8", dtype=torch.float32).take(bad)
+        QuantizedLinear(128, 40, bias=False, kind="int8", dtype=torch.float32).set_weight(bad)
     with pytest.raises(RecipeError, match="nf4 or int8"):
         QuantizedLinear(128, 40, bias=False, kind="fp4", dtype=torch.float32)
     with pytest.raises(RecipeError, match="blocks of 48"):
         QuantizedLinear(128, 40, bias=False, kind="nf4", block=48, dtype=torch.float32)
     with pytest.raises(ModelError, match=r"scales in 32 bits.* for a layer in .*scales in 8 bits"):
-        layer.take_packed(nf4.quantize(weight_of(), double=False))
+        layer.set_packed_weight(nf4.quantize(weight_of(), double=False))
     with pytest.raises(ModelError, match=r"int8 .* for a layer in nf4"):
-        layer.take_packed(int8.quantize(weight_of()))
+        layer.set_packed_weight(int8.quantize(weight_of()))
 
 
 def test_threads_do_not_write_into_each_others_workspace() -> None:
@@ -222,17 +224,17 @@ def test_threads_do_not_write_into_each_others_workspace() -> None:
     assert not wrong
 
 
-def test_the_workspace_is_one_grows_and_is_given_back() -> None:
+def test_the_workspace_is_shared_grows_and_is_released() -> None:
     workspace.release()
     with torch.inference_mode():
         layer_of(weight_of(8), kind="nf4")(torch.randn(3, 128))
-    with workspace.lend((4,), torch.float32, torch.device("cpu")) as values:
-        assert not values.is_inference(), "training writes to it as well"
+    with workspace.borrow((4,), torch.float32, torch.device("cpu")) as values:
+        assert not values.is_inference(), "training also writes to it"
     for rows in (40, 96, 40):
         layer_of(weight_of(rows), kind="nf4")(torch.randn(3, 128))
-    assert workspace.held_bytes("cpu") == 96 * 128 * 4
+    assert workspace.allocated_bytes("cpu") == 96 * 128 * 4
     workspace.release()
-    assert workspace.held_bytes() == 0
+    assert workspace.allocated_bytes() == 0
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])

@@ -1,4 +1,4 @@
-"""A whole decoder in few bits: laid out on meta, filled from files one weight at a time, as transformers has it."""
+"""A quantized decoder: created on meta, loaded from files one weight at a time, compared with transformers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_same(a: Decoder, b: Decoder) -> None:
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
-def test_read_from_a_folder_as_if_quantized_afterwards(kind: str, shard_bytes: int, tmp_path: Path) -> None:
+def test_loading_a_folder_equals_quantizing_afterwards(kind: str, shard_bytes: int, tmp_path: Path) -> None:
     source = folder(tmp_path / "m", shard_bytes=shard_bytes)
     decoder = empty(kind=kind)
     seen: list[tuple[int, int]] = []
@@ -49,18 +49,18 @@ def test_read_from_a_folder_as_if_quantized_afterwards(kind: str, shard_bytes: i
     assert type(decoder.lm_head) is torch.nn.Linear
 
 
-def test_read_from_gguf_as_if_quantized_afterwards(tmp_path: Path) -> None:
+def test_loading_gguf_equals_quantizing_afterwards(tmp_path: Path) -> None:
     write_gguf(plain(), tmp_path / "m.gguf")
     decoder = empty()
     load_weights(decoder, tmp_path / "m.gguf")
     assert_same(decoder, quantize_layout(plain(), "nf4"))
 
 
-def test_random_weights_are_those_of_the_plain_model() -> None:
+def test_random_weights_equal_those_of_the_plain_model() -> None:
     assert_same(init_weights(empty(), 0), quantize_layout(plain(), "nf4"))
 
 
-def test_parameters_that_stay_keep_their_names_and_order() -> None:
+def test_other_parameters_keep_their_names_and_order() -> None:
     wanted = [name for name, _ in SHAPE.parameters() if name not in spec_quantized.linear_shapes(SHAPE)]
     found = [name for name, _ in empty().named_parameters()]
     packed = [name for name in found if name.endswith((".codes", ".scales"))]
@@ -71,7 +71,7 @@ def test_parameters_that_stay_keep_their_names_and_order() -> None:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("double", [False, True])
-def test_logits_are_those_of_transformers(double: bool, tmp_path: Path) -> None:
+def test_logits_match_transformers(double: bool, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     transformers = pytest.importorskip("transformers")
     source = folder(tmp_path / "m")
@@ -85,7 +85,7 @@ def test_logits_are_those_of_transformers(double: bool, tmp_path: Path) -> None:
     load_weights(decoder, source)
     ids = token_ids()
     theirs.train()
-    theirs.enable_input_require_grads()  # without gradients its CPU code computes in fewer bits
+    theirs.enable_input_require_grads()  # without gradients its CPU code computes in lower precision
     with torch._dynamo.config.patch(disable=True):
         expected = theirs(ids).logits
     logits = decoder.logits(decoder(ids))
@@ -95,7 +95,7 @@ def test_logits_are_those_of_transformers(double: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("nf4", "bf16"), ("nf4", "fp32"), ("int8", "bf16")])
-def test_the_16_bit_model_never_exists_whole(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_the_16_bit_model_is_never_materialized(kind: str, dtype: str, tmp_path: Path) -> None:
     source = folder(tmp_path / "m", DEEP, dtype)
     decoder = build(DEEP, dtype=dtype, device="meta", attention="reference")
     quantize_layout(decoder, kind, device="cpu")
@@ -107,12 +107,12 @@ def test_the_16_bit_model_never_exists_whole(kind: str, dtype: str, tmp_path: Pa
     assert size == spec_quantized.weight_bytes(DEEP, kind, dtype) == standing == live.now
     assert live.peak <= 1.3 * size
     unquantized = storage_bytes(plain(DEEP, dtype).parameters())
-    assert 1.3 * size < unquantized, "the bound says something"
+    assert 1.3 * size < unquantized, "the bound is meaningful"
     assert live.peak <= spec_quantized.loading_peak_bytes(DEEP, kind, dtype, impl="reference")
 
 
 def assert_same_weight(on_gpu: QuantizedLinear, on_cpu: QuantizedLinear, name: str) -> None:
-    """The same bytes; of scales in 8 bits the mean is summed in the device's own order, and may be an ulp off."""
+    """The same bytes; the mean of 8-bit scales is summed in the device's own order, and may be an ulp off."""
     if on_cpu.packing.nested_block == 0:
         for a, b in zip(on_gpu.packed, on_cpu.packed, strict=True):
             assert a is b is None or torch.equal(a.cpu(), b), name  # type: ignore[union-attr,arg-type]
@@ -138,7 +138,7 @@ def test_peak_while_loading_on_a_gpu(kind: str, tmp_path: Path) -> None:
     torch.cuda.reset_peak_memory_stats()
 
     def asked_for(which: str) -> int:
-        """Bytes of tensors; what the allocator gives is up to 1 MiB more for each."""
+        """Requested bytes; the allocator rounds each tensor up by up to 1 MiB."""
         return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
 
     before = asked_for("current")
@@ -147,7 +147,7 @@ def test_peak_while_loading_on_a_gpu(kind: str, tmp_path: Path) -> None:
     torch.cuda.synchronize()
     peak, now = asked_for("peak") - before, asked_for("current") - before
     declared = spec_quantized.weight_bytes(shape, kind, "bf16")
-    print(f"\n{kind}: {now:,} held, {peak:,} at the peak ({peak / now:.3f}), {declared:,} declared")
+    print(f"\n{kind}: {now:,} allocated, {peak:,} peak ({peak / now:.3f}), {declared:,} declared")
     assert now == pytest.approx(declared, rel=0.01)
     assert peak <= 1.3 * now
     other = build(shape, dtype="bf16", device="meta", attention="sdpa_flash")
@@ -157,7 +157,7 @@ def test_peak_while_loading_on_a_gpu(kind: str, tmp_path: Path) -> None:
         assert_same_weight(mine, theirs, name)
 
 
-def test_a_bad_number_is_named_with_its_file(tmp_path: Path) -> None:
+def test_a_non_finite_value_is_named_with_its_file(tmp_path: Path) -> None:
     source = folder(tmp_path / "m")
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = float("inf")
@@ -166,25 +166,25 @@ def test_a_bad_number_is_named_with_its_file(tmp_path: Path) -> None:
         load_weights(empty(), source)
 
 
-def test_a_model_without_memory_is_not_loaded(tmp_path: Path) -> None:
+def test_a_model_on_meta_is_not_loaded(tmp_path: Path) -> None:
     decoder = build(SHAPE, dtype="fp32", device="meta", attention="reference")
     with pytest.raises(AssertionError, match="device="):
         quantize_layout(decoder, "nf4")
     quantize_layout(decoder, "nf4", device="cpu")
-    with pytest.raises(AssertionError, match="memory first"):
+    with pytest.raises(AssertionError, match="parameters first"):
         load_weights(decoder, folder(tmp_path / "m"))
 
 
-def test_layers_can_be_left_out() -> None:
+def test_layers_can_be_skipped() -> None:
     decoder = empty(skip=("down_proj", "model.layers.0.self_attn.q_proj"))
     names = [name for name, _ in quantized_layers(decoder)]
     assert len(names) == 14 - 2 - 1
     assert "model.layers.1.self_attn.q_proj" in names
-    with pytest.raises(RecipeError, match=r"no linear layer is called 'down'.*down_proj"):
+    with pytest.raises(RecipeError, match=r"skip names 'down'.*down_proj"):
         empty(skip=("down",))
 
 
-def test_the_choice_is_made_once_and_said() -> None:
+def test_the_implementation_is_chosen_once_and_described() -> None:
     assert describe(empty()) == "14 linear layers in nf4 (blocks of 64, scales in 8 bits), read by reference"
     assert describe(empty(kind="int8")) == "14 linear layers in int8, read by reference"
     assert describe(plain()) == "no quantized layers"
@@ -192,7 +192,7 @@ def test_the_choice_is_made_once_and_said() -> None:
         build(SHAPE, dtype="bf16", device="meta", attention="reference"), "nf4", device="cuda"
     )
     assert {layer.impl for _, layer in quantized_layers(on_gpu)} == {"triton"}
-    with pytest.raises(RecipeError, match="need a CUDA device"):
+    with pytest.raises(RecipeError, match="require a CUDA device"):
         empty(impl="triton")
     with pytest.raises(RecipeError, match="no implementation 'fast'"):
         empty(impl="fast")
@@ -229,7 +229,7 @@ def test_on_a_gpu_as_on_a_cpu(kind: str, rows: int) -> None:
         layers = []
         for device, impl in (("cpu", "reference"), ("cuda", "reference"), ("cuda", "triton")):
             layers.append(QuantizedLinear(512, 256, double=double, impl=impl, device=device, **made))
-            layers[-1].take(weight)
+            layers[-1].set_weight(weight)
         assert_same_weight(layers[1], layers[0], "reference")
         assert_same_weight(layers[2], layers[0], "triton")
         for a, b in zip(layers[1].packed, layers[2].packed, strict=True):

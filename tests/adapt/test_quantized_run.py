@@ -1,4 +1,4 @@
-"""QLoRA from a recipe: trained, stopped, resumed and used again, over weights in 4 and 8 bits."""
+"""QLoRA from a recipe: trained, stopped, resumed and loaded, with 4- and 8-bit weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ QLORA = {"lora": {"r": 4}, "max_steps": 6, "num_train_epochs": None, "logging_st
 
 
 @pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-def test_a_run_learns_and_continues_bit_by_bit(bits: str, tmp_path: Path) -> None:
+def test_a_run_trains_and_resumes_bitwise(bits: str, tmp_path: Path) -> None:
     recipe = load(write_recipe(tmp_path, **{**QLORA, bits: True}))
     whole = Quiet()
     train(recipe, whole)
@@ -72,7 +72,7 @@ def test_a_run_learns_and_continues_bit_by_bit(bits: str, tmp_path: Path) -> Non
     assert adapt.active_adapters(opened.decoder) == ["default"]
 
 
-def test_a_run_in_bf16_is_used_in_fp32_on_the_same_codes(tmp_path: Path) -> None:
+def test_a_bf16_run_loads_in_fp32_with_the_same_codes(tmp_path: Path) -> None:
     changes = {**QLORA, "load_in_4bit": True, "dtype": "bf16", "max_steps": 1}
     train(load(write_recipe(tmp_path, **changes)), Quiet())
     models = [
@@ -92,7 +92,7 @@ def test_generating_on_a_cpu_dequantizes_once(
     plain = trimtab.load(tmp_path / "run", device="cpu")
     monkeypatch.setattr("trimtab.run.quantizing.host_memory", lambda: (2**30, 1000))
     expected = plain.generate("the cat", max_new_tokens=8)
-    assert all(layer.unpacked is None for _, layer in quantized_layers(plain.opened.decoder))
+    assert all(layer.dequantized_copy is None for _, layer in quantized_layers(plain.opened.decoder))
     assert "4-bit weights are dequantized for each token, which is slow" in capsys.readouterr().err
     monkeypatch.undo()
     model, calls = trimtab.load(tmp_path / "run", device="cpu"), []

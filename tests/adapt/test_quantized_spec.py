@@ -1,4 +1,4 @@
-"""What the spec of quantized layers declares, against what they really allocate."""
+"""The declared costs of quantized layers, against what they allocate."""
 
 from __future__ import annotations
 
@@ -33,30 +33,28 @@ ROWS = 6
 
 
 @pytest.mark.parametrize(("kind", "dtype", "double", "block"), CASES)
-def test_workspace_and_scratch_are_what_products_allocate(
-    kind: str, dtype: str, double: bool, block: int
-) -> None:
+def test_workspace_and_scratch_match_allocations(kind: str, dtype: str, double: bool, block: int) -> None:
     decoder = init_weights(empty(kind=kind, dtype=dtype, double=double, block=block), 0)
     options = {"double": double, "block": block}
-    held = spec_quantized.workspace_bytes(SHAPE, dtype)
+    size = spec_quantized.workspace_bytes(SHAPE, dtype)
     scratch = spec_quantized.scratch_bytes(SHAPE, kind, impl="reference", **options)
     kind_of = getattr(torch, TORCH_NAMES[dtype])
     inputs = {
         name: [torch.randn(ROWS, size, dtype=kind_of) for size in (layer.in_features, layer.out_features)]
         for name, layer in quantized_layers(decoder)
     }
-    # An operator's inside is hidden from whoever watches operators; so its parts are called by name.
+    # A dispatch mode does not see inside an operator; so its steps are called directly.
     for function, given in ((quantized_ops.product, 0), (quantized_ops.product_of_gradient, 1)):
         workspace.release()
         with LiveBytes() as live:
             for name, layer in quantized_layers(decoder):
                 function(inputs[name][given], layer.packed, layer.packing)
-        assert live.now == workspace.held_bytes("cpu") == held, "nothing else stays"
-        assert live.peak == pytest.approx(held + scratch, rel=0.03)
+        assert live.now == workspace.allocated_bytes("cpu") == size, "nothing else persists"
+        assert live.peak == pytest.approx(size + scratch, rel=0.03)
 
 
 @pytest.mark.parametrize(("kind", "dtype", "double", "block"), CASES)
-def test_declared_bytes_are_those_of_a_model(kind: str, dtype: str, double: bool, block: int) -> None:
+def test_declared_bytes_match_a_model(kind: str, dtype: str, double: bool, block: int) -> None:
     decoder = empty(kind=kind, dtype=dtype, double=double, block=block, skip=("v_proj",))
     options = {"double": double, "block": block, "skip": ("v_proj",)}
     found = storage_bytes([*decoder.parameters(), *decoder.buffers()])
@@ -64,12 +62,12 @@ def test_declared_bytes_are_those_of_a_model(kind: str, dtype: str, double: bool
     assert found != spec_quantized.weight_bytes(SHAPE, kind, dtype, **{**options, "skip": ()})
 
 
-def test_layers_are_the_ones_that_are_declared() -> None:
+def test_layers_match_the_declaration() -> None:
     names = {f"{name}.weight": layer.packing.shape for name, layer in quantized_layers(empty())}
     assert names == spec_quantized.linear_shapes(SHAPE)
 
 
-def test_flops_are_those_of_a_plain_product() -> None:
+def test_flops_match_a_plain_product() -> None:
     layer = next(layer for _, layer in quantized_layers(init_weights(empty(), 0)))
     dims = layer.packing.shape
     with FlopCounterMode(display=False) as counter:
@@ -91,7 +89,7 @@ def test_an_8b_model_fits_where_it_should() -> None:
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_a_plan_counts_the_weight_that_is_dequantized(impl: str) -> None:
+def test_a_plan_counts_the_dequantized_weight(impl: str) -> None:
     job = Job(
         SHAPE,
         batch=1,
@@ -110,8 +108,9 @@ def test_a_plan_counts_the_weight_that_is_dequantized(impl: str) -> None:
     workspace = spec_quantized.workspace_bytes(SHAPE, "bf16")
     scratch = spec_quantized.scratch_bytes(SHAPE, "nf4", impl=impl)
     without, with_it = predict(job), predict(packed)
-    for moment, held in without.moments.items():  # the workspace stands; reading a weight comes and goes
-        assert workspace <= with_it.moments[moment] - held <= workspace + scratch, moment
+    # the workspace is persistent; dequantizing a weight is temporary
+    for moment, size in without.moments.items():
+        assert workspace <= with_it.moments[moment] - size <= workspace + scratch, moment
     last = Moment(Phase.LAYERS_BACKWARD, SHAPE.num_layers - 1, SHAPE.num_layers)
     assert with_it.moments[last] - without.moments[last] == workspace + scratch
     saved = model_spec.parameter_bytes(SHAPE, "bf16") - spec_quantized.weight_bytes(SHAPE, "nf4", "bf16")

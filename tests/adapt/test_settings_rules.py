@@ -1,4 +1,4 @@
-"""What a recipe takes for `lora` and what `LoraSettings` takes are the same, edge by edge."""
+"""A recipe's `lora` and `LoraSettings` accept the same values, including edge cases."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def taken(make: Any) -> bool:
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key in EDGES for value in EDGES[key]], ids=str)
-def test_a_recipe_takes_what_the_settings_take(key: str, value: Any) -> None:
+def test_a_recipe_accepts_what_the_settings_accept(key: str, value: Any) -> None:
     recipe = {"model": "a", "data": {"train": "x"}, "lora": {key: value}}
     assert taken(lambda: build(recipe)) == taken(lambda: LoraSettings(**{"r": 4, key: value}))
 
 
-def test_every_rule_has_edges() -> None:
+def test_every_rule_has_edge_cases() -> None:
     assert set(EDGES) >= set(settings_rules._RULES) - {"any_rank"}

@@ -1,4 +1,4 @@
-"""A hub on loopback for each test, and no token of the person who runs the tests."""
+"""A hub on loopback for each test, and no token of the user who runs the tests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every configuration of the attention kernels, compiled without a GPU."""
 
-# D head size, G query heads to a key/value head
+# D head size, G query heads per key/value head
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trimtab.kernels.attention import kernels_backward, kernels_forward
 from trimtab.kernels.attention.tiles import Tiles, padded, tiles
 
 KERNELS = {
-    "forward": kernels_forward.forward_kernel,
-    "query": kernels_backward.query_kernel,
-    "key": kernels_backward.key_kernel,
+    "forward": kernels_forward.attention_forward_kernel,
+    "query": kernels_backward.attention_query_kernel,
+    "key": kernels_backward.attention_key_kernel,
 }
 STATISTICS = ("lse_ptr", "delta_ptr")
 BOUNDS = ("first_ptr", "last_ptr")
@@ -25,7 +25,7 @@ OPTIONAL = {
     "key_first_ptr": "*i32",
     "offset": "i32",
 }
-"""Arguments that are None in a call without options, whose kernel then has neither them nor their code."""
+"""Arguments that are None in a call without options; the kernel is then compiled without them."""
 
 
 def compiled(

@@ -1,4 +1,4 @@
-"""Attention with its optional results and arguments against a truth written down as loops in fp64."""
+"""Attention with its optional results and arguments against a truth computed by loops in fp64."""
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head size
 
@@ -35,7 +35,7 @@ def at(place: str) -> Iterator[str]:
 
 
 def dtypes_at(place: str) -> tuple[str, ...]:
-    """The interpreter's bf16 is not to be trusted."""
+    """Without bf16 in the interpreter, which is inaccurate there."""
     return ("fp32", "fp16") if place == "interpreter" else ("fp32", "fp16", "bf16")
 
 
@@ -46,12 +46,10 @@ def truth(
     v_BSKD: torch.Tensor,
     sinks_H: torch.Tensor | None = None,
 ) -> tuple[Any, Any]:
-    """(o_BTHD, lse_BTH) a query at a time, sharing no code with any implementation."""
+    """(o_BTHD, lse_BTH) one query at a time, sharing no code with any implementation."""
     (B, T, H, D), (S, K) = q_BTHD.shape, k_BSKD.shape[1:3]
     scale = D**-0.5 if case.scale is None else case.scale
-    nothing = 0.0 * sum(
-        x.sum() for x in (q_BTHD, k_BSKD, v_BSKD)
-    )  # gradients of zeros, where nothing is seen
+    nothing = 0.0 * sum(x.sum() for x in (q_BTHD, k_BSKD, v_BSKD))  # zero gradients for fully masked queries
     o, lse = torch.zeros_like(q_BTHD) + nothing, torch.full_like(q_BTHD[..., 0], -torch.inf) + nothing
     for b in range(B):
         document = (
@@ -88,7 +86,7 @@ def run(function: Callable[..., Any], inputs: Sequence[torch.Tensor], grads: Seq
 
 
 def make_all_inputs(case: Case, dtype: str, device: str = "cpu") -> tuple[list[Any], Any, Any]:
-    """([q, k, v] with the sinks behind them if there are any, do, documents)."""
+    """([q, k, v] followed by the sinks if there are any, do, documents)."""
     *inputs, do, documents_BS = make_inputs(case, dtype, device)
     sinks_H = make_sinks(case, dtype, device)
     return [*inputs, *([] if sinks_H is None else [sinks_H])], do, documents_BS
@@ -119,7 +117,7 @@ def by_impl(
 def compare(
     case: Case, impl: str, dtype: str, device: str = "cpu", *, factor: float = 1.0, dlse_factor: float = 1.0
 ) -> list[Verdict]:
-    """Verdicts for o, lse and every gradient; `factor` and `dlse_factor` make errors to be found."""
+    """Verdicts for o, lse and every gradient; `factor` and `dlse_factor` inject errors that must be found."""
     inputs, do, documents_BT = make_all_inputs(case, dtype, device)
     dlse = make_lse_gradient(case, dtype, device)
     own = run(by_impl(case, documents_BT, "reference"), inputs, (do, dlse))
@@ -133,7 +131,7 @@ def compare(
     verdicts = []
     for name, x, t, r in zip(RESULTS[: len(true)], got, true, own, strict=True):
         x, r = (y.cpu().double() for y in (x, r))
-        assert torch.equal(x.isinf(), t.isinf()), f"{name}: blind queries"
+        assert torch.equal(x.isinf(), t.isinf()), f"{name}: fully masked queries"
         x, t, r = (y.masked_fill(y.isinf(), 0.0) for y in (x * factor, t, r))
         verdicts.append(judge(name, x, truth=t, reference=r, share=SHARE[dtype], **floors))
     return verdicts

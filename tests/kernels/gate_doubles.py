@@ -1,4 +1,4 @@
-"""The gate's kernels with launches that torch computes, so that whole models run on a CPU and every storage is seen."""
+"""The gated activation with launches computed by torch, so that models run on a CPU and every storage is tracked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 
 class Launched:
-    """A kernel that a function stands in for."""
+    """A function in place of a kernel."""
 
     def __init__(self, run: Callable[..., None]) -> None:
         self.run = run
@@ -40,9 +40,9 @@ def _backward(
 
 
 def double_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the test ends; skips it where there is no Triton."""
+    """Replaces the launches until the test ends; skips it without Triton."""
     pytest.importorskip("triton")
     from trimtab.kernels.gated_mlp import impl_triton
 
-    monkeypatch.setattr(impl_triton, "_forward_kernel", Launched(_forward))
-    monkeypatch.setattr(impl_triton, "_backward_kernel", Launched(_backward))
+    monkeypatch.setattr(impl_triton, "_gated_mlp_forward_kernel", Launched(_forward))
+    monkeypatch.setattr(impl_triton, "_gated_mlp_backward_kernel", Launched(_backward))

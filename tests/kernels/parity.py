@@ -20,12 +20,12 @@ Call = Callable[..., Any]
 Tensors = dict[str, torch.Tensor]
 
 UPSTREAM = ("drawn", "expanded", "transposed")
-"""Gradients as they arrive: a tensor's own, one number for all (from a sum), and not contiguous."""
+"""Kinds of upstream gradients: a tensor of its own, one expanded element (from a sum), and not contiguous."""
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, memory that torch.empty hands out is full of NaN: what a kernel forgets to write shows."""
+    """Fills memory from torch.empty with NaN: elements that a kernel does not write show."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
@@ -37,13 +37,13 @@ def poisoned() -> Iterator[None]:
 
 @contextmanager
 def interpreter(*modules: ModuleType) -> Iterator[None]:
-    """Inside, the kernels of these modules run in Triton's interpreter, on memory that was poisoned."""
+    """Runs the kernels of these modules in Triton's interpreter, on poisoned memory."""
     with interpreted(*modules), poisoned():
         yield
 
 
 def upstream(out: torch.Tensor, kind: str, seed: int) -> torch.Tensor:
-    """A gradient for `out`, the same numbers whatever its dtype."""
+    """A gradient for `out`, the same values whatever its dtype."""
     if kind == "expanded":
         return torch.tensor(0.75, device=out.device, dtype=out.dtype).expand(out.shape)
     generator = torch.Generator(out.device).manual_seed(1000 + seed)
@@ -54,7 +54,7 @@ def upstream(out: torch.Tensor, kind: str, seed: int) -> torch.Tensor:
 
 
 def run(call: Call, impl: str, tensors: Tensors, kind: str = "drawn") -> Tensors:
-    """Outputs and the gradients of all floating inputs that ask for one, by name; inputs must come out whole."""
+    """Outputs and the gradients of all inputs that require one, by name; asserts that inputs are unchanged."""
     leaves = {
         name: x.detach().requires_grad_() if x.requires_grad else x.detach() for name, x in tensors.items()
     }
@@ -74,7 +74,7 @@ def run(call: Call, impl: str, tensors: Tensors, kind: str = "drawn") -> Tensors
 
 
 def cast(tensors: Tensors, dtype: str, device: str) -> Tensors:
-    """Copies in another dtype and place, strides kept; what is fp32 by contract (cosines) follows to fp64 only."""
+    """Copies in another dtype and device with the same strides; what is always fp32 (cosines) only goes to fp64."""
     target = getattr(torch, TORCH_NAMES[dtype])
     wide = torch.float64 if dtype == "fp64" else torch.float32
     out = {}
@@ -96,7 +96,7 @@ def verdicts(
     around: Callable[[], Any] = poisoned,
     floor: float = 0.0,
 ) -> list[Verdict]:
-    """Judges every output and gradient of `impl`. `tensors` are fp32 (bf16 numbers, so that casts are exact)."""
+    """Judges every output and gradient of `impl`. `tensors` are fp32 (bf16 values, so that casts are exact)."""
     truth = run(call, "reference", cast(tensors, "fp64", device), kind)
     own = run(call, "reference", cast(tensors, dtype, device), kind)
     with around():

@@ -1,4 +1,4 @@
-"""The 8-bit AdamW step against fp64 truth, and what its codes promise."""
+"""The 8-bit AdamW step against fp64 truth, and the properties of its quantization maps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trimtab.kernels.adamw8bit import State8bit, adamw8bit_step, moments, new_state, spec
-from trimtab.kernels.adamw8bit.code import SHIPPED
+from trimtab.kernels.adamw8bit.code import DEFAULT_FORMAT
 from trimtab.kernels.adamw8bit.truth import adamw_truth
 from trimtab.kernels.adamw8bit.update import apply_, moments_
 
@@ -20,7 +20,7 @@ HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 
 
 
 def study() -> ModuleType:
-    """The benchmark that chose the code, for its tables."""
+    """The benchmark that chose the quantization map, for its tables."""
     path = Path(__file__).parents[2] / "benchmarks" / "adamw8bit_convergence.py"
     found = importlib.util.spec_from_file_location("adamw8bit_convergence", path)
     assert found is not None
@@ -48,7 +48,7 @@ def advanced(case: tuple[int, ...], steps: int = 3, dtype: str = "fp32") -> tupl
 def fp32_step(
     param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, step: int
 ) -> torch.Tensor:
-    """The plain step without compression, in fp32: whose own error is the yardstick."""
+    """The plain step without quantization, in fp32: its own error is the tolerance."""
     param, m, v = param.clone(), m.clone(), v.clone()
     moments_(m, v, grad, beta1=HYPER["beta1"], beta2=HYPER["beta2"])
     apply_(param, m, v.sqrt(), **HYPER, step=step)
@@ -89,24 +89,24 @@ def test_moments_are_stored_as_a_neighbouring_entry(case: tuple[int, ...]) -> No
     _, m, v = adamw_truth(param, grad, *before, **HYPER, step=4)
     adamw8bit_step(param, grad, state, **HYPER, step=4)
     for stored, true, code, scale_RK in (
-        (moments(state)[0].double(), m, SHIPPED.first, state.scale1),
-        (moments(state)[1].double().sqrt(), v.sqrt(), SHIPPED.second, state.scale2),
+        (moments(state)[0].double(), m, DEFAULT_FORMAT.first, state.scale1),
+        (moments(state)[1].double().sqrt(), v.sqrt(), DEFAULT_FORMAT.second, state.scale2),
     ):
         scale = block_scales(scale_RK, case).double()
         low, high = neighbours(code, true / scale)
-        # a level's root is found to 1/256 of a level: 4/256 of it at level 1, nothing in between at most levels
+        # a level's root is accurate to 1/256 of a level: 4/256 of it at level 1, nothing in between at most levels
         slack = 1e-5 * stored.abs() + 1e-10 * scale
         assert (stored >= low * scale - slack).all()
         assert (stored <= high * scale + slack).all()
-        assert torch.isclose(true.abs().amax(), scale.amax(), rtol=1e-6), "the scale is the block's largest"
+        assert torch.isclose(true.abs().amax(), scale.amax(), rtol=1e-6), "the scale is the block's maximum"
 
 
-@pytest.mark.parametrize("code", [SHIPPED.first, SHIPPED.second])
+@pytest.mark.parametrize("code", [DEFAULT_FORMAT.first, DEFAULT_FORMAT.second])
 def test_entries_are_stored_exactly_and_the_rest_without_bias(code: Any) -> None:
     codes = torch.arange(255 if code.signed else 256, dtype=torch.uint8)
     table = code.decode(codes)
     assert table[-1] == (2 * code.top) ** 4 // 256 * 256
-    assert code.peak < table[-1] < 1.0006 * code.peak, "the largest lies just below the top"
+    assert code.peak < table[-1] < 1.0006 * code.peak, "the maximum is just below the top"
     assert table[0] == (-table[-1] if code.signed else 32**4)
     assert (table.diff() > 0).all()
     for fraction in (0.01, 0.5, 0.99):
@@ -123,7 +123,7 @@ def test_entries_are_stored_exactly_and_the_rest_without_bias(code: Any) -> None
 
 
 def test_moments_follow_fp32_where_rounding_to_nearest_is_stuck() -> None:
-    """Gradients fall to a third: √v must fall with them, though a step changes it by less than half a code.
+    """Gradients fall to a third: √v must fall with them, though a step changes it by less than half a level.
 
     One element of each block keeps its gradient, so that the block's scale does not fall instead.
     """
@@ -131,7 +131,7 @@ def test_moments_follow_fp32_where_rounding_to_nearest_is_stuck() -> None:
     from trimtab.kernels.adamw8bit import impl_reference
 
     ratio = {}
-    for name, fmt in (("random", SHIPPED), ("nearest", fixed)):
+    for name, fmt in (("random", DEFAULT_FORMAT), ("nearest", fixed)):
         param, state = torch.zeros(8, 256), impl_reference.new_state(torch.zeros(8, 256), fmt)
         true = 0.0
         for step in range(1, 901):
@@ -148,7 +148,7 @@ def test_moments_follow_fp32_where_rounding_to_nearest_is_stuck() -> None:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("signed", [True, False])
-def test_the_study_compares_with_bitsandbytes_own_table(signed: bool) -> None:
+def test_the_benchmark_uses_bitsandbytes_own_table(signed: bool) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     theirs = functional.create_dynamic_map(signed)
     assert torch.allclose(torch.tensor(study().dynamic_table(signed)), theirs, rtol=2e-6, atol=0)
@@ -170,7 +170,7 @@ def test_layout_and_bytes(case: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_rows_can_be_resharded(dtype: str) -> None:
-    """Two halves of the rows, with their offset, give the bits of the whole."""
+    """Two halves of the rows, with their offset, are bitwise identical to the whole."""
     param, state = advanced((10, 300), dtype=dtype)
     halves = [
         (param[a:b].clone(), State8bit(*(t[a:b].clone() for t in state)), a) for a, b in ((0, 4), (4, 10))
@@ -184,7 +184,7 @@ def test_rows_can_be_resharded(dtype: str) -> None:
         assert all(torch.equal(a, b[rows]) for a, b in zip(mine, state, strict=True))
 
 
-def test_short_blocks_do_not_see_the_next_row() -> None:
+def test_short_blocks_do_not_depend_on_the_next_row() -> None:
     param, state = torch.zeros(2, 300), new_state(torch.zeros(2, 300))
     grad = torch.ones(2, 300)
     grad[1] = 1e6
@@ -237,8 +237,8 @@ def test_storing_v_itself_would_explode() -> None:
     assert weight.abs().max() > 1e3
 
 
-def test_a_negative_largest_moment_is_not_shortened() -> None:
-    """The code reaches −1, so m settles around g; bitsandbytes' −0.993 would leave it 6 % short."""
+def test_a_negative_block_maximum_is_not_shrunk() -> None:
+    """The map reaches −1, so m converges to g; bitsandbytes' −0.993 would leave it 6 % short."""
     param, state = torch.zeros(16, 256), new_state(torch.zeros(16, 256))
     for step in range(1, 101):
         adamw8bit_step(param, torch.full((16, 256), -2.0), state, **HYPER, step=step)
@@ -322,7 +322,7 @@ def test_gpu_agrees_with_the_cpu(dtype: str) -> None:
         copy, copied = param.cuda(), State8bit(*(t.cuda() for t in state))
         adamw8bit_step(param, grad, state, **HYPER, step=4)
         adamw8bit_step(copy, grad.cuda(), copied, **HYPER, step=4, grad_scale=torch.ones((), device="cuda"))
-        # roundings of the last bit differ; a bf16 weight may then fall to the other neighbour
+        # roundings of the last bit differ; a bf16 weight may then round to the other neighbour
         assert torch.allclose(
             copy.cpu().float(), param.float(), rtol=1e-2 if dtype == "bf16" else 1e-5, atol=1e-7
         )

@@ -1,4 +1,4 @@
-"""The Triton step against the torch reference: the same bits where that is promised, close where it is not."""
+"""The Triton step against the torch reference: bitwise identical where that is promised, close elsewhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @pytest.fixture
 def triton_on() -> Any:
-    """`with triton_on(device):` the kernels run there: interpreted on a CPU."""
+    """`with triton_on(device):` runs the kernels there, interpreted on a CPU."""
 
     def on(device: str) -> Any:
         return nullcontext() if device == "cuda" else interpreted(impl_triton, rounding_triton)
@@ -42,7 +42,7 @@ def triton_on() -> Any:
 
 
 class Twins:
-    """The same tensors and states twice: for a table, and for the reference one by one."""
+    """Two copies of the same tensors and states: for a table, and for the reference one by one."""
 
     def __init__(
         self, shapes: list[tuple[int, ...]], weight: str, device: str, exact: bool, small: int = 64
@@ -96,8 +96,8 @@ def gradients(shapes: list[tuple[int, ...]], step: int, dtype: str, device: str)
 
 
 def agree(twins: Twins) -> None:
-    """Weights to a few units in the last place (bf16: the same neighbour but for one in a thousand), codes that
-    differ by one step at most and rarely."""
+    """Weights to a few units in the last place (bf16: the same neighbour except for one in a thousand), codes that
+    differ by at most one level, rarely."""
     for a, b in zip(twins.tensors(0), twins.tensors(1), strict=True):
         if a.dtype == torch.uint8:
             assert ((a.int() - b.int()).abs() <= 1).all()
@@ -135,7 +135,7 @@ def test_many_tensors_step_as_the_reference(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("exact", [True, False])
 def test_rows_can_be_resharded(device: str, exact: bool, triton_on: Any) -> None:
-    """Two halves of the rows, with their offset, give the bits of the whole, whatever the tiles."""
+    """Two halves of the rows, with their offset, are bitwise identical to the whole, whatever the tiles."""
     shape = (10, 300) if device == "cpu" else (1000, 3000)
     impl = "triton_exact" if exact else "triton"
     param, grad = spec.make_inputs(shape, weight_dtype="bf16")
@@ -174,7 +174,7 @@ def test_missing_odd_and_untouched_gradients(device: str, triton_on: Any) -> Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_flag_on_the_device_leaves_everything_as_it_is(device: str, triton_on: Any) -> None:
+def test_a_skip_flag_on_the_device_changes_nothing(device: str, triton_on: Any) -> None:
     shapes = [(3, 300), (2, 256), (7,)]
     twins = Twins(shapes, "bf16", device, False)
     with triton_on(device):
@@ -192,8 +192,10 @@ def test_a_flag_on_the_device_leaves_everything_as_it_is(device: str, triton_on:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("weight", ["fp32", "bf16"])
 @pytest.mark.parametrize("impl", ["triton", "triton_exact", "reference"])
-def test_a_rate_of_zero_moves_no_weight(impl: str, weight: str, device: str, triton_on: Any) -> None:
-    """The first step of a warm-up; the fused kernel divides by the rate. Weights of zero show the least movement."""
+def test_a_learning_rate_of_zero_changes_no_weight(
+    impl: str, weight: str, device: str, triton_on: Any
+) -> None:
+    """The first warm-up step; the fused kernel divides by the learning rate. Zero weights show the smallest change."""
     param, grad = (t.to(device) for t in spec.make_inputs((4, 300), weight_dtype=weight))
     grad[0, :7] = 0.0
     param[:, ::2] = 0.0
@@ -205,8 +207,8 @@ def test_a_rate_of_zero_moves_no_weight(impl: str, weight: str, device: str, tri
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_rate_of_zero_moves_no_small_tensor(device: str, triton_on: Any) -> None:
-    """Those that keep their moments in fp32, through the table."""
+def test_a_learning_rate_of_zero_changes_no_small_tensor(device: str, triton_on: Any) -> None:
+    """Tensors with fp32 moments, through the table."""
     twins = Twins([(40,)], "fp32", device, exact=False)
     twins.params[0][0].zero_()
     grads = gradients([(40,)], 1, "fp32", device)
@@ -250,7 +252,7 @@ def test_any_shape(rows: int, columns: int, offset: int) -> None:
     assert (state.codes1 != other.codes1).sum() <= 1
 
 
-def test_keys_of_many_are_the_definition() -> None:
+def test_batched_keys_equal_the_definition() -> None:
     import numpy as np
 
     indices = [0, 7, 2**31 - 1]
@@ -260,7 +262,7 @@ def test_keys_of_many_are_the_definition() -> None:
 
 
 def test_words_of_a_group_are_not_correlated() -> None:
-    """Eight neighbours share a hash: their fractions and upper halves must look independent all the same."""
+    """Eight neighbours share a hash: their fractions and upper halves must still look independent."""
     from trimtab.kernels.adamw8bit.impl_reference import _words
 
     count = 1 << 15
@@ -375,14 +377,14 @@ def test_the_optimizer_steps_all_and_its_state_is_the_references(device: str, tr
             for m, impl in ((mine, "triton_exact"), (theirs, "reference"))
         ]
         for step in range(3):
-            if step == 2:  # each goes on from the other's state
+            if step == 2:  # each continues from the other's state
                 states = [
                     {**o.state_dict(), "tensors": {k: t.clone() for k, t in o.tensors().items()}}
                     for o in optimizers
                 ]
                 optimizers[0].load_state_dict(states[1])
                 optimizers[1].load_state_dict(states[0])
-                mine[0].weight.data = mine[0].weight.data.clone()  # the weight lies elsewhere now
+                mine[0].weight.data = mine[0].weight.data.clone()  # the weight has another address now
             for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
                 p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(device)
                 q.grad = p.grad.clone()
@@ -395,8 +397,8 @@ def test_the_optimizer_steps_all_and_its_state_is_the_references(device: str, tr
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_optimizer_that_is_let_go_is_gone(device: str, triton_on: Any) -> None:
-    """Without waiting for Python's collector: it holds as much memory as the weights."""
+def test_a_deleted_optimizer_is_freed(device: str, triton_on: Any) -> None:
+    """Without Python's garbage collector: it holds as much memory as the weights."""
     with triton_on(device):
         net = model(device)
         optimizer = AdamW8bit([{"params": list(net.named_parameters())}], lr=1e-2, impl="triton")
@@ -436,7 +438,7 @@ def test_in_backward_equals_a_step_after_it(device: str, impl: str, triton_on: A
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_past_two_to_the_31st_elements() -> None:
-    """The last rows of a tensor of 2.2 thousand million, against the same rows alone."""
+    """The last rows of a tensor of 2.2 billion elements, against the same rows alone."""
     shape = (8_500_000, 257)
     param = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     grad = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -451,7 +453,7 @@ def test_past_two_to_the_31st_elements() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_runs_are_bit_equal_and_never_wait() -> None:
+def test_runs_are_bitwise_identical_and_never_synchronize() -> None:
     results = []
     for _ in range(2):
         module = model("cuda", torch.bfloat16)

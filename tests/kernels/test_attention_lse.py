@@ -34,8 +34,8 @@ def test_triton_is_exact(case, place):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_one_percent_off_is_found(dtype):
-    """In each result, and in the share of dq and dk that comes through the log-sum-exp alone."""
+def test_one_percent_error_fails(dtype):
+    """In each result, and in the summand of dq and dk from the log-sum-exp alone."""
     assert not any(compare(SMALL, "reference", dtype, factor=1.01))
     through_lse = compare(SMALL, "reference", dtype, dlse_factor=1.01)
     assert [v.name for v in through_lse if not v] == ["dq", "dk"]
@@ -43,7 +43,7 @@ def test_one_percent_off_is_found(dtype):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_the_log_sum_exp_alone_has_gradients(place):
-    """Nothing reads the output: its gradient does not exist."""
+    """The output is unused: it has no gradient."""
     with at(place) as device:
         *inputs, _, documents_BT = make_inputs(SMALL, "fp32", device)
         dlse = make_lse_gradient(SMALL, "fp32", device)
@@ -58,8 +58,8 @@ def test_the_log_sum_exp_alone_has_gradients(place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_call_without_it_runs_the_kernels_without_its_gradient(place, monkeypatch):
-    """The backward that runs has no tensor of zeros in its place, and the output has the same bits."""
+def test_without_lse_the_backward_gets_no_lse_gradient(place, monkeypatch):
+    """The backward gets no tensor of zeros instead, and the output is bitwise identical."""
     from trimtab.kernels.attention import launch_triton
 
     seen = []
@@ -83,8 +83,8 @@ def test_a_call_without_it_runs_the_kernels_without_its_gradient(place, monkeypa
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_gradient_of_nothing_seen_does_not_matter(place):
-    """Query 0 stands before the first key; NaN is what `logaddexp` of two −∞ gives it."""
+def test_lse_gradients_of_fully_masked_queries_are_ignored(place):
+    """Query 0 is before the first key; `logaddexp` of two −∞ gives it NaN."""
     with at(place) as device:
         for impl in WITH_LSE:
             q, k, v = (torch.randn(1, n, 2, 16, device=device, requires_grad=True) for n in (4, 3, 3))
@@ -114,7 +114,7 @@ def test_a_nan_stays_in_its_document(place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_operators_are_registered_right(place):
+def test_operators_pass_opcheck(place):
     with at(place) as device:
         q, k, v, do, documents_BT = make_inputs(SMALL, "fp32", device)
         bounds = Layout.packed(documents_BT).prepare("triton", device, SMALL.T)
@@ -139,8 +139,8 @@ def test_traces_without_a_graph_break(impl, place):
             torch.testing.assert_close(x, y)
 
 
-def test_the_readable_twin():
-    """Several tiles, and queries that see nothing."""
+def test_the_readable_implementation():
+    """Several tiles, and fully masked queries."""
     from trimtab.kernels.attention.impl_tiled import FlashAttentionWithLSE
 
     for n_q, n_k in ((70, 70), (70, 65), (5, 70)):
@@ -157,7 +157,7 @@ def test_the_readable_twin():
             torch.testing.assert_close(x.view_as(y), y, rtol=1e-10, atol=1e-10)
 
 
-def test_other_backends_refuse():
+def test_other_backends_raise():
     q = torch.randn(1, 4, 2, 8)
     for impl in IMPLS:
         if impl not in WITH_LSE:
@@ -167,7 +167,7 @@ def test_other_backends_refuse():
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("impl", WITH_LSE)
-def test_saved_bytes_are_what_autograd_keeps(impl, dtype):
+def test_saved_bytes_match_autograd(impl, dtype):
     B, T, H, K, D = 1, 64, 4, 2, 32
     storages = {}
 

@@ -21,14 +21,14 @@ from trimtab.kernels.attention import launch_triton
 LENGTHS = (9, 14, 14)
 PACKED = Case("packed", B=2, T=37, S=37, H=2, K=1, D=16, documents=(LENGTHS, (37,)))
 LONGER = Case("packed", B=2, T=700, S=700, H=8, K=2, D=64, documents=((9, 14, 677), (700,)))
-"""For a GPU, whose tiles are larger; the bad token is at the same place."""
+"""For a GPU, whose tiles are larger; the bad token is at the same position."""
 SECOND = slice(9, 23)
 BAD_TOKEN = 14
 NAMES = ("q", "k", "v", "do")
 
 
 def poisoned(name, bad, case=PACKED, dtype="fp32", device="cpu", impl="triton"):
-    """(o, dq, dk, dv) without and with one bad number, in the second document of the first row."""
+    """(o, dq, dk, dv) without and with one bad value, in the second document of the first row."""
     *inputs, grad, documents_BT = make_inputs(case, dtype, device)
     call = by_impl(case, documents_BT, impl)
     before = run(call, inputs, grad)
@@ -39,7 +39,7 @@ def poisoned(name, bad, case=PACKED, dtype="fp32", device="cpu", impl="triton"):
 
 
 TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 3e-2}
-"""A tile that holds a bad number is summed in another order."""
+"""A tile that contains a bad value is summed in another order."""
 
 
 def assert_others_keep(before, after, dtype):
@@ -58,20 +58,20 @@ def others(x):
     ("name", "bad", "softcap"),
     [*((name, torch.nan, None) for name in NAMES), ("k", torch.inf, None), ("v", torch.inf, 5.0)],
 )
-def test_other_documents_keep_their_numbers(name, bad, softcap, place):
+def test_other_documents_are_unaffected(name, bad, softcap, place):
     case = replace(PACKED if place == "interpreter" else LONGER, softcap=softcap)
     with at(place) as device:
         for dtype in ("fp32",) if place == "interpreter" else ("fp32", "fp16", "bf16"):
             before, after = poisoned(name, bad, case, dtype, device)
             assert_others_keep(before, after, dtype)
-            # It is not hidden either: a bad query, key or value shows in the output, a bad gradient in a gradient.
+            # It is not masked either: a bad query, key or value shows in the output, a bad gradient in a gradient.
             seen = after[0] if name != "do" else after[1]
             assert not seen[0, BAD_TOKEN : SECOND.stop].isfinite().all(), dtype
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_earlier_tokens_of_the_document_keep_theirs(place):
-    """A query sees no later key, whatever that holds."""
+def test_earlier_tokens_of_the_document_are_unaffected(place):
+    """A query does not attend to later keys, whatever their values."""
     with at(place) as device:
         before, after = poisoned("v", torch.nan, device=device)
         torch.testing.assert_close(before[0][0, :BAD_TOKEN], after[0][0, :BAD_TOKEN], rtol=2e-5, atol=2e-5)
@@ -83,7 +83,7 @@ def test_earlier_tokens_of_the_document_keep_theirs(place):
 
 @pytest.mark.parametrize("name", ["v", "do"])
 def test_tiles_read_through_descriptors_too(name, monkeypatch):
-    """As a Hopper chip reads them: larger tiles, and rows past the end filled with zeros."""
+    """As on Hopper: larger tiles, and rows past the end filled with zeros."""
     monkeypatch.setattr(launch_triton, "_capability", lambda x: 90)
     with at("interpreter"):
         before, after = poisoned(name, torch.nan, dtype="fp16")
@@ -94,7 +94,7 @@ def test_tiles_read_through_descriptors_too(name, monkeypatch):
 @pytest.mark.parametrize("scale", [0.0, 1e-46, -0.5])
 @pytest.mark.parametrize("impl", ["triton", "sdpa_math", "reference"])
 def test_any_scale(impl, scale, place):
-    """0 makes every visible key count the same; a masked score of −∞ times 0 would be NaN."""
+    """0 weights all visible keys equally; a masked score of −∞ times 0 would be NaN."""
     with at(place) as device:
         *inputs, grad, documents_BT = make_inputs(PACKED, "fp32", device)
         layout = Layout.packed(documents_BT)
@@ -117,7 +117,7 @@ MASKED = ["reference", "sdpa_math", "sdpa_flash", pytest.param("sdpa_efficient",
 
 @pytest.mark.parametrize("impl", MASKED)
 def test_a_mask_does_not_stop_nan(impl):
-    """The weight 0 of a masked key times NaN is NaN: what the choice's reason says of these."""
+    """The weight 0 of a masked key times NaN is NaN, as the choice's reason states."""
     device = "cuda" if impl == "sdpa_efficient" else "cpu"
     before, after = poisoned("v", torch.nan, device=device, impl=impl)
     assert before[0].isfinite().all()
@@ -126,7 +126,7 @@ def test_a_mask_does_not_stop_nan(impl):
         device=device, capability=(8, 0) if device == "cuda" else None, dtype="fp32", head_dim=16, packed=True,
         window=None, training=True,
     )  # fmt: skip
-    assert "a NaN in one document reaches the others of its row" in choice.reason
+    assert "a NaN in one document affects the others of its row" in choice.reason
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Attention that is not causal, and queries at any place among, before and after the keys."""
+"""Non-causal attention, and queries at any position among, before and after the keys."""
 
 # B batch, T queries, S keys, L positions of a row, H query heads, K key/value heads, D head size
 
@@ -44,7 +44,7 @@ def test_triton_is_exact(case, place):
                 assert verdict, (dtype, verdict)
 
 
-def test_one_percent_off_is_found():
+def test_one_percent_error_fails():
     for case in PLACED[4], PLACED[7]:
         assert not any(compare(case, "reference", "fp32", factor=1.01))
 
@@ -76,7 +76,7 @@ def run_without_lse(case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["sdpa_flash", "sdpa_cudnn"])
-def test_kernels_without_a_mask_see_everything(impl):
+def test_backends_without_a_mask_attend_to_all_keys(impl):
     case = Case("gpu", B=2, T=100, S=130, H=4, K=2, D=64, causal=False)
     *inputs, do, _ = make_inputs(case, "bf16", "cuda")
     got, want = (run(by_impl(case, None, name, return_lse=False), inputs, [do]) for name in (impl, "triton"))
@@ -93,7 +93,7 @@ def test_kernels_without_a_mask_see_everything(impl):
     packed=st.booleans(),
     data=st.data(),
 )
-def test_drawn_places(lengths, heads, window, causal, packed, data):
+def test_random_positions(lengths, heads, window, causal, packed, data):
     S = sum(lengths)
     T = data.draw(st.integers(1, S))
     offset = data.draw(st.integers(0, S - T) if packed else st.integers(-10, S + 10))
@@ -108,7 +108,7 @@ def combined(one, other):
     """(o, lse) over all keys from those over two parts of them, as ring attention does."""
     (o, lse), (o_other, lse_other) = one, other
     most = torch.maximum(lse, lse_other).detach()
-    most = most.masked_fill(most.isneginf(), 0.0)  # a query that sees nothing of either
+    most = most.masked_fill(most.isneginf(), 0.0)  # a query that is fully masked in both
     weight, weight_other = (lse - most).exp(), (lse_other - most).exp()
     total = weight + weight_other
     share = torch.where(total > 0, total, 1.0)[..., None]
@@ -126,8 +126,8 @@ def combined(one, other):
     ],
     ids=lambda c: c.name,
 )
-def test_two_halves_of_the_keys_combined_are_the_whole(case, impl, place):
-    """Gradients included, which flow through both outputs and both log-sum-exps."""
+def test_two_halves_of_the_keys_combine_to_all_keys(case, impl, place):
+    """Including gradients, through both outputs and both log-sum-exps."""
     if impl == "reference" and place == "gpu":
         pytest.skip("the same on a CPU")
     with at(place) as device:
@@ -170,7 +170,7 @@ def test_a_nan_stays_in_its_document(causal, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_operators_are_registered_right(place):
+def test_operators_pass_opcheck(place):
     case = Case("small", B=1, T=6, S=18, H=2, K=1, D=16, documents=((8, 10),), causal=False, offset=4)
     with at(place) as device:
         q, k, v, _, documents_BS = make_inputs(case, "fp32", device)
@@ -197,7 +197,7 @@ def test_traces_without_a_graph_break(place):
 
 
 def test_kernels_with_every_option_fit():
-    """Two-sided bounds, an offset, sinks and a gradient of the log-sum-exp, on one chip: a second each."""
+    """Two-sided bounds, an offset, sinks and a gradient of the log-sum-exp, on one architecture: a second each."""
     pytest.importorskip("triton")
     from attention_compile import compiled
 
@@ -208,15 +208,15 @@ def test_kernels_with_every_option_fit():
         assert not made.spills or made.spills <= 96, (name, made.spills)
 
 
-def test_other_backends_refuse():
+def test_other_backends_raise():
     q = torch.randn(1, 4, 2, 8)
     for impl in IMPLS:
         if impl not in BIDIRECTIONAL:
-            with pytest.raises(ModelError, match="is causal only; use one of reference"):
+            with pytest.raises(ModelError, match="supports causal attention only; use one of reference"):
                 attention(q, q, q, layout=Layout.causal(), causal=False, impl=impl)
         if impl not in WITH_OFFSET:
             with pytest.raises(
-                ModelError, match="takes the queries for the last positions; use one of reference"
+                ModelError, match="requires the queries to be the last positions; use one of reference"
             ):
                 attention(q[:, :2], q, q, layout=Layout.causal(), offset=1, impl=impl)
     layout = Layout.packed(torch.tensor([[0, 0, 1, 1]]))

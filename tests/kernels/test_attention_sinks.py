@@ -1,4 +1,4 @@
-"""Learned sink logits: a share of every softmax that goes to no value."""
+"""Attention sinks: learned logits in every softmax without a value."""
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head size
 
@@ -33,7 +33,7 @@ def test_triton_is_exact(case, place):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_one_percent_off_is_found(dtype):
+def test_one_percent_error_fails(dtype):
     verdicts = compare(CHOSEN[2], "reference", dtype, factor=1.01)
     assert len(verdicts) == 6
     assert not any(verdicts), verdicts
@@ -85,7 +85,7 @@ def test_a_nan_stays_in_its_document(place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_operators_are_registered_right(place):
+def test_operators_pass_opcheck(place):
     with at(place) as device:
         (q, k, v, sinks), do, _ = make_all_inputs(SMALL, "fp32", device)
         fixed = (None, None, 5, 0.25, 0.0, True, None, None, None)
@@ -111,16 +111,16 @@ def test_traces_without_a_graph_break(place):
             torch.testing.assert_close(x, y)
 
 
-def test_other_backends_refuse():
+def test_other_backends_raise():
     q = torch.randn(1, 4, 2, 8)
     for impl in IMPLS:
         if impl not in WITH_SINKS:
-            with pytest.raises(ModelError, match="has no sinks; use one of reference, triton"):
+            with pytest.raises(ModelError, match="does not support sinks; use one of reference, triton"):
                 attention(q, q, q, layout=Layout.causal(), sinks_H=torch.zeros(2), impl=impl)
 
 
 def test_no_keys_at_all():
-    """The sink is all there is."""
+    """The sink is the only logit."""
     q, k = torch.randn(1, 3, 2, 8), torch.randn(1, 0, 2, 8)
     sinks = torch.randn(2, requires_grad=True)
     o, lse = attention(q, k, k, layout=Layout.causal(), sinks_H=sinks, return_lse=True, impl="reference")
@@ -132,7 +132,7 @@ def test_no_keys_at_all():
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("impl", WITH_SINKS)
-def test_saved_bytes_are_what_autograd_keeps(impl, dtype):
+def test_saved_bytes_match_autograd(impl, dtype):
     case = Case("", B=1, T=64, S=64, H=4, K=2, D=32, sinks=True)
     storages = {}
 

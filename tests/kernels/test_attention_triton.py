@@ -1,6 +1,6 @@
-"""The Triton kernels of attention: exact in the interpreter and on a GPU, and fitting every chip.
+"""The Triton kernels of attention: exact in the interpreter and on a GPU, and within every GPU's resources.
 
-The same bodies run in both places; the interpreter's bf16 is not to be trusted, so bf16 waits for a GPU.
+The same tests run in both; bf16 is inaccurate in the interpreter, so it is tested on a GPU only.
 """
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head size
@@ -49,7 +49,7 @@ def test_exact(case, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_bound_bites(place):
+def test_one_percent_error_fails(place):
     with at(place) as device:
         assert not any(compare(SMALL, "triton", "fp32", device, factor=1.01))
 
@@ -78,7 +78,7 @@ lengths = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=3), min_siz
     softcap=st.none() | st.sampled_from([1.0, 20.0]),
     D=st.sampled_from([8, 16, 24]),
 )
-def test_drawn_packed_shapes(lengths, heads, window, softcap, D):
+def test_random_packed_shapes(lengths, heads, window, softcap, D):
     T = max(map(sum, lengths))
     rows = tuple((*row, T - sum(row)) if sum(row) < T else tuple(row) for row in lengths)
     case = Case("drawn", len(rows), T, T, *heads, D, window, rows, softcap=softcap)
@@ -94,9 +94,9 @@ def test_drawn_packed_shapes(lengths, heads, window, softcap, D):
     heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
     window=st.none() | st.integers(1, 60),
 )
-@example(T=55, S=1, heads=(1, 1), window=None)  # a single key: dq and dk cancel to nothing
+@example(T=55, S=1, heads=(1, 1), window=None)  # a single key: dq and dk cancel to zero
 @example(T=2, S=1, heads=(4, 2), window=None)
-def test_drawn_lengths(T, S, heads, window):
+def test_random_lengths(T, S, heads, window):
     case = Case("drawn", 2, T, S, *heads, 16, window)
     with at("interpreter") as device:
         for verdict in compare(case, "triton", "fp32", device):
@@ -105,7 +105,7 @@ def test_drawn_lengths(T, S, heads, window):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("chosen", [Tiles(16, 32, 4, 1), Tiles(64, 16, 4, 2), Tiles(32, 64, 8, 1)])
-def test_every_tiling_gives_the_same_numbers(chosen, place):
+def test_results_do_not_depend_on_tiling(chosen, place):
     """Tiles larger and smaller than documents, windows and groups."""
     case = Case("tiles", B=1, T=150, S=150, H=6, K=2, D=16, window=77, documents=((20, 100, 30),))
     *inputs, grad, documents_BT = make_inputs(case, "fp32")
@@ -124,7 +124,7 @@ def test_every_tiling_gives_the_same_numbers(chosen, place):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_strided_inputs_and_gradients(place):
-    """Views of one projection, heads before tokens, a broadcast upstream gradient, numbers of a head apart."""
+    """Views of one projection, heads before tokens, a broadcast upstream gradient, heads that are not contiguous."""
     with at(place) as device:
         *inputs, grad, documents_BT = make_inputs(SMALL, "fp32", device)
         call = by_impl(SMALL, documents_BT, "triton")
@@ -149,7 +149,7 @@ def test_strided_inputs_and_gradients(place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_outputs_are_written_whole_and_inputs_not_at_all(place, monkeypatch):
+def test_outputs_are_fully_written_and_inputs_unchanged(place, monkeypatch):
     empty = torch.empty
 
     def poisoned(*size, **options):
@@ -168,7 +168,7 @@ def test_outputs_are_written_whole_and_inputs_not_at_all(place, monkeypatch):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_same_bits_each_time(place):
+def test_deterministic(place):
     case = (
         SMALL
         if place == "interpreter"
@@ -181,7 +181,7 @@ def test_the_same_bits_each_time(place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_operators_are_registered_right(place):
+def test_operators_pass_opcheck(place):
     with at(place) as device:
         *inputs, grad, documents_BT = make_inputs(SMALL, "fp32", device)
         bounds = Layout.packed(documents_BT).prepare("triton", device, SMALL.T)
@@ -217,7 +217,7 @@ def test_traces_without_a_graph_break(place):
             torch.testing.assert_close(got, want)
 
 
-def test_saved_bytes_are_what_autograd_keeps():
+def test_saved_bytes_match_autograd():
     B, T, H, K, D = 2, 128, 4, 2, 32
     storages = {}
 
@@ -245,7 +245,7 @@ def test_fake_tensors():
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_configuration_fits_every_chip(chip):
-    """Tiles depend on the padded head size and the width alone: three sizes, two widths, three kernels."""
+    """Tiles depend only on the padded head size and the element width: three sizes, two widths, three kernels."""
     for D in (64, 128, 256):
         assert chip != 90 or tiles("key", D, 2, 90) == tiles("key", D, 2, 90, packed=True)
         for dtype in ("fp16", "fp32") if chip < 80 else ("bf16", "fp32"):
@@ -268,7 +268,7 @@ def test_padded_heads_and_odd_groups_compile(name):
 
 @pytest.mark.gpu
 def test_past_2_to_31_elements():
-    """A batch whose queries alone hold 2³¹ + some numbers; its last row is compared with itself alone."""
+    """A batch whose queries have more than 2³¹ elements; its last row is compared with itself alone."""
     B, T, H, K, D = 33, 16384, 32, 4, 128
     generator = torch.Generator("cuda").manual_seed(0)
     q = torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16, generator=generator)
@@ -287,7 +287,7 @@ def test_past_2_to_31_elements():
 
 
 def test_descriptors_and_pointers_give_the_same_bits(monkeypatch):
-    """What a Hopper chip's copy engine reads, against pointers with the same tiles, ragged ends included."""
+    """Hopper's TMA against pointers with the same tiles, ragged ends included."""
     case = Case("descriptors", B=2, T=75, S=75, H=4, K=2, D=24, window=50, documents=((75,), (7, 68)))
     monkeypatch.setattr(launch_triton, "_capability", lambda x: 90)
     with at("interpreter") as device:
@@ -295,7 +295,7 @@ def test_descriptors_and_pointers_give_the_same_bits(monkeypatch):
         described = run(by_impl(case, documents_BT, "triton"), inputs, grad)
         for verdict in compare(case, "triton", "fp16", device):
             assert verdict, verdict
-        monkeypatch.setattr(launch_triton, "_describable", lambda x: False)
+        monkeypatch.setattr(launch_triton, "_supports_tma", lambda x: False)
         pointed = run(by_impl(case, documents_BT, "triton"), inputs, grad)
     assert all(torch.equal(x, y) for x, y in zip(described, pointed, strict=True))
 
@@ -307,5 +307,5 @@ def test_descriptors_fit_too(chip):
             made = compiled(name, chip, "bf16", D, tma=True)
             assert made.shared <= SHARED_LIMIT[chip], (name, D, made.shared)
             assert "cp.async.bulk.tensor" in made.ptx
-            # dk and dv of heads of 256 keep arguments of the second pass (for NaN) in memory through the loops
+            # dk and dv of heads of 256 spill arguments of the second pass (for NaN) through the loops
             assert chip != 90 or not made.spills or made.spills <= 96, (name, D, made.spills)

@@ -1,6 +1,6 @@
-"""The gate of a feed-forward layer: exact with both gradients, for each activation, as the decoder has it."""
+"""The gate of a feed-forward layer: exact with both gradients, for each activation, as the decoder uses it."""
 
-# N rows, W numbers in a row
+# N rows, W elements per row
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_any_shape(N: int, W: int, activation: str, fused: bool, dtype: str) -> 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_the_bound_bites(activation: str, dtype: str) -> None:
+def test_one_percent_error_fails(activation: str, dtype: str) -> None:
     case = Case("", 8, 64, activation)
     found = verdicts(caller(case), inputs(case), dtype, impl="reference", factor=1.01, around=nullcontext)
     assert not any(found), found
@@ -89,14 +89,14 @@ def test_huge_numbers_stay_finite(activation: str) -> None:
         torch.testing.assert_close(got, want)
 
 
-def test_twice_the_same_bits() -> None:
+def test_deterministic() -> None:
     with interpreter():
         first, second = (run(caller(CASES[0]), "triton", inputs(CASES[0])) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def gradients(case: Case, *, over: bool, device: str = "cpu", dtype: str = "fp32") -> dict[str, torch.Tensor]:
-    """Of gate and up that nobody else has; with what they were computed from, where the gradients are."""
+    """Gradients of gate and up that are not shared, their inputs, and where the gradients are stored."""
     leaves = {name: x.detach().requires_grad_() for name, x in spec.make_inputs(case, dtype, device).items()}
     gate, up = (x * 1 for x in leaves.values())
     out = gated_activation(gate, up, activation=case.activation, impl="triton", overwrite_inputs=over)
@@ -105,7 +105,7 @@ def gradients(case: Case, *, over: bool, device: str = "cpu", dtype: str = "fp32
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_gradients_written_over_the_inputs_are_the_same_bits(case: Case) -> None:
+def test_gradients_written_over_the_inputs_are_bitwise_identical(case: Case) -> None:
     with interpreter():
         plain, over = (gradients(case, over=over) for over in (False, True))
     for name in ("d_gate", "d_up"):
@@ -131,7 +131,7 @@ def test_a_second_backward_over_overwritten_inputs_raises() -> None:
             torch.autograd.grad(found["out"].sum(), (found["gate"], found["up"]))
 
 
-def test_what_others_may_read_is_not_overwritten() -> None:
+def test_shared_inputs_are_not_overwritten() -> None:
     both = torch.randn(4, 16)
     before = both.clone()
     halves = [half.requires_grad_() for half in both.split(8, dim=1)]
@@ -158,7 +158,7 @@ def test_a_compiled_graph_overwrites_nothing() -> None:
     torch.testing.assert_close(found, torch.autograd.grad(gated_activation(gate, up).sum(), gate)[0] * 2)
 
 
-def test_operators_are_whole() -> None:
+def test_operators_pass_opcheck() -> None:
     gate, up = inputs(CASES[0]).values()
     ops = torch.ops.trimtab
     with interpreted(impl_triton):
@@ -174,11 +174,11 @@ def test_operators_are_whole() -> None:
         assert up.grad is not None
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_raise() -> None:
     x = torch.ones(2, 3)
-    with pytest.raises(ModelError, match="no gated activation called 'fast'"):
+    with pytest.raises(ModelError, match="unknown gated activation implementation 'fast'"):
         gated_activation(x, x, impl="fast")
-    with pytest.raises(ModelError, match="no activation 'relu'"):
+    with pytest.raises(ModelError, match="unknown activation 'relu'"):
         gated_activation(x, x, activation="relu")
     with pytest.raises(ResourceError, match="CUDA"):
         gated_activation(x, x, impl="triton")
@@ -193,13 +193,15 @@ def test_compiles_for_every_chip(chip: int) -> None:
     for activation in ACTIVATIONS:
         options = {"ACTIVATION": activation, "BLOCK": spec.BLOCK}
         for kernel, types in (
-            (impl_triton._forward_kernel, forward),
-            (impl_triton._backward_kernel, backward),
+            (impl_triton._gated_mlp_forward_kernel, forward),
+            (impl_triton._gated_mlp_backward_kernel, backward),
         ):
             compiled = compile_for(chip, kernel, types, options, num_warps=spec.WARPS)
             assert compiled.shared <= SHARED_LIMIT[chip]
             assert not compiled.spills
-            assert ".f64" not in compiled.ptx, "a constant became fp64, which GeForce cards do at 1/64 speed"
+            assert ".f64" not in compiled.ptx, (
+                "a constant became fp64, which runs at 1/64 speed on GeForce cards"
+            )
 
 
 @pytest.mark.gpu

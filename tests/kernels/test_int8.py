@@ -1,4 +1,4 @@
-"""8-bit integers: the formulas, their error, and Triton equal to torch bit for bit."""
+"""8-bit quantization: the formulas, their error, and Triton bit-identical to torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trimtab.kernels import int8
 from trimtab.kernels.exactness import judge
 from trimtab.kernels.int8 import Int8Tensor, spec
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on NaN, which is meant
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on NaN, as intended
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """New memory is NaN (integers: the largest), so that what a kernel does not write shows."""
+    """Fills new memory with NaN (integers: the largest), so that elements that a kernel does not write show."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
@@ -51,8 +51,8 @@ def test_error_is_at_most_half_a_step(
     x = spec.make_inputs(case)
     tensor = int8.quantize(x, granularity=granularity, group=case[1], scheme=scheme)
     assert tensor.scale.numel() == spec.num_scales(case[0], tensor.length)
-    held = sum(t.numel() * t.element_size() for t in (tensor.codes, tensor.scale, tensor.zero_point))
-    assert held == spec.tensor_bytes(case[0], tensor.length, scheme == "affine")
+    num_bytes = sum(t.numel() * t.element_size() for t in (tensor.codes, tensor.scale, tensor.zero_point))
+    assert num_bytes == spec.tensor_bytes(case[0], tensor.length, scheme == "affine")
     back = int8.dequantize(tensor)
     if not x.numel():
         assert back.shape == x.shape
@@ -60,7 +60,7 @@ def test_error_is_at_most_half_a_step(
     step = int8.dequantize(
         Int8Tensor(torch.ones_like(tensor.codes), tensor.scale, tensor.scale[:0], tensor.length, x.dtype)
     )
-    # affine: the zero point is rounded as well, so the ends of the range may be cut by half a step more
+    # affine: the zero point is rounded as well, so the ends of the range may be clipped by half a step more
     limit = 0.5 if scheme == "absmax" else 1.0
     assert ((back - x).abs() <= step * limit * 1.0001 + 1e-12).all()
     rms = (back - x).double().square().mean().sqrt()
@@ -119,7 +119,7 @@ def test_long_rows_and_strange_shapes(case: tuple[tuple[int, ...], int], scheme:
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("scheme", spec.SCHEMES)
-def test_zeros_constants_extremes_and_what_is_not_finite(scheme: str, impl: str) -> None:
+def test_zeros_constants_extremes_and_non_finite_values(scheme: str, impl: str) -> None:
     x = torch.zeros(5, 16)
     x[1], x[2], x[3] = 7.0, -7.0, 1e-40
     x[4, :2] = torch.tensor([3e38, -3e38])
@@ -144,7 +144,7 @@ def test_strides_and_wrong_arguments() -> None:
         assert_same(int8.quantize(x.t(), impl="triton"), int8.quantize(x.t().contiguous()))
     with pytest.raises(RecipeError, match="column"):
         int8.quantize(x, granularity="column")
-    with pytest.raises(RecipeError, match="group of 0"):
+    with pytest.raises(RecipeError, match="group is 0"):
         int8.quantize(x, granularity="group", group=0)
     with pytest.raises(RecipeError, match="float64"):
         int8.quantize(x.double())
@@ -152,14 +152,14 @@ def test_strides_and_wrong_arguments() -> None:
         int8.quantize(x, impl="fast")
 
 
-def test_the_bound_bites() -> None:
+def test_one_percent_error_fails() -> None:
     x = spec.make_inputs(((64, 128), 32))
     back = int8.dequantize(int8.quantize(x))
     assert judge("x", back, truth=x.double(), reference=back, share=4e-6)
     assert not judge("x", back * 1.01, truth=x.double(), reference=back, share=4e-6)
 
 
-def test_operators_keep_torch_s_rules_and_are_traced_whole() -> None:
+def test_operators_pass_opcheck_and_trace_without_a_graph_break() -> None:
     x = torch.randn(6, 40)
     library = torch.ops.trimtab
     with on_cpu():

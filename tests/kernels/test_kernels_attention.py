@@ -1,4 +1,4 @@
-"""Every attention implementation against a truth written down as loops, over the spec's cases."""
+"""Every attention implementation against a truth computed by loops, over the spec's cases."""
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head size
 
@@ -23,7 +23,7 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 
 def truth(q_BTHD, k_BSKD, v_BSKD, case):
-    """The formula of the door, a query at a time, sharing no code with any implementation."""
+    """The formula of the public function, one query at a time, sharing no code with any implementation."""
     (B, T, H, D), S = q_BTHD.shape, k_BSKD.shape[1]
     scale = D**-0.5 if case.scale is None else case.scale
     rows = []
@@ -47,7 +47,7 @@ def truth(q_BTHD, k_BSKD, v_BSKD, case):
 
 
 def run(function, inputs, grad):
-    """(output, dq, dk, dv); an input that nothing depends on has a gradient of zeros."""
+    """(output, dq, dk, dv); an unused input has a gradient of zeros."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = function(*leaves)
     grads = torch.autograd.grad(out, leaves, grad, allow_unused=True)
@@ -100,7 +100,7 @@ def compare(case, impl, dtype, device="cpu", factor=1.0, forward_only=False):
 @pytest.mark.parametrize("impl", CPU_IMPLS)
 def test_exact_in_fp32_and_fp64(impl, case):
     if case.softcap is not None and impl not in CAPPED:
-        with pytest.raises(ModelError, match="has no soft cap"):
+        with pytest.raises(ModelError, match="does not support softcap"):
             compare(case, impl, "fp32")
         return
     for dtype in ("fp64", "fp32"):
@@ -109,7 +109,7 @@ def test_exact_in_fp32_and_fp64(impl, case):
 
 
 def test_the_reference_is_the_formula():
-    """fp64 against the loops with nothing allowed for the reference's own error."""
+    """fp64 against the loops without a tolerance for the reference's own error."""
     for case in CASES:
         *exact, grad, documents_BT = make_inputs(case, "fp64")
         for got, true in zip(
@@ -131,7 +131,7 @@ def test_exact_in_16_bits(name, impl, dtype):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ["plain", "packed", "window", "decode several"])
-def test_the_bound_bites(name, dtype):
+def test_one_percent_error_fails(name, dtype):
     case = next(c for c in CASES if c.name == name)
     verdicts = compare(case, "reference", dtype, factor=1.01)
     assert not any(verdicts), verdicts
@@ -164,7 +164,7 @@ def test_packed_equals_each_document_alone(lengths, heads, window, impl):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
-def test_an_id_that_comes_back_is_another_document():
+def test_a_recurring_id_is_another_document():
     case = Case("runs", 1, 6, 6, 2, 2, 8, documents=((2, 2, 2),))
     q, k, v, _, documents_BT = make_inputs(case, "fp64")
     again = torch.tensor([[0, 0, 1, 1, 0, 0]])
@@ -174,12 +174,14 @@ def test_an_id_that_comes_back_is_another_document():
         )
 
 
-def test_a_form_is_built_once_and_old_ones_are_dropped():
+def test_a_form_is_cached_and_old_ones_are_evicted():
     layout = Layout.packed(torch.tensor([[0, 0, 1, 1]]))
     first = layout.prepare("sdpa_flash", "cpu", 4)
-    assert layout.prepare("sdpa_math", "cpu", 4) is first  # one mask serves every masked implementation
+    assert layout.prepare("sdpa_math", "cpu", 4) is first  # one mask is shared by every masked backend
     assert layout.prepare("sdpa_flash", "cpu", 4, window=1) is not first
-    assert layout.prepare("sdpa_flash", "cpu", 4, window=9) is first  # a window past the end is none
+    assert (
+        layout.prepare("sdpa_flash", "cpu", 4, window=9) is first
+    )  # a window beyond the sequence masks nothing
     cache = Layout.causal()
     for S in range(2, 100):
         cache.prepare("sdpa_flash", "cpu", 2, S=S)
@@ -197,10 +199,10 @@ def test_offsets_of_documents():
 
 
 def test_left_padding_with_a_cache_in_every_form():
-    """Rows of 5, 3 and 1 tokens behind padding; the last two positions are queries."""
+    """Rows of 5, 3 and 1 tokens after padding; the last two positions are queries."""
     layout, T, S = Layout.left_padded([0, 2, 4], 5), 2, 5
     expected = [[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]], [[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]]
-    expected.append([[1, 1, 1, 1, 0], [0, 0, 0, 0, 1]])  # its first query is padding and sees padding
+    expected.append([[1, 1, 1, 1, 0], [0, 0, 0, 0, 1]])  # its first query is padding and attends to padding
     assert layout.visible(T, S, None).int().tolist() == expected
     offsets = layout.prepare("varlen", "cpu", T, S=S, B=3)
     assert offsets.starts_k.tolist() == [0, 5, 7, 10, 14, 15]
@@ -235,7 +237,7 @@ def test_bounds_of_documents():
     assert bounds.first_BT.tolist() == [[0, 0, 0, 3], [0, 0, 2, 2]]
     assert bounds.last_BT.tolist() == [[2, 2, 2, 3], [1, 1, 3, 3]]
     assert bounds.first_BT.dtype == bounds.last_BT.dtype == torch.int32
-    assert layout.prepare("triton", "cpu", 4, window=2) is bounds  # the window is the kernels' own affair
+    assert layout.prepare("triton", "cpu", 4, window=2) is bounds  # the kernels apply the window
     assert Layout.causal().prepare("triton", "cpu", 2, S=5).first_BT is None
 
 
@@ -253,17 +255,17 @@ def test_block_mask_agrees_with_the_definition():
         assert torch.equal(blocks.mask_mod(b, torch.zeros_like(b), t, s).expand_as(seen), seen)
 
 
-def test_what_cannot_be_served_is_an_error():
+def test_unsupported_calls_raise():
     q = torch.randn(1, 4, 2, 8)
     for impl in ("sdpa_efficient", "sdpa_cudnn", "varlen"):
         with pytest.raises(ModelError, match=r"use sdpa_flash on a CPU"):
             attention(q, q, q, layout=Layout.causal(), impl=impl)
     if importlib.util.find_spec("triton"):
-        with pytest.raises(ModelError, match=r"runs on a GPU, not on cpu; use sdpa_flash on a CPU"):
+        with pytest.raises(ModelError, match=r"requires a GPU, not cpu; use sdpa_flash on a CPU"):
             attention(q, q, q, layout=Layout.causal(), impl="triton")
     with pytest.raises(ModelError, match="no backward on a CPU"):
         attention(q.requires_grad_(), q, q, layout=Layout.causal(), impl="flex")
-    with pytest.raises(ModelError, match=r"no attention called 'flsh'.*sdpa_flash"):
+    with pytest.raises(ModelError, match=r"unknown attention implementation 'flsh'.*sdpa_flash"):
         attention(q, q, q, layout=Layout.causal(), impl="flsh")
     with pytest.raises(ModelError, match="key/value cache"):
         attention(
@@ -330,12 +332,12 @@ def test_flex_blocks_are_those_that_torch_finds_by_looking_at_every_pair(T, wind
 
 
 def _chosen(numbers, indices):
-    """The blocks that count, of each row of blocks."""
+    """The valid blocks of each row of blocks."""
     rows = zip(numbers.flatten().tolist(), indices.flatten(0, -2).tolist(), strict=True)
     return [sorted(row[:number]) for number, row in rows]
 
 
-def test_flex_runs_all_lengths_through_one_program():
+def test_flex_compiles_once_for_all_lengths():
     counter = CompileCounter()
 
     def two_layers(q, layout):
@@ -344,7 +346,7 @@ def test_flex_runs_all_lengths_through_one_program():
         return q
 
     traced = torch.compile(two_layers, fullgraph=True, dynamic=True, backend=counter)
-    for T in (777, 300, 130, 256):  # 7 blocks first: 2 would be taken for the number of rows
+    for T in (777, 300, 130, 256):  # 7 blocks first: 2 would be confused with the number of rows
         generator = torch.Generator().manual_seed(T)
         layout = Layout.packed(torch.randint(0, 9, (2, T), generator=generator).sort(1).values)
         q = torch.randn(2, T, 4, 16, generator=generator)
@@ -382,10 +384,10 @@ GPU_CASES = (
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_exact_on_a_gpu(impl, dtype, case):
-    """Whatever `choose_attention` says can serve is exact, and whatever it refuses raises."""
+    """Backends that `choose_attention` accepts are exact, and those that it rejects raise."""
     if impl == "flex":
         if dtype != "bf16":
-            pytest.skip("flex compiles for some ten seconds a case: one dtype is enough")
+            pytest.skip("flex compiles for some ten seconds per case: one dtype is enough")
         torch._dynamo.reset()
     facts = {
         "device": "cuda",

@@ -1,4 +1,4 @@
-"""Which attention is chosen, what it says, and what it costs."""
+"""Which attention backend is chosen, its reason, and its costs."""
 
 import subprocess
 import sys
@@ -71,35 +71,35 @@ def test_the_reasons_name_the_cause():
     assert "7.5 is below 8.0" in old["varlen"]
     assert "not fp32" in dict(choose_attention(**{**H100, "dtype": "fp32"}).rejected)["sdpa_flash"]
     assert "no backward on a CPU" in dict(choose_attention(**CPU).rejected)["flex"]
-    assert "packed documents would see each other" in dict(choose_attention(**H100).rejected)["sdpa_cudnn"]
+    assert "attend across packed documents" in dict(choose_attention(**H100).rejected)["sdpa_cudnn"]
     assert "fp32, packed documents, on a CPU" in choose_attention(**CPU).reason
 
 
-def test_a_request_is_kept_or_refused():
+def test_a_requested_backend_is_used_or_raises():
     assert choose_attention(**CPU, requested="reference").impl == "reference"
     assert choose_attention(**{**CPU, "training": False}, requested="flex").impl == "flex"
     with pytest.raises(
-        ModelError, match=r"'flex' cannot serve this job: FlexAttention has no backward.*sdpa_flash"
+        ModelError, match=r"'flex' cannot be used here: FlexAttention has no backward.*sdpa_flash"
     ):
         choose_attention(**CPU, requested="flex")
-    with pytest.raises(ModelError, match="multiples of 8, these are 20"):
+    with pytest.raises(ModelError, match="multiple of 8, this is 20"):
         choose_attention(**{**H100, "head_dim": 20}, requested="varlen")
     assert choose_attention(**H100, requested="triton").impl == "triton"
-    with pytest.raises(ModelError, match="at most 256 numbers, these have 300"):
+    with pytest.raises(ModelError, match="up to 256, this is 300"):
         choose_attention(**{**H100, "head_dim": 300}, requested="triton")
     assert choose_attention(**H100, tokens=128, requested="flex").impl == "flex"
-    with pytest.raises(ModelError, match="needs 128 queries, this job has calls with 127"):
+    with pytest.raises(ModelError, match="at least 128 queries, some calls have 127"):
         choose_attention(**H100, tokens=127, requested="flex")
-    with pytest.raises(ModelError, match="no soft cap on scores"):
+    with pytest.raises(ModelError, match="does not support softcap"):
         choose_attention(**H100, softcap=30.0, requested="varlen")
     for asked, lack in (
-        ({"sinks": True}, "no sinks"),
+        ({"sinks": True}, "not support sinks"),
         ({"lse": True}, "log-sum-exp"),
-        ({"causal": False}, "causal only"),
+        ({"causal": False}, "causal attention only"),
     ):
         with pytest.raises(ModelError, match=lack):
             choose_attention(**H100, **asked, requested="varlen")
-    with pytest.raises(ModelError, match="no attention called 'eager'"):
+    with pytest.raises(ModelError, match="unknown attention implementation 'eager'"):
         choose_attention(**CPU, requested="eager")
 
 
@@ -118,7 +118,7 @@ def test_a_request_is_kept_or_refused():
     sinks=st.booleans(),
     lse=st.booleans(),
 )
-def test_every_job_gets_an_answer_that_stands_when_asked_for(device, capability, **job):
+def test_every_choice_is_accepted_when_requested(device, capability, **job):
     job |= {"device": device, "capability": capability if device == "cuda" else None}
     choice = choose_attention(**job)
     assert choose_attention(**job, requested=choice.impl).impl == choice.impl
@@ -156,7 +156,7 @@ def test_visible_pairs_counts_the_mask():
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("K", [1, 4])
 @pytest.mark.parametrize("impl", ["reference", "sdpa_math", "sdpa_flash"])
-def test_saved_bytes_are_what_autograd_keeps(impl, K, dtype):
+def test_saved_bytes_match_autograd(impl, K, dtype):
     B, T, H, D = 2, 128, 4, 32
     case = spec.Case("", B, T, T, H, K, D)
     inputs = [x.requires_grad_() for x in spec.make_inputs(case, dtype)[:3]]

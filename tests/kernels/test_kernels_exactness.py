@@ -1,4 +1,4 @@
-"""The rule of allowed error itself: it accepts rounding, and nothing that is wrong."""
+"""The accuracy criterion itself: it accepts rounding and rejects errors."""
 
 import pytest
 import torch
@@ -39,4 +39,4 @@ def test_floor_allows_rounding_where_truth_cancels():
     once = torch.tensor([0.0, 0.0, 0.0, 6e-6])
     for peak, fine in ((None, False), (2.0, True)):
         found = judge("x", once, truth=zero, reference=zero.float(), share=4e-6, floor=1.0, peak_floor=peak)
-        assert bool(found) is fine, "the largest error is held to the largest number"
+        assert bool(found) is fine, "the largest error is compared with the largest value"

@@ -1,4 +1,4 @@
-"""The loss over the vocabulary: exact, in a tenth of the memory, and refusing what it must."""
+"""Linear cross-entropy: exact, in a tenth of the memory, and raising for invalid inputs."""
 
 # N tokens, C hidden size, V vocabulary
 
@@ -73,15 +73,15 @@ def test_exact_on_a_gpu(dtype, reduction, case):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_the_bound_bites(dtype, reduction):
+def test_one_percent_error_fails(dtype, reduction):
     verdicts = compare(CASES[0], dtype, "reference", reduction, factor=1.01)
     assert not any(verdicts), verdicts
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_both_ways_are_exact_and_taken(dtype, reduction):
-    """One entry more than a small vocabulary, and the logits are computed again in the backward."""
+def test_both_strategies_are_exact_and_used(dtype, reduction):
+    """One entry more than a small vocabulary, and the logits are recomputed in the backward."""
     for V in (spec.SMALL_VOCABULARY, spec.SMALL_VOCABULARY + 1):
         case = Case("", N=9, C=4, V=V, ignored=0.3, bias=True, chunk_tokens=4)
         for verdict in compare(case, dtype, "chunked", reduction):
@@ -92,7 +92,7 @@ def test_both_ways_are_exact_and_taken(dtype, reduction):
         assert ("Summed" in name) == (V == spec.SMALL_VOCABULARY), name
 
 
-def test_the_reference_is_torchs():
+def test_the_reference_equals_torch():
     hidden_NC, weight_VC, bias_V, labels_N = make_inputs(Case("", 30, 8, 20, ignored=0.3, bias=True), "fp64")
     logits_NV = hidden_NC @ weight_VC.T + bias_V
     for reduction in REDUCTIONS:
@@ -111,7 +111,7 @@ def test_the_reference_is_torchs():
     ignored=st.floats(0, 1),
     reduction=st.sampled_from(REDUCTIONS),
 )
-def test_any_chunking_gives_the_same(N, V, rows, ignored, reduction):
+def test_results_do_not_depend_on_chunking(N, V, rows, ignored, reduction):
     case = Case("drawn", N, 7, V, ignored, bias=True, chunk_tokens=rows)
     for got, want in zip(
         run(case, "fp64", "chunked", reduction), run(case, "fp64", "reference", reduction), strict=True
@@ -141,7 +141,7 @@ def test_frozen_weight_gets_no_gradient_and_costs_none():
         assert memory.peak < 4 * weight_VC.numel() + 4 * 4 * hidden_NC.numel() * 2
 
 
-def test_no_grad_keeps_nothing():
+def test_no_grad_saves_nothing():
     hidden_NC, weight_VC, _, labels_N = make_inputs(CASES[0], "fp32")
     weight_VC.requires_grad_()
     with torch.no_grad(), LiveBytes() as memory:
@@ -159,7 +159,7 @@ def test_backward_twice_gives_the_same():
     assert torch.equal(first, torch.autograd.grad(loss, weight_VC, torch.tensor(3.0))[0])
 
 
-def test_a_16_bit_weight_that_asks_for_fp32_gradients_gets_them_unrounded():
+def test_a_16_bit_weight_with_fp32_gradients_gets_them_unrounded():
     hidden_NC, weight_VC, _, labels_N = make_inputs(CASES[0], "bf16")
     weight = torch.nn.Parameter(weight_VC)
     weight.grad_dtype = torch.float32
@@ -177,7 +177,7 @@ def test_labels_outside_the_vocabulary_are_named():
             linear_cross_entropy(hidden_NC, weight_VC, torch.tensor([1, -100, bad, bad]))
     loss = linear_cross_entropy(hidden_NC, weight_VC, torch.tensor([1, 3, -1, -1]), ignore_index=-1)
     assert torch.isfinite(loss)
-    with pytest.raises(ModelError, match=r"called 'fast'; use one of reference, chunked"):
+    with pytest.raises(ModelError, match=r"implementation 'fast'; use one of reference, chunked"):
         linear_cross_entropy(hidden_NC, weight_VC, torch.tensor([1, 2, 3, 4]), impl="fast")
 
 
@@ -198,7 +198,7 @@ def test_traces_without_a_graph_break(reduction):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of storages made inside the block: `now` and at the `peak`."""
+    """Bytes of storages allocated inside the block: `now` and at the `peak`."""
 
     def __init__(self):
         super().__init__()
@@ -257,6 +257,6 @@ def test_a_tenth_of_the_memory_at_a_vocabulary_of_151936(reduction):
     predicted = spec.saved_bytes("chunked", case.N, case.C, case.V, "fp32", reduction=reduction)
     predicted += spec.scratch_bytes("chunked", case.N, case.C, case.V, "fp32", reduction=reduction)
     gradients = 4 * (case.N + case.V) * case.C
-    # Gradients are on top in the backward, not yet there in the forward; the peak is in either.
+    # Gradients add to the backward but do not exist in the forward; the peak may be in either.
     assert predicted <= peaks["chunked"] * 1.1
     assert peaks["chunked"] <= (predicted + gradients) * 1.1, (peaks, predicted)

@@ -1,4 +1,4 @@
-"""The Triton loss: both ways, on the CPU through the interpreter, on a GPU as it is; and shards of a vocabulary."""
+"""The Triton loss: both strategies, on the CPU in the interpreter, and compiled on a GPU; vocabulary shards."""
 
 # N tokens, C hidden size, V vocabulary
 
@@ -25,22 +25,22 @@ from trimtab.kernels.linear_cross_entropy.spec import CASES, Case, make_inputs, 
 pytest.importorskip("triton")
 from trimtab.kernels.linear_cross_entropy import impl_triton, kernels_triton
 
-WAYS = ("rows", "blocks", "none")
-"""Gradients with the loss; logits again in the backward; the same for losses by token."""
+STRATEGIES = ("rows", "blocks", "none")
+"""Gradients with the loss; logits recomputed in the backward; the same for losses per token."""
 NAMES = ("loss", "hidden", "weight", "bias")
 
 
 interpreter = partial(parity.interpreter, kernels_triton)
 
 
-def options(case: Case, way: str) -> dict[str, object]:
-    if way == "rows":
+def options(case: Case, strategy: str) -> dict[str, object]:
+    if strategy == "rows":
         return {"reduction": "mean", "chunk_tokens": case.chunk_tokens or max(case.N, 1)}
-    # A budget of a byte: blocks of the vocabulary, in what is left of weight's gradient or in the least scratch.
-    return {"reduction": "none" if way == "none" else "sum", "memory_bytes": 1}
+    # A budget of one byte: vocabulary blocks, in the unwritten part of weight's gradient or the minimal workspace.
+    return {"reduction": "none" if strategy == "none" else "sum", "memory_bytes": 1}
 
 
-def run(case: Case, dtype: str, impl: str, way: str, device: str = "cpu") -> list[torch.Tensor]:
+def run(case: Case, dtype: str, impl: str, strategy: str, device: str = "cpu") -> list[torch.Tensor]:
     hidden_NC, weight_VC, bias_V, labels_N = make_inputs(case, dtype, device)
     leaves = [x.requires_grad_() for x in (hidden_NC, weight_VC, bias_V) if x is not None]
     before = [x.detach().clone() for x in leaves]
@@ -52,25 +52,25 @@ def run(case: Case, dtype: str, impl: str, way: str, device: str = "cpu") -> lis
         impl=impl,
         token_weights_N=make_token_weights(case, device),
         **case.options(),
-        **options(case, way),
+        **options(case, strategy),
     )
     upstream = torch.tensor(0.7, device=device, dtype=loss.dtype)
-    if way == "none":
+    if strategy == "none":
         upstream = torch.linspace(-1, 2, case.N, device=device).to(loss.dtype)
     found = torch.autograd.grad(loss, leaves, upstream)
     assert all(torch.equal(x, old) for x, old in zip(leaves, before, strict=True)), "wrote into an input"
     return [loss.detach(), *found]
 
 
-def compare(case: Case, dtype: str, way: str, device: str = "cpu", factor: float = 1.0) -> list[Verdict]:
-    true = run(case, "fp64", "reference", way)
-    own = run(case, dtype, "reference", way, device)
+def compare(case: Case, dtype: str, strategy: str, device: str = "cpu", factor: float = 1.0) -> list[Verdict]:
+    true = run(case, "fp64", "reference", strategy)
+    own = run(case, dtype, "reference", strategy, device)
     if device == "cpu":
         with interpreter():
-            got = run(case, dtype, "triton", way)
+            got = run(case, dtype, "triton", strategy)
     else:
         with poisoned():
-            got = run(case, dtype, "triton", way, device)
+            got = run(case, dtype, "triton", strategy, device)
     assert [x.dtype for x in got] == [x.dtype for x in own]
     return [
         judge(n, (g * factor).cpu(), truth=t, reference=r.cpu(), share=SHARE[dtype])
@@ -79,12 +79,12 @@ def compare(case: Case, dtype: str, way: str, device: str = "cpu", factor: float
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_exact(dtype: str, way: str, case: Case) -> None:
-    if case.V > 1000:  # the interpreter takes a second a row
+def test_exact(dtype: str, strategy: str, case: Case) -> None:
+    if case.V > 1000:  # the interpreter takes a second per row
         case = replace(case, N=6)
-    for verdict in compare(case, dtype, way):
+    for verdict in compare(case, dtype, strategy):
         assert verdict, verdict
 
 
@@ -101,29 +101,29 @@ ON_A_GPU = (
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ON_A_GPU, ids=lambda c: c.name)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_exact_on_a_gpu(dtype: str, way: str, case: Case) -> None:
-    for verdict in compare(case, dtype, way, "cuda"):
+def test_exact_on_a_gpu(dtype: str, strategy: str, case: Case) -> None:
+    for verdict in compare(case, dtype, strategy, "cuda"):
         assert verdict, verdict
 
 
 NEARLY_CERTAIN = Case("", N=24, C=32, V=70, spread=4.0, aligned=1.0, chunk_tokens=16)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_exact_where_the_model_is_nearly_certain(way: str) -> None:
-    """Losses of 1e-6 and gradients of 1e-7: p − 1 has no digits left, expm1 has."""
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_exact_where_the_model_is_nearly_certain(strategy: str) -> None:
+    """Losses of 1e-6 and gradients of 1e-7: p − 1 loses all precision, expm1 does not."""
     assert run(NEARLY_CERTAIN, "fp64", "reference", "none")[0].median() < 1e-5
-    for verdict in compare(NEARLY_CERTAIN, "fp32", way):
+    for verdict in compare(NEARLY_CERTAIN, "fp32", strategy):
         assert verdict, verdict
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_exact_where_the_model_is_nearly_certain_on_a_gpu(dtype: str, way: str) -> None:
-    for verdict in compare(NEARLY_CERTAIN, dtype, way, "cuda"):
+def test_exact_where_the_model_is_nearly_certain_on_a_gpu(dtype: str, strategy: str) -> None:
+    for verdict in compare(NEARLY_CERTAIN, dtype, strategy, "cuda"):
         assert verdict, verdict
 
 
@@ -136,27 +136,27 @@ def test_exact_where_the_model_is_nearly_certain_on_a_gpu(dtype: str, way: str) 
     ignored=st.floats(0, 1),
     bias=st.booleans(),
     weighted=st.booleans(),
-    way=st.sampled_from(WAYS),
+    strategy=st.sampled_from(STRATEGIES),
     label_smoothing=st.sampled_from([0.0, 0.3]),
     softcap=st.sampled_from([None, 3.0]),
     z_loss=st.sampled_from([0.0, 0.01]),
 )
-def test_any_shape(N, C, V, rows, ignored, bias, weighted, way, **extras) -> None:  # type: ignore[no-untyped-def]
+def test_any_shape(N, C, V, rows, ignored, bias, weighted, strategy, **extras) -> None:  # type: ignore[no-untyped-def]
     case = Case("drawn", N, C, V, ignored, bias=bias, weighted=weighted, chunk_tokens=rows, **extras)
-    for verdict in compare(case, "fp32", way):
+    for verdict in compare(case, "fp32", strategy):
         # one entry: loss and gradients are 0 up to the rounding of logits
         assert verdict or V == 1, verdict
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_bound_bites(way: str) -> None:
-    assert not any(compare(CASES[0], "fp16", way, factor=1.01))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_percent_error_fails(strategy: str) -> None:
+    assert not any(compare(CASES[0], "fp16", strategy, factor=1.01))
 
 
-def test_blocks_borrow_weights_gradient_and_end_in_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks in memory that is not written yet, then in the scratch, with a ragged last one; fp32 gradients too."""
-    monkeypatch.setattr(schedule, "LEAST_BYTES", 8 * 2 * 1024)
-    monkeypatch.setattr(schedule, "MOST_ENTRIES", 96)
+def test_blocks_use_weights_gradient_then_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks in the unwritten gradient, then in the workspace, with a ragged last one; fp32 gradients too."""
+    monkeypatch.setattr(schedule, "MIN_BYTES", 8 * 2 * 1024)
+    monkeypatch.setattr(schedule, "MAX_ENTRIES", 96)
     case = Case("", N=16, C=64, V=600, ignored=0.2, chunk_tokens=5)
     sizes = schedule.blocks(16, 64, 600, 4, 4, 2048)
     assert [b for *_, b in sizes].count(True) > 2
@@ -190,7 +190,7 @@ def test_blocks_cover_the_vocabulary_and_fit(N, C, V, gradient_width, scratch, w
 def test_a_schedule_keeps_to_its_budget(N: int, C: int, V: int, memory: int) -> None:
     plan = schedule.schedule(N, C, V, 2, 2, memory_bytes=memory)
     row = schedule.row_stride(V) * 2
-    if plan.way == "rows":
+    if plan.strategy == "rows":
         assert plan.rows * row <= max(memory, row)
     else:
         assert plan.rows * row <= max(memory + schedule.gradient_bytes(N, C, V, 2, 2), row)
@@ -202,16 +202,16 @@ def test_more_memory_is_fewer_products() -> None:
     assert low * 3 == fast * 4
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_twice_the_same_bits(way: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_deterministic(strategy: str) -> None:
     case = next(c for c in CASES if c.name == "all at once")
     with interpreter():
-        first, second = (run(case, "fp16", "triton", way) for _ in range(2))
+        first, second = (run(case, "fp16", "triton", strategy) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_without_gradients_losses_by_token_have_the_bits_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluation reads losses by token, and the loss that it reports must not depend on that."""
+def test_losses_per_token_without_gradients_equal_the_sum_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluation reads losses per token, and its reported loss must not depend on that."""
     rows: list[int] = []
     losses = impl_triton.losses
     monkeypatch.setattr(impl_triton, "losses", lambda *given: (rows.append(given[-1]), losses(*given))[1])
@@ -241,35 +241,43 @@ def test_backward_twice_and_a_kept_graph_give_the_same() -> None:
     assert torch.equal(first, last)
 
 
-@pytest.mark.parametrize("way", ["rows", "blocks"])
-def test_frozen_weight(way: str) -> None:
+@pytest.mark.parametrize("strategy", ["rows", "blocks"])
+def test_frozen_weight(strategy: str) -> None:
     case = CASES[0]
     hidden_NC, weight_VC, _, labels_N = make_inputs(case, "fp32")
     hidden_NC.requires_grad_()
     with interpreter():
-        loss = linear_cross_entropy(hidden_NC, weight_VC, labels_N, impl="triton", **options(case, way))
+        loss = linear_cross_entropy(hidden_NC, weight_VC, labels_N, impl="triton", **options(case, strategy))
         (found,) = torch.autograd.grad(loss, hidden_NC)
-    want = linear_cross_entropy(hidden_NC, weight_VC, labels_N, reduction=options(case, way)["reduction"])
+    want = linear_cross_entropy(
+        hidden_NC, weight_VC, labels_N, reduction=options(case, strategy)["reduction"]
+    )
     torch.testing.assert_close(found, torch.autograd.grad(want, hidden_NC)[0])
     with interpreter(), torch.no_grad():
-        evaluated = linear_cross_entropy(hidden_NC, weight_VC, labels_N, impl="triton", **options(case, way))
+        evaluated = linear_cross_entropy(
+            hidden_NC, weight_VC, labels_N, impl="triton", **options(case, strategy)
+        )
     torch.testing.assert_close(evaluated, loss.detach())
 
 
-@pytest.mark.parametrize("way", ["rows", "blocks"])
-def test_a_16_bit_weight_that_asks_for_fp32_gradients_gets_them_unrounded(way: str) -> None:
+@pytest.mark.parametrize("strategy", ["rows", "blocks"])
+def test_a_16_bit_weight_with_fp32_gradients_gets_them_unrounded(strategy: str) -> None:
     hidden_NC, weight_VC, _, labels_N = make_inputs(CASES[0], "fp16")
     weight = torch.nn.Parameter(weight_VC)
     weight.grad_dtype = torch.float32
     with interpreter():
         linear_cross_entropy(
-            hidden_NC, weight, labels_N, impl="triton", **options(replace(CASES[0], chunk_tokens=16), way)
+            hidden_NC,
+            weight,
+            labels_N,
+            impl="triton",
+            **options(replace(CASES[0], chunk_tokens=16), strategy),
         ).backward()
     assert weight.grad.dtype == torch.float32
     assert not torch.equal(weight.grad, weight.grad.half().float())
 
 
-def test_operators_are_whole() -> None:
+def test_operators_pass_opcheck() -> None:
     """Schema, fake, autograd and tracing agree."""
     case = Case("", 5, 8, 19, ignored=0.2, bias=True)
     hidden, weight, bias, labels = make_inputs(case, "fp32")
@@ -291,13 +299,13 @@ def test_operators_are_whole() -> None:
         torch.library.opcheck(ops.linear_cross_entropy_scale_, (torch.ones(7), torch.tensor(2.0)))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_traces_without_a_graph_break(way: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_traces_without_a_graph_break(strategy: str) -> None:
     case = Case("", 20, 8, 30, ignored=0.3, chunk_tokens=6)
     hidden_NC, weight_VC, _, labels_N = make_inputs(case, "fp32")
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return linear_cross_entropy(hidden, weight, labels_N, impl="triton", **options(case, way)).sum()
+        return linear_cross_entropy(hidden, weight, labels_N, impl="triton", **options(case, strategy)).sum()
 
     results = []
     with interpreted(kernels_triton):
@@ -308,13 +316,13 @@ def test_traces_without_a_graph_break(way: str) -> None:
         torch.testing.assert_close(eager, traced)
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_raise() -> None:
     hidden_NC, weight_VC, labels_N = torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 1])
-    with pytest.raises(ResourceError, match="need a CUDA device"):
+    with pytest.raises(ResourceError, match="require a CUDA device"):
         linear_cross_entropy(hidden_NC, weight_VC, labels_N, impl="triton")
-    with pytest.raises(ModelError, match="takes bf16, fp16 and fp32"):
+    with pytest.raises(ModelError, match="supports bf16, fp16 and fp32"):
         linear_cross_entropy(hidden_NC.double(), weight_VC.double(), labels_N, impl="triton")
-    with pytest.raises(ModelError, match="no sharded loss called 'fast'"):
+    with pytest.raises(ModelError, match="unknown sharded loss implementation 'fast'"):
         shards.shard_partials(hidden_NC, weight_VC, labels_N, first=0, impl="fast")
 
 
@@ -323,7 +331,7 @@ CUTS = ((0, 75), (0, 30, 75), (0, 1, 2, 74, 75))
 
 @pytest.mark.parametrize("impl", shards.IMPLS)
 @pytest.mark.parametrize("cuts", CUTS)
-def test_shards_together_are_the_whole(cuts: tuple[int, ...], impl: str) -> None:
+def test_shards_combine_to_the_whole_vocabulary(cuts: tuple[int, ...], impl: str) -> None:
     case = next(c for c in CASES if c.name == "all at once")
     assert cuts[-1] == case.V
     hidden_NC, weight_VC, bias_V, labels_N = make_inputs(case, "fp32")
@@ -397,7 +405,7 @@ def test_compiles_for_every_chip(chip: int) -> None:
             constants |= {"BLOCKS": impl_triton.GRADIENT_BLOCKS} if name == "gradient" else {}
             compiled = compile_for(chip, kernel, types, constants, num_warps=chosen.warps)
             assert compiled.shared <= SHARED_LIMIT[chip], (name, chosen)
-            # Triton 3.6 spills eight numbers of a tanh
+            # Triton 3.6 spills eight values of a tanh
             assert (compiled.spills or 0) <= (32 if optional else 0), (name, chosen, compiled.spills)
 
 
@@ -420,14 +428,14 @@ def test_past_two_to_the_31() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("budget", "way"), [(40, "rows"), (2, "blocks")])
-def test_memory_is_what_the_spec_says(budget: int, way: str) -> None:
+@pytest.mark.parametrize(("budget", "strategy"), [(40, "rows"), (2, "blocks")])
+def test_memory_matches_the_spec(budget: int, strategy: str) -> None:
     N, C, V = 512, 256, 32_000
     dims = (N, C, V, "bf16")
     hidden_NC = torch.randn(N, C, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight_VC = torch.randn(V, C, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     labels_N = torch.randint(0, V, (N,), device="cuda")
-    assert schedule.schedule(N, C, V, 2, 2, memory_bytes=budget * 2**20).way == way
+    assert schedule.schedule(N, C, V, 2, 2, memory_bytes=budget * 2**20).strategy == strategy
 
     def step() -> None:
         loss = linear_cross_entropy(
@@ -435,7 +443,7 @@ def test_memory_is_what_the_spec_says(budget: int, way: str) -> None:
         )
         torch.autograd.grad(loss, (hidden_NC, weight_VC))
 
-    step()  # cuBLAS takes its workspace
+    step()  # cuBLAS allocates its workspace
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     step()

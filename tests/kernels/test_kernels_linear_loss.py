@@ -1,4 +1,4 @@
-"""Any function of the logits, by chunks: values and gradients as if the logits had been there."""
+"""Any function of the logits, by chunks: values and gradients as with the full logits."""
 
 # N tokens, C hidden size, V vocabulary
 
@@ -25,7 +25,7 @@ def focal(logits_nV: torch.Tensor, labels_n: torch.Tensor, factors_n: torch.Tens
 
 
 def run(case: Case, dtype: str, impl: str, reduction: str) -> dict[str, torch.Tensor]:
-    """Loss and the gradients of hidden, weight, bias and a tensor by token."""
+    """Loss and the gradients of hidden, weight, bias and a per-token tensor."""
     hidden_NC, weight_VC, bias_V, labels_N = make_inputs(case, dtype)
     factors_N = torch.linspace(0.5, 2, case.N).bfloat16().to(hidden_NC.dtype)
     named = {"hidden": hidden_NC, "weight": weight_VC, "bias": bias_V, "factors": factors_N}
@@ -70,7 +70,7 @@ def test_exact(dtype: str, reduction: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_the_bound_bites(reduction: str) -> None:
+def test_one_percent_error_fails(reduction: str) -> None:
     assert not any(compare(CASES[0], "bf16", reduction, impl="reference", factor=1.01))
 
 
@@ -78,7 +78,7 @@ def test_the_bound_bites(reduction: str) -> None:
 @given(
     N=st.integers(1, 30), V=st.integers(2, 40), rows=st.integers(1, 40), reduction=st.sampled_from(REDUCTIONS)
 )
-def test_any_chunking_gives_the_same(N: int, V: int, rows: int, reduction: str) -> None:
+def test_results_do_not_depend_on_chunking(N: int, V: int, rows: int, reduction: str) -> None:
     case = Case("drawn", N, 5, V, bias=True, chunk_tokens=rows)
     want = run(case, "fp64", "reference", reduction)
     for name, got in run(case, "fp64", "chunked", reduction).items():
@@ -106,7 +106,7 @@ def plain_logits(hidden_NC: torch.Tensor, weight_VC: torch.Tensor) -> torch.Tens
 
 
 def judged(call, plain, dtype: str, *leaves: torch.Tensor) -> None:  # type: ignore[no-untyped-def]
-    """Both of fp32 leaves; the plain one in fp64 is the truth."""
+    """Judges `call` against `plain` on fp32 leaves; `plain` in fp64 is the truth."""
 
     def results(function, kind):  # type: ignore[no-untyped-def]
         own = [x.to(kind).requires_grad_() for x in leaves]
@@ -164,7 +164,7 @@ def test_the_policy_loss_is_its_formula(beta: float, on_policy: bool, dtype: str
     advantages_N = torch.randn(40, generator=generator)
     with torch.no_grad():
         logp_N = plain_logits(hidden_NC, weight_VC).log_softmax(-1).gather(1, actions_N[:, None])[:, 0]
-    # Far enough for ratios on both sides of the clip, for advantages of both signs.
+    # Ratios on both sides of the clip, and advantages of both signs.
     old_N = logp_N + 0.4 * torch.randn(40, generator=generator)
     reference_N = logp_N + 0.5 * torch.randn(40, generator=generator)
     weights_N = torch.linspace(0, 1, 40)
@@ -197,22 +197,24 @@ def test_the_policy_loss_is_its_formula(beta: float, on_policy: bool, dtype: str
     judged(call, plain, dtype, hidden_NC, weight_VC)
 
 
-def test_a_captured_tensor_that_wants_a_gradient_is_an_error() -> None:
+def test_a_captured_tensor_that_requires_a_gradient_raises() -> None:
     hidden_NC, weight_VC, _, _ = make_inputs(CASES[0], "fp32")
     hidden_NC.requires_grad_()
     heat = torch.nn.Parameter(torch.tensor(2.0))
-    with pytest.raises(ModelError, match=r"a tensor of shape \(\) that wants a gradient.*detach"):
+    with pytest.raises(ModelError, match=r"a tensor of shape \(\) that requires a gradient.*detach"):
         linear_loss(hidden_NC, weight_VC, lambda z: (z / (heat * 2)).logsumexp(-1))
     linear_loss(hidden_NC, weight_VC, lambda z: (z / heat.detach()).logsumexp(-1)).backward()
     assert hidden_NC.grad is not None
     assert weight_VC.grad is None
 
 
-def test_what_is_refused_and_what_keeps_nothing() -> None:
+def test_invalid_arguments_raise_and_no_grad_saves_nothing() -> None:
     hidden_NC, weight_VC, _, _ = make_inputs(CASES[0], "fp32")
-    with pytest.raises(AssertionError, match="one loss a token"):
+    with pytest.raises(AssertionError, match="one loss per token"):
         linear_loss(hidden_NC, weight_VC, lambda z: z.logsumexp(-1).mean())
-    with pytest.raises(ModelError, match="no linear loss called 'fast'; use one of reference, chunked"):
+    with pytest.raises(
+        ModelError, match="unknown linear loss implementation 'fast'; use one of reference, chunked"
+    ):
         linear_loss(hidden_NC, weight_VC, lambda z: z.logsumexp(-1), impl="fast")
     with torch.no_grad():
         loss = linear_loss(hidden_NC, weight_VC.requires_grad_(), lambda z: z.logsumexp(-1))
@@ -230,7 +232,7 @@ def test_backward_twice_gives_the_same(reduction: str) -> None:
     assert torch.equal(first, torch.autograd.grad(loss, weight_VC)[0])
 
 
-def test_a_16_bit_weight_that_asks_for_fp32_gradients_gets_them_unrounded() -> None:
+def test_a_16_bit_weight_with_fp32_gradients_gets_them_unrounded() -> None:
     hidden_NC, weight_VC, _, _ = make_inputs(CASES[0], "bf16")
     weight = torch.nn.Parameter(weight_VC)
     weight.grad_dtype = torch.float32
@@ -239,7 +241,7 @@ def test_a_16_bit_weight_that_asks_for_fp32_gradients_gets_them_unrounded() -> N
     assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
 
 
-def test_the_function_sees_a_chunk_and_never_more() -> None:
+def test_the_function_gets_one_chunk_at_a_time() -> None:
     hidden_NC, weight_VC, _, _ = make_inputs(CASES[0], "fp32")
     seen = []
 

@@ -1,4 +1,4 @@
-"""The loss at its edges: large weights in fp16, logits that overflow, autocast, chunks of any number."""
+"""Edge cases of the loss: large weights in fp16, logits that overflow, autocast, any number of chunks."""
 
 # N tokens, C hidden size, V vocabulary
 
@@ -19,7 +19,7 @@ PLACES = ["cpu", pytest.param("cuda", marks=gpu)]
 
 
 def kernels(device, impl="triton"):
-    """Triton's kernels where they run: interpreted on a CPU."""
+    """Runs Triton's kernels on the device: interpreted on a CPU."""
     if impl != "triton":
         return nullcontext()
     pytest.importorskip("triton")
@@ -61,7 +61,7 @@ def test_large_token_weights_in_fp16(largest, reduction, device):
 
 
 @pytest.mark.parametrize("device", PLACES)
-def test_a_weight_that_is_no_number_spoils_its_own_token(device):
+def test_a_nan_weight_affects_only_its_own_token(device):
     *leaves, _, labels_N = make_inputs(Case("", N=12, C=16, V=40), "fp16", device)
     weights_N = torch.ones(12, device=device)
     weights_N[4] = torch.nan
@@ -74,9 +74,9 @@ def test_a_weight_that_is_no_number_spoils_its_own_token(device):
 @pytest.mark.parametrize("impl", ["reference", "chunked", "triton"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_bias_under_autocast(reduction, impl, device):
-    """As for hidden states and weight, the cast is autocast's; gradients come back in fp32."""
+    """Autocast casts it like hidden states and weight; gradients are fp32."""
     if device == "cpu" and impl == "triton":
-        kind = torch.float16  # the interpreter's bf16 is not to be trusted
+        kind = torch.float16  # bf16 is inaccurate in the interpreter
     else:
         kind = torch.bfloat16
     *leaves, labels_N = make_inputs(Case("", N=20, C=16, V=33, bias=True, ignored=0.2), "fp32", device)
@@ -94,7 +94,7 @@ def test_a_bias_under_autocast(reduction, impl, device):
 @pytest.mark.parametrize("V", [60, spec.SMALL_VOCABULARY + 1])
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("impl", ["chunked", "triton"])
-def test_an_ignored_token_whose_logits_overflow_leaves_no_trace(impl, reduction, V, device):
+def test_an_ignored_token_whose_logits_overflow_has_no_effect(impl, reduction, V, device):
     if impl == "triton" and device == "cpu" and V > 1000:
         pytest.skip("the interpreter takes a second per row")
     case = Case("", N=10, C=8, V=V, bias=True, chunk_tokens=4)
@@ -114,13 +114,13 @@ def test_an_ignored_token_whose_logits_overflow_leaves_no_trace(impl, reduction,
 def test_one_chunk_where_memory_holds_all_logits(N):
     C, V = 1024, 151_936
     plan = schedule.schedule(N, C, V, 2, 2, memory_bytes=N * schedule.row_stride(V) * 2)
-    assert (plan.way, plan.rows) == ("rows", N)
+    assert (plan.strategy, plan.rows) == ("rows", N)
     assert spec.flops(N, C, V, impl="triton", memory_bytes=2**34) == 3 * 2 * N * C * V
 
 
 @pytest.mark.parametrize("N", [4096, 8192, 12_800])
 def test_multiples_of_a_tile_keep_their_chunks(N):
-    """As before tails were taken along: a run that is resumed repeats its bits."""
+    """A resumed run is bitwise identical."""
     V = 151_936
     row = schedule.row_stride(V) * 2
     for most in range(384, N + 300, 37):
@@ -132,9 +132,9 @@ def test_multiples_of_a_tile_keep_their_chunks(N):
 
 
 @pytest.mark.parametrize("N", [300, 4095, 4100, 10_001])
-def test_other_numbers_of_tokens_take_no_chunk_more_than_memory_asks_for(N):
+def test_other_token_counts_use_the_fewest_chunks(N):
     for most in range(1, N + 200, 13):
-        rows = schedule._even(N, most)
+        rows = schedule._even_rows(N, most)
         assert rows <= min(most, N)
         assert -(-N // rows) == -(-N // min(most, N))
 
@@ -142,10 +142,10 @@ def test_other_numbers_of_tokens_take_no_chunk_more_than_memory_asks_for(N):
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", ["fp16", pytest.param("bf16", marks=gpu)])
 def test_many_chunks_round_weights_gradient_once(dtype, device):
-    """`chunk_tokens` may ask for more chunks than a 16-bit sum stands."""
+    """`chunk_tokens` may make more chunks than a 16-bit sum tolerates."""
     if dtype == "bf16" and device == "cpu":
-        pytest.skip("the interpreter's bf16 is not to be trusted")
-    case = Case("", N=2 * schedule.MOST_CHUNKS, C=8, V=16)
+        pytest.skip("bf16 is inaccurate in the interpreter")
+    case = Case("", N=2 * schedule.MAX_CHUNKS, C=8, V=16)
     *leaves, _, labels_N = make_inputs(case, dtype, device)
     true = gradients([x.double() for x in leaves], labels_N, impl="reference", reduction="sum")
     own = gradients(leaves, labels_N, impl="reference", reduction="sum")

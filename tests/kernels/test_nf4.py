@@ -1,4 +1,4 @@
-"""NF4: every bit as bitsandbytes has it, in torch and in Triton."""
+"""NF4: bitwise identical to bitsandbytes, in torch and in Triton."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trimtab.kernels import nf4
 from trimtab.kernels.exactness import SHARE, judge
 from trimtab.kernels.nf4 import NF4Weight, ops, spec
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on 1/0, which is meant
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on 1/0, as intended
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """New memory is NaN (integers: the largest), so that what a kernel does not write shows."""
+    """Fills new memory with NaN (integers: the largest), so that elements that a kernel does not write show."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
@@ -53,7 +53,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def around(values: tuple[float, ...]) -> torch.Tensor:
-    """Each value, the fp32 number below it and the one above."""
+    """Each value, the fp32 value below it and the one above."""
     at = torch.tensor(values)
     below = torch.nextafter(at, torch.full_like(at, -9.0))
     return torch.stack((below, at, torch.nextafter(at, torch.full_like(at, 9.0))), 1).flatten()
@@ -80,7 +80,7 @@ def test_no_threshold_lies_near_the_edge_of_a_bin() -> None:
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_a_tie_goes_down_and_the_next_number_up(impl: str) -> None:
+def test_ties_round_down_and_the_next_value_up(impl: str) -> None:
     values = torch.nn.functional.pad(around(spec.THRESHOLDS), (0, 19), value=1.0)
     with on_cpu():
         weight = nf4.quantize(values, block=64, double=False, impl=impl)
@@ -182,7 +182,7 @@ def test_zero_blocks(impl: str) -> None:
         assert (nf4.dequantize(exact, impl=impl)[1:3] == 0).all()
         constant = nf4.quantize(
             torch.ones(600), block=32, impl=impl
-        )  # all scales equal: nothing left to code
+        )  # all scales equal: zero differences from the mean
         assert (nf4.dequantize(constant, impl=impl) == 1).all()
 
 
@@ -201,7 +201,7 @@ def test_smallest_and_largest_numbers(impl: str) -> None:
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("double", [False, True])
-def test_what_is_not_finite_is_refused(impl: str, bad: float, double: bool) -> None:
+def test_non_finite_values_raise(impl: str, bad: float, double: bool) -> None:
     weight = torch.randn(300)
     weight[257] = bad
     with on_cpu():
@@ -215,7 +215,7 @@ def test_what_is_not_finite_is_refused(impl: str, bad: float, double: bool) -> N
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_finite_weights_whose_scales_overflow_are_called_that(impl: str) -> None:
+def test_finite_weights_with_overflowing_scales_are_named(impl: str) -> None:
     weight = torch.randn(64, 64) * 5e37
     with on_cpu():
         with pytest.raises(
@@ -236,7 +236,7 @@ def test_empty_strided_and_wrong_arguments() -> None:
         shifted = torch.cat((odd.codes.new_zeros(1), odd.codes))[1:]  # starts at an odd address
         view = NF4Weight(shifted, odd.absmax, odd.quant_map, odd.shape, odd.dtype, odd.block)
         assert torch.equal(nf4.dequantize(view, impl="triton"), nf4.dequantize(odd))
-    with pytest.raises(RecipeError, match="no blocks of 48"):
+    with pytest.raises(RecipeError, match="not support blocks of 48"):
         nf4.quantize(weight, block=48)
     with pytest.raises(RecipeError, match="not torch"):
         nf4.quantize(weight.double())
@@ -299,7 +299,7 @@ def state(weight: NF4Weight) -> tuple[Any, ...]:
     return (*ops._state(weight)[:6], list(weight.shape))
 
 
-def test_operators_keep_torch_s_rules() -> None:
+def test_operators_pass_opcheck() -> None:
     value = torch.randn(16, 64)
     _table, nested_map, bins = ops.constants(value)
     library = torch.ops.trimtab
@@ -314,7 +314,7 @@ def test_operators_keep_torch_s_rules() -> None:
             torch.library.opcheck(library.nf4_matmul, (x, *state(weight), 64, 256))
 
 
-def test_traced_whole() -> None:
+def test_traces_without_a_graph_break() -> None:
     weight = nf4.quantize(torch.randn(16, 64))
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -343,7 +343,7 @@ def test_fake_tensors_leave_nothing_behind() -> None:
         assert nf4.dequantize(nf4.quantize(torch.ones(8))).tolist() == [1.0] * 8
 
 
-def test_costs_are_what_is_held() -> None:
+def test_costs_match_allocations() -> None:
     for shape in ((128, 64), (7, 33)):
         for double in (False, True):
             weight = nf4.quantize(torch.randn(shape), double=double)
@@ -358,7 +358,7 @@ ON_A_GPU = [
     (((1023, 1001), 64), "fp32"),
     (((512, 4096), 1024), "fp16"),
 ]
-"""Not every dtype with every block: each pair is compiled, half a second a kernel."""
+"""Not every dtype with every block: each pair is compiled, half a second per kernel."""
 
 
 @pytest.mark.gpu
@@ -421,7 +421,7 @@ def test_gpu_past_two_to_the_31() -> None:
 @pytest.mark.parametrize("impl", spec.IMPLS)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("double", [False, True])
-def test_written_into_given_memory(impl: str, transposed: bool, double: bool) -> None:
+def test_dequantize_into_out(impl: str, transposed: bool, double: bool) -> None:
     weight = nf4.quantize(torch.randn(10, 24), double=double)
     expected = nf4.dequantize(weight, dtype=torch.float16, transposed=transposed)
     out = torch.empty_like(expected)

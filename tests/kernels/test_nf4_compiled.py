@@ -1,4 +1,4 @@
-"""NF4's kernels compiled for every chip that people have, without one."""
+"""NF4's kernels compiled for every supported GPU architecture, without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.kernels.nf4 import spec
 
 
 def compiled_kernels(chip: int, start: int = 0) -> Iterator[Any]:
-    """`start`: of a slice of a weight, where its scales begin within a block of scales."""
+    """`start`: index of a slice's first scale within its nested block."""
     from trimtab.kernels.nf4 import impl_triton, impl_triton_matmul
 
     value = "*fp16" if chip == 75 else "*bf16"  # Turing has no bf16

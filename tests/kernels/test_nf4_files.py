@@ -17,7 +17,7 @@ from trimtab.kernels.nf4 import NF4Weight
 @pytest.mark.parametrize("double", [False, True])
 def test_a_saved_layer_of_bitsandbytes_is_read_and_written(double: bool) -> None:
     bnb = pytest.importorskip("bitsandbytes")
-    # 128: its CPU code takes wrong scales where a block spans rows (96 columns, say); its CUDA code does not
+    # 128: its CPU code uses wrong scales where a block spans rows (96 columns, say); its CUDA code does not
     layer = bnb.nn.Linear4bit(128, 40, bias=False, compress_statistics=double, quant_type="nf4").to("cpu")
     state = {name: value.clone() for name, value in layer.state_dict().items()}
     weight = NF4Weight.from_bitsandbytes(state)
@@ -42,7 +42,7 @@ def test_bytes_under_another_name_are_read_and_tensors_are_not_shared() -> None:
     assert all(torch.equal(read[key], tensor) for key, tensor in weight.tensors().items())
     other = nf4.quantize(torch.randn(16, 64)).to_bitsandbytes("other")
     places = [tensor.untyped_storage().data_ptr() for tensor in (*entries.values(), *other.values())]
-    assert len(set(places)) == len(places), "safetensors refuses tensors that share memory"
+    assert len(set(places)) == len(places), "safetensors rejects tensors that share memory"
 
 
 def changed(entries: dict[str, torch.Tensor], **facts: Any) -> dict[str, torch.Tensor]:
@@ -51,25 +51,27 @@ def changed(entries: dict[str, torch.Tensor], **facts: Any) -> dict[str, torch.T
     return {**entries, key: torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8)}
 
 
-def test_files_that_are_not_whole_are_refused() -> None:
+def test_incomplete_files_raise() -> None:
     entries = nf4.quantize(torch.randn(16, 64)).to_bitsandbytes("w")
     key = "w.quant_state.bitsandbytes__nf4"
     for missing in entries:
-        if missing != "w.nested_absmax":  # without it the rest says single quantization, and does not fit
+        if (
+            missing != "w.nested_absmax"
+        ):  # without it the rest describes single quantization, with the wrong sizes
             with pytest.raises(ModelError, match="missing"):
                 NF4Weight.from_bitsandbytes({k: v for k, v in entries.items() if k != missing}, "w")
     broken = {
-        "asks for 16 of uint8": {**entries, "w.absmax": entries["w.absmax"][:-1]},
-        "asks for 1024 of uint8": changed(entries, shape=[32, 64]),
-        "asks for 16 of float32": {k: v for k, v in entries.items() if k != "w.nested_absmax"},
+        "requires 16 of uint8": {**entries, "w.absmax": entries["w.absmax"][:-1]},
+        "requires 1024 of uint8": changed(entries, shape=[32, 64]),
+        "requires 16 of float32": {k: v for k, v in entries.items() if k != "w.nested_absmax"},
         "other values than NF4": {**entries, "w.quant_map": torch.linspace(-1, 1, 16)},
-        "no JSON": {**entries, key: entries[key][:-3]},
+        "not valid JSON": {**entries, key: entries[key][:-3]},
         "no shape": changed(entries, shape=[-4, 4]),
         "quant_type": changed(entries, quant_type="fp4"),
         "blocks of 48": changed(entries, blocksize=48),
         "was 'float8'": changed(entries, dtype="float8"),
         "power of two": changed(entries, nested_blocksize=100),
-        "no nested_offset": changed(entries, nested_offset=None),
+        "no numeric nested_offset": changed(entries, nested_offset=None),
         "in FP4": {**entries, "w.quant_state.bitsandbytes__fp4": entries[key]},
     }
     for message, state in broken.items():

@@ -12,14 +12,14 @@ from test_nf4 import GPU, on_cpu
 from trimtab.kernels import nf4
 from trimtab.kernels.nf4 import ops, spec
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on 1/0, which is meant
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on 1/0, as intended
 
 SIZES = (1e-44, 1e-39, 1e-38, 1e-37, 1e-36, 1e-35, 1.0, 4e37, 1e38, 3e38)
-"""Of weights: from subnormal ones to those whose scales have a subnormal reciprocal, or no finite sum."""
+"""Magnitudes of weights: from subnormal to those whose scales have a subnormal reciprocal, or no finite sum."""
 
 
 def spread(size: float) -> torch.Tensor:
-    """Blocks of 64 over two decades up to `size`: scales, their differences and values all come near its edges."""
+    """Blocks of 64 over two decades up to `size`: scales, their differences and values all come close to the limits."""
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(16, 64, generator=generator).clamp(-3, 3) / 3
     return weight * size * torch.logspace(-2, 0, 16)[:, None]
@@ -44,7 +44,7 @@ def test_triton_equals_the_reference_at_any_size(double: bool) -> None:
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("double", [False, True])
 def test_bitsandbytes_on_a_gpu_gives_the_same_bits_at_any_size(double: bool, impl: str) -> None:
-    """bf16 numbers, whose codes do not depend on the last bit of the reciprocal."""
+    """bf16 values, whose codes do not depend on the last bit of the reciprocal."""
     bnb = pytest.importorskip("bitsandbytes.functional")
     for size in SIZES:
         weight = spread(size).bfloat16().cuda()
@@ -71,7 +71,7 @@ def flushing(a: Any, b: Any) -> Any:
 
 
 def test_scales_are_coded_as_bitsandbytes_searches_them() -> None:
-    """Its search by halves over the 256 values, one scale at a time, in arithmetic that flushes subnormals."""
+    """Its bisection over the 256 values, one scale at a time, in arithmetic that flushes subnormals."""
     table = np.array(spec.dynamic_map(), dtype=np.float32)
 
     def code_of(x: float) -> int:

@@ -1,4 +1,4 @@
-"""Rows of an NF4 tensor read from the codes and scales of those rows alone: the bits of the whole."""
+"""Rows of an NF4 tensor dequantized from their own codes and scales: bitwise identical to the whole."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_rows_of_a_tensor(case: tuple[int, int, int, int, int], double: bool, tr
 
 
 CASES = [(200, 192, 64, 0, 200), (200, 192, 64, 0, 7), (200, 192, 64, 86, 200), (90, 192, 32, 64, 65)]
-"""Of 600 and 540 scales. The third slice begins at scale 258, two into a nested block; the last at 384, in the middle
+"""With 600 and 540 scales. The third slice begins at scale 258, two into a nested block; the last at 384, in the middle
 of one."""
 
 
@@ -83,7 +83,7 @@ def test_rows_of_a_tensor_in_triton(case: tuple[int, int, int, int, int], double
                 assert torch.equal(found, x @ expected_NK.T)
 
 
-def test_a_wrong_first_block_is_seen() -> None:
+def test_a_wrong_first_block_fails() -> None:
     """Blocks of scales differ enough for these tests to fail."""
     weight = made(200, 192, 64, double=True)
     state = (*sliced(weight, 86, 200), (114, 192), torch.float32, 64, weight.nested_block)

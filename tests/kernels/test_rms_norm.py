@@ -1,6 +1,6 @@
-"""The norm, alone and with the residual's addition: exact with every gradient, and as the decoder computes it."""
+"""The norm, alone and with the residual addition: exact with every gradient, and as the decoder computes it."""
 
-# N rows, D numbers in a row
+# N rows, D elements per row
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ interpreter = partial(parity.interpreter, impl_triton, partial_sums)
 @pytest.mark.parametrize("kind", UPSTREAM)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_exact(case: Case, kind: str, dtype: str) -> None:
-    floor = 1.0 if case.D < 4 else 0.0  # the norm of one number is its sign: its gradient cancels to nothing
+    floor = 1.0 if case.D < 4 else 0.0  # the norm of one element is its sign: its gradient cancels to zero
     for verdict in verdicts(caller(case), inputs(case), dtype, kind=kind, around=interpreter, floor=floor):
         assert verdict, verdict
 
@@ -72,14 +72,14 @@ def test_exact_on_a_gpu(case: Case, kind: str, dtype: str) -> None:
 )
 def test_any_shape(N: int, D: int, residual: bool, dtype: str, kind: str) -> None:
     case = Case("drawn", N, D, residual)
-    floor = 1.0 if case.D < 4 else 0.0  # the norm of one number is its sign: its gradient cancels to nothing
+    floor = 1.0 if case.D < 4 else 0.0  # the norm of one element is its sign: its gradient cancels to zero
     for verdict in verdicts(caller(case), inputs(case), dtype, kind=kind, around=interpreter, floor=floor):
         assert verdict, verdict
 
 
 @pytest.mark.parametrize("case", [*CASES[:2], *OFFSET_CASES], ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_the_bound_bites(case: Case, dtype: str) -> None:
+def test_one_percent_error_fails(case: Case, dtype: str) -> None:
     found = verdicts(caller(case), inputs(case), dtype, impl="reference", factor=1.01, around=nullcontext)
     assert not any(found), found
 
@@ -108,7 +108,7 @@ def test_an_offset_as_hugging_face_adds_it() -> None:
 
 
 def test_the_offset_is_added_in_fp32() -> None:
-    """A sum in fp16 would lose these weights: numbers after 1 lie 2⁻¹⁰ apart."""
+    """A sum in fp16 would lose these weights: values after 1 are 2⁻¹⁰ apart."""
     x = torch.randn(1, 256, generator=torch.Generator().manual_seed(0)).half()
     w = torch.full((256,), 2.0**-12, dtype=torch.float16)
     exact = rms_norm(x.double(), w.double(), 1e-6, offset=1.0).half()
@@ -167,14 +167,14 @@ def test_frozen_weight_has_no_gradient() -> None:
     assert w.grad is None
 
 
-def test_twice_the_same_bits() -> None:
+def test_deterministic() -> None:
     case = Case("again", 300, 24, residual=True)
     with interpreter():
         first, second = (run(caller(case), "triton", inputs(case)) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_operators_are_whole() -> None:
+def test_operators_pass_opcheck() -> None:
     x, r, g = (torch.randn(5, 16, requires_grad=True) for _ in range(3))
     w = torch.randn(16, requires_grad=True)
     ops = torch.ops.trimtab
@@ -193,9 +193,9 @@ def test_operators_are_whole() -> None:
         assert w.grad is not None
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_raise() -> None:
     x, w = torch.ones(2, 3), torch.ones(3)
-    with pytest.raises(ModelError, match="no rms norm called 'fast'"):
+    with pytest.raises(ModelError, match="unknown RMSNorm implementation 'fast'"):
         rms_norm(x, w, 1e-6, impl="fast")
     with pytest.raises(ResourceError, match="CUDA"):
         rms_norm(x, w, 1e-6, impl="triton")
@@ -212,15 +212,18 @@ def test_compiles_for_every_chip(chip: int) -> None:
             names = ("x_ptr", "residual_ptr", "w_ptr", "y_ptr", "h_ptr")
             types = dict.fromkeys(names, "*fp16") | numbers
             types |= {"scale_ptr": "*fp32", "stride_x": "i32:16", "stride_residual": "i32:16", "eps": "fp32"}
-            kernel, more = impl_triton._forward_kernel, {"HAS_RESIDUAL": True, "OFFSET": 0.0}
+            kernel, more = impl_triton._rms_norm_forward_kernel, {"HAS_RESIDUAL": True, "OFFSET": 0.0}
         else:
             names = ("gy_ptr", "gh_ptr", "h_ptr", "w_ptr", "out_ptr")
             types = dict.fromkeys(names, "*fp16") | numbers | {"scale_ptr": "*fp32", "parts_ptr": "*fp32"}
             types |= {"P": "i32", "stride_gy": "i32:16", "stride_gh": "i32:16", "stride_h": "i32:16"}
-            kernel, more = impl_triton._backward_kernel, {"HAS_GH": True, "WEIGHT_GRAD": True, "OFFSET": 0.0}
+            kernel, more = (
+                impl_triton._rms_norm_backward_kernel,
+                {"HAS_GH": True, "WEIGHT_GRAD": True, "OFFSET": 0.0},
+            )
         compiled = compile_for(chip, kernel, types, tile | more, num_warps=chosen.warps)
         assert compiled.shared <= SHARED_LIMIT[chip]
-        # rows of 16,384 spill some numbers a thread: still one pass over memory
+        # rows of 16,384 spill some values per thread: still one pass over memory
         assert chosen.columns > 8192 or not compiled.spills, (which, chosen, compiled.spills)
 
 

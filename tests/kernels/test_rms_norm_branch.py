@@ -1,6 +1,6 @@
-"""The norm of a branch before its addition to the stream, and the norm that follows: exact with every gradient."""
+"""The norm of a branch before the residual addition, and the norm that follows: exact with every gradient."""
 
-# N rows, D numbers in a row
+# N rows, D elements per row
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_exact_on_a_gpu(case: Case, kind: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("case", BRANCH_CASES[:2], ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_the_bound_bites(case: Case, dtype: str) -> None:
+def test_one_percent_error_fails(case: Case, dtype: str) -> None:
     found = verdicts(caller(case), inputs(case), dtype, impl="reference", factor=1.01, around=nullcontext)
     assert not any(found), found
 
@@ -103,7 +103,7 @@ def test_one_output_used_and_frozen_weights(index: int, frozen: bool) -> None:
 
 
 def test_saved_tensors_are_the_declared_ones() -> None:
-    """The branch, the stream, weights and a number per row and norm; the residual is not among them."""
+    """The branch, the stream, weights and a value per row and norm; not the residual."""
     for case in BRANCH_CASES[:2]:
         saved: list[torch.Tensor] = []
         made = inputs(case)
@@ -116,14 +116,14 @@ def test_saved_tensors_are_the_declared_ones() -> None:
         assert sum(x.nbytes for x in saved) == want + stream_and_weights, out
 
 
-def test_twice_the_same_bits() -> None:
+def test_deterministic() -> None:
     case = Case("again", 300, 24, residual=True, branch=True, next_norm=True)
     with interpreter():
         first, second = (run(caller(case), "triton", inputs(case)) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_operators_are_whole() -> None:
+def test_operators_pass_opcheck() -> None:
     x, r, g = (torch.randn(5, 16, requires_grad=True) for _ in range(3))
     w, following = (torch.randn(16, requires_grad=True) for _ in range(2))
     ops = torch.ops.trimtab
@@ -142,10 +142,10 @@ def test_operators_are_whole() -> None:
         assert following.grad is not None
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_raise() -> None:
     x, w = torch.ones(2, 3), torch.ones(3)
     for call in (partial(norm_add, x, x, w, 1e-6), partial(norm_add_norm, x, x, w, w, 1e-6)):
-        with pytest.raises(ModelError, match="no rms norm called 'fast'"):
+        with pytest.raises(ModelError, match="unknown RMSNorm implementation 'fast'"):
             call(impl="fast")
         with pytest.raises(ResourceError, match="CUDA"):
             call(impl="triton")
@@ -165,8 +165,20 @@ def test_compiles_for_every_chip(chip: int) -> None:
     backward |= {"parts_ptr": "*fp32"}
     flags = {"HAS_GH": True, "WEIGHT_GRAD": True}
     for kernel, D, chosen, signature, more in (
-        (impl_triton_branch._forward_kernel, 8192, spec.forward_configuration, forward, {"NEXT": True}),
-        (impl_triton_branch._backward_kernel, 8192, spec.backward_configuration, backward, flags),
+        (
+            impl_triton_branch._rms_norm_branch_forward_kernel,
+            8192,
+            spec.forward_configuration,
+            forward,
+            {"NEXT": True},
+        ),
+        (
+            impl_triton_branch._rms_norm_branch_backward_kernel,
+            8192,
+            spec.backward_configuration,
+            backward,
+            flags,
+        ),
     ):
         tile = chosen(D, chip)
         constants = more | {"OFFSET": 1.0, "R": tile.rows, "C": tile.columns}

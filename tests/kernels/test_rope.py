@@ -1,4 +1,4 @@
-"""Rotary positions, with and without norms: exact with every gradient, and as the decoder computes them."""
+"""RoPE, with and without norms: exact with every gradient, and as the decoder computes it."""
 
 # B batch, T tokens, H query heads, K key heads, D head size
 
@@ -33,7 +33,7 @@ def inputs(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
 
 
 def floor(case: Case) -> float:
-    """A norm over two numbers leaves a gradient that cancels in part."""
+    """The gradient of a norm over two elements partly cancels."""
     return 1.0 if case.D < 8 else 0.0
 
 
@@ -75,12 +75,12 @@ def test_any_shape(B: int, T: int, K: int, group: int, half: int, norm: bool, dt
 
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_the_bound_bites(case: Case, dtype: str) -> None:
+def test_one_percent_error_fails(case: Case, dtype: str) -> None:
     found = verdicts(call, inputs(case), dtype, impl="reference", factor=1.01, around=nullcontext)
     assert not any(found), found
 
 
-def test_pairs_are_turned_as_hugging_face_does() -> None:
+def test_rotation_matches_hugging_face() -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     made = spec.make_inputs(CASES[0], "fp32")
@@ -92,7 +92,7 @@ def test_pairs_are_turned_as_hugging_face_does() -> None:
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_slices_of_one_projection(norm: bool) -> None:
-    """Queries, keys and values side by side in one product's output, as fused projections leave them."""
+    """Queries, keys and values as slices of the output of one fused projection."""
     case = Case("", B=2, T=3, H=4, K=2, D=16, norm=norm)
     made = spec.make_inputs(case, "fp32")
     fused = torch.randn(2, 3, 8, 16, requires_grad=True)
@@ -122,7 +122,7 @@ def test_only_queries_used() -> None:
         torch.testing.assert_close(got, true, rtol=1e-5, atol=1e-5)
 
 
-def test_twice_the_same_bits() -> None:
+def test_deterministic() -> None:
     with interpreter():
         first, second = (run(call, "triton", inputs(CASES[1])) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -135,7 +135,7 @@ def test_more_tokens_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert verdict, verdict
 
 
-def test_operators_are_whole() -> None:
+def test_operators_pass_opcheck() -> None:
     ops = torch.ops.trimtab
     plain, normed = inputs(CASES[0]), inputs(CASES[1])
     with interpreted(impl_triton):
@@ -151,9 +151,9 @@ def test_operators_are_whole() -> None:
             assert made["q"].grad is not None
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_raise() -> None:
     made = spec.make_inputs(CASES[0], "fp32")
-    with pytest.raises(ModelError, match="no rope called 'fast'"):
+    with pytest.raises(ModelError, match="unknown RoPE implementation 'fast'"):
         call("fast", **made)
     with pytest.raises(ResourceError, match="CUDA"):
         call("triton", **made)

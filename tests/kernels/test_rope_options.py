@@ -1,6 +1,6 @@
-"""Partial and interleaved rotary positions, norms over all heads and with an offset: exact with every gradient."""
+"""Partial and interleaved RoPE, norms over all heads and with an offset: exact with every gradient."""
 
-# B batch, T tokens, H query heads, K key heads, D head size, R rotated numbers of a head, F = R / 2 frequencies
+# B batch, T tokens, H query heads, K key heads, D head size, R rotated elements per head, F = R / 2 frequencies
 
 from __future__ import annotations
 
@@ -85,21 +85,21 @@ def test_any_shape(
     case = Case(
         "drawn", 1, 2, K * group, K, 2 * half, norm != "none", 1.0, all_heads, R, interleaved=interleaved
     )
-    floor = 1.0 if half < 4 else 0.0  # a norm over two numbers leaves a gradient that cancels in part
+    floor = 1.0 if half < 4 else 0.0  # the gradient of a norm over two elements partly cancels
     for verdict in verdicts(caller(case), inputs(case), dtype, around=interpreter, floor=floor):
         assert verdict, verdict
 
 
 @pytest.mark.parametrize("name", ["interleaved, partial", "all of it"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_the_bound_bites(name: str, dtype: str) -> None:
+def test_one_percent_error_fails(name: str, dtype: str) -> None:
     call, made = caller(NAMED[name]), inputs(NAMED[name])
     found = verdicts(call, made, dtype, impl="reference", factor=1.01, around=nullcontext)
     assert not any(found), found
 
 
 def twice(x: torch.Tensor) -> torch.Tensor:
-    """Cosines as Hugging Face lays them out: a number for each half."""
+    """Cosines in Hugging Face's layout: repeated for both halves."""
     return torch.cat((x, x), -1)
 
 
@@ -171,7 +171,7 @@ def test_more_tokens_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_operators_are_whole() -> None:
+def test_operators_pass_opcheck() -> None:
     ops = torch.ops.trimtab
     plain, whole = NAMED["interleaved, partial"], NAMED["all of it"]
     with interpreted(impl_triton):
@@ -199,15 +199,15 @@ def test_saved_tensors_are_the_declared_ones() -> None:
         assert sum(x.nbytes for x in saved) == want + shared
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_raise() -> None:
     case = NAMED["partial"]
     made = spec.make_inputs(case, "fp32")
     q, k, cos, sin = made.values()
-    for R, message in ((7, "7 numbers have no pairs"), (18, "18 of 16"), (None, "cos is")):
+    for R, message in ((7, "rotary_dim 7 is odd"), (18, "rotary_dim 18 is not within"), (None, "cos is")):
         with pytest.raises(AssertionError, match=message):
             rope(q, k, cos, sin, rotary_dim=R)
     weight = torch.ones(16)
-    with pytest.raises(AssertionError, match="for 64 numbers"):
+    with pytest.raises(AssertionError, match="for 64 elements"):
         rope(q, k, cos, sin, rotary_dim=8, q_weight_D=weight, k_weight_D=weight, norm_all_heads=True)
     wide = Case("", B=1, T=1, H=257, K=1, D=64, norm=True, all_heads=True)
     with interpreted(impl_triton), pytest.raises(ModelError, match="rows of up to 16,384"):
@@ -226,7 +226,7 @@ def test_compiles_for_every_chip(chip: int) -> None:
     flags = {"BACK": False, "NORM": True}
     for kernel, signature, more, heads, all_heads, rotated, interleaved in (
         (forward, types, flags, 40, True, 32, True),
-        (backward, back, {}, 40, True, 0, False),  # 5120 numbers in a tile of 8192
+        (backward, back, {}, 40, True, 0, False),  # 5120 elements in a tile of 8192
         (backward, back, {}, 32, False, 32, True),
     ):
         chosen = spec.configuration(heads, 128, chip, all_heads=all_heads)

@@ -36,7 +36,7 @@ def test_words_look_random() -> None:
         assert abs((one[1:] * one[:-1]).mean()) < limit, "neighbours are correlated"
 
 
-def test_steps_are_not_one_sequence_in_another_order() -> None:
+def test_steps_are_not_permutations_of_one_sequence() -> None:
     count = 1 << 12
     a, b = random_bits(count, **WHERE), random_bits(count, **{**WHERE, "step": 4})
     assert len(set(a.tolist()) & set(b.tolist())) < 10
@@ -60,7 +60,7 @@ def test_unbiased(size: float) -> None:
     assert ulp > 0
     assert abs(error.mean().item()) < 5 * ulp * 0.41 / math.sqrt(count)
     nearest = (value.bfloat16().double() - value.double()).abs().max().item()
-    assert ulp > 1.5 * nearest, "rounding to nearest would pass the test of bias on these inputs"
+    assert ulp > 1.5 * nearest, "rounding to nearest would pass the bias test on these inputs"
 
 
 def test_exact_and_special_values_stay() -> None:
@@ -89,10 +89,10 @@ def test_a_shard_rounds_as_the_whole() -> None:
 @pytest.mark.parametrize(
     "change", [{"seed": 12}, {"step": 4}, {"param_index": 6}, {"stream": 1}, {"offset": 1}]
 )
-def test_every_part_of_the_place_matters(change: dict[str, int]) -> None:
+def test_every_component_of_the_key_matters(change: dict[str, int]) -> None:
     value = torch.randn(100_000)
     assert torch.equal(rounded(value), rounded(value))
-    # A third on average: 2 p (1 − p) over all places p between two numbers.
+    # A third on average: 2 p (1 − p) over all positions p between two values.
     assert (rounded(value) != rounded(value, **change)).float().mean() == pytest.approx(1 / 3, abs=0.01)
 
 

@@ -1,6 +1,6 @@
-"""The study's tests of FlashAttention-2 under their own names, and what they leave open.
+"""Tests of FlashAttention-2 under the names of the original study, and additional cases.
 
-The Triton ones run in its interpreter where there is no GPU.
+Triton tests run in the interpreter without a GPU.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_flash_backward_triton(is_causal):
     name=st.sampled_from(["pytorch", "triton"]),
 )
 def test_any_lengths(n_q, n_k, d, is_causal, name):
-    """Causal queries are the last positions; the first n_q − n_k then see nothing: zeros, zero gradients."""
+    """Causal queries are the last positions; the first n_q − n_k are then fully masked: zeros, zero gradients."""
     functions = {
         "pytorch": get_flashattention_autograd_function_pytorch,
         "triton": get_flashattention_autograd_function_triton,
@@ -124,7 +124,7 @@ def test_any_lengths(n_q, n_k, d, is_causal, name):
             torch.testing.assert_close(x.grad.double(), y.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_the_twin_in_other_dtypes():
+def test_the_readable_implementation_in_other_dtypes():
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 2e-2)):
         Q, K, V, _ = draw(2, 70, 70, 16, dtype)
         O = get_flashattention_autograd_function_pytorch().apply(Q, K, V, True)  # noqa: E741

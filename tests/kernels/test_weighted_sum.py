@@ -1,6 +1,6 @@
-"""The weighted sum: exact with every gradient, on the CPU through Triton's interpreter, on a GPU as it is."""
+"""The weighted sum: exact with every gradient, on the CPU in Triton's interpreter, and compiled on a GPU."""
 
-# N rows, D numbers in a row
+# N rows, D elements per row
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_any_shape(N: int, D: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_the_bound_bites(dtype: str) -> None:
+def test_one_percent_error_fails(dtype: str) -> None:
     case = inputs(CASES[0])
     assert not any(verdicts(call, case, dtype, impl="reference", factor=1.01, around=nullcontext))
 
@@ -77,21 +77,21 @@ def test_strides_and_leading_axes() -> None:
 
 
 def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More rows than one program of the backward takes, the last chunk ragged."""
-    monkeypatch.setattr(spec, "MOST_CHUNKS", 2)
+    """More rows than one program of the backward processes, the last chunk ragged."""
+    monkeypatch.setattr(spec, "MAX_CHUNKS", 2)
     assert spec.chunk_rows(150) == 76
     for verdict in verdicts(call, inputs(Case("chunks", 150, 9)), "fp32", around=interpreter):
         assert verdict, verdict
 
 
-def test_twice_the_same_bits() -> None:
+def test_deterministic() -> None:
     with interpreter():
         first, second = (run(call, "triton", inputs(Case("again", 100, 70))) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_operators_are_whole() -> None:
-    """Schema, fake, autograd and tracing agree; and a graph is not broken."""
+def test_operators_pass_opcheck() -> None:
+    """Schema, fake, autograd and tracing agree; and there is no graph break."""
     x, w = (tensor for tensor in inputs(Case("", 5, 7)).values())
     with interpreted(impl_triton):
         torch.library.opcheck(torch.ops.trimtab.weighted_sum, (x, w))
@@ -102,7 +102,7 @@ def test_operators_are_whole() -> None:
         torch.testing.assert_close(compiled("triton", x, w), weighted_sum(x, w))
 
 
-def test_second_derivatives_are_refused() -> None:
+def test_second_derivatives_raise() -> None:
     x, w = inputs(Case("", 2, 3)).values()
     with interpreted(impl_triton):
         (g,) = torch.autograd.grad(weighted_sum(x, w, impl="triton").sum(), x, create_graph=True)
@@ -110,11 +110,11 @@ def test_second_derivatives_are_refused() -> None:
         g.sum().backward()
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_raise() -> None:
     x, w = torch.ones(2, 3), torch.ones(3)
-    with pytest.raises(ModelError, match="no weighted sum called 'fast'; use one of"):
+    with pytest.raises(ModelError, match="unknown weighted sum implementation 'fast'; use one of"):
         weighted_sum(x, w, impl="fast")
-    with pytest.raises(ResourceError, match="need a CUDA device"):
+    with pytest.raises(ResourceError, match="require a CUDA device"):
         weighted_sum(x, w, impl="triton")
 
 
@@ -151,8 +151,8 @@ def test_past_two_to_the_31() -> None:
     assert gx[:-1].abs().max() == 0
 
 
-def test_the_page_shows_the_code_as_it_is() -> None:
-    """docs/writing-a-kernel.md quotes the files: each block that says so is found in them, word for word."""
+def test_the_docs_page_quotes_the_code() -> None:
+    """docs/writing-a-kernel.md quotes the files: each block marked as a quote must be found in them, word for word."""
     root = Path(__file__).parents[2]
     page = (root / "docs" / "writing-a-kernel.md").read_text(encoding="utf-8")
     quoted = re.findall(r"<!-- skip: part of (\S+), .*? -->\n```python\n(.*?)```", page, flags=re.DOTALL)

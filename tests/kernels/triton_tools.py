@@ -1,6 +1,6 @@
-"""Triton without a GPU: kernels run in its interpreter, and compiled for every chip that people have.
+"""Triton without a GPU: kernels run in its interpreter, and are compiled for every supported GPU architecture.
 
-Where Triton is not installed (macOS), a test that asks for either is skipped.
+Where Triton is not installed (macOS), tests that need either are skipped.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ SHARED_LIMIT = {
     100: 227 * 1024,
     120: 99 * 1024,
 }
-"""Bytes of shared memory that one block may take."""
+"""Maximum shared memory per block, in bytes."""
 
 
 @contextmanager
 def interpreted(*modules: ModuleType) -> Iterator[None]:
-    """Inside, every Triton function that is a global of these modules is interpreted, on CPU tensors.
+    """Interprets every Triton function that is a global of these modules, on CPU tensors.
 
-    A device function lives in a module of its own? Name that module too. bf16 is not to be trusted there:
-    products are garbage and casts to it truncate.
+    Name the modules of device functions too. bf16 is inaccurate there: products are garbage and casts to it
+    truncate.
 
     Example:
         with interpreted(impl_triton):
@@ -51,7 +51,7 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
 
     mangle_type(1)  # imports what would not import with the language patched
     # tl.zeros, tl.sigmoid and others are Triton functions themselves. And where a kernel calls one, the
-    # interpreter patches the language for it and never takes that back: so all of it is kept and put back.
+    # interpreter patches the language for it and never reverts that: so all of it is saved and restored.
     language = (tl, core, math, standard, random, core.tensor, core.dtype, core.tensor_descriptor_base)
     saved = {owner: vars(owner).copy() for owner in (*modules, *language)}
     twins: dict[int, Any] = {}  # by id: a Triton function's own hash reads the globals that change here
@@ -66,7 +66,7 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
     finally:
         for owner, names in saved.items():
             for name, value in vars(owner).copy().items():
-                # interpreter_semantic stays: functions that the interpreter rewrote and keeps refer to it
+                # interpreter_semantic stays: functions that the interpreter rewrote and caches refer to it
                 if name not in names and owner in language and name != "interpreter_semantic":
                     delattr(owner, name)
                 elif name in names and names[name] is not value:
@@ -75,7 +75,7 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a kernel. `registers` and `spills` (bytes of local memory) are a thread's."""
+    """A compiled kernel. `registers` and `spills` (bytes of local memory) are per thread."""
 
     shared: int
     registers: int | None
@@ -92,13 +92,13 @@ def compile_for(
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> Compiled:
-    """Compiles a kernel for a chip; needs no GPU, takes about half a second.
+    """Compiles a kernel for a compute capability; needs no GPU, takes about half a second.
 
     Args:
         chip: one of `CHIPS`.
         kernel: a function under `triton.jit`.
-        signature: types of the run-time arguments: "*fp16", "i32", "fp32", … Pointers count as aligned to 16
-            bytes, as torch's are; "i32:16" is an integer that 16 divides (a stride, usually).
+        signature: types of the run-time arguments: "*fp16", "i32", "fp32", … Pointers are assumed to be aligned to 16
+            bytes, as torch's are; "i32:16" is an integer divisible by 16 (a stride, usually).
         constexprs: the others, arguments that are None included.
     """
     triton = pytest.importorskip("triton")
@@ -136,8 +136,8 @@ def _usage(cubin: bytes, package: Path) -> tuple[int | None, int | None]:
 
 
 def leave_out_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the test ends, Triton kernels are not launched: their callers allocate what they allocate on a GPU, on CPU
-    tensors, and the results are whatever was in memory."""
+    """Disables Triton launches until the test ends: callers allocate the same tensors as on a GPU, on the CPU, with
+    uninitialized results."""
     jit = pytest.importorskip("triton.runtime.jit")
     from trimtab.kernels.gated_mlp import impl_triton as gated_mlp
     from trimtab.kernels.rms_norm import impl_triton as rms_norm

@@ -1,4 +1,4 @@
-"""AdamW in its four kinds: parity with torch, decay, bf16 weights, resuming, odd inputs."""
+"""The four AdamW variants: parity with torch, decay, bf16 weights, resuming, unusual inputs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_fp32_equals_torch_bit_for_bit(name: str) -> None:
 
 
 def test_plain_arithmetic_equals_torch_too() -> None:
-    """The path that bf16 takes, on fp32 numbers: fp64 gradients send it there."""
+    """The code path of bf16, with fp32 weights: fp64 gradients select it."""
     ours, theirs = model(), model()
     optimizer = AdamW([{"params": list(ours.named_parameters())}], **HYPER, weight_decay=0.1)
     reference = torch.optim.AdamW(theirs.parameters(), **HYPER, weight_decay=0.1, foreach=False)
@@ -82,7 +82,7 @@ def test_plain_arithmetic_equals_torch_too() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decay_never_goes_through_the_moments(name: str, dtype: torch.dtype) -> None:
+def test_decay_does_not_affect_the_moments(name: str, dtype: torch.dtype) -> None:
     small, large = model(dtype), model(dtype)
     none = build(name, small.named_parameters(), **HYPER, weight_decay=0.0)
     much = build(name, large.named_parameters(), **HYPER, weight_decay=10.0)
@@ -99,7 +99,7 @@ def test_decay_never_goes_through_the_moments(name: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("name", ["adamw_torch", "adamw_bf16", "adamw_8bit"])
 def test_bf16_weights_follow_fp32_on_average_and_not_without_stochastic_rounding(name: str) -> None:
-    """A rate of 2e-5 against weights near 1, whose bf16 neighbours are 4e-3 away: 1/200 of it a step."""
+    """A learning rate of 2e-5 on weights near 1, whose bf16 neighbours are 4e-3 away: 1/200 of that per step."""
     start, steps, lr = torch.full((64, 128), 0.9), 100, 2e-5
 
     def train(kind: str, weight: torch.Tensor) -> torch.Tensor:
@@ -119,9 +119,9 @@ def test_bf16_weights_follow_fp32_on_average_and_not_without_stochastic_rounding
     gap = 2.0**-8
     deviation = gap / 2 / got.numel() ** 0.5  # at most half a gap each
     assert abs(got.mean() - expected) < 5 * deviation
-    assert abs(expected - start16.float().mean()) > 20 * deviation, "standing still would pass"
+    assert abs(expected - start16.float().mean()) > 20 * deviation, "unchanged weights would pass"
     assert torch.equal(train("adamw_torch_fused", start16), start16.float()), (
-        "rounding to nearest moves nothing"
+        "rounding to nearest changes nothing"
     )
 
 
@@ -141,7 +141,7 @@ def test_bf16_moments_do_not_get_stuck() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resuming_is_bit_equal(name: str, dtype: torch.dtype) -> None:
+def test_resuming_is_bitwise_identical(name: str, dtype: torch.dtype) -> None:
     whole = model(dtype)
     optimizer = build(name, whole.named_parameters(), **HYPER, weight_decay=0.1, seed=7)
     for step in range(3):
@@ -152,7 +152,7 @@ def test_resuming_is_bit_equal(name: str, dtype: torch.dtype) -> None:
     resumed = model(dtype, seed=1)
     resumed.load_state_dict(whole.state_dict())
     other = build(name, resumed.named_parameters(), **HYPER, weight_decay=0.1, seed=0)
-    assert other.tensors().keys() == saved.keys(), "a fresh optimizer has all states"
+    assert other.tensors().keys() == saved.keys(), "a new optimizer has all states"
     for key, t in other.tensors().items():
         t.copy_(saved[key])
     other.restore_scalars(scalars)
@@ -165,7 +165,7 @@ def test_resuming_is_bit_equal(name: str, dtype: torch.dtype) -> None:
     assert other.scalars() == {"step": 6, "seed": 7}
 
 
-def test_state_dict_round_trip_and_refusals() -> None:
+def test_state_dict_round_trip_and_errors() -> None:
     module = model(torch.bfloat16)
     optimizer = build("adamw_8bit", module.named_parameters(), **HYPER)
     set_grads(module, 0)
@@ -222,7 +222,7 @@ def test_odd_shapes_strides_and_gradient_dtypes(name: str, dtype: torch.dtype) -
     for key, value in start.items():
         assert torch.equal(results[0][key], results[1][key])
         assert results[0][key].isfinite().all()
-        # the first step of Adam moves by the rate, whatever the gradient: 0.01 and a rounding
+        # Adam's first step changes a weight by the learning rate, whatever the gradient: 0.01 and rounding
         change = (results[0][key].detach().float() - value.float()).abs()
         assert not change.numel() or change.max() < 0.01 + 0.005 * value.float().abs().max()
         assert not change.numel() or change.float().mean() > 0.004
@@ -249,7 +249,7 @@ def test_grad_scale_as_number_or_tensor(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_skipped_step_changes_nothing(name: str, dtype: torch.dtype, on_device: bool) -> None:
-    """`on_device`: the way a GPU takes, where the host does not look at the flag."""
+    """`on_device`: as on a GPU, where the host does not read the flag."""
     module = model(dtype)
     optimizer = build(name, module.named_parameters(), **HYPER, weight_decay=0.1)
     set_grads(module, 0)
@@ -305,11 +305,11 @@ def test_groups() -> None:
     assert len(everything["params"]) == 5
 
 
-def test_mistakes_are_said() -> None:
+def test_invalid_arguments_raise() -> None:
     p = torch.nn.Parameter(torch.zeros(3, 3))
-    with pytest.raises(RecipeError, match="no optimizer 'adam'; choose one of adamw_torch"):
+    with pytest.raises(RecipeError, match="unknown optimizer 'adam'; choose one of adamw_torch"):
         build("adam", [("p", p)], lr=1.0)
-    with pytest.raises(RecipeError, match="no parameter"):
+    with pytest.raises(RecipeError, match="no trainable parameters"):
         build("adamw_torch", [], lr=1.0)
     with pytest.raises(RecipeError, match="float16"):
         build("adamw_torch", [("p", torch.nn.Parameter(torch.zeros(3, dtype=torch.float16)))], lr=1.0)
@@ -359,10 +359,10 @@ def test_gpu_agrees_and_never_synchronizes(name: str, dtype: torch.dtype) -> Non
         )
 
 
-def test_it_takes_named_parameters_as_torch_has_them() -> None:
+def test_it_accepts_named_parameters() -> None:
     layer = torch.nn.Linear(64, 64)
     plain = AdamW8bit(layer.named_parameters(), lr=1e-3)
     groups = AdamW8bit([{"params": list(layer.named_parameters())}], lr=1e-3)
     assert sorted(plain.tensors()) == sorted(groups.tensors())
-    with pytest.raises(RecipeError, match=r"given a Parameter; give model.named_parameters\(\)"):
+    with pytest.raises(RecipeError, match=r"got a Parameter; pass model.named_parameters\(\)"):
         AdamW8bit(layer.parameters(), lr=1e-3)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Parameters with a learning rate of their own."""
+"""Parameters with their own learning rate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def trained(name: str, scale: float, *, in_backward: bool = False) -> tuple[torc
 
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("name", ["adamw_torch", "adamw_8bit", "adamw_bf16"])
-def test_a_factor_of_the_step_s_rate(name: str, in_backward: bool) -> None:
+def test_a_factor_on_the_learning_rate(name: str, in_backward: bool) -> None:
     own, other = trained(name, 0.25, in_backward=in_backward)
     # 8-bit moments of equal gradients differ a little by parameter.
     assert float((own - 0.25 * other).norm() / other.norm()) < 5e-3

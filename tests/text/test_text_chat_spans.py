@@ -156,9 +156,9 @@ def test_answers_of_several_marked_stretches() -> None:
         trained(template, TWO, "last")
 
 
-def test_where_it_cannot_be_told_the_error_says_why_and_last_still_works() -> None:
+def test_an_assistant_turn_that_cannot_be_located_raises_with_the_reason() -> None:
     messages = chat("Hi", "Hello!", "Why?", "So.")
-    with pytest.raises(ModelError, match=r"cannot be told: what .* depends on .*train_on: all"):
+    with pytest.raises(ModelError, match=r"cannot be located in the text .* depends on .*train_on: all"):
         trained(templates.COUNTING, messages)
 
 

@@ -46,7 +46,7 @@ def test_smollm2_facts(smollm2: Tokenizer) -> None:
 @settings(max_examples=200, deadline=None)
 @given(sample=st.one_of(TEXTS, st.sampled_from(CORPUS)))
 def test_smollm2_round_trips(smollm2: Tokenizer, sample: str) -> None:
-    # The model's vocabulary lacks some bytes of characters that nobody writes (U+0016, U+40000 …).
+    # The model's vocabulary lacks some bytes of characters that are never written (U+0016, U+40000 …).
     assume(all(c in "\t\n\r" or unicodedata.category(c)[0] != "C" for c in sample))
     ids = smollm2.encode(sample)
     assert smollm2.decode(ids, skip_special=False) == sample

@@ -1,11 +1,11 @@
-"""Model → model: adapters, quantized layout, recompute policy, compiled regions. Nothing here trains.
+"""Transforms a decoder: adapters, quantized layers, recompute policies, compiled regions. Nothing here trains.
 
     settings = LoraSettings(r=16, lora_alpha=32, target_modules="all-linear")
     add_adapters(decoder, settings)
     load_weights(decoder, "my-model")
     init_adapters(decoder, seed=0)
 
-Names resolve when they are used (PEP 562), so that the package's `spec.py` files import no torch.
+Names are imported lazily (PEP 562), so that the package's `spec.py` files do not import torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from trimtab.facts.lazy import lazily
 if TYPE_CHECKING:
     from trimtab.adapt.any_model import add_lora, quantize_linears
     from trimtab.adapt.compiling import Regions, compilations, compile_regions
+    from trimtab.adapt.dequantized import keep_unpacked, set_dequantized_copies
     from trimtab.adapt.lora import (
         LoRALinear,
         active_adapters,
@@ -33,9 +34,8 @@ if TYPE_CHECKING:
     from trimtab.adapt.quantized import QuantizedLinear
     from trimtab.adapt.quantized_layout import quantize_layout
     from trimtab.adapt.spec import LoraSettings
-    from trimtab.adapt.unpacked import keep_unpacked
 
-_PLACES = {
+_MODULES = {
     "LoRALinear": "lora",
     "LoraSettings": "spec",
     "QuantizedLinear": "quantized",
@@ -47,13 +47,14 @@ _PLACES = {
     "compilations": "compiling",
     "compile_regions": "compiling",
     "init_adapters": "lora",
-    "keep_unpacked": "unpacked",
+    "keep_unpacked": "dequantized",  # deprecated: set_dequantized_copies
     "load_adapter": "peft_files",
     "merge_adapters": "merging",
     "quantize_layout": "quantized_layout",
     "quantize_linears": "any_model",
     "remove_adapter": "lora",
     "save_adapter": "peft_files",
+    "set_dequantized_copies": "dequantized",
     "set_masks": "lora",
     "trained_parameters": "lora",
     "use_adapters": "lora",
@@ -78,9 +79,10 @@ __all__ = [
     "quantize_linears",
     "remove_adapter",
     "save_adapter",
+    "set_dequantized_copies",
     "set_masks",
     "trained_parameters",
     "use_adapters",
 ]
 
-__getattr__ = lazily(__name__, _PLACES)
+__getattr__ = lazily(__name__, _MODULES)

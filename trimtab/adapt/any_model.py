@@ -11,19 +11,19 @@ from trimtab.adapt.lora_layers import LoRALinear
 from trimtab.adapt.quantized import QuantizedLinear
 from trimtab.adapt.spec import DEFAULT, LoraSettings
 from trimtab.facts.errors import ModelError, RecipeError
-from trimtab.kernels.triton_here import runs_triton
+from trimtab.kernels.triton_support import runs_triton
 
 HEAD = ("lm_head",)
-"""Output heads stay as they are: their error goes straight into the logits."""
+"""Output heads are not changed: their error would go directly into the logits."""
 
 
 def quantize_linears(model: nn.Module, kind: str = "nf4", *, skip: Sequence[str] = HEAD) -> nn.Module:
-    """Replaces every `nn.Linear` by a quantized layer under the same name, in place; their weights are frozen.
+    """Replaces every `nn.Linear` by a quantized layer of the same name, in place; their weights are frozen.
 
     Args:
         model: any torch model with its weights.
         kind: "nf4" or "int8".
-        skip: layers to leave as they are, by path or by the last part of it.
+        skip: layers to leave unchanged, by path or its last component.
 
     Example:
         >>> import torch
@@ -33,7 +33,7 @@ def quantize_linears(model: nn.Module, kind: str = "nf4", *, skip: Sequence[str]
     """
     found = _layers(model, (nn.Linear,), skip=skip)
     if not found:
-        raise ModelError("the model has no linear layer to quantize", "give another skip, or another model")
+        raise ModelError("the model has no linear layer to quantize", "change skip, or use another model")
     for name, layer in found:
         assert isinstance(layer, nn.Linear)
         device = layer.weight.device
@@ -46,10 +46,10 @@ def quantize_linears(model: nn.Module, kind: str = "nf4", *, skip: Sequence[str]
             impl="triton" if runs_triton(device) else "reference",
             device=device,
         )
-        made.take(layer.weight.detach())
+        made.set_weight(layer.weight.detach())
         if made.bias is not None:
             made.bias.data.copy_(layer.bias.detach())
-        _put(model, name, made.train(layer.training))
+        _set_module(model, name, made.train(layer.training))
     return model
 
 
@@ -61,14 +61,14 @@ def add_lora(
     adapter: str = DEFAULT,
     seed: int = 0,
 ) -> nn.Module:
-    """Puts a LoRA adapter on linear and quantized layers, in place: it is active and trainable, all else is frozen.
+    """Adds a LoRA adapter to linear and quantized layers, in place: it is active and trainable, all else is frozen.
 
     Args:
         model: any torch model.
-        settings: rank, alpha, DoRA; `target_modules` are last parts of layers' names, or "all-linear".
-        skip: layers to leave as they are, by path or by the last part of it.
+        settings: rank, alpha, DoRA; `target_modules` are last components of layers' names, or "all-linear".
+        skip: layers to leave unchanged, by path or its last component.
         adapter: its name.
-        seed: of the first weights.
+        seed: seed of the initial weights.
 
     Example:
         >>> model = add_lora(nn.Sequential(nn.Linear(8, 8)), LoraSettings(r=2))
@@ -79,7 +79,7 @@ def add_lora(
     for key in ("lora_dropout", "rank_pattern", "alpha_pattern", "modules_to_save"):
         if getattr(settings, key):
             raise RecipeError(
-                f"{key} needs a model of trimtab's own", "leave it out, or use trimtab.load and add_adapters"
+                f"{key} requires a trimtab decoder", "omit it, or use trimtab.load and add_adapters"
             )
     wanted = settings.target_modules
     names = None if isinstance(wanted, str) else set(wanted)
@@ -89,7 +89,9 @@ def add_lora(
         if names is None or name.rpartition(".")[2] in names
     ]
     if not found:
-        raise ModelError(f"the model has no layer for target_modules {wanted!r}", "name linear layers of it")
+        raise ModelError(
+            f"the model has no layer for target_modules {wanted!r}", "name linear layers of the model"
+        )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for name, layer in found:
@@ -101,7 +103,7 @@ def add_lora(
         adapted.active = (adapter,)
         for parameter in adapted.own_parameters(adapter).values():
             parameter.requires_grad_(True)
-        _put(model, name, adapted)
+        _set_module(model, name, adapted)
     return model
 
 
@@ -115,6 +117,6 @@ def _layers(
     ]
 
 
-def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
+def _set_module(model: nn.Module, name: str, layer: nn.Module) -> None:
     above, _, last = name.rpartition(".")
     setattr(model.get_submodule(above), last, layer)

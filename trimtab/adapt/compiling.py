@@ -1,9 +1,9 @@
-"""Blocks compiled as regions: one program for all layers alike, whole graphs, lengths left open.
+"""Regional compilation of blocks: one graph shared by identical layers, full graphs, dynamic lengths.
 
-A region is a block. Its parameters are arguments of the compiled program, so layers that compute alike share one: a
-model of 32 layers compiles as long as one of two. Whatever differs between layers (a window, a recompute policy)
-makes a program of its own. Regions run in training only: measuring and generating meet many lengths once, and go
-through the plain blocks.
+A region is a block. Its parameters are inputs of the compiled graph, so identical layers share one: a model of 32
+layers compiles as long as one of two. Layers that differ (in a sliding window, a recompute policy) are compiled
+separately. Regions run in training only: evaluation and generation have many different lengths and use the eager
+blocks.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import torch
 from torch import _dynamo as dynamo
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from trimtab.adapt.recompute import compiled, uncompiled
+from trimtab.adapt.recompute import compile_block, eager_blocks
 from trimtab.model.decoder import Decoder
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-MOST_PROGRAMS = 64
-"""Of one block, before torch stops with an error: policies × windows × lengths that are 0 or 1 or neither."""
+MAX_GRAPHS = 64
+"""Recompile limit per block, after which torch raises: policies × windows × lengths of 0, 1 or more."""
 
 
 def compile_regions(decoder: Decoder, *, dynamic: bool = True, backend: str = "inductor") -> Decoder:
-    """Compiles each block as one graph without breaks; nothing is compiled before the first training step.
+    """Compiles each block as one graph without breaks; compilation happens in the first training step.
 
-    Changes no parameter and no name, and nothing for those who run the decoder without gradients. Where a block
-    cannot be traced whole, the first step raises torch's own error instead of running slowly.
+    Changes no parameter and no name, and nothing for a decoder that runs without gradients. If a block cannot be traced
+    as a full graph, the first step raises torch's own error instead of running slowly.
 
     Args:
-        decoder: after adapters and recompute policies, which are compiled with it.
-        dynamic: whether one program serves all lengths; False makes a program, a little faster, for each.
+        decoder: with adapters and recompute policies, which are compiled too.
+        dynamic: whether one graph handles all lengths; False compiles a slightly faster one per length.
         backend: "inductor" generates kernels; "aot_eager" only traces, for tests.
 
     Example:
@@ -44,16 +44,16 @@ def compile_regions(decoder: Decoder, *, dynamic: bool = True, backend: str = "i
     """
     use_cache_folder()
     if dynamic:
-        # A batch as long as the model is wide would else be taken for a length that is always so, and compiled alone.
+        # Otherwise a length equal to the hidden size would be specialized as a constant and compiled separately.
         torch.fx.experimental._config.use_duck_shape = False
-    # Epsilons and the scales of adapters are constants; left open, torch 2.13 mislays them between nested graphs.
+    # Epsilons and LoRA scales are constants; as dynamic values torch 2.13 loses them between nested graphs.
     dynamo.config.specialize_float = True
-    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MOST_PROGRAMS)
-    # Said of every policy that keeps some operations; ours are tested to give the plain layer's gradients.
+    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MAX_GRAPHS)
+    # Logged for every selective policy; trimtab's are tested to give the eager layer's gradients.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_of_in_place_operations)
     compiler = partial(torch.compile, fullgraph=True, dynamic=dynamic, backend=backend)
-    # A plain list: a module in it is not registered again, and no name changes.
-    decoder.regions = [compiled(block, compiler) for block in decoder.model.layers]
+    # A plain list, so that modules are not registered again and no name changes.
+    decoder.regions = [compile_block(block, compiler) for block in decoder.model.layers]
     return decoder
 
 
@@ -62,13 +62,13 @@ def _not_of_in_place_operations(record: logging.LogRecord) -> bool:
 
 
 def use_cache_folder(parent: Path | None = None) -> Path:
-    """Sends compiled code to a folder of this source's own, unless the user named another; returns the folder.
+    """Sets torch's compile cache to a folder specific to this source, unless the user set another; returns the folder.
 
-    torch's default, which it may have named itself by now, is a folder in the shared temporary directory, emptied when
+    torch's default, which it may have set itself already, is in the shared temporary directory, which is emptied when
     the machine starts.
 
     Args:
-        parent: where that folder is; by default in the user's cache.
+        parent: parent of that folder; by default the user's cache.
     """
     named = os.environ.get(CACHE_VARIABLE)
     if not named or named == default_cache_dir():
@@ -79,8 +79,8 @@ def use_cache_folder(parent: Path | None = None) -> Path:
 
 @cache
 def source_key() -> str:
-    """A name for this very source. torch finds compiled code by the names of operators, and code of an earlier version
-    of ours, which means something else by them, must not be found.
+    """A hash of trimtab's source. torch keys compiled code by operator names, and code of an earlier version, whose
+    operators differ, must not be reused.
 
     Example:
         >>> len(source_key())
@@ -93,7 +93,7 @@ def source_key() -> str:
 
 
 def compilations() -> tuple[int, float]:
-    """(programs, seconds): how many graphs torch has compiled in this process, and how long that took.
+    """Returns (graphs, seconds): the number of graphs that torch has compiled in this process, and the time.
 
     Example:
         >>> compilations()  # doctest: +SKIP
@@ -104,21 +104,21 @@ def compilations() -> tuple[int, float]:
 
 
 class Regions:
-    """The compiled blocks of a decoder as a training loop asks of them."""
+    """The compiled blocks of a decoder, as a training loop uses them."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
 
-    def so_far(self) -> tuple[int, float]:
+    def compilations(self) -> tuple[int, float]:
         """`compilations`."""
         return compilations()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, the plain blocks run: hooks on their parts may look at numbers."""
+        """Runs the eager blocks inside, so that hooks on their modules work."""
         regions, self.decoder.regions = self.decoder.regions, None
         try:
-            with uncompiled(self.decoder):
+            with eager_blocks(self.decoder):
                 yield
         finally:
             self.decoder.regions = regions

@@ -1,16 +1,16 @@
-"""Adapted layers of one input in one operator: q, k and v together, gate and up together, or one alone.
+"""LoRA layers that share an input, in one operator: q, k and v, gate and up, or a single layer.
 
     H = X·[A₁; A₂; …]ᵀ          yᵢ = X·Wᵢᵀ + sᵢ · Hᵢ·Bᵢᵀ
 
     dH = [s₁·dy₁·B₁, s₂·dy₂·B₂, …]      d[A₁; A₂; …] = dHᵀ·X      dBᵢ = sᵢ · dyᵢᵀ·Hᵢ      dX = Σ dyᵢ·Wᵢ + dH·[A₁; A₂; …]
 
-Against the layers one by one: x is read once for all A and once for their gradients, and dX is added up in place
-instead of in five tensors. What an adapter gives is written first and the large product is added to it. That product
-adds in fp32 and rounds once, and it reads what is there while it computes, not in a pass of its own. Frozen weights may
-be packed; then each is dequantized into the shared workspace, multiplied and forgotten (one that is kept unpacked as
-well comes here as a plain one). Kept for the backward pass: x and H. Products run in x's format; A and B, usually fp32,
-are cast as they are used, and their gradients come out of the products in their own format: on a GPU never rounded to
-16 bits, and in no pass of their own.
+Compared with separate layers: x is read once for all A and once for their gradients, and dX is accumulated in place
+instead of in five tensors. The adapter's output is written first and the large product is added to it. That product
+accumulates in fp32 and rounds once, and it reads the previous output while it computes, not in a separate pass. Frozen
+weights may be packed; then each is dequantized into the shared workspace, multiplied and discarded (one with a
+dequantized copy is passed as a plain weight). Saved for the backward pass: x and H. Products run in x's dtype; A and B,
+usually fp32, are cast as they are used, and their gradients are written by the products in their own dtype: on a GPU
+never rounded to 16 bits, and without a separate pass.
 """
 
 # N tokens, I input features, O output features, R rank (of all layers together in H)
@@ -48,24 +48,24 @@ class Part:
 
     @staticmethod
     def plain(weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scaling: float) -> Part:
-        """Of an ordinary weight."""
+        """The part of a plain, unquantized weight."""
         return Part((weight_OI,), Packing.plain(*weight_OI.shape).text, a_RI, b_OR, scaling)
 
 
 def lora_group(x: torch.Tensor, parts: Sequence[Part], *, outputs_unused: bool = False) -> list[torch.Tensor]:
-    """Each layer's output [..., Oᵢ] of one x [..., I], in x's format; differentiable in x and all A and B.
+    """Each layer's output [..., Oᵢ] for one x [..., I], in x's dtype; differentiable in x and all A and B.
 
     Args:
         x: any shape whose last size is I.
         parts: the layers.
-        outputs_unused: whether the caller only wants saved for the backward pass what it reads, as a recomputation
-            does: then the products with the frozen weights are skipped, and the outputs must not be read.
+        outputs_unused: whether the call only saves tensors for the backward pass, as in a recomputation: then the
+            products with the frozen weights are skipped, and the outputs must not be read.
     """
     packed = [tensor for part in parts for tensor in part.packed if tensor is not None]
     texts = ";".join(part.text for part in parts)
     a, b = [part.a_RI for part in parts], [part.b_OR for part in parts]
     scales = [part.scaling for part in parts]
-    # Outside the operator, so that a recomputation can repeat it without the products of the frozen weights.
+    # Outside the operator, so that a recomputation can run it without the products of the frozen weights.
     with torch.no_grad(), with_factor("adapter_a"):
         h_NR = x.reshape(-1, x.shape[-1]) @ _stacked(a, x.dtype).t()
     outputs: list[torch.Tensor] = torch.ops.trimtab.lora_group(
@@ -78,10 +78,10 @@ _NAMED = {PLAIN: 1, "int8": 2}
 
 
 def _weights(packed: list[torch.Tensor], texts: str) -> Iterator[tuple[Packing, Packed]]:
-    """The packed tensors of each layer, padded with None to the operators' number."""
+    """The packed tensors of each layer, padded with None to the operators' number of arguments."""
     start = 0
     for text in texts.split(";"):
-        packing = Packing.read(text)
+        packing = Packing.from_text(text)
         count = _NAMED.get(packing.kind, NUM_PACKED if packing.nested_block else 3)
         tensors = packed[start : start + count]
         start += count
@@ -89,22 +89,22 @@ def _weights(packed: list[torch.Tensor], texts: str) -> Iterator[tuple[Packing, 
 
 
 def _stacked(factors_RI: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """All A of a group as one matrix, in the format of the products."""
+    """All A of a group concatenated to one matrix, in the compute dtype."""
     if len(factors_RI) == 1:
         return factors_RI[0].to(dtype)
-    # Autocast refuses to put together what is bf16 where products are fp16.
+    # Autocast to fp16 refuses to concatenate bf16 tensors.
     if factors_RI[0].dtype != torch.float32:
         factors_RI = [factor_RI.to(dtype) for factor_RI in factors_RI]
     return torch.cat(factors_RI).to(dtype)
 
 
 def _scaled(tensor: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
-    """scaling · tensor in another format, in one pass; rounded in the tensor's own first, as two passes would."""
+    """scaling · tensor in another dtype, in one pass; rounded in the tensor's own dtype first, as two passes would."""
     return torch.mul(tensor, scaling, out=torch.empty_like(tensor, dtype=dtype))
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """left · right in another format; what a GPU adds up in fp32 is fp32 without a pass of its own."""
+    """left · right in another dtype; a GPU's fp32 accumulator is written as fp32 without a separate pass."""
     if left.is_cuda and dtype == torch.float32 and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
@@ -148,7 +148,7 @@ def _gradient(
     texts: str,
     wants_dx: bool,
 ) -> list[torch.Tensor]:
-    """dx (empty where nobody asks), then all dA in one matrix, then each dB."""
+    """Returns dx (empty where not wanted), then all dA in one matrix, then each dB."""
     x_NI = x.reshape(-1, x.shape[-1])
     dy_GNO = [grad.reshape(x_NI.shape[0], -1) for grad in dy]
     dh_NR = torch.empty_like(h_NR)
@@ -182,7 +182,7 @@ _library.impl("lora_group_gradients", _gradient, "CompositeExplicitAutograd")
 def _(
     x: torch.Tensor, h: Any, packed: Any, a: Any, b: Any, scales: Any, texts: str, outputs_unused: bool
 ) -> list[torch.Tensor]:
-    sizes = [Packing.read(text).out_features for text in texts.split(";")]
+    sizes = [Packing.from_text(text).out_features for text in texts.split(";")]
     return [x.new_empty((*x.shape[:-1], size)) for size in sizes]
 
 
@@ -205,7 +205,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None
 
 
 def _backward(ctx: Any, grads: list[torch.Tensor]) -> Any:
-    """All of it, H's part included: H itself is handed in as a number without a gradient."""
+    """The complete backward, including H's: H is passed as a constant without a gradient."""
     x, h_NR, *tensors = ctx.saved_tensors
     num_packed, num = ctx.counts
     packed, a, b = tensors[:num_packed], tensors[num_packed : num_packed + num], tensors[num_packed + num :]
@@ -213,7 +213,7 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> Any:
     dx, da_RI, *db = torch.ops.trimtab.lora_group_gradients(
         list(grads), x, h_NR, packed, a, b, ctx.scales, ctx.texts, wants_dx
     )
-    da = list(da_RI.split([factor.shape[0] for factor in a]))  # rows of one matrix, each a tensor of its own
+    da = list(da_RI.split([factor.shape[0] for factor in a]))  # rows of one matrix, as separate tensors
     frozen = [None] * num_packed
     return dx if wants_dx else None, None, frozen, da, db, None, None, None
 

@@ -1,11 +1,11 @@
-"""Low-rank adapters on a decoder: added, named, switched, initialized.
+"""LoRA adapters of a decoder: add, list, switch, initialize.
 
     add_adapters(decoder, LoraSettings(r=16))       on the meta device too
     load_weights(decoder, "my-model")
     init_adapters(decoder, seed=0)
     use_adapters(decoder, "default")
 
-No name of the model changes; see `lora_layers`.
+The model's parameter names do not change; see `lora_layers`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import nn
 from trimtab.adapt import targets
 from trimtab.adapt.lora_dropout import Masks
 from trimtab.adapt.lora_layers import LoRAEmbedding, LoRALinear
+from trimtab.adapt.saved_modules import drop_modules, resolve_modules, switch_modules
 from trimtab.adapt.spec import DEFAULT, LoraSettings, Target, check_trainable, resolve
-from trimtab.adapt.spec_quantized import check_whole
-from trimtab.adapt.whole import choose_whole, drop_whole, switch_whole
+from trimtab.adapt.spec_quantized import check_not_quantized
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.model.decoder import Decoder
 
@@ -28,15 +28,15 @@ __all__ = ["LoRAEmbedding", "LoRALinear", "add_adapters", "init_adapters", "use_
 
 
 def add_adapters(decoder: Decoder, settings: LoraSettings, *, adapter: str = DEFAULT) -> Decoder:
-    """Put adapters on a decoder, active and trainable, everything else frozen; on any device, meta included.
+    """Adds adapters to a decoder, active and trainable, everything else frozen; on any device, including meta.
 
-    No name of the model changes. The adapters' numbers are undefined until `init_adapters` or `load_adapter`. Called
-    again with another name it adds a second adapter beside the first.
+    The model's parameter names do not change. The adapters are uninitialized until `init_adapters` or `load_adapter`.
+    Another call with another name adds a second adapter.
 
-    Settings that cannot be trained are refused; an adapter that is only used comes through `load_adapter`.
+    Raises for settings that cannot be trained; use `load_adapter` for an adapter that is only used.
 
     Args:
-        decoder: from `build`, quantized layout and all.
+        decoder: from `build`, quantized or not.
         settings: which modules, rank, alpha and so on.
         adapter: its name.
 
@@ -46,28 +46,28 @@ def add_adapters(decoder: Decoder, settings: LoraSettings, *, adapter: str = DEF
         >>> init_adapters(decoder, seed=0)  # doctest: +SKIP
     """
     check_trainable(decoder.shape, settings)
-    return place_adapters(decoder, settings, adapter)
+    return attach_adapters(decoder, settings, adapter)
 
 
-def place_adapters(decoder: Decoder, settings: LoraSettings, adapter: str) -> Decoder:
-    """`add_adapters`, of an adapter that may be one to use and not to train."""
+def attach_adapters(decoder: Decoder, settings: LoraSettings, adapter: str) -> Decoder:
+    """`add_adapters` without the check that the adapter can be trained."""
     if not adapter.replace("-", "_").isidentifier():
         raise RecipeError(f"{adapter!r} cannot be an adapter's name", "use letters, digits, - and _")
     if hasattr(nn.ParameterDict(), adapter) or hasattr(nn.ModuleDict(), adapter):
         raise RecipeError(
-            f"{adapter!r} is a word of torch's own and no adapter's name", "give it another name"
+            f"{adapter!r} is reserved by torch and cannot be an adapter's name", "give it another name"
         )
     if adapter in adapter_names(decoder):
-        raise RecipeError(f"the model has an adapter {adapter} already", "give this one another name")
+        raise RecipeError(f"the model already has an adapter {adapter}", "give this one another name")
     for target in resolve(decoder.shape, settings):
-        _adapted(decoder, target).add(adapter, settings, r=target.r, scaling=target.scaling)
+        _get_or_attach(decoder, target).add(adapter, settings, r=target.r, scaling=target.scaling)
     use_adapters(decoder, adapter)
     train_only(decoder, adapter, settings)
     return decoder
 
 
-def _adapted(decoder: Decoder, target: Target) -> LoRALinear | LoRAEmbedding:
-    """The adapted layer at a target's place, put there if it is not yet."""
+def _get_or_attach(decoder: Decoder, target: Target) -> LoRALinear | LoRAEmbedding:
+    """The adapted layer of a target; replaces the plain one if necessary."""
     module = decoder.get_submodule(target.name)
     if isinstance(module, LoRALinear | LoRAEmbedding):
         return module
@@ -80,30 +80,30 @@ def _adapted(decoder: Decoder, target: Target) -> LoRALinear | LoRAEmbedding:
 
 
 def train_only(decoder: Decoder, adapter: str, settings: LoraSettings) -> None:
-    """Freeze everything but one adapter and the modules it trains whole."""
+    """Freezes everything but one adapter and its fully trained modules."""
     for parameter in decoder.parameters():
         parameter.requires_grad_(False)
     whole = set(targets.select_modules(decoder.shape, settings.modules_to_save))
     found = dict(decoder.named_parameters())
     for name in whole:
         if name not in found:
-            check_whole(decoder.shape, [name])
+            check_not_quantized(decoder.shape, [name])
         found[name].requires_grad_(True)
     for layer in adapted_layers(decoder):
         for parameter in layer.own_parameters(adapter).values():
             parameter.requires_grad_(True)
 
 
-def remembered(decoder: nn.Module) -> Callable[[], None]:
-    """A function that puts back which adapters are in use now, and which parameters learn."""
+def remember_adapters(decoder: nn.Module) -> Callable[[], None]:
+    """Returns a function that restores the current active adapters and trainable parameters."""
     active, learning = active_adapters(decoder), [(p, p.requires_grad) for p in decoder.parameters()]
 
-    def put_back() -> None:
+    def restore() -> None:
         use_adapters(decoder, active)
         for parameter, learns in learning:
             parameter.requires_grad_(learns)
 
-    return put_back
+    return restore
 
 
 def adapted_layers(decoder: nn.Module) -> Iterator[LoRALinear | LoRAEmbedding]:
@@ -119,12 +119,12 @@ def adapter_names(decoder: nn.Module) -> list[str]:
 
 
 def active_adapters(decoder: nn.Module) -> list[str]:
-    """Names of the adapters that take part in the computation."""
+    """Names of the active adapters."""
     return list(dict.fromkeys(name for layer in adapted_layers(decoder) for name in layer.active))
 
 
 def use_adapters(decoder: nn.Module, names: str | Sequence[str]) -> None:
-    """Which adapters take part: one, several (their parts are added), or none with an empty list.
+    """Sets the active adapters: one, several (their outputs are summed), or none with an empty list.
 
     Example:
         >>> use_adapters(decoder, "french")  # doctest: +SKIP
@@ -132,7 +132,7 @@ def use_adapters(decoder: nn.Module, names: str | Sequence[str]) -> None:
     """
     wanted = (names,) if isinstance(names, str) else tuple(names)
     for name in wanted:
-        _check_there(decoder, name)
+        _check_adapter(decoder, name)
         if wanted.count(name) > 1:
             raise RecipeError(f"adapter {name} is named {wanted.count(name)} times", "name each one once")
     chosen = [
@@ -140,47 +140,47 @@ def use_adapters(decoder: nn.Module, names: str | Sequence[str]) -> None:
     ]
     for layer, active in chosen:
         if len(active) > 1 and any(layer.settings[name].use_dora for name in active):
-            raise RecipeError("adapters with DoRA cannot be added up", "use one at a time")
-    whole = choose_whole(decoder, wanted)
-    # Nothing is refused from here on: a refusal leaves the model as it was.
+            raise RecipeError("adapters with DoRA cannot be combined", "use one at a time")
+    whole = resolve_modules(decoder, wanted)
+    # Nothing raises from here on: an error leaves the model unchanged.
     for layer, active in chosen:
         layer.active = active
-    switch_whole(decoder, whole)
+    switch_modules(decoder, whole)
 
 
 def remove_adapter(decoder: nn.Module, adapter: str) -> None:
-    """Take an adapter off a model, and out of use."""
-    _check_there(decoder, adapter)
+    """Deactivates and removes an adapter."""
+    _check_adapter(decoder, adapter)
     use_adapters(decoder, [name for name in active_adapters(decoder) if name != adapter])
     for layer in adapted_layers(decoder):
         layer.remove(adapter)
-    drop_whole(decoder, adapter)
+    drop_modules(decoder, adapter)
 
 
 def init_adapters(decoder: Decoder, seed: int, *, adapter: str = DEFAULT) -> None:
-    """Fresh numbers for an adapter, a function of (seed, name): the model computes what it did before.
+    """Initializes an adapter from (seed, name); the model's output does not change.
 
-    After the weights are loaded: DoRA's lengths are taken from them.
+    Call it after the weights are loaded: DoRA's magnitudes are computed from them.
     """
-    _check_there(decoder, adapter)
+    _check_adapter(decoder, adapter)
     for layer in adapted_layers(decoder):
         if adapter in layer.settings:
             layer.reset(adapter, seed)
 
 
-def _check_there(decoder: nn.Module, adapter: str) -> None:
+def _check_adapter(decoder: nn.Module, adapter: str) -> None:
     there = adapter_names(decoder)
     if adapter not in there:
-        raise RecipeError(f"the model has no adapter {adapter}", f"there are {', '.join(there) or 'none'}")
+        raise RecipeError(f"the model has no adapter {adapter}", f"it has {', '.join(there) or 'none'}")
 
 
 def trained_parameters(decoder: nn.Module) -> dict[str, nn.Parameter]:
-    """What is trained, by name."""
+    """The trainable parameters, by name."""
     return {name: p for name, p in decoder.named_parameters() if p.requires_grad}
 
 
 def set_masks(decoder: Decoder, device: torch.device) -> Masks | None:
-    """The keys of the dropout masks, shared by all adapted layers; None where nothing is dropped."""
+    """Creates the dropout masks of all adapted layers and registers them; None without dropout."""
     layers = [layer for layer in adapted_layers(decoder) if isinstance(layer, LoRALinear)]
     if not any(settings.lora_dropout for layer in layers for settings in layer.settings.values()):
         return None
@@ -191,11 +191,11 @@ def set_masks(decoder: Decoder, device: torch.device) -> Masks | None:
 
 
 def check_finite(decoder: nn.Module, adapter: str = DEFAULT) -> None:
-    """ModelError if an adapter holds NaN or infinity."""
+    """Raises ModelError if an adapter contains NaN or infinity."""
     for layer in adapted_layers(decoder):
         for name, parameter in layer.own_parameters(adapter).items():
             if not bool(torch.isfinite(parameter).all()):
                 raise ModelError(
-                    f"adapter {adapter}: {layer.path}.{name} holds NaN or infinity",
+                    f"adapter {adapter}: {layer.path}.{name} contains NaN or infinity",
                     "use an earlier checkpoint",
                 )

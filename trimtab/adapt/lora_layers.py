@@ -1,7 +1,7 @@
-"""A layer with low-rank adapters, linear or embedding.
+"""LoRA layers: linear and embedding.
 
-An adapted layer stands at its layer's place and shares its parameters and buffers, so that no name of the model
-changes; its own are `lora_A.<adapter>.weight` and `lora_B.<adapter>.weight` below it, as in peft.
+An adapted layer replaces the base layer and shares its parameters and buffers, so that no name of the model changes;
+its own are `lora_A.<adapter>.weight` and `lora_B.<adapter>.weight`, as in peft.
 """
 
 # I input features, O output features, R rank
@@ -25,17 +25,17 @@ from trimtab.model.labels import with_factor
 
 
 class Adapted(nn.Module):
-    """A layer with adapters: shares the layer's own tensors under their own names."""
+    """A layer with adapters: shares the base layer's tensors under their own names."""
 
     def __init__(self, base: nn.Module, name: str) -> None:
         super().__init__()
-        assert not list(base.children()), f"{name} has modules below it"
-        # The same dictionaries, not copies: whoever moves, fills or shards a tensor here does so there.
+        assert not list(base.children()), f"{name} has submodules"
+        # The same dictionaries, not copies: moving, loading or sharding a tensor here also does so there.
         self._parameters = base._parameters
         self._buffers = base._buffers
         self._non_persistent_buffers_set = base._non_persistent_buffers_set
         self._load_state_dict_post_hooks = base._load_state_dict_post_hooks
-        # Not a child: a child's name would stand in front of its tensors'.
+        # Not a child module: its name would be a prefix of its tensors' names.
         object.__setattr__(self, "base", base)
         self.path = name
         self.active: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Adapted(nn.Module):
         self.mask_key_5: torch.Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """What is not here is the layer's: `in_features`, a quantized layer's `take`."""
+        """Forwards other attributes to the base layer: `in_features`, a quantized layer's `set_weight`."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -53,14 +53,14 @@ class Adapted(nn.Module):
             return getattr(self.__dict__["base"], name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """`to`, `to_empty` and the like: by the layer's own rules for its tensors, then the adapters."""
+        """`to`, `to_empty` etc.: applies the base layer's own `_apply` to its tensors, then the adapters."""
         self.__dict__["base"]._apply(fn)
         for child in self.children():
             child._apply(fn, recurse)
         return self
 
     def remove(self, adapter: str) -> None:
-        """Forget an adapter; nothing happens if there is none of this name."""
+        """Removes an adapter; no-op if there is none of this name."""
         for holder in self.children():
             assert isinstance(holder, nn.ModuleDict | nn.ParameterDict)
             if adapter in holder:
@@ -75,10 +75,10 @@ class Adapted(nn.Module):
 
 
 class LoRALinear(Adapted):
-    """y = W·x + b + Σ s·B·(A·x) over the active adapters; with DoRA the sum's rows are scaled to a learned length.
+    """y = W·x + b + Σ s·B·(A·x) over the active adapters; with DoRA the sum's rows are scaled to a learned magnitude.
 
     `base` is an `nn.Linear`, or any module with `in_features`, `out_features`, a differentiable `forward(x)` and
-    `dequantized()`: then that forward runs, and the adapter's part is added.
+    `dequantized()`: then that forward runs, and the adapter's output is added.
 
     Example:
         >>> layer = LoRALinear(nn.Linear(8, 4, bias=False), "up")
@@ -94,7 +94,7 @@ class LoRALinear(Adapted):
         self.lora_magnitude_vector = nn.ModuleDict()
 
     def add(self, adapter: str, settings: LoraSettings, *, r: int, scaling: float) -> None:
-        """One more adapter, its numbers still undefined, not yet active."""
+        """Adds an adapter, uninitialized and not active."""
         device = next(iter([*self._parameters.values(), *self._buffers.values()])).device  # type: ignore[union-attr]
         made = {"dtype": torch_dtype(settings.dtype), "device": device}
         self.lora_A[adapter] = _Factor((r, self.in_features), **made)
@@ -110,12 +110,12 @@ class LoRALinear(Adapted):
         )
 
     def magnitude(self, adapter: str) -> torch.Tensor:
-        """DoRA's length of each row, [O]."""
+        """DoRA's magnitude vector, [O]."""
         return cast(torch.Tensor, self.lora_magnitude_vector[adapter].weight)
 
     @torch.no_grad()
     def reset(self, adapter: str, seed: int) -> None:
-        """A uniform as peft draws it, B zero, so that the layer is what it was; DoRA's lengths those of W's rows."""
+        """Initializes A as peft does, B to zero (the output is unchanged), DoRA's magnitudes to W's row norms."""
         a_RI, b_OR = self.factors(adapter)
         bound = a_RI.shape[1] ** -0.5
         _draw(
@@ -123,10 +123,10 @@ class LoRALinear(Adapted):
         )
         b_OR.zero_()
         if adapter in self.lora_magnitude_vector:
-            self.magnitude(adapter).copy_(self.row_lengths(adapter))
+            self.magnitude(adapter).copy_(self.row_norms(adapter))
 
     def dense_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """W [O, I] in its own format, or as the layer multiplies with it in `dtype`."""
+        """W [O, I] in its own dtype, or as used in products in `dtype`."""
         base = self.__dict__["base"]
         if isinstance(base, nn.Linear):
             return base.weight if dtype is None else base.weight.to(dtype)
@@ -134,8 +134,8 @@ class LoRALinear(Adapted):
         return weight_OI
 
     @torch.no_grad()
-    def row_lengths(self, adapter: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """‖W + s·B·A‖ of each row, fp32 [O], without forming the sum; W as products in `dtype` see it.
+    def row_norms(self, adapter: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """‖W + s·B·A‖ of each row, fp32 [O], without materializing the sum; W as used in products in `dtype`.
 
         ‖w + s·b·A‖² = ‖w‖² + 2s · b·(A·w) + s² · b·(A·Aᵀ)·b
         """
@@ -152,34 +152,35 @@ class LoRALinear(Adapted):
         return (squares_O + (2 * s * cross_OR + s * s * own_OR).mul(b_OR).sum(1)).clamp(min=0).sqrt()
 
     def delta(self, adapter: str) -> torch.Tensor:
-        """s·B·A [O, I] in the adapter's format or wider: what merging adds to W (DoRA scales the sum as well)."""
+        """s·B·A [O, I] in the adapter's dtype or wider: what merging adds to W (DoRA also scales the sum)."""
         a_RI, b_OR = self.factors(adapter)
         wide = torch.promote_types(a_RI.dtype, torch.float32)
         return self.scaling[adapter] * (b_OR.to(wide) @ a_RI.to(wide))
 
     def effective_weight(self) -> torch.Tensor:
-        """W with the active adapters in it, [O, I] in W's format, differentiable in them: for a loss that takes a
-        matrix. Holds a second W. RecipeError while training with dropout: there is no input to drop."""
+        """W merged with the active adapters, [O, I] in W's dtype, differentiable in them: for a loss that needs a
+        matrix. Allocates a second W. Raises RecipeError while training with dropout, which has no input to drop
+        here."""
         weight_OI = self.dense_weight()
         for adapter in self.active:
-            if self._drop(adapter):
+            if self._dropout(adapter):
                 raise RecipeError(
-                    f"adapter {adapter} drops inputs of {self.path}, and the loss uses its matrix as a whole",
-                    "call decoder.eval() to use it; to train it, make it with lora_dropout=0",
+                    f"adapter {adapter} has dropout on the inputs of {self.path}, but the loss uses the merged matrix",
+                    "call decoder.eval() to use it; to train it, create it with lora_dropout=0",
                 )
             a_RI, b_OR = self.factors(adapter)
             factors = b_OR.to(weight_OI.dtype), a_RI.to(weight_OI.dtype)
             weight_OI = torch.addmm(weight_OI, *factors, alpha=self.scaling[adapter])
             if adapter in self.lora_magnitude_vector:
-                lengths_O = self.magnitude(adapter) / self.row_lengths(adapter)
-                weight_OI = weight_OI * lengths_O.to(weight_OI.dtype)[:, None]
+                scales_O = self.magnitude(adapter) / self.row_norms(adapter)
+                weight_OI = weight_OI * scales_O.to(weight_OI.dtype)[:, None]
         return weight_OI
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._run(x, output_unused=False)
 
     def save_only(self, x: torch.Tensor) -> torch.Tensor:
-        """Saves what the backward pass reads, as `forward` does; the values that it returns must not be read.
+        """Saves the same tensors for the backward pass as `forward`; the returned values must not be read.
 
         For recomputation: where the layer runs as one operator, the product with the frozen weight is skipped.
         """
@@ -194,9 +195,9 @@ class LoRALinear(Adapted):
         if len(self.active) == 1 and self.active[0] in self.lora_magnitude_vector:
             return self._dora(x, self.active[0])
         first, *others = self.active
-        p = self._drop(first)
-        if self.joins:
-            y = self._biased(lora_group(x, [self.part(x)], outputs_unused=output_unused)[0])
+        p = self._dropout(first)
+        if self.can_fuse:
+            y = self._add_bias(lora_group(x, [self.fused_part(x)], outputs_unused=output_unused)[0])
         elif isinstance(base, nn.Linear) and not p:
             a_RI, b_OR = self.factors(first)
             y = lora_linear(x, base.weight, base.bias, a_RI, b_OR, self.scaling[first])
@@ -207,61 +208,63 @@ class LoRALinear(Adapted):
         return y
 
     @property
-    def joins(self) -> bool:
-        """Whether this layer can be a part of a group; alone go those without an adapter or with several, with dropout
-        or DoRA."""
+    def can_fuse(self) -> bool:
+        """Whether this layer can be part of a fused group: it must have one active adapter, without dropout
+        and DoRA."""
         if len(self.active) != 1:
             return False
-        return self.active[0] not in self.lora_magnitude_vector and not self._drop(self.active[0])
+        return self.active[0] not in self.lora_magnitude_vector and not self._dropout(self.active[0])
 
-    def part(self, x: torch.Tensor) -> Part:
-        """This layer and its adapter as a part of a group that reads x, in the format it is read in."""
+    def fused_part(self, x: torch.Tensor) -> Part:
+        """This layer and its adapter as a part of a fused group with input x."""
         base, scaling = self.__dict__["base"], self.scaling[self.active[0]]
         if isinstance(base, QuantizedLinear):
             return Part(*base.operand(x), *self.factors(self.active[0]), scaling)
         return Part.plain(base.weight, *self.factors(self.active[0]), scaling)
 
-    def together(self, x: torch.Tensor, layers: tuple[nn.Module, ...]) -> list[torch.Tensor]:
-        """What each of these layers, of which this is the first, makes of x: in one operator where all of them can
-        be parts of it."""
-        joined = [layer for layer in layers if isinstance(layer, LoRALinear) and layer.joins]
+    def forward_group(self, x: torch.Tensor, layers: tuple[nn.Module, ...]) -> list[torch.Tensor]:
+        """The outputs of these layers, of which this is the first, for x: in one operator if all of them can be parts
+        of a fused group."""
+        joined = [layer for layer in layers if isinstance(layer, LoRALinear) and layer.can_fuse]
         if len(joined) < len(layers):
             return [layer(x) for layer in layers]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        outputs = lora_group(x, [layer.part(x) for layer in joined])
-        return [layer._biased(y) for layer, y in zip(joined, outputs, strict=True)]
+        outputs = lora_group(x, [layer.fused_part(x) for layer in joined])
+        return [layer._add_bias(y) for layer, y in zip(joined, outputs, strict=True)]
 
-    def _biased(self, y: torch.Tensor) -> torch.Tensor:
+    def _add_bias(self, y: torch.Tensor) -> torch.Tensor:
         bias_O = self.__dict__["base"].bias
         return y if bias_O is None else y + bias_O.to(y.dtype)
 
-    def _drop(self, adapter: str) -> float:
+    def _dropout(self, adapter: str) -> float:
         return self.settings[adapter].lora_dropout if self.training else 0.0
 
     def _add(self, y: torch.Tensor, x: torch.Tensor, adapter: str) -> torch.Tensor:
         a_RI, b_OR = self.factors(adapter)
-        return add_lora(y, x, a_RI, b_OR, self.scaling[adapter], p=self._drop(adapter), key_5=self.mask_key_5)
+        return add_lora(
+            y, x, a_RI, b_OR, self.scaling[adapter], p=self._dropout(adapter), key_5=self.mask_key_5
+        )
 
     def _dora(self, x: torch.Tensor, adapter: str) -> torch.Tensor:
-        """(m / ‖W + s·B·A‖) ⊙ (W·x + s·B·(A·x)) + b; the length is a constant to the backward pass, as in DoRA's
+        """(m / ‖W + s·B·A‖) ⊙ (W·x + s·B·(A·x)) + b; the norm is a constant in the backward pass, as in DoRA's
         section 4.3."""
         base = self.__dict__["base"]
         bias_O = base.bias
-        if isinstance(base, nn.Linear) and not self._drop(adapter):
+        if isinstance(base, nn.Linear) and not self._dropout(adapter):
             a_RI, b_OR = self.factors(adapter)
             y = lora_linear(x, base.weight, None, a_RI, b_OR, self.scaling[adapter])
         else:
             y = base(x) if bias_O is None else base(x) - bias_O.to(x.dtype)
             y = self._add(y, x, adapter)
         packed = isinstance(base, QuantizedLinear)
-        lengths_O = self.magnitude(adapter) / self.row_lengths(adapter, y.dtype if packed else None)
-        y = y * lengths_O.to(y.dtype)
+        scales_O = self.magnitude(adapter) / self.row_norms(adapter, y.dtype if packed else None)
+        y = y * scales_O.to(y.dtype)
         return y if bias_O is None else y + bias_O.to(y.dtype)
 
 
 class LoRAEmbedding(Adapted):
-    """Looked-up rows plus s·B·a, a the token's column of A [R, V], B [C, R]; names are peft's."""
+    """Embedding rows plus s·B·a, with a the token's column of A [R, V], B [C, R]; names are peft's."""
 
     def __init__(self, base: nn.Module, name: str) -> None:
         super().__init__(base, name)
@@ -269,7 +272,7 @@ class LoRAEmbedding(Adapted):
         self.lora_embedding_B = nn.ParameterDict()
 
     def add(self, adapter: str, settings: LoraSettings, *, r: int, scaling: float) -> None:
-        """One more adapter, its numbers still undefined, not yet active."""
+        """Adds an adapter, uninitialized and not active."""
         rows, width = self.num_embeddings, self.embedding_dim
         made = {"dtype": torch_dtype(settings.dtype), "device": self.weight.device}
         self.lora_embedding_A[adapter] = nn.Parameter(torch.empty(r, rows, **made))
@@ -278,13 +281,13 @@ class LoRAEmbedding(Adapted):
 
     @torch.no_grad()
     def reset(self, adapter: str, seed: int) -> None:
-        """A zero, B normal, as peft has it."""
+        """Initializes A to zero and B normally, as peft does."""
         self.lora_embedding_A[adapter].zero_()
         b_CR = self.lora_embedding_B[adapter]
         _draw(b_CR, seed, f"{self.path}.lora_embedding_B.{adapter}", lambda t, g: t.normal_(generator=g))
 
     def dense_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The table [V, C] in its own format, or in `dtype`."""
+        """The embedding [V, C] in its own dtype, or in `dtype`."""
         return self.weight if dtype is None else self.weight.to(dtype)
 
     def delta(self, adapter: str) -> torch.Tensor:
@@ -302,7 +305,7 @@ class LoRAEmbedding(Adapted):
 
 
 class _Factor(nn.Module):
-    """A weight below a name of its own: `lora_A.default.weight`."""
+    """A module with one weight, for the name `lora_A.default.weight`."""
 
     def __init__(self, dims: tuple[int, ...], **made: Any) -> None:
         super().__init__()
@@ -310,6 +313,6 @@ class _Factor(nn.Module):
 
 
 def _draw(tensor: torch.Tensor, seed: int, name: str, fill: Any) -> None:
-    """Random numbers that depend on (seed, name) alone, drawn in fp32 on the CPU."""
+    """Random values that depend only on (seed, name), drawn in fp32 on the CPU."""
     generator = torch.Generator().manual_seed(derive(seed, "lora", name))
     tensor.copy_(fill(torch.empty(tensor.shape, dtype=torch.float32), generator))

@@ -1,10 +1,10 @@
-"""y = W·x + s·B·(A·x) and its gradients, keeping nothing but x and A·x.
+"""y = W·x + s·B·(A·x) and its gradients; saves only x and A·x.
 
     dh = s · dy·B        dA = dhᵀ·x        dB = s · dyᵀ·h        dx = dy·W + dh·A
 
-All products run in the format of x: A and B, usually kept in fp32, are cast as they are used (they are thin) and the
-casts are not kept. dx is added up in place, so that no second [N, in] is held. With dropout the mask is computed
-again from its key in the backward pass, and neither it nor the dropped x is kept.
+All products run in x's dtype: A and B, usually fp32, are cast as they are used (they are thin) and the casts are not
+saved. dx is accumulated in place, so that no second [N, in] is allocated. With dropout the mask is recomputed from its
+key in the backward pass, and neither it nor the dropped x is saved.
 """
 
 # N tokens, I input features, O output features, R rank
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from trimtab.adapt.lora_dropout import drop
+from trimtab.adapt.lora_dropout import apply_dropout
 from trimtab.facts.errors import RecipeError
 from trimtab.model.labels import with_factor
 
 
 def _times_a(x_NI: torch.Tensor, a_RI: torch.Tensor) -> torch.Tensor:
-    """h [N, R] = x·Aᵀ in x's format."""
+    """h [N, R] = x·Aᵀ in x's dtype."""
     with with_factor("adapter_a"):
         return x_NI @ a_RI.to(x_NI.dtype).t()
 
@@ -34,7 +34,7 @@ def _plus_times_b(y_NO: torch.Tensor, h_NR: torch.Tensor, b_OR: torch.Tensor, sc
 
 
 class _Linear(torch.autograd.Function):
-    """The layer and its adapter in one, for a frozen weight [O, I]."""
+    """The layer and its adapter together, for a frozen weight [O, I]."""
 
     @staticmethod
     def forward(
@@ -70,7 +70,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Added(torch.autograd.Function):
-    """An adapter's part alone, added to the output `y` of a layer that has its own backward."""
+    """An adapter's output, added to the output `y` of a layer that has its own backward."""
 
     @staticmethod
     def forward(
@@ -94,7 +94,7 @@ class _Added(torch.autograd.Function):
 
 
 class _AddedDropped(torch.autograd.Function):
-    """`_Added` on an x of which a share `p` is dropped, the rest scaled up by 1 / (1 − p)."""
+    """`_Added` with dropout of probability `p` on x."""
 
     @staticmethod
     def forward(
@@ -108,9 +108,9 @@ class _AddedDropped(torch.autograd.Function):
         p: float,
     ) -> torch.Tensor:
         x_NI = x.reshape(-1, x.shape[-1])
-        h_NR = _times_a(drop(x_NI, key_5, p), a_RI)
+        h_NR = _times_a(apply_dropout(x_NI, key_5, p), a_RI)
         y_NO = _plus_times_b(y.reshape(-1, y.shape[-1]), h_NR, b_OR.to(x.dtype), scaling)
-        # Kept by value: the loop writes the next microbatch's key into the same tensor.
+        # Saved by value: the training loop writes the next microbatch's key into the same tensor.
         ctx.save_for_backward(x, a_RI, b_OR, h_NR, key_5.clone())
         ctx.scaling, ctx.p = scaling, p
         return y_NO.view(y.shape)
@@ -120,12 +120,12 @@ class _AddedDropped(torch.autograd.Function):
         x, a_RI, b_OR, h_NR, key_5 = ctx.saved_tensors
         dy_NO = grads[0].reshape(-1, grads[0].shape[-1])
         dh_NR = (dy_NO @ b_OR.to(dy_NO.dtype)).mul_(ctx.scaling)
-        dropped_NI = drop(x.reshape(-1, x.shape[-1]), key_5, ctx.p)
+        dropped_NI = apply_dropout(x.reshape(-1, x.shape[-1]), key_5, ctx.p)
         da_RI, db_OR = _factor_gradients(dropped_NI, h_NR, dy_NO, dh_NR, ctx.scaling)
-        del dropped_NI  # before two more of its size are made
+        del dropped_NI  # before two more of its size are allocated
         dx = None
         if ctx.needs_input_grad[1]:
-            dx = drop(dh_NR @ a_RI.to(dy_NO.dtype), key_5, ctx.p).view(x.shape)
+            dx = apply_dropout(dh_NR @ a_RI.to(dy_NO.dtype), key_5, ctx.p).view(x.shape)
         return grads[0], dx, da_RI.to(a_RI.dtype), db_OR.to(b_OR.dtype), None, None, None
 
 
@@ -143,7 +143,7 @@ def lora_linear(
     b_OR: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """A frozen linear layer with an adapter: [..., I] → [..., O] in x's format; differentiable in x, A and B.
+    """A frozen linear layer with an adapter: [..., I] → [..., O] in x's dtype; differentiable in x, A and B.
 
     Example:
         >>> x, weight, a, b = torch.ones(1, 4), torch.zeros(3, 4), torch.ones(2, 4), torch.ones(3, 2)
@@ -164,7 +164,7 @@ def add_lora(
     p: float = 0.0,
     key_5: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y + s·B·(A·x) for a y [..., O] that some layer made of x [..., I]; with `p` x is dropped first.
+    """y + s·B·(A·x) for a layer's output y [..., O] of x [..., I]; with dropout of `p` on x.
 
     Example:
         >>> add_lora(torch.zeros(1, 3), torch.ones(1, 4), torch.ones(2, 4), torch.ones(3, 2), 0.5)
@@ -173,7 +173,7 @@ def add_lora(
     if p:
         if key_5 is None:
             raise RecipeError(
-                "adapters with dropout need masks before the first step",
+                "adapters with dropout require masks before the first step",
                 "masks = trimtab.adapt.set_masks(decoder, device), then masks.set(seed, step, first_sequence, tokens) "
                 "before each",
             )

@@ -1,4 +1,4 @@
-"""Adapters merged into the weights they sit on: W ← W + s·B·A, or with DoRA m ⊙ (W + s·B·A) / ‖W + s·B·A‖."""
+"""Merges adapters into their base weights: W ← W + s·B·A, or with DoRA m ⊙ (W + s·B·A) / ‖W + s·B·A‖."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from trimtab.adapt.lora import LoRAEmbedding, LoRALinear, active_adapters, adapted_layers
 from trimtab.adapt.quantized import QuantizedLinear
-from trimtab.adapt.whole import forget_whole, replaced_modules
+from trimtab.adapt.saved_modules import discard_stored_modules, replaced_modules
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.model.building import torch_dtype
 from trimtab.model.decoder import Decoder
@@ -17,18 +17,18 @@ from trimtab.model.decoder import Decoder
 
 @dataclass(frozen=True)
 class Merged:
-    """What a merge did."""
+    """The result of a merge."""
 
     layers: int
     changed: int
-    """Numbers that differ from the base's in the format asked for."""
-    numbers: int
-    """All numbers of the layers that are adapted or replaced."""
+    """Elements that differ from the base's in the requested dtype."""
+    elements: int
+    """All elements of the adapted or replaced layers."""
 
 
 @torch.no_grad()
 def merged_weight(layer: LoRALinear | LoRAEmbedding) -> torch.Tensor:
-    """A layer's weight with its active adapters in it, computed in fp32 or wider."""
+    """A layer's weight merged with its active adapters, computed in fp32 or wider."""
     kept = layer._parameters.get("weight")
     wide = torch.promote_types(torch.float32 if kept is None else kept.dtype, torch.float32)
     weight = layer.dense_weight(wide)
@@ -42,19 +42,19 @@ def merged_weight(layer: LoRALinear | LoRAEmbedding) -> torch.Tensor:
 
 @torch.no_grad()
 def merge_adapters(decoder: Decoder, *, dtype: str) -> Merged:
-    """Replace every adapted or quantized layer by a plain one with the merged weight, in place.
+    """Replaces every adapted or quantized layer by a plain one with the merged weight, in place.
 
     Args:
         decoder: with the adapters to merge active.
-        dtype: the format in which the change must show: that in which the model will be saved.
+        dtype: the dtype in which the change must be visible: that of the saved model.
 
     Raises:
-        ModelError: a merged weight is not finite, or none differs from the base's in `dtype`: nothing is changed.
+        ModelError: a merged weight is not finite, or none differs from the base's in `dtype`; nothing is changed then.
     """
     if not active_adapters(decoder):
         raise RecipeError("there is no adapter to merge", "give a run trained with `lora`, or an adapter")
     layers = list(adapted_layers(decoder))
-    changed, numbers = _replaced(decoder, dtype)
+    changed, elements = _replaced(decoder, dtype)
     for layer in layers:
         merged = merged_weight(layer)
         base = layer.dense_weight(merged.dtype)
@@ -63,16 +63,18 @@ def merge_adapters(decoder: Decoder, *, dtype: str) -> Merged:
             raise ModelError(
                 f"the merged {layer.path} "
                 + (
-                    f"overflows in {dtype}" if bool(torch.isfinite(merged).all()) else "holds NaN or infinity"
+                    f"overflows in {dtype}"
+                    if bool(torch.isfinite(merged).all())
+                    else "contains NaN or infinity"
                 ),
                 "nothing was written; use an earlier checkpoint, or --dtype fp32",
             )
         changed += int((stored != base.to(torch_dtype(dtype))).sum())
-        numbers += stored.numel()
+        elements += stored.numel()
     if not changed:
         raise ModelError(
-            f"merging changes no weight in {dtype}: the adapter is untrained, or its changes are below that format's "
-            "last digit",
+            f"merging changes no weight in {dtype}: the adapter is untrained, or its changes are below that dtype's "
+            "precision",
             "nothing was written; train it further" + ("" if dtype == "fp32" else ", or give --dtype fp32"),
         )
     for layer in layers:
@@ -82,22 +84,22 @@ def merge_adapters(decoder: Decoder, *, dtype: str) -> Merged:
     ]
     for name, module in quantized:
         _replace(decoder, name, module.dequantized(torch.float32), module)
-    forget_whole(decoder)
-    return Merged(len(layers), changed, numbers)
+    discard_stored_modules(decoder)
+    return Merged(len(layers), changed, elements)
 
 
 def _replaced(decoder: Decoder, dtype: str) -> tuple[int, int]:
-    """Of modules that the adapters in use replace as a whole: numbers that differ in a format, and all of them."""
-    parameters, changed, numbers = dict(decoder.named_parameters()), 0, 0
+    """Elements of the modules fully replaced by active adapters: those that differ in a dtype, and all."""
+    parameters, changed, elements = dict(decoder.named_parameters()), 0, 0
     for name, base in replaced_modules(decoder).items():
         now, before = (tensor.to(torch_dtype(dtype)) for tensor in (parameters[name].data, base))
         changed += int((now != before.to(now.device)).sum())
-        numbers += now.numel()
-    return changed, numbers
+        elements += now.numel()
+    return changed, elements
 
 
 def _replace(decoder: Decoder, name: str, weight: torch.Tensor, base: nn.Module) -> None:
-    """A plain layer with this weight where an adapted one was."""
+    """Replaces an adapted layer by a plain one with this weight."""
     plain: nn.Module
     with torch.device("meta"):
         if isinstance(base, nn.Embedding):

@@ -1,8 +1,8 @@
-"""What layers keep, in the host's memory between the forward and the backward pass: inputs, dear results.
+"""Activation offloading to pinned host memory between forward and backward: layer inputs, expensive results.
 
-A tensor is copied to pinned memory by a stream of its own while the layer computes, and comes back while the layer
-above is in its backward pass. Those of at most two layers are on the device at once: of the one that makes or uses them
-and of the one whose are on their way. Nothing waits for the host.
+A tensor is copied to pinned memory on a separate stream while the layer computes, and copied back while the layer
+above is in its backward pass. At most two layers' tensors are on the device at once: those of the layer that produces
+or reads them, and those of the layer being copied. There is no synchronization with the host.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from trimtab.facts.units import format_bytes
 
 
 class HostStore:
-    """Keeps tensors in pinned host memory; `with store.keeping(x):` around the call that saves x.
+    """Offloads tensors to pinned host memory; `with store.offload_input(x):` around the call that saves x.
 
-    Buffers are used again from step to step. One store serves one decoder: what was put in last comes out first.
+    Buffers are reused from step to step. Each decoder has its own store, which is last in, first out.
 
     Example:
         >>> store = HostStore("cuda")                          # doctest: +SKIP
-        >>> with store.keeping(x):                             # doctest: +SKIP
+        >>> with store.offload_input(x):                             # doctest: +SKIP
         ...     y = checkpoint(layer, x, use_reentrant=False)  # doctest: +SKIP
     """
 
@@ -35,55 +35,55 @@ class HostStore:
         self._free: list[tuple[_Pinned, torch.cuda.Event | None]] = []
         self._layer: weakref.ref[_Layer] | None = None
         self.host_bytes = 0
-        """Pinned so far."""
+        """Bytes pinned so far."""
 
     @contextmanager
-    def keeping(self, x: torch.Tensor) -> Iterator[None]:
-        """Whatever is saved in here and is x goes to the host; everything else stays where it is."""
+    def offload_input(self, x: torch.Tensor) -> Iterator[None]:
+        """Offloads x if it is saved for the backward inside; other saved tensors stay on the device."""
         place = (x.data_ptr(), x.dtype, x.shape, x.stride())
-        kept: list[_Kept] = []  # x may be saved more than once; it travels once
+        kept: list[_OffloadedTensor] = []  # x may be saved more than once; it is copied once
 
         def pack(tensor: torch.Tensor) -> Any:
             if (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) != place:
                 return tensor
             if not kept:
-                kept.extend(self._put([tensor], self._next_layer()))
+                kept.extend(self._offload([tensor], self._next_layer()))
             return kept[0]
 
         def unpack(packed: Any) -> torch.Tensor:
-            return packed.get() if isinstance(packed, _Kept) else packed
+            return packed.get() if isinstance(packed, _OffloadedTensor) else packed
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
-    def settle(self) -> None:
-        """The device has done everything it was given: no copy is waited for any more."""
+    def clear_events(self) -> None:
+        """Drops the events of finished copies; call it when the device is idle."""
         self._free = [(buffer, None) for buffer, _ in self._free]
 
-    def join(self) -> None:
-        """The current stream waits for the copies to the host; those that come back are waited for by who uses them."""
+    def wait_for_copies(self) -> None:
+        """Makes the current stream wait for copies to the host; copies back are waited for where they are used."""
         torch.cuda.current_stream(self._out.device).wait_stream(self._out)
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> list[_Kept]:
-        """Sends more tensors of the layer whose input was kept last; `.get()` brings one back."""
+    def offload(self, tensors: Sequence[torch.Tensor]) -> list[_OffloadedTensor]:
+        """Offloads more tensors of the layer whose input was offloaded last; `.get()` copies one back."""
         layer = self._layer() if self._layer is not None else None
-        return self._put(tensors, layer or self._next_layer())
+        return self._offload(tensors, layer or self._next_layer())
 
     def _next_layer(self) -> _Layer:
         below = self._layer() if self._layer is not None else None
         if below is not None:
-            below.leave()  # any earlier, the device would wait for copies that have only just begun
+            below.free_device_copy()  # any earlier, the device would wait for copies that have just started
         layer = _Layer(below)
         self._layer = weakref.ref(layer)
         return layer
 
-    def _put(self, tensors: Sequence[torch.Tensor], layer: _Layer) -> list[_Kept]:
-        sent = [_Kept(self, x.detach(), layer) for x in tensors]
+    def _offload(self, tensors: Sequence[torch.Tensor], layer: _Layer) -> list[_OffloadedTensor]:
+        sent = [_OffloadedTensor(self, x.detach(), layer) for x in tensors]
         layer.members += [weakref.ref(kept) for kept in sent]
         return sent
 
-    def _take(self, num_bytes: int) -> _Pinned:
-        """A pinned buffer of at least so many bytes that no copy is using, or soon none will."""
+    def _acquire_buffer(self, num_bytes: int) -> _Pinned:
+        """A pinned buffer of at least this size that is free, or will be soon."""
         for i, (buffer, used) in enumerate(self._free):
             if buffer.num_bytes >= num_bytes:
                 del self._free[i]
@@ -95,10 +95,10 @@ class HostStore:
         return _Pinned(num_bytes)
 
     def _unpin_free(self) -> None:
-        """Unpins the free buffers, all of which are too small for what comes now.
+        """Unpins the free buffers, all of which are too small for the current request.
 
         Longer sequences need larger buffers. Runs with `group_by_length` begin with their longest microbatch, but a
-        resume within an epoch does not: without this, buffers of every size that it met would stay pinned.
+        resume within an epoch does not: without this, buffers of every size would stay pinned.
         """
         for buffer, used in self._free:
             if used is not None:
@@ -106,28 +106,28 @@ class HostStore:
             self.host_bytes -= buffer.num_bytes
         self._free.clear()
 
-    def _give(self, buffer: _Pinned, last_use: list[torch.cuda.Event]) -> None:
+    def _release_buffer(self, buffer: _Pinned, last_use: list[torch.cuda.Event]) -> None:
         self._free.append((buffer, last_use[-1] if last_use else None))
         self._free.sort(key=lambda entry: entry[0].num_bytes)
 
 
 class _Pinned:
-    """Host memory that a GPU copies to and from by itself, of just this size: torch's own pinned allocator takes the
-    next power of two, up to twice what a plan counts. On pages of its own: of a page that two buffers share, CUDA pins
-    only the first one's part and refuses the other's."""
+    """Host memory for asynchronous GPU copies, of exactly this size: torch's own pinned allocator rounds up to the
+    next power of two, up to twice what a plan counts. Page-aligned: if two buffers share a page, CUDA pins only the
+    first one's part and rejects the other's."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.tensor = torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)
-        self.tensor.zero_()  # by all threads; CUDA would bring in one page after another
+        self.tensor.zero_()  # multithreaded; CUDA would fault in one page after another
         runtime = torch.cuda.cudart()
         failed = int(runtime.cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
         if failed:
             raise ResourceError(
-                f"the host did not pin {format_bytes(num_bytes)} for recompute: offload (CUDA error {failed})",
-                "set recompute: block, or raise the limit of locked memory (ulimit -l)",
+                f"cannot pin {format_bytes(num_bytes)} of host memory for recompute: offload (CUDA error {failed})",
+                "set recompute: block, or raise the locked memory limit (ulimit -l)",
             )
-        # The tensor is held until then, so that the address is still its own.
+        # The tensor is referenced until then, so that its address stays valid.
         weakref.finalize(self, _unpin, self.tensor).atexit = False
 
 
@@ -136,39 +136,39 @@ def _unpin(tensor: torch.Tensor) -> None:
 
 
 class _Layer:
-    """What one layer sent, and the layer that sent before it. Each tensor holds its layer, and no layer its tensors."""
+    """A layer's offloaded tensors, and the layer below. Tensors reference their layer, not the other way round."""
 
     def __init__(self, below: _Layer | None) -> None:
         self.below = below
-        self.members: list[weakref.ref[_Kept]] = []
+        self.members: list[weakref.ref[_OffloadedTensor]] = []
 
-    def begin(self) -> None:
-        """This layer's backward pass begins: all of the next one's start their way back."""
+    def prefetch_below(self) -> None:
+        """This layer's backward pass starts: prefetches all tensors of the layer below."""
         below, self.below = self.below, None
-        for kept in [] if below is None else below.there():
+        for kept in [] if below is None else below.live_tensors():
             kept.fetch()
 
-    def leave(self) -> None:
-        """The device may forget all of this layer's."""
-        for kept in self.there():
-            kept.leave()
+    def free_device_copy(self) -> None:
+        """Frees the device copies of all tensors of this layer."""
+        for kept in self.live_tensors():
+            kept.free_device_copy()
 
-    def there(self) -> list[_Kept]:
-        """Those that autograd still holds."""
+    def live_tensors(self) -> list[_OffloadedTensor]:
+        """The tensors that autograd still references."""
         found = (member() for member in self.members)
         return [kept for kept in found if kept is not None]
 
 
-class _Kept:
-    """One tensor on its way to the host, there, or on its way back."""
+class _OffloadedTensor:
+    """An offloaded tensor: being copied to the host, there, or being copied back."""
 
     def __init__(self, store: HostStore, x: torch.Tensor, layer: _Layer) -> None:
         self._store, self._layer = store, layer
         self._device: torch.Tensor | None = x
-        """Here until the next layer begins, which is when the device may forget it, and again when fetched."""
-        self._buffer = store._take(x.numel() * x.element_size())
+        """The device copy: until the next layer starts, and again when fetched."""
+        self._buffer = store._acquire_buffer(x.numel() * x.element_size())
         flat = self._buffer.tensor[: x.numel() * x.element_size()].view(x.dtype)
-        # Laid out as it is on the device, the heads between the tokens say, so that one plain copy will do.
+        # With the device's strides (transposed heads, for instance), so that one contiguous copy is enough.
         dense = torch.ops.aten.is_non_overlapping_and_dense.default(x)
         self._host = flat.as_strided(x.shape, x.stride()) if dense else flat.view(x.shape)
         self._arrived = torch.cuda.Event()
@@ -179,21 +179,21 @@ class _Kept:
             self._host.copy_(x, non_blocking=True)
             self._arrived.record(stream)
         self._place = x.device
-        # The buffer is free when autograd has dropped this; copies still under way are waited for by the next user.
-        weakref.finalize(self, store._give, self._buffer, self._uses).atexit = False
+        # The buffer is free when autograd has released this; its next user waits for copies in flight.
+        weakref.finalize(self, store._release_buffer, self._buffer, self._uses).atexit = False
 
-    def leave(self) -> None:
-        """Frees the device's copy, once the host's is complete."""
+    def free_device_copy(self) -> None:
+        """Frees the device copy once the host copy is complete."""
         if self._device is not None:
             torch.cuda.current_stream(self._place).wait_event(self._arrived)
             self._device = None
 
     def fetch(self) -> None:
-        """Starts the way back."""
+        """Starts the copy back to the device."""
         if self._device is not None:
             return
         current, back = torch.cuda.current_stream(self._place), self._store._back
-        # Allocated on the stream that will use it; its memory may still be in use by work queued there.
+        # Allocated on the stream that will read it; its memory may still be in use by work queued there.
         self._device = torch.empty_like(self._host, device=self._place)
         back.wait_stream(current)
         with torch.cuda.stream(back):
@@ -203,12 +203,12 @@ class _Kept:
         self._uses.append(returned)
 
     def get(self) -> torch.Tensor:
-        """The tensor on the device; those of the layer below start their way back."""
+        """Returns the tensor on the device and prefetches those of the layer below."""
         self.fetch()
         if self._uses:
             torch.cuda.current_stream(self._place).wait_event(self._uses[-1])
-        self._layer.begin()
+        self._layer.prefetch_below()
         x = self._device
         assert x is not None
-        self._device = None  # autograd holds it from here on, as long as it needs it
+        self._device = None  # autograd references it from here on
         return x

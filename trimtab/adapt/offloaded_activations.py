@@ -1,7 +1,7 @@
 """Selective activation checkpointing whose saved activations are offloaded until the recomputation.
 
-Two dispatch modes for one checkpoint: the first sees an operator run and offloads its results to a store, the second
-returns them instead of running the operator. Both see operators below autograd, so that the recomputation builds the
+Two dispatch modes for one checkpoint: the first offloads the results of operators to a store, the second
+returns them instead of running the operator. Both dispatch below autograd, so that the recomputation builds the
 graph that the backward pass reads, around results that it did not compute.
 """
 
@@ -28,18 +28,18 @@ class OffloadedTensor(Protocol):
 class ActivationStore(Protocol):
     """Where activations are offloaded to (`offload.HostStore`)."""
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> Sequence[OffloadedTensor]:
+    def offload(self, tensors: Sequence[torch.Tensor]) -> Sequence[OffloadedTensor]:
         """Offloads tensors."""
 
 
 class _OffloadedResults:
-    """The results of one operator call: large tensors in the store, everything else as it is."""
+    """The results of one operator call: large tensors in the store, everything else unchanged."""
 
     def __init__(self, results: Any, store: ActivationStore) -> None:
         self.single, self.kind = isinstance(results, torch.Tensor), type(results)
         self.parts = [results] if self.single else list(results)
         large = [i for i, part in enumerate(self.parts) if _is_large(part)]
-        self.offloaded = dict(zip(large, store.send([self.parts[i] for i in large]), strict=True))
+        self.offloaded = dict(zip(large, store.offload([self.parts[i] for i in large]), strict=True))
         for i in large:
             self.parts[i] = None
 

@@ -1,8 +1,8 @@
-"""How a quantized weight [N, K] lies in its packed tensors: their names and shapes, and slices of its rows.
+"""The layout of a quantized weight [N, K] in packed tensors: their names and shapes, and slices of its rows.
 
-Where blocks do not span rows (INT8; NF4 if the block divides K) codes and scales have a row for each row of the weight,
+Where blocks do not span rows (INT8; NF4 if the block divides K) codes and scales have one row per row of the weight,
 so that rows can be sliced and sharded along dim 0. Otherwise they are flat. Scales are always bytes: fp32 ones are
-stored as four uint8 values each. So no cast of a model rounds them, nor does FSDP2's mixed precision.
+stored as four uint8 values each. So neither a cast of the model nor FSDP2's mixed precision rounds them.
 """
 
 # N output features, K input features
@@ -23,21 +23,21 @@ NAMES = ("codes", "scales", "quant_map", "nested_absmax", "nested_quant_map", "o
 """The packed tensors, in the operators' order. NF4 without double quantization has the first three, INT8 two."""
 
 ROW_NAMES = NAMES[:2]
-"""Those that are sliced by rows; the others are small tables that every slice needs whole."""
+"""Tensors that are sliced by rows; the others are small tables that every slice needs in full."""
 
 PLAIN = "plain"
-"""The kind of a weight that is an ordinary tensor [N, K], the first of the packed ones."""
+"""The kind of an unquantized weight, whose first packed tensor is the plain [N, K]."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a weight [N, K] lies in its packed tensors, and which code reads them.
+    """The packed layout of a weight [N, K], and the implementation that reads it.
 
     Example:
         >>> packing = Packing("nf4", 128, 64, block=64, nested_block=256, impl="reference")
         >>> packing.text
         'nf4 128 64 64 256 reference 0'
-        >>> Packing.read(packing.text) == packing
+        >>> Packing.from_text(packing.text) == packing
         True
     """
 
@@ -51,16 +51,16 @@ class Packing:
     impl: str
     """reference or triton; torch for a plain one."""
     first_block: int = 0
-    """Of a slice with nested scales: the number of its first block in the whole weight."""
+    """For a slice with nested scales: the index of its first block in the whole weight."""
 
     @staticmethod
     def plain(out_features: int, in_features: int) -> Packing:
-        """Of an ordinary tensor."""
+        """The packing of an unquantized weight."""
         return Packing(PLAIN, out_features, in_features, 0, 0, "torch")
 
     @property
     def text(self) -> str:
-        """One word per field: operators take strings, not objects."""
+        """One word per field, since operator arguments are strings, not objects."""
         fields = (
             self.kind,
             self.out_features,
@@ -74,7 +74,7 @@ class Packing:
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def read(text: str) -> Packing:
+    def from_text(text: str) -> Packing:
         """The inverse of `text`."""
         kind, out_features, in_features, block, nested_block, impl, first_block = text.split()
         sizes = (int(out_features), int(in_features), int(block), int(nested_block))
@@ -87,11 +87,11 @@ class Packing:
 
     @property
     def by_rows(self) -> bool:
-        """Whether each row of the weight has codes and scales of its own."""
+        """Whether blocks do not span rows, so that each row has its own codes and scales."""
         return self.kind != "nf4" or self.in_features % self.block == 0
 
     def rows(self, start: int, stop: int) -> Packing:
-        """Of the rows `start` to `stop` alone.
+        """The packing of rows `start` to `stop`.
 
         Example:
             >>> Packing("nf4", 8, 128, 64, 256, "reference").rows(3, 8).text
@@ -104,7 +104,7 @@ class Packing:
 
 
 def check_rows(packing: Packing, name: str) -> None:
-    """RecipeError for a layer whose rows cannot be sliced, as sharding does, since blocks span them.
+    """Raises RecipeError for a layer whose rows cannot be sliced or sharded, since blocks span them.
 
     Example:
         >>> check_rows(Packing("nf4", 8, 128, 64, 256, "reference"), "model.layers.0.mlp.up_proj")
@@ -154,7 +154,7 @@ def tensor_sizes(packing: Packing) -> dict[str, tuple[tuple[int, ...], torch.dty
 
 
 def packed_tensors(weight: NF4Weight | Int8Tensor) -> dict[str, torch.Tensor]:
-    """A quantized weight's tensors by the names that they have in a layer; fp32 scales as bytes."""
+    """A quantized weight's tensors by their names in a layer; fp32 scales as bytes."""
     if isinstance(weight, Int8Tensor):
         found = {"codes": weight.codes, "scales": weight.scale}
     else:

@@ -1,4 +1,4 @@
-"""Adapters in peft's files: written so that peft loads them, read wherever peft wrote them."""
+"""Saves adapters in peft's format, and loads adapters that peft saved."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from safetensors.torch import load_file
 from trimtab.adapt import targets
 from trimtab.adapt.lora import (
     adapted_layers,
-    place_adapters,
-    remembered,
+    attach_adapters,
+    remember_adapters,
     remove_adapter,
     use_adapters,
 )
 from trimtab.adapt.peft_config import (
     AdapterFolder,
     config_of,
-    fitted,
+    fit_to_model,
     is_base_copy,
-    one_matrix,
-    other_base,
+    other_base_error,
     plain_name,
     read_adapter_folder,
+    tied_embedding_error,
 )
 from trimtab.adapt.peft_reading import BASE_KEY, CONFIG, PREFIX, WEIGHTS
+from trimtab.adapt.saved_modules import store_modules
 from trimtab.adapt.spec import DEFAULT, LoraSettings
-from trimtab.adapt.whole import keep_whole
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.facts.files import write_json
@@ -61,9 +61,9 @@ def own_tensors(decoder: Decoder, adapter: str = DEFAULT) -> dict[str, torch.nn.
 
 
 def stored_tensors(decoder: Decoder, adapter: str = DEFAULT) -> dict[str, torch.Tensor]:
-    """Everything that an adapter's file holds, by the names there: its own tensors, and modules trained whole.
+    """All tensors of an adapter's file, by their names there: its own, and fully trained modules.
 
-    A tied head is stored beside the embedding, so that any version of peft replaces both.
+    A tied head is stored in addition to the embedding, so that every peft version replaces both.
     """
     settings = settings_of(decoder, adapter)
     tensors = {file_name(name, adapter): p.detach() for name, p in own_tensors(decoder, adapter).items()}
@@ -85,15 +85,15 @@ def save_adapter(
     revision: str | None = None,
     base: BaseWeights | None = None,
 ) -> list[Path]:
-    """Write adapter_config.json and adapter_model.safetensors into a folder that exists; the files written.
+    """Writes adapter_config.json and adapter_model.safetensors into an existing folder; returns the files.
 
     Args:
-        decoder: with the adapter on it, its whole modules in place.
-        folder: where to.
+        decoder: with the adapter, and its fully trained modules active.
+        folder: the destination.
         adapter: which one.
         base_name: the base's hub id or folder, for peft.
         revision: the base's commit.
-        base: source, revision and checksums, kept in the file's header for trimtab.
+        base: source, revision and checksums, stored in the file's header for trimtab.
     """
     folder = Path(folder)
     settings = settings_of(decoder, adapter)
@@ -104,7 +104,7 @@ def save_adapter(
     for name, tensor in stored.items():
         if not bool(torch.isfinite(tensor).all()):
             raise ModelError(
-                f"{name} holds NaN or infinity", "the training went wrong; save an earlier checkpoint"
+                f"{name} contains NaN or infinity", "the training went wrong; save an earlier checkpoint"
             )
     metadata = {"format": "pt"}
     if base is not None:
@@ -122,7 +122,7 @@ def save_adapter(
 
 
 def settings_of(decoder: Decoder, adapter: str = DEFAULT) -> LoraSettings:
-    """The settings an adapter was made with."""
+    """The settings of an adapter."""
     for layer in adapted_layers(decoder):
         if adapter in layer.settings:
             return layer.settings[adapter]
@@ -130,52 +130,52 @@ def settings_of(decoder: Decoder, adapter: str = DEFAULT) -> LoraSettings:
 
 
 def load_adapter(decoder: Decoder, folder: str | Path, *, adapter: str = DEFAULT) -> AdapterFolder:
-    """Put an adapter from peft's files on a decoder, beside others if it has some, and make it the active one.
+    """Loads an adapter from peft's files into a decoder, in addition to others, and makes it the active one.
 
     Raises:
-        ModelError: the files are missing, damaged, not LoRA, of another base, or hold NaN or infinity.
+        ModelError: the files are missing, damaged, not LoRA, of another base, or contain NaN or infinity.
     """
-    found = fitted(decoder.shape, read_adapter_folder(folder))
-    put_back = remembered(decoder)
-    place_adapters(decoder, found.settings, adapter)
+    found = fit_to_model(decoder.shape, read_adapter_folder(folder))
+    restore = remember_adapters(decoder)
+    attach_adapters(decoder, found.settings, adapter)
     try:
-        fill_adapter(decoder, found, adapter=adapter)
-    except ModelError:  # the model is as it was
+        copy_adapter_tensors(decoder, found, adapter=adapter)
+    except ModelError:  # leave the model unchanged
         remove_adapter(decoder, adapter)
-        put_back()
+        restore()
         raise
     use_adapters(decoder, adapter)
     return found
 
 
 @torch.no_grad()
-def fill_adapter(
+def copy_adapter_tensors(
     decoder: Decoder, found: AdapterFolder, *, adapter: str = DEFAULT, switchable: bool = True
 ) -> None:
-    """Copy an adapter's numbers from its file into a decoder that has its layers already.
+    """Copies an adapter's tensors from its file into a decoder that already has its layers.
 
-    Modules that it replaces as a whole are kept beside the model's own, to be switched (`use_adapters`); not
-    `switchable` overwrites them, which takes no memory.
+    Modules that it fully replaces are stored in addition to the model's own, to be switched (`use_adapters`); without
+    `switchable` they are overwritten, which takes no memory.
     """
     stored = {key.removeprefix(PREFIX): t for key, t in load_file(found.folder / WEIGHTS).items()}
     for key, tensor in stored.items():
         if not bool(torch.isfinite(tensor).all()):
             raise ModelError(
-                f"{found.folder / WEIGHTS}: {key} holds NaN or infinity",
-                "get the adapter again, or train it anew",
+                f"{found.folder / WEIGHTS}: {key} contains NaN or infinity",
+                "get the adapter again, or train it again",
             )
     own = own_tensors(decoder, adapter)
     keys = {file_name(name, adapter).removeprefix(PREFIX): name for name in own}
     for key, name in keys.items():
         if key not in stored:
-            raise ModelError(f"{found.folder / WEIGHTS} lacks {key}", "get the adapter again")
+            raise ModelError(f"{found.folder / WEIGHTS} has no {key}", "get the adapter again")
         _check_dims(found, key, stored[key], own[name])
         own[name].copy_(stored[key])
     rest = {plain_name(key): stored[key] for key in stored if key not in keys and not is_base_copy(key)}
     _check_base_copies(decoder, found, {plain_name(key): stored[key] for key in stored if is_base_copy(key)})
-    whole = _whole_tensors(decoder, found, rest)
+    whole = _module_tensors(decoder, found, rest)
     if whole and switchable:
-        keep_whole(decoder, adapter, whole)
+        store_modules(decoder, adapter, whole)
     elif whole:
         parameters = dict(decoder.named_parameters())
         for name, tensor in whole.items():
@@ -187,27 +187,28 @@ def _check_base_copies(decoder: Decoder, found: AdapterFolder, stored: dict[str,
     for name, tensor in stored.items():
         own = parameters.get(name)
         if own is None or own.shape != tensor.shape or not torch.equal(tensor.to(own.device, own.dtype), own):
-            raise other_base(
-                found, f"it brings its base's {name.removesuffix('.weight')}, and this model's is another"
+            raise other_base_error(
+                found,
+                f"it has a copy of its base's {name.removesuffix('.weight')}, which differs from this model's",
             )
 
 
-def _whole_tensors(
+def _module_tensors(
     decoder: Decoder, found: AdapterFolder, stored: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     parameters = dict(decoder.named_parameters())
     head = stored.get(HEAD_KEY)
     if decoder.shape.tie_embeddings and head is not None:
         if not torch.equal(head, stored.get(EMBEDDING_KEY, torch.empty(0))):
-            raise one_matrix(found, "it trains the head apart from the embedding")
+            raise tied_embedding_error(found, "it trains the head separately from the embedding")
         stored = {name: tensor for name, tensor in stored.items() if name != HEAD_KEY}
     for name, tensor in stored.items():
         if name not in parameters:
-            raise other_base(found, f"it replaces {name}, and this model has no such tensor")
+            raise other_base_error(found, f"it replaces {name}, and this model has no such tensor")
         _check_dims(found, name, tensor, parameters[name])
     return stored
 
 
 def _check_dims(found: AdapterFolder, name: str, stored: torch.Tensor, wanted: torch.Tensor) -> None:
     if stored.shape != wanted.shape:
-        raise other_base(found, f"{name} is {list(stored.shape)} there and {list(wanted.shape)} here")
+        raise other_base_error(found, f"{name} is {list(stored.shape)} there and {list(wanted.shape)} here")

@@ -1,4 +1,4 @@
-"""The two files of an adapter's folder as they lie there, each key and each tensor checked. No torch."""
+"""Reads the two files of an adapter folder and validates every key and tensor. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trimtab.facts.files import read_json_object
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Before every name in a file of peft's."""
+"""The prefix of every name in peft's files."""
 BASE_KEY = "trimtab_base"
 """In the safetensors header of an adapter that trimtab wrote: the base's source, revision and checksums."""
 FACTORS_A = (".lora_A.weight", ".lora_embedding_A")
-"""How the names of the first factors end; they have a row for each rank."""
+"""Name suffixes of the A factors, which have one row per rank."""
 
 _FACTORS = (*FACTORS_A, ".lora_B.weight", ".lora_embedding_B")
 _FORMATS = ("F16", "BF16", "F32", "F64")
@@ -37,16 +37,16 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
 }
-"""Keys that change the arithmetic, and the values with which they change nothing."""
+"""Keys that affect the computation, and the values with which they do not."""
 _HARMLESS = frozenset((
     "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_ga_config", "megatron_config",
     "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config",
     "task_type",
 ))  # fmt: skip
-"""Keys that say where an adapter comes from, how it began or which modules it is on, which its weights say too."""
+"""Keys about an adapter's origin, initialization or modules, which do not matter or follow from its weights."""
 _MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of `init_lora_weights` that also change the base's own weights."""
+"""Prefixes of `init_lora_weights` that also change the base weights."""
 
 
 def _is_text(value: Any) -> bool:
@@ -58,26 +58,26 @@ def _is_names(value: Any) -> bool:
 
 
 def _or_null(rule: Rule) -> Rule:
-    """The same of a key that may be null, which is as if it were not there."""
+    """The rule for a key that may be null, which is equivalent to absent."""
     return Rule(lambda value: value is None or rule.fits(value), rule.expected)
 
 
 def _by_module(rule: Rule, expected: str) -> Rule:
-    """Patterns that can be used as such and lead to what fits."""
+    """A rule for mappings of valid patterns to fitting values."""
 
     def all_fit(value: Any) -> bool:
         if not isinstance(value, dict):
             return value is None
-        return all(targets.is_ending(key) and rule.fits(item) for key, item in value.items())
+        return all(targets.is_suffix_pattern(key) and rule.fits(item) for key, item in value.items())
 
     return Rule(all_fit, f"{expected} by modules' names or regular expressions")
 
 
 class _Key(NamedTuple):
-    """A key of the config that is read."""
+    """A config key that is read."""
 
     missing: Any
-    """What it is where it is not there; peft's, but for the rank."""
+    """The default; peft's, except for the rank."""
     rule: Rule
 
 
@@ -87,7 +87,7 @@ _KEYS = {
     "lora_dropout": _Key(None, _or_null(SHARE)),
     "use_rslora": _Key(None, _or_null(SWITCH)),
     "use_dora": _Key(None, _or_null(SWITCH)),
-    "rank_pattern": _Key(None, _by_module(RANK, "whole numbers, 1 or more,")),
+    "rank_pattern": _Key(None, _by_module(RANK, "integers, 1 or more,")),
     "alpha_pattern": _Key(None, _by_module(ANY_STRENGTH, "finite numbers other than 0")),
     "target_modules": _Key(None, Rule(_is_names, "a text, a list of texts or null")),
     "base_model_name_or_path": _Key(None, Rule(_is_text, "a text or null")),
@@ -95,10 +95,10 @@ _KEYS = {
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config's keys, those that are used of the right kind and there in any case."""
+    """Reads the config's keys; the used ones are validated and always present."""
     path = folder / CONFIG
     if not path.is_file():
-        raise ModelError(f"{folder} is not an adapter's folder (no {CONFIG} in it)", "give one that peft or "
+        raise ModelError(f"{folder} is not an adapter folder (no {CONFIG} in it)", "give one that peft or "
                          "`trimtab export peft` wrote")  # fmt: skip
     try:
         config = read_json_object(path)
@@ -107,7 +107,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
         kind = config.get("peft_type")
         raise ModelError(
-            f"{path} describes no LoRA adapter (peft_type {_short(kind)})",
+            f"{path} does not describe a LoRA adapter (peft_type {_short(kind)})",
             "give a LoRA adapter, or merge this one with peft first",
         )
     config = {**{key: known.missing for key, known in _KEYS.items()}, **config}
@@ -119,7 +119,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_meaning(path: Path, config: dict[str, Any]) -> None:
-    """ModelError for a kind of LoRA that computes something else."""
+    """Raises ModelError for a LoRA variant with another computation."""
     for key, harmless in _REFUSED.items():
         if key in config and config[key] not in harmless:
             raise ModelError(
@@ -129,25 +129,25 @@ def _check_meaning(path: Path, config: dict[str, Any]) -> None:
         value = config[key]
         if value is True or (isinstance(value, (dict, list)) and value):
             raise ModelError(
-                f"{path}: {key} is {_short(value)}, and trimtab does not know what it changes",
+                f"{path}: {key} is {_short(value)}, a key that trimtab does not know",
                 "merge it with peft first",
             )
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_MOVES_BASE):
         raise ModelError(
-            f"{path}: init_lora_weights is {init!r}: the adapter belongs to a base whose weights were changed with it",
+            f"{path}: init_lora_weights is {init!r}: it also changed the base weights",
             "convert it with peft (save_pretrained(path_initial_model_for_weight_conversion=…)), or merge it there",
         )
 
 
 def _short(value: Any) -> str:
-    """A value from a config in a few words, as JSON writes the simple ones."""
+    """A short form of a config value, as JSON for simple ones."""
     plain = {True: "true", False: "false", None: "null"}
     return plain[value] if value is None or isinstance(value, bool) else reprlib.repr(value)
 
 
 class Header(NamedTuple):
-    """What the weights' file says of its tensors; names without the prefix."""
+    """The tensors in the weights file's header; names without the prefix."""
 
     dims: dict[str, list[int]]
     dtypes: dict[str, str]
@@ -156,13 +156,13 @@ class Header(NamedTuple):
 
 
 def read_header(folder: Path) -> Header:
-    """The weights' names, sizes and formats."""
+    """Reads the weights' names, sizes and dtypes."""
     path = folder / WEIGHTS
     if not path.is_file():
         pickled = (folder / "adapter_model.bin").is_file()
         raise ModelError(
             f"{folder} has no {WEIGHTS}"
-            + (", only a pickle, and reading one can run hidden code" if pickled else ""),
+            + (", only a pickle, and loading one can execute hidden code" if pickled else ""),
             "save the adapter with safe_serialization=True" if pickled else "complete the download",
         )
     try:
@@ -173,7 +173,7 @@ def read_header(folder: Path) -> Header:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise ModelError(
-            f"{path} is not a whole safetensors file ({error})", "get the adapter again"
+            f"{path} is not a complete safetensors file ({error})", "get the adapter again"
         ) from error
     for key in dims:
         _check_tensor(path, key, dims[key], dtypes[key])
@@ -183,11 +183,11 @@ def read_header(folder: Path) -> Header:
 def _check_tensor(path: Path, key: str, dims: list[int], dtype: str) -> None:
     if dtype not in _FORMATS:
         raise ModelError(
-            f"{path}: {key} is in the format {dtype}",
-            f"it must be one of {', '.join(_FORMATS)}; save it anew so",
+            f"{path}: {key} has dtype {dtype}",
+            f"it must be one of {', '.join(_FORMATS)}; save it again in one of these",
         )
     if key.endswith(_FACTORS) and len(dims) != 2:
-        raise ModelError(f"{path}: {key} has the size {dims}", "it must be a matrix; get the adapter again")
+        raise ModelError(f"{path}: {key} has shape {dims}", "it must be a matrix; get the adapter again")
 
 
 def _base_record(path: Path, text: str) -> BaseWeights:

@@ -1,7 +1,7 @@
-"""Linear layers whose frozen weight is kept in 4 or 8 bits: the base of QLoRA.
+"""Linear layers with a frozen weight in 4 or 8 bits: the base of QLoRA.
 
-The bytes are bitsandbytes' own: the same codes and scales, whether they are made here or there, on a CPU or a GPU.
-Where memory is left, a layer may hold its weight unpacked as well (`adapt.unpacked`).
+Codes and scales are bitwise identical to bitsandbytes', wherever they were computed, on a CPU or a GPU.
+Where memory allows, a layer may also hold a dequantized copy of its weight (`adapt.dequantized`).
 """
 
 # N output features, K input features
@@ -27,28 +27,28 @@ from trimtab.kernels.nf4 import spec as nf4_spec
 class QuantizedLinear(nn.Module):
     """x [..., K] → x · Wᵀ + bias [..., N], with W in NF4 or INT8; differentiable in x (and in the bias).
 
-    W is frozen: it has no gradient, no optimizer state and no place in a checkpoint. It is filled by `take` (from 16
-    or 32 bits) or `take_packed` (from quantized files), tensor by tensor, as `load_weights` does. Computes in x's
-    dtype, or in autocast's where that is on.
+    W is frozen: it has no gradient, no optimizer state and is not saved in checkpoints. `set_weight` (from 16 or 32
+    bits) or `set_packed_weight` (from quantized files) sets it, tensor by tensor, as `load_weights` does. Computes in
+    x's dtype, or in autocast's where that is enabled.
 
-    Codes and scales are frozen integer parameters with a row for each row of W, which FSDP2 shards as they are and
-    `slice_rows` slices; tables are buffers. Where NF4 blocks span rows, codes and scales are flat buffers.
+    Codes and scales are frozen integer parameters with one row per row of W, which FSDP2 shards and `slice_rows`
+    slices; tables are buffers. Where NF4 blocks span rows, codes and scales are flat buffers.
 
     Args:
         in_features: K.
         out_features: N.
-        bias: whether there is one; a parameter under its usual name, frozen until somebody asks.
+        bias: whether there is one; a parameter with its usual name, frozen by default.
         kind: "nf4" or "int8".
         block: NF4: values that share a scale.
-        double: NF4: scales in 8 bits.
-        dtype: of the weight before it is quantized, and of the bias unless that has its own.
+        double: NF4: double quantization.
+        dtype: of the weight before quantization, and of the bias by default.
         bias_dtype: of the bias.
         impl: "reference" or "triton": `spec_quantized.choose_quantized_kernels`.
-        device: of the (uninitialized) tensors.
+        device: device of the (uninitialized) tensors.
 
     Example:
         >>> layer = QuantizedLinear(64, 8, bias=False, kind="nf4", dtype=torch.float32)
-        >>> layer.take(torch.randn(8, 64))
+        >>> layer.set_weight(torch.randn(8, 64))
         >>> layer(torch.randn(2, 3, 64)).shape, layer.dequantized().shape
         (torch.Size([2, 3, 8]), torch.Size([8, 64]))
     """
@@ -70,28 +70,29 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         if kind not in spec_quantized.KINDS:
             known = " or ".join(spec_quantized.KINDS)
-            raise RecipeError(f"weights cannot be kept as {kind!r}", f"choose {known}")
+            raise RecipeError(f"unknown quantization {kind!r}", f"choose {known}")
         if kind == "nf4" and block not in nf4_spec.BLOCKS:
             raise RecipeError(
-                f"NF4 has no blocks of {block}", f"one of {', '.join(map(str, nf4_spec.BLOCKS))}"
+                f"NF4 does not support blocks of {block}",
+                f"use one of {', '.join(map(str, nf4_spec.BLOCKS))}",
             )
         self.in_features, self.out_features = in_features, out_features
         self.dtype = dtype
         nested = nf4_spec.NESTED_BLOCK if kind == "nf4" and double else 0
         self.is_slice = False
-        self._lay_out(
+        self._register_packed(
             Packing(kind, out_features, in_features, block if kind == "nf4" else 0, nested, impl), device
         )
         self.plain_text = Packing.plain(out_features, in_features).text
-        self.unpacked: torch.Tensor | None
-        self.register_buffer("unpacked", None, persistent=False)
+        self.dequantized_copy: torch.Tensor | None
+        self.register_buffer("dequantized_copy", None, persistent=False)
         self.register_load_state_dict_post_hook(_refresh)
         self.bias: nn.Parameter | None = None
         if bias:
             values = torch.empty(out_features, dtype=bias_dtype or dtype, device=device)
             self.bias = nn.Parameter(values, requires_grad=False)
 
-    def _lay_out(self, packing: Packing, device: torch.device | str) -> None:
+    def _register_packed(self, packing: Packing, device: torch.device | str) -> None:
         """Registers uninitialized tensors for a packing."""
         self.packing, self.text = packing, packing.text
         sizes = tensor_sizes(packing)
@@ -113,12 +114,12 @@ class QuantizedLinear(nn.Module):
 
     @property
     def impl(self) -> str:
-        """The code that dequantizes, chosen at layout."""
+        """The implementation that dequantizes, chosen on construction."""
         return self.packing.impl
 
     @property
     def packed(self) -> quantized_ops.Packed:
-        """The packed tensors in the operators' order; None where there is none."""
+        """The packed tensors in the operators' order; None for absent ones."""
         return (
             self.codes,
             self.scales,
@@ -140,9 +141,9 @@ class QuantizedLinear(nn.Module):
         return torch.ops.trimtab.packed_linear(x, *packed, text)
 
     def operand(self, x: torch.Tensor) -> tuple[quantized_ops.Packed, str]:
-        """What a product with x [..., K] reads, and how it lies: the weight kept unpacked, if it is kept in x's format,
-        or the packed tensors. So few rows that they need no dequantized weight read the packed ones always."""
-        kept_NK = self.unpacked
+        """What a product with x [..., K] reads, and its packing: the dequantized copy, if there is one in x's dtype, or
+        the packed tensors. For few rows, which need no dequantized weight, always the packed ones."""
+        kept_NK = self.dequantized_copy
         if kept_NK is None or kept_NK.dtype != x.dtype:
             return self.packed, self.text
         if quantized_ops.is_fused(self.packing, math.prod(x.shape[:-1])):
@@ -151,52 +152,53 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """W [N, K] as the products see it, in `dtype` (that of the original unless given); not to be written to: where
-        the layer keeps it unpacked, it is that very tensor."""
-        wanted, kept_NK = dtype or self.dtype, self.unpacked
+        """W [N, K] as used in products, in `dtype` (the original's by default); read-only: where the layer has a
+        dequantized copy, it is that tensor."""
+        wanted, kept_NK = dtype or self.dtype, self.dequantized_copy
         if kept_NK is not None and kept_NK.dtype == wanted:
             return kept_NK
         weight_NK: torch.Tensor = torch.ops.trimtab.packed_weight(*self.packed, self.text, wanted)
         return weight_NK
 
     @torch.no_grad()
-    def keep_unpacked(self, dtype: torch.dtype | None) -> None:
-        """Holds W [N, K] in `dtype` beside the packed tensors, for all later products in that format; None gives it up.
+    def set_dequantized_copy(self, dtype: torch.dtype | None) -> None:
+        """Adds a dequantized copy of W [N, K] in `dtype`, for all later products in that dtype; None removes it.
 
-        It is no parameter and in no state dict, goes where the layer goes, and follows whatever is packed here later.
+        It is neither a parameter nor in the state dict, moves with the layer, and is updated when the weight is set.
 
         Example:
             >>> layer = QuantizedLinear(64, 8, bias=False, kind="nf4", dtype=torch.float32)
-            >>> layer.take(torch.randn(8, 64))
-            >>> layer.keep_unpacked(torch.float32)
-            >>> layer.unpacked.shape, "unpacked" in layer.state_dict()
+            >>> layer.set_weight(torch.randn(8, 64))
+            >>> layer.set_dequantized_copy(torch.float32)
+            >>> layer.dequantized_copy.shape, "dequantized_copy" in layer.state_dict()
             (torch.Size([8, 64]), False)
         """
-        self.unpacked = None  # before there is another: never two at once
+        self.dequantized_copy = None  # freed before another is allocated: never two at once
         if dtype is not None:
             codes = self.packed[0]
             assert codes is not None
-            self.unpacked = codes.new_empty(self.packing.shape, dtype=dtype)
-            self.refresh_unpacked()
+            self.dequantized_copy = codes.new_empty(self.packing.shape, dtype=dtype)
+            self.refresh_dequantized_copy()
 
     @torch.no_grad()
-    def refresh_unpacked(self) -> None:
-        """Writes the weight that is kept unpacked, if one is, again from the packed tensors."""
-        kept_NK = self.unpacked
+    def refresh_dequantized_copy(self) -> None:
+        """Recomputes the dequantized copy, if there is one, from the packed tensors."""
+        kept_NK = self.dequantized_copy
         if kept_NK is not None and not kept_NK.is_meta:
             quantized_ops.dequantize(self.packing, self.packed, kept_NK.dtype, kept_NK)
 
     @torch.no_grad()
     def slice_rows(self, start: int, stop: int) -> QuantizedLinear:
-        """A layer of the output features `start` to `stop`, which reads this layer's memory: its weight is those rows
-        of this one's, bit for bit. It is read, moved and saved like any other; a weight is taken by the whole alone.
+        """A layer of output features `start` to `stop` that shares this layer's memory: its weight is a slice of this
+        one's rows, bitwise identical. It can be read, moved and saved like any other; only a whole layer's weight can
+        be set.
 
         Raises:
             RecipeError: NF4 blocks span rows.
 
         Example:
             >>> layer = QuantizedLinear(64, 8, bias=False, kind="nf4", dtype=torch.float32)
-            >>> layer.take(torch.randn(8, 64))
+            >>> layer.set_weight(torch.randn(8, 64))
             >>> torch.equal(layer.slice_rows(3, 8).dequantized(), layer.dequantized()[3:8])
             True
         """
@@ -217,15 +219,15 @@ class QuantizedLinear(nn.Module):
             part.register_parameter(name, nn.Parameter(getattr(self, name)[start:stop], requires_grad=False))
         for name in NAMES[len(ROW_NAMES) :]:
             part.register_buffer(name, self._buffers[name])
-        if self.unpacked is not None:
-            part.unpacked = self.unpacked[start:stop]
+        if self.dequantized_copy is not None:
+            part.dequantized_copy = self.dequantized_copy[start:stop]
         if self.bias is not None:
             part.bias = nn.Parameter(self.bias[start:stop], requires_grad=self.bias.requires_grad)
         return part.train(self.training)
 
     @torch.no_grad()
-    def take(self, weight_NK: torch.Tensor) -> None:
-        """Quantizes a weight into this layer. It is rounded to `dtype` where it lies, then moved, then packed.
+    def set_weight(self, weight_NK: torch.Tensor) -> None:
+        """Quantizes a weight into this layer. It is rounded to `dtype` on its own device, then moved, then quantized.
 
         Raises:
             ModelError: NaN or infinity, another shape, or a slice (`slice_rows`).
@@ -238,18 +240,18 @@ class QuantizedLinear(nn.Module):
             )
         codes = self.packed[0]
         assert codes is not None
-        assert not codes.is_meta, "give the layer memory first: to_empty"
+        assert not codes.is_meta, "materialize the layer first: to_empty"
         weight_NK = weight_NK.detach().to(self.dtype).to(codes.device)
         if self.kind == "int8":
-            self.take_packed(int8.quantize(weight_NK, granularity="row", impl=self.impl))
+            self.set_packed_weight(int8.quantize(weight_NK, granularity="row", impl=self.impl))
             return
         packing = self.packing
         double = packing.nested_block > 0
-        self.take_packed(nf4.quantize(weight_NK, block=packing.block, double=double, impl=self.impl))
+        self.set_packed_weight(nf4.quantize(weight_NK, block=packing.block, double=double, impl=self.impl))
 
     @torch.no_grad()
-    def take_packed(self, weight: NF4Weight | Int8Tensor) -> None:
-        """Copies a weight that is quantized already, bit for bit; the packing must be this layer's."""
+    def set_packed_weight(self, weight: NF4Weight | Int8Tensor) -> None:
+        """Copies an already quantized weight, bit for bit; its packing must be this layer's."""
         check_whole_layer(self)
         if isinstance(weight, Int8Tensor):
             assert not weight.affine
@@ -258,7 +260,10 @@ class QuantizedLinear(nn.Module):
         for name, tensor in packed_tensors(weight).items():
             place = getattr(self, name)
             place.copy_(tensor.view(place.shape))
-        self.refresh_unpacked()
+        self.refresh_dequantized_copy()
+
+    # Deprecated names.
+    take, take_packed, keep_unpacked = set_weight, set_packed_weight, set_dequantized_copy
 
     def _check_packing(self, weight: NF4Weight | Int8Tensor) -> None:
         if isinstance(weight, NF4Weight):
@@ -269,23 +274,23 @@ class QuantizedLinear(nn.Module):
         mine = self.packing
         if found[3] != mine.nested_block and found[3] and mine.nested_block:
             raise ModelError(
-                f"bitsandbytes wrote its 8-bit scales with nested_blocksize {found[3]}, and they are taken as they are "
-                f"with bitsandbytes' default only, {mine.nested_block}",
-                "quantize the original weights again, or leave load_in_4bit out: the weights then load as the numbers "
-                "that they stand for",
+                f"bitsandbytes wrote its 8-bit scales with nested_blocksize {found[3]}; only its default, "
+                f"{mine.nested_block}, can be loaded packed",
+                "quantize the original weights again, or omit load_in_4bit: the weights are then loaded "
+                "dequantized",
             )
         if found != (mine.kind, mine.shape, mine.block, mine.nested_block):
             raise ModelError(
-                f"a weight in {_words(*found)} for a layer in "
-                f"{_words(mine.kind, mine.shape, mine.block, mine.nested_block)}",
-                "quantize the original weights again, or lay the model out as its files are",
+                f"a weight in {_describe(*found)} for a layer in "
+                f"{_describe(mine.kind, mine.shape, mine.block, mine.nested_block)}",
+                "quantize the original weights again, or quantize the model as in its files",
             )
 
     def requires_grad_(self, requires_grad: bool = True) -> QuantizedLinear:
-        """A quantized weight cannot be trained: there is nothing between two codes."""
+        """Raises for a trainable weight: quantized weights cannot be trained."""
         if requires_grad:
             raise RecipeError(
-                f"a weight in {self.kind} cannot be trained directly: a step would fall between two codes",
+                f"a weight in {self.kind} cannot be trained directly: updates are smaller than a quantization step",
                 "train an adapter on it (lora), or load the model without quantization",
             )
         super().requires_grad_(False)
@@ -302,22 +307,22 @@ class QuantizedLinear(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        what = _words(self.kind, self.packing.shape, self.packing.block, self.packing.nested_block)
+        what = _describe(self.kind, self.packing.shape, self.packing.block, self.packing.nested_block)
         return f"{what}, bias={self.bias is not None}, impl={self.impl}"
 
 
 def _refresh(layer: nn.Module, _keys: Any) -> None:
-    """After a state dict was loaded; the layer may be an adapted one, which hands on what it does not have."""
-    layer.refresh_unpacked()  # type: ignore[operator]
+    """Runs after a state dict was loaded; an adapted layer forwards the call to its base."""
+    layer.refresh_dequantized_copy()  # type: ignore[operator]
 
 
-def _words(kind: str, shape: tuple[int, ...], block: int, nested: int) -> str:
+def _describe(kind: str, shape: tuple[int, ...], block: int, nested: int) -> str:
     scales = f" (blocks of {block}, scales in {'8' if nested else '32'} bits)" if kind == "nf4" else ""
     return f"{kind} {list(shape)}{scales}"
 
 
 def quantized_layers(decoder: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
-    """The quantized layers by name, in order; one that adapters stand on (`adapt.lora`) too."""
+    """The quantized layers by name, in order; including those with adapters (`adapt.lora`)."""
     for name, module in decoder.named_modules():
         layer = module.__dict__.get("base", module)
         if isinstance(layer, QuantizedLinear):
@@ -325,22 +330,22 @@ def quantized_layers(decoder: nn.Module) -> Iterator[tuple[str, QuantizedLinear]
 
 
 def check_whole_layer(layer: QuantizedLinear) -> None:
-    """ModelError for a slice of a layer, where only a whole one has what is needed: tables are those of the whole."""
+    """Raises ModelError for a slice of a layer, where a whole one is required."""
     if layer.is_slice:
         raise ModelError(
-            f"the layer is a slice of {layer.out_features} rows, and a weight is quantized, filled and written whole",
-            "do so with the whole layer, then slice it",
+            f"the layer is a slice of {layer.out_features} rows, but only whole layers are quantized, loaded and saved",
+            "use the whole layer, then slice it",
         )
 
 
 def packed_state(layer: QuantizedLinear, name: str = "weight") -> dict[str, torch.Tensor]:
-    """A layer's weight as bitsandbytes' entries of a state dict, NF4 only, for users who write such files."""
+    """A layer's weight as bitsandbytes' state dict entries, NF4 only, for users who write such files."""
     weight = nf4_weight(layer)
     return weight.to_bitsandbytes(name)
 
 
 def int8_tensor(layer: QuantizedLinear) -> Int8Tensor:
-    """The packed tensors as `trimtab.kernels.int8` has them."""
+    """The packed tensors as a `trimtab.kernels.int8` tensor."""
     assert layer.kind == "int8"
     codes, scales = (tensor.detach() for tensor in layer.packed[:2] if tensor is not None)
     scale_N = scales.view(torch.float32).view(-1)
@@ -348,7 +353,7 @@ def int8_tensor(layer: QuantizedLinear) -> Int8Tensor:
 
 
 def nf4_weight(layer: QuantizedLinear) -> NF4Weight:
-    """The packed tensors as `trimtab.kernels.nf4` has them."""
+    """The packed tensors as a `trimtab.kernels.nf4` weight."""
     assert layer.kind == "nf4"
     check_whole_layer(layer)
     fields: dict[str, Any] = dict(zip(NAMES, layer.packed, strict=True))

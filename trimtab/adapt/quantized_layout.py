@@ -1,11 +1,11 @@
-"""A decoder's linear layers replaced by quantized ones, before it has memory.
+"""Replaces a decoder's linear layers by quantized ones, before parameters are allocated.
 
     decoder = build(shape, dtype="bf16", device="meta", attention="varlen")
-    quantize_layout(decoder, "nf4", device="cuda")          # no memory yet
+    quantize_layout(decoder, "nf4", device="cuda")          # allocates nothing
     decoder.to_empty(device="cuda")                         # 4.13 bits per value
     load_weights(decoder, "my-model")                       # reads, moves and quantizes one weight at a time
 
-The layers keep their names; embeddings, norms and the head stay as they are.
+The layers keep their names; embeddings, norms and the head are unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trimtab.adapt import spec_quantized
 from trimtab.adapt.packing import check_rows
 from trimtab.adapt.quantized import QuantizedLinear, quantized_layers
 from trimtab.facts.errors import RecipeError
-from trimtab.kernels.triton_here import runs_triton
+from trimtab.kernels.triton_support import runs_triton
 from trimtab.model.decoder import Decoder
 
 
@@ -32,21 +32,21 @@ def quantize_layout(
     impl: str = "auto",
     device: torch.device | str | None = None,
 ) -> Decoder:
-    """Replaces the blocks' linear layers by quantized ones under the same names, in place.
+    """Replaces the blocks' linear layers by quantized ones of the same names, in place.
 
-    On the meta device the new layers are empty, to be given memory (`to_empty`) and weights (`load_weights`); a
-    decoder with weights has them quantized here, one at a time.
+    On the meta device the new layers are empty: materialize them (`to_empty`) and load weights (`load_weights`). The
+    weights of a materialized decoder are quantized here, one at a time.
 
     Args:
         decoder: from `build`.
         kind: "nf4" or "int8".
         block: NF4: values that share a scale.
-        double: NF4: scales in 8 bits, 4.13 bits a value instead of 4.5.
-        skip: layers to leave as they are, by path or by their last word (`"down_proj"`). The head always is.
-        dtype: what weights are rounded to before they are quantized; by default the decoder's format. A model that
-            is used in another format than it was trained in keeps its codes by this.
-        impl: "auto" chooses by device, once; it is kept in each layer (`layer.impl`).
-        device: where the weights will lie; by default where the decoder is.
+        double: NF4: double quantization, 4.13 bits per value instead of 4.5.
+        skip: layers not to quantize, by path or its last component (`"down_proj"`). The head never is.
+        dtype: what weights are rounded to before they are quantized; by default the decoder's dtype. With it a model
+            that is used in another dtype than it was trained in has the same codes.
+        impl: "auto" chooses by device, once; stored in each layer (`layer.impl`).
+        device: device of the weights; by default the decoder's.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -58,7 +58,7 @@ def quantize_layout(
         '7 linear layers in nf4 (blocks of 64, scales in 8 bits), read by reference'
     """
     where = torch.device(device) if device is not None else decoder.model.embed_tokens.weight.device
-    assert where.type != "meta", "say on which device the weights will lie: device="
+    assert where.type != "meta", "pass the device of the weights: device="
     chosen = spec_quantized.choose_quantized_kernels(
         device=where.type, triton=runs_triton(where), requested=impl
     ).impl
@@ -76,13 +76,13 @@ def quantize_layout(
             device=linear.weight.device,
         )
         if not linear.weight.is_meta:
-            _fill(layer, linear)
+            _set_weight(layer, linear)
         decoder.set_submodule(name, layer)
     return decoder
 
 
-def _fill(layer: QuantizedLinear, linear: nn.Linear) -> None:
-    layer.take(linear.weight)
+def _set_weight(layer: QuantizedLinear, linear: nn.Linear) -> None:
+    layer.set_weight(linear.weight)
     if layer.bias is not None:
         layer.bias.data.copy_(linear.bias.data)
 
@@ -91,21 +91,21 @@ def _linears(decoder: Decoder, skip: tuple[str, ...]) -> list[tuple[str, nn.Line
     for name, module in decoder.named_modules():
         if isinstance(module, QuantizedLinear) or "base" in module.__dict__:
             raise RecipeError(
-                f"{name} is quantized or has an adapter already", "quantize a plain model, then add adapters"
+                f"{name} is already quantized or has an adapter", "quantize a plain model, then add adapters"
             )
     found = [(name, module) for name, module in decoder.named_modules() if type(module) is nn.Linear]
     last_words = {name.rpartition(".")[2] for name, _ in found}
     known = last_words | {name for name, _ in found} | set(spec_quantized.NEVER)
     if unknown := [name for name in skip if name not in known]:
         raise RecipeError(
-            f"no linear layer is called {unknown[0]!r}, which was not to be quantized",
+            f"skip names {unknown[0]!r}, which is not a linear layer",
             f"the model has {', '.join(sorted(last_words))}",
         )
     return [(name, module) for name, module in found if not spec_quantized.skipped(name, skip)]
 
 
 def describe(decoder: nn.Module) -> str:
-    """The quantized layers in a line, for the run's printed choices."""
+    """A one-line description of the quantized layers, for the run's printed choices."""
     layers = [layer for _, layer in quantized_layers(decoder)]
     if not layers:
         return "no quantized layers"
@@ -117,6 +117,6 @@ def describe(decoder: nn.Module) -> str:
 
 
 def check_row_layout(decoder: nn.Module) -> None:
-    """RecipeError naming the first quantized layer whose rows cannot be sliced, which sharding needs."""
+    """Raises RecipeError for the first quantized layer whose rows cannot be sliced, which sharding requires."""
     for name, layer in quantized_layers(decoder):
         check_rows(layer.packing, name)

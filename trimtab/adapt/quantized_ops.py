@@ -1,9 +1,9 @@
-"""x · Wᵀ with a frozen weight in few bits, as operators that torch knows: schemas, shapes for tracing, gradients.
+"""x · Wᵀ with a frozen quantized weight, as torch operators: schemas, fakes, gradients.
 
-The weight is dequantized to x's dtype into the shared workspace, multiplied and forgotten; the gradient of x
-dequantizes it again. So nothing of 16 bits outlives an operator, autograd saves the packed tensors (which are there
-anyway) and no activation. The weight is frozen: it never gets a gradient. A weight that is kept unpacked as well
-(`PLAIN`) goes through the same operators, so that the same products run in the same order.
+The weight is dequantized to x's dtype into the shared workspace, multiplied and discarded; the gradient of x
+dequantizes it again. So no 16-bit weight outlives an operator, and autograd saves only the packed tensors (which exist
+anyway) and no activation. The weight is frozen: it never gets a gradient. A dequantized copy (`PLAIN`) goes through the
+same operators, so that the same products run in the same order.
 """
 
 # M rows of x, N output features, K input features
@@ -24,8 +24,8 @@ from trimtab.kernels.nf4 import impl_reference as nf4_reference
 from trimtab.kernels.nf4 import spec as nf4_spec
 
 Packed = tuple[torch.Tensor | None, ...]
-"""codes, scales, and for NF4: quant_map, nested_absmax, nested_quant_map, offset [1]. None where there is none.
-fp32 scales come as their bytes (uint8)."""
+"""codes, scales, and for NF4: quant_map, nested_absmax, nested_quant_map, offset [1]. None for absent ones.
+fp32 scales are passed as bytes (uint8)."""
 
 NUM_PACKED = 6
 
@@ -33,7 +33,7 @@ NUM_PACKED = 6
 def dequantize(
     packing: Packing, packed: Packed, dtype: torch.dtype, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """The weight [N, K] in `dtype`, in `out` where it is given. Not to be traced: a launch, not an operator."""
+    """The weight [N, K] in `dtype`, in `out` if given. Cannot be traced: launches a kernel directly."""
     if packing.kind == "int8":
         codes, scales = packed[:2]
         assert codes is not None
@@ -63,8 +63,8 @@ def dequantize(
 
 
 def _nf4_state(packing: Packing, packed: Packed) -> tuple[Any, ...]:
-    """The packed tensors as the kernel takes them: there the offset is a number, here a tensor of one; and scales that
-    are not quantized are fp32."""
+    """The packed tensors as kernel arguments: a scalar offset instead of a tensor of one element, and fp32 scales if
+    they are not quantized."""
     codes, scales, *tables, offset = packed
     assert scales is not None
     if not packing.nested_block:
@@ -73,7 +73,7 @@ def _nf4_state(packing: Packing, packed: Packed) -> tuple[Any, ...]:
 
 
 def is_fused(packing: Packing, rows: int) -> bool:
-    """Whether so few rows are multiplied without a dequantized weight."""
+    """Whether a product of this many rows needs no dequantized weight."""
     return packing.kind == "nf4" and packing.impl == "triton" and 0 < rows <= nf4_spec.FUSED_ROWS
 
 
@@ -81,13 +81,13 @@ def is_fused(packing: Packing, rows: int) -> bool:
 def weight(
     packing: Packing, packed: Packed, dtype: torch.dtype, device: torch.device
 ) -> Iterator[torch.Tensor]:
-    """W [N, K] in the format of the products, for as long as the block lasts: in the workspace, or itself if plain."""
+    """W [N, K] in the compute dtype, inside the `with` block: in the workspace, or itself if plain."""
     if packing.kind == PLAIN:
         weight_NK = packed[0]
         assert weight_NK is not None
         yield weight_NK.to(dtype)
         return
-    with workspace.lend(packing.shape, dtype, device) as space_NK:
+    with workspace.borrow(packing.shape, dtype, device) as space_NK:
         yield dequantize(packing, packed, dtype, space_NK)
 
 
@@ -96,7 +96,7 @@ def product(x: torch.Tensor, packed: Packed, packing: Packing) -> torch.Tensor:
     if is_fused(packing, x.numel() // max(packing.in_features, 1)):
         from trimtab.kernels.nf4 import impl_triton_matmul
 
-        # One or two rows, as in generation: decoded inside the product, 15 µs instead of 27 at 4096×4096 (H200).
+        # One or two rows, as in generation: dequantized inside the product, 15 µs instead of 27 at 4096×4096 (H200).
         sizes = (packing.shape, packing.block, max(packing.nested_block, 1), packing.first_block)
         state: tuple[Any, ...] = (*_nf4_state(packing, packed), *sizes)
         return impl_triton_matmul.matmul(x, *state)
@@ -124,17 +124,17 @@ _library.define(f"packed_weight({_PACKED}, ScalarType dtype) -> Tensor", tags=_t
 
 def _weight(*state: Any) -> torch.Tensor:
     *packed, text, dtype = state
-    return dequantize(Packing.read(text), tuple(packed), dtype, None)
+    return dequantize(Packing.from_text(text), tuple(packed), dtype, None)
 
 
 def _linear(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     *packed, text = rest
-    return product(x, tuple(packed), Packing.read(text))
+    return product(x, tuple(packed), Packing.from_text(text))
 
 
 def _linear_gradient(grad: torch.Tensor, *rest: Any) -> torch.Tensor:
     *packed, text = rest
-    return product_of_gradient(grad, tuple(packed), Packing.read(text))
+    return product_of_gradient(grad, tuple(packed), Packing.from_text(text))
 
 
 _library.impl("packed_weight", _weight, "CompositeExplicitAutograd")
@@ -145,17 +145,17 @@ _library.impl("packed_linear_gradient", _linear_gradient, "CompositeExplicitAuto
 @torch.library.register_fake("trimtab::packed_weight")
 def _(codes: torch.Tensor, *state: Any) -> torch.Tensor:
     *_packed, text, dtype = state
-    return codes.new_empty(Packing.read(text).shape, dtype=dtype)
+    return codes.new_empty(Packing.from_text(text).shape, dtype=dtype)
 
 
 @torch.library.register_fake("trimtab::packed_linear")
 def _(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], Packing.read(rest[-1]).out_features))
+    return x.new_empty((*x.shape[:-1], Packing.from_text(rest[-1]).out_features))
 
 
 @torch.library.register_fake("trimtab::packed_linear_gradient")
 def _(grad: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return grad.new_empty((*grad.shape[:-1], Packing.read(rest[-1]).in_features))
+    return grad.new_empty((*grad.shape[:-1], Packing.from_text(rest[-1]).in_features))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -170,7 +170,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Any:
 
 
 def _backward_again(ctx: Any, grad: torch.Tensor) -> Any:
-    """And of grad · W the other way round."""
+    """The derivative of grad · W with respect to grad: multiplies by Wᵀ."""
     back = torch.ops.trimtab.packed_linear(grad, *ctx.saved_tensors, ctx.packing)
     return back, *(None,) * (NUM_PACKED + 1)
 

@@ -1,19 +1,20 @@
-"""How much of each layer is kept for the backward pass, and how much is computed again: applied from outside.
+"""Activation checkpointing: which activations each layer saves and which the backward pass recomputes.
 
-| policy | kept of a layer | computed again |
+| policy | saved per layer | recomputed |
 |---|---|---|
 | none | everything that the backward pass reads | nothing |
-| pointwise | results of matrix products and of attention | norms, rotary positions, gates |
-| selective | the layer's input, attention's output and row sums | all but attention |
+| pointwise | results of matrix products and of attention | norms, RoPE, gated activations |
+| selective | the layer's input, attention's output and log-sum-exp | all but attention |
 | block | the layer's input | everything |
-| offload_half | the layer's input, results of the attention half's products, in the host's memory | the other half |
-| offload_attention | what `selective` keeps, in the host's memory | all but attention |
-| offload | the layer's input, in the host's memory | everything |
+| offload_half | the layer's input and the attention half's projections, offloaded to the host | the other half |
+| offload_attention | what `selective` saves, offloaded to the host | all but attention |
+| offload | the layer's input, offloaded to the host | everything |
 
-What is dear is kept first. A number that attention gives costs 2 · T multiply-adds of a causal document of T tokens,
-one of a product 2 · C of the width it sums over: 512 to 8192 for each byte kept, against none to speak of for norms,
-rotary positions and gates, which are a third of what a plain layer keeps. Attention's output is as small as the input
-and, from some thousand tokens on, the dearest of all: only `block` gives it up. Every policy gives the same bits.
+Expensive results are saved first. An element of attention's output costs 2 · T multiply-adds for a causal document of
+T tokens, one of a projection 2 · C of its input width: 512 to 8192 per saved byte, compared with almost none for
+norms, RoPE and gated activations, which are a third of what a layer saves without recomputation. Attention's output
+is as small as the input and, from some thousand tokens on, the most expensive: only `block` recomputes it. Every
+policy gives bitwise identical results.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trimtab.adapt import offloaded_activations
-from trimtab.adapt.spec_recompute import ATTENTION_OPERATORS, HOST, POLICIES, SAVED_PRODUCTS
+from trimtab.adapt.spec_recompute import ATTENTION_OPERATORS, OFFLOADING, POLICIES, SAVED_PRODUCTS
 from trimtab.adapt.tiled import tiled
 from trimtab.facts.errors import RecipeError
 from trimtab.kernels.attention import Layout
-from trimtab.model.decoder import Decoder, nothing_around
+from trimtab.model.decoder import Decoder, no_layer_context
 from trimtab.model.labels import current_label
 from trimtab.model.parts import Block
 
@@ -39,22 +40,22 @@ SAVED_ATTENTION = frozenset(name for names in ATTENTION_OPERATORS.values() for n
 """The operators of all attention backends whose results can be saved."""
 
 PRODUCT_OPERATORS = ("aten::mm", "aten::addmm", "trimtab::packed_linear", "trimtab::lora_group")
-"""Of linear layers: plain, quantized and adapted. Which layer a product belongs to is its label."""
+"""The operators of linear layers: plain, quantized and adapted. A product's label names its layer."""
 
-Way = Callable[[Block, torch.Tensor, torch.Tensor, torch.Tensor, Layout], torch.Tensor]
+LayerFunction = Callable[[Block, torch.Tensor, torch.Tensor, torch.Tensor, Layout], torch.Tensor]
 
 
 def apply(decoder: Decoder, policies: Sequence[str], *, mlp_tiles: int = 1) -> Decoder:
-    """Gives each layer its policy; in place, no parameter and no name changes.
+    """Sets each layer's recompute policy, in place; no parameter and no name changes.
 
-    Before compiling, which goes around it. The decoder may still be on the meta device.
+    Call it before compiling, which wraps it. The decoder may still be on the meta device.
 
     Args:
         decoder: the model, adapters included.
-        policies: one of `POLICIES` for each layer, the first layer's first. On a CPU, whose memory is the host's,
-            "offload" is "block", and the other two that send what they keep, keep it where it is.
-        mlp_tiles: parts of the tokens that the feed-forward half of every layer is computed in, each part computed
-            again in the backward pass, so that its activations never exist whole; 1 computes it at once.
+        policies: one of `POLICIES` per layer, in order. On a CPU "offload" is "block", and the other two offloading
+            policies keep their activations in place.
+        mlp_tiles: number of token tiles of every layer's feed-forward half, each recomputed in the backward pass, so
+            that its activations are never materialized for all tokens; 1 for no tiling.
 
     Example:
         >>> apply(decoder, ["block"] * 28).loss(ids_BT, labels_BT).backward()  # doctest: +SKIP
@@ -62,38 +63,38 @@ def apply(decoder: Decoder, policies: Sequence[str], *, mlp_tiles: int = 1) -> D
     blocks = list(decoder.model.layers)
     if len(policies) != len(blocks):
         raise RecipeError(
-            f"{len(policies)} recompute policies for {len(blocks)} layers", "give one for each layer"
+            f"{len(policies)} recompute policies for {len(blocks)} layers", "give one per layer"
         )
     for policy in policies:
         if policy not in POLICIES:
-            raise RecipeError(f"there is no recompute policy {policy!r}", f"use one of {', '.join(POLICIES)}")
+            raise RecipeError(f"unknown recompute policy {policy!r}", f"use one of {', '.join(POLICIES)}")
     assert mlp_tiles >= 1
-    offloading = _Offloading(frozenset(i for i, policy in enumerate(policies) if policy in HOST))
-    decoder.around = offloading if offloading.layers else nothing_around
-    for block, way in zip(blocks, _ways(policies, mlp_tiles, offloading), strict=True):
+    offloading = _Offloading(frozenset(i for i, policy in enumerate(policies) if policy in OFFLOADING))
+    decoder.layer_context = offloading if offloading.layers else no_layer_context
+    for block, way in zip(blocks, _functions(policies, mlp_tiles, offloading), strict=True):
         assert isinstance(block, Block)
         for impl in (block.self_attn.packed_impl, block.self_attn.unpacked_impl):
-            assert impl in ATTENTION_OPERATORS, f"no recompute policy knows the operators of attention {impl}"
+            assert impl in ATTENTION_OPERATORS, f"recompute policies do not support attention {impl}"
         block.recompute = way
     return decoder
 
 
-def compiled(
+def compile_block(
     block: torch.nn.Module, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """What to call instead of a block whose graphs `compiler` makes: all of it, or both halves if one is in tiles.
+    """Returns a callable for a block compiled by `compiler`: as one graph, or two if the feed-forward half is tiled.
 
     Args:
         block: after `apply`.
         compiler: such as `functools.partial(torch.compile, fullgraph=True)`.
 
     Example:
-        >>> compiled(block, torch.compile)(x_BTC, cos_BTF, sin_BTF, layout)  # doctest: +SKIP
+        >>> compile_block(block, torch.compile)(x_BTC, cos_BTF, sin_BTF, layout)  # doctest: +SKIP
     """
     assert isinstance(block, Block)
-    if not isinstance(block.recompute, _InTiles):
+    if not isinstance(block.recompute, _TiledBlock):
         return compiler(block)
-    # The loop over tiles stays outside: a graph would hold every tile's copy of the same operations.
+    # The loop over tiles stays outside the graph, which would otherwise unroll it.
     block.recompute.compile(compiler)
     return block
 
@@ -103,34 +104,36 @@ def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[
 
 
 @contextmanager
-def uncompiled(decoder: Decoder) -> Iterator[None]:
-    """Inside, no part of a block runs compiled."""
+def eager_blocks(decoder: Decoder) -> Iterator[None]:
+    """Runs all blocks in eager mode inside."""
     with ExitStack() as stack:
         for block in decoder.model.layers:
-            if isinstance(block.recompute, _InTiles):
+            if isinstance(block.recompute, _TiledBlock):
                 stack.enter_context(block.recompute.uncompiled())
         yield
 
 
-def _ways(policies: Sequence[str], mlp_tiles: int, offloading: _Offloading) -> Iterator[Way | None]:
-    """How each layer runs. Layers alike have the very same way, so that compiled they are one program."""
+def _functions(
+    policies: Sequence[str], mlp_tiles: int, offloading: _Offloading
+) -> Iterator[LayerFunction | None]:
+    """How each layer runs. Layers with the same policy share the same object, so that they share a compiled graph."""
     shared = {
         policy: functools.partial(_checkpointed, policy, offloading)
         for policy in policies
         if policy != "none"
     }
     for policy in policies:
-        yield shared.get(policy) if mlp_tiles == 1 else _InTiles(policy, mlp_tiles, offloading)
+        yield shared.get(policy) if mlp_tiles == 1 else _TiledBlock(policy, mlp_tiles, offloading)
 
 
 def _context_fn(policy: str, offloading: _Offloading) -> Callable[[], Any]:
-    """A checkpoint's `context_fn`: saves what the policy does not recompute, on the device or in the host's memory.
+    """A checkpoint's `context_fn`: saves what the policy does not recompute, on the device or offloaded to the host.
 
-    From inside a compiled graph nothing can be sent to the host; there it stays on the device.
+    A compiled graph cannot offload; there it stays on the device.
     """
     if policy not in SAVED_PRODUCTS:
         return _no_contexts
-    if policy not in HOST or offloading.store is None or torch.compiler.is_compiling():
+    if policy not in OFFLOADING or offloading.store is None or torch.compiler.is_compiling():
         return functools.partial(_selective_contexts, policy)
     return functools.partial(
         offloaded_activations.offloading_contexts, functools.partial(_is_saved, policy), offloading.store
@@ -171,7 +174,7 @@ def _checkpointed(
     inputs = (x_BTC, cos_BTF, sin_BTF, layout)
     if not torch.is_grad_enabled():
         return block.layers(*inputs)
-    # A compiled graph has no use for the hints: it drops unused products and reuses buffers by itself.
+    # A compiled graph does not need the hints: it eliminates unused products and reuses buffers by itself.
     run = block.layers if torch.compiler.is_compiling() else _CheckpointedLayers(block)
     return _checkpoint(run, *inputs, context_fn=_context_fn(policy, offloading))
 
@@ -179,8 +182,9 @@ def _checkpointed(
 class _CheckpointedLayers:
     """A block's layers as one call of `checkpoint` runs them: first the forward pass, then only recomputations.
 
-    Autograd's graph is the forward pass's, and its backward reads the recomputed gate and up, which nothing else has
-    unless a hook took them: so their gradients may be written over them. The output of a recomputation is discarded.
+    Autograd's graph is the forward pass's, and its backward reads the recomputed gate and up, which nothing else
+    references unless a hook took them: so their gradients may overwrite them. The output of a recomputation is
+    discarded.
     """
 
     def __init__(self, block: Block) -> None:
@@ -199,7 +203,7 @@ class _CheckpointedLayers:
 def _checkpoint(
     run: Callable[..., torch.Tensor], *inputs: Any, context_fn: Callable[[], Any] = _no_contexts
 ) -> torch.Tensor:
-    # Randomness in a block is a function of step and place, so that no generator's state has to be saved.
+    # Random numbers in a block are counter-based, so that no RNG state has to be saved.
     options: dict[str, Any] = {} if context_fn is _no_contexts else {"context_fn": context_fn}
     out: torch.Tensor = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
     return out
@@ -241,25 +245,25 @@ def _feed(block: Block, x: torch.Tensor, *, output_unused: bool = False) -> torc
     return block.feed(x, output_unused=output_unused)
 
 
-class _InTiles:
-    """A block whose feed-forward half runs in tiles: they compute themselves again, whatever the policy is."""
+class _TiledBlock:
+    """A block with a tiled feed-forward half, which recomputes its tiles whatever the policy is."""
 
     def __init__(self, policy: str, tiles: int, offloading: _Offloading) -> None:
         self.policy, self.tiles, self.offloading = policy, tiles, offloading
-        self.whole = policy in ("block", *HOST)
-        self.attend: Way = {"pointwise": _attend_pointwise, "selective": _attend_selective}.get(
+        self.whole = policy in ("block", *OFFLOADING)
+        self.attend: LayerFunction = {"pointwise": _attend_pointwise, "selective": _attend_selective}.get(
             policy, _attend_plain
         )
         self.feed: Callable[..., torch.Tensor] = _feed
         self.plain = (self.attend, self.feed)
 
     def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Both halves as graphs of their own, in training."""
+        """Compiles both halves as separate graphs, for training."""
         self.attend, self.feed = compiler(self.attend), compiler(self.feed)
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
-        """Inside, both halves run as they are written."""
+        """Runs both halves in eager mode inside."""
         kept, (self.attend, self.feed) = (self.attend, self.feed), self.plain
         try:
             yield
@@ -297,13 +301,13 @@ class _InTiles:
 
 
 def _mask_keys(block: Block) -> list[torch.Tensor]:
-    """Of the adapters' dropout in the feed-forward half."""
+    """The dropout mask keys of the adapters in the feed-forward half."""
     keys = (getattr(module, "mask_key_5", None) for module in block.mlp.modules())
     return [key for key in keys if key is not None]
 
 
 class _Offloading:
-    """Sends what some layers keep to the host; on a CPU, where it is already, it does nothing."""
+    """Offloads the saved activations of some layers to the host; a no-op on a CPU."""
 
     def __init__(self, layers: frozenset[int]) -> None:
         self.layers = layers
@@ -316,5 +320,5 @@ class _Offloading:
             from trimtab.adapt.offload import HostStore
 
             self.store = HostStore(x_BTC.device)
-        kept: AbstractContextManager[None] = self.store.keeping(x_BTC)
+        kept: AbstractContextManager[None] = self.store.offload_input(x_BTC)
         return kept

@@ -1,4 +1,4 @@
-"""What an adapter's settings may be, whether Python, a recipe or peft's config gives them. No torch."""
+"""Validation rules of an adapter's settings, from Python, a recipe or peft's config. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_RANK = (1 << 31) - 1
 
 
 class Rule(NamedTuple):
-    """Whether a value can be, and what can."""
+    """Whether a value is valid, and a description of valid values."""
 
     fits: Callable[[Any], bool]
     expected: str
@@ -31,15 +31,15 @@ def _is_names(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
 
 
-RANK = Rule(_is_rank, f"a whole number from 1 to {_MOST_RANK}")
+RANK = Rule(_is_rank, f"an integer from 1 to {_MOST_RANK}")
 ANY_STRENGTH = Rule(lambda value: _is_number(value) and value != 0, "a finite number other than 0")
 STRENGTH = Rule(lambda value: _is_number(value) and value > 0, "a finite number above 0")
 SHARE = Rule(lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 to below 1")
 SWITCH = Rule(lambda value: isinstance(value, bool), "true or false")
-NAMES = Rule(_is_names, "modules' names in a list or tuple, even if it is one")
+NAMES = Rule(_is_names, "a list or tuple of module names")
 TARGETS = Rule(
     lambda value: bool(value) and (isinstance(value, str) or _is_names(value)),
-    "all-linear, a regular expression, or modules' names in a list or tuple",
+    "all-linear, a regular expression, or a list or tuple of module names",
 )
 FORMAT = Rule(lambda value: value in ("fp32", "bf16"), "fp32 or bf16")
 
@@ -56,7 +56,7 @@ _RULES = {
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """RecipeError for a value of `LoraSettings` that cannot be; its patterns are checked against the model.
+    """Raises RecipeError for an invalid value of `LoraSettings`; patterns are validated against the model elsewhere.
 
     Example:
         >>> check({"r": 8, "lora_dropout": 0.1})
@@ -77,6 +77,6 @@ def _check_value(key: str, value: Any, rule: Rule) -> None:
 
 def _check_pattern(key: str, value: Any, rule: Rule) -> None:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise RecipeError(f"{key} is {reprlib.repr(value)}", "give modules' names with a number for each")
+        raise RecipeError(f"{key} is {reprlib.repr(value)}", "give a mapping of module names to numbers")
     for name, number in value.items():
         _check_value(f"{key}: {name}", number, rule)

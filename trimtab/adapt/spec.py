@@ -20,20 +20,20 @@ from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 
 DEFAULT = "default"
-"""The name of an adapter that was given none; peft's."""
+"""The default adapter name; peft's."""
 
 
 DROPOUT_CHUNK = 1 << 22
-"""Elements whose dropout masks are made at once: those of [8192, 14336] would take half a gigabyte, thrice."""
+"""Elements per chunk of a dropout mask: for [8192, 14336] at once it would take three times half a gigabyte."""
 KEY_WORDS = 5
 """32-bit words of a mask's key in each layer (`lora_dropout`)."""
 WORD_BYTES = 8
-"""Of an element while its mask is made: two 32-bit words."""
+"""Bytes per element while a mask is computed: two 32-bit words."""
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What decides an adapter's shape and arithmetic; names are peft's.
+    """An adapter's shape and computation; names are peft's.
 
     Example:
         >>> LoraSettings(r=8, lora_alpha=16).scaling(8, 16.0)
@@ -50,20 +50,20 @@ class LoraSettings:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     modules_to_save: tuple[str, ...] = ()
     dtype: str = "fp32"
-    """Number format of A and B: fp32 or bf16."""
+    """dtype of A and B: fp32 or bf16."""
     any_rank: bool = False
-    """Whether ranks may be beyond their matrices, and strengths negative: fresh ones gain nothing from it, loaded ones
-    are what they are."""
+    """Whether ranks may exceed their matrices, and alphas be negative: of no use to new adapters, but allowed for
+    loaded ones."""
 
     def __post_init__(self) -> None:
-        """RecipeError for values that cannot be, whatever the model; lists become tuples."""
+        """Raises RecipeError for values that are invalid for any model; converts lists to tuples."""
         settings_rules.check(vars(self))
         if not isinstance(self.target_modules, str):
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
         object.__setattr__(self, "modules_to_save", tuple(self.modules_to_save))
 
     def scaling(self, r: int, alpha: float) -> float:
-        """s of one module."""
+        """The scale s of one module."""
         return alpha / math.sqrt(r) if self.use_rslora else alpha / r
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,17 +93,17 @@ class Target:
 
 
 def resolve(shape: ModelShape, settings: LoraSettings) -> list[Target]:
-    """The adapters that the settings mean on this model.
+    """Resolves the settings to adapters on this model's modules.
 
     Raises:
-        RecipeError: a module that does not exist, a rank beyond its matrix, a pattern without meaning.
+        RecipeError: an unknown module, a rank larger than its matrix, a pattern that matches nothing.
     """
     found = []
     unused = {*settings.rank_pattern, *settings.alpha_pattern}
     for key in settings.rank_pattern:
-        targets.check_ending(key, "lora.rank_pattern")
+        targets.check_suffix_pattern(key, "lora.rank_pattern")
     for key in settings.alpha_pattern:
-        targets.check_ending(key, "lora.alpha_pattern")
+        targets.check_suffix_pattern(key, "lora.alpha_pattern")
     for matrix in targets.select(shape, settings.target_modules):
         rank_key = _key_for(settings.rank_pattern, matrix.name)
         alpha_key = _key_for(settings.alpha_pattern, matrix.name)
@@ -116,7 +116,7 @@ def resolve(shape: ModelShape, settings: LoraSettings) -> list[Target]:
     if unused:
         raise RecipeError(
             f"lora.rank_pattern or lora.alpha_pattern names {sorted(unused)[0]}, which no adapted module matches",
-            f"adapted are {', '.join(targets.short_names(target.name for target in found))}",
+            f"the adapted modules are {', '.join(targets.short_names(target.name for target in found))}",
         )
     _check_kinds(shape, found, settings)
     return found
@@ -129,7 +129,7 @@ def _key_for(patterns: Mapping[str, Any], name: str) -> str | None:
 def _check_rank(r: int, matrix: Matrix, key: str, *, any_rank: bool) -> None:
     most = min(matrix.out_features, matrix.in_features)
     if r > most and not any_rank:
-        size = f"{matrix.out_features} × {matrix.in_features}, of rank {most} at most"
+        size = f"{matrix.out_features} × {matrix.in_features}, with a maximum rank of {most}"
         own = ", or give this module its own with lora.rank_pattern" if key == "lora.r" else ""
         raise RecipeError(f"{key} is {r} and {matrix.name} is {size}", f"set it to at most {most}{own}")
 
@@ -137,10 +137,10 @@ def _check_rank(r: int, matrix: Matrix, key: str, *, any_rank: bool) -> None:
 def _check_kinds(shape: ModelShape, found: list[Target], settings: LoraSettings) -> None:
     if settings.use_dora and any(target.matrix.is_embedding for target in found):
         raise RecipeError(
-            "lora.use_dora is on and embed_tokens is among the targets",
-            "leave embed_tokens out of lora.target_modules, or set lora.use_dora: false",
+            "lora.use_dora: true does not support embed_tokens in lora.target_modules",
+            "remove embed_tokens from lora.target_modules, or set lora.use_dora: false",
         )
-    whole = targets.meant(targets.modules(shape), settings.modules_to_save)
+    whole = targets.matching_names(targets.modules(shape), settings.modules_to_save)
     both = [target.name for target in found if target.name in whole]
     if both:
         raise RecipeError(
@@ -149,12 +149,12 @@ def _check_kinds(shape: ModelShape, found: list[Target], settings: LoraSettings)
 
 
 def check_trainable(shape: ModelShape, settings: LoraSettings, adapter: str | None = None) -> None:
-    """RecipeError for adapters that can be used, for generating or merging, and not trained.
+    """Raises RecipeError for adapters that can be used (for generation or merging) but not trained.
 
     Args:
         shape: the model's.
         settings: the adapters'.
-        adapter: where they were loaded from, if they were.
+        adapter: the folder they were loaded from, if any.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -163,11 +163,11 @@ def check_trainable(shape: ModelShape, settings: LoraSettings, adapter: str | No
     """
     if not settings.lora_dropout or all(target.name != targets.HEAD for target in resolve(shape, settings)):
         return
-    cause = f"drops inputs of a layer, and the loss uses {targets.HEAD}'s matrix as a whole"
+    cause = f"drops inputs of a layer, but the loss uses {targets.HEAD}'s merged matrix"
     if adapter is None:
         raise RecipeError(
             f"lora.lora_dropout {cause}",
-            f"set lora_dropout: 0, or leave {targets.HEAD} out of lora.target_modules",
+            f"set lora_dropout: 0, or remove {targets.HEAD} from lora.target_modules",
         )
     raise RecipeError(
         f"lora.adapter: {adapter} adapts {targets.HEAD} with a lora_dropout of {settings.lora_dropout}, which {cause}",
@@ -178,23 +178,24 @@ def check_trainable(shape: ModelShape, settings: LoraSettings, adapter: str | No
 def adapter_parameters(
     shape: ModelShape, settings: LoraSettings, adapter: str = DEFAULT
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, dims) of every tensor of an adapter's own, in the model's order."""
+    """Returns (name, dims) of every adapter tensor, in the model's order."""
     for target in resolve(shape, settings):
         rows, columns = target.matrix.adapter_dims
         if target.matrix.is_embedding:
             yield f"{target.name}.lora_embedding_A.{adapter}", (target.r, columns)
             yield f"{target.name}.lora_embedding_B.{adapter}", (rows, target.r)
             continue
-        yield f"{target.name}.lora_A.{adapter}.weight", (target.r, columns)
-        yield f"{target.name}.lora_B.{adapter}.weight", (rows, target.r)
+        stacked = (target.matrix.count,) if target.matrix.count > 1 else ()
+        yield f"{target.name}.lora_A.{adapter}.weight", (*stacked, target.r, columns)
+        yield f"{target.name}.lora_B.{adapter}.weight", (*stacked, rows, target.r)
         if settings.use_dora:
-            yield f"{target.name}.lora_magnitude_vector.{adapter}.weight", (rows,)
+            yield f"{target.name}.lora_magnitude_vector.{adapter}.weight", (*stacked, rows)
 
 
 def trained(
     shape: ModelShape, settings: LoraSettings, weights_dtype: str
 ) -> list[tuple[str, tuple[int, ...], str]]:
-    """(name, dims, number format) of everything that is trained: adapters, and modules trained whole.
+    """Returns (name, dims, dtype) of all trained tensors: adapters, and fully trained modules.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape

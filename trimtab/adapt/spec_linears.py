@@ -1,6 +1,6 @@
-"""The operations of adapted and quantized linear layers, in a block's declaration of operations. No torch.
+"""The declared operations of adapted and quantized linear layers. No torch.
 
-They stand where `trimtab.model.spec_block` has plain products. What each saves is what its autograd function saves
+They replace the plain products of `trimtab.model.spec_block`. Each saves what its autograd function saves
 (`fused_lora`, `lora_products`, `quantized_ops`).
 """
 
@@ -9,15 +9,25 @@ They stand where `trimtab.model.spec_block` has plain products. What each saves 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trimtab.adapt.spec import DROPOUT_CHUNK, KEY_WORDS, WORD_BYTES, LoraSettings
 from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.blocks import Linear
 from trimtab.facts.dtypes import BYTES
-from trimtab.facts.operations import PARAMETERS, Activation, Gradient, Operation, Pass, Result, Saved
+from trimtab.facts.operations import (
+    PARAMETERS,
+    Activation,
+    Gradient,
+    Kernel,
+    Kind,
+    Operation,
+    Pass,
+    Result,
+    Saved,
+)
 from trimtab.model.spec_operations import (
     Execution,
     Projections,
@@ -26,6 +36,9 @@ from trimtab.model.spec_operations import (
     product,
     weight_cast,
 )
+
+SMALL_PRODUCT = 3
+"""Kernels of a product with an adapter's factor: the factor is cast and scaled, and partial sums are reduced."""
 
 
 @dataclass(frozen=True)
@@ -48,35 +61,75 @@ class AdaptedProjections:
     quantization: Quantization | None = None
 
     def __call__(self, group: Projections, run: Execution) -> list[Operation]:
-        """The operations of linear layers that read one input: one for all if every layer joins a group."""
+        """The operations of linear layers with the same input: one for all if every layer can be fused."""
         layers = [_Layer(linear, _factors(linear, run)) for linear in group.linears]
-        if len(layers) > 1 and all(self._joins(layer) for layer in layers):
+        if len(layers) > 1 and all(self._can_fuse(layer) for layer in layers):
             return [self._grouped(layers, group.outputs, run, group)]
         return [
-            self._alone(layer, output, run, group)
+            self._single(layer, output, run, group)
             for layer, output in zip(layers, group.outputs, strict=True)
         ]
 
-    def _joins(self, layer: _Layer) -> bool:
+    def _can_fuse(self, layer: _Layer) -> bool:
         """Whether the layer runs as a part of `fused_lora.lora_group`."""
         return layer.rank > 0 and self.lora is not None and not (self.lora.use_dora or self.lora.lora_dropout)
 
-    def _alone(self, layer: _Layer, y: Activation, run: Execution, group: Projections) -> Operation:
+    def _single(self, layer: _Layer, y: Activation, run: Execution, group: Projections) -> Operation:
         if not layer.rank:
             return self._frozen(layer.linear, y, run, group)
         assert self.lora is not None
-        if self._joins(layer):
+        if self._can_fuse(layer):
             return self._grouped([layer], (y,), run, group)
-        return self._apart(layer, y, run, group)
+        return self._separate(layer, y, run, group)
 
     def _frozen(self, linear: Linear, y: Activation, run: Execution, group: Projections) -> Operation:
-        """A layer without an adapter. A packed one saves its packed weight alone, and adds its bias afterwards."""
+        """A layer without an adapter. A packed one saves only its packed weight, and adds its bias afterwards."""
         if self.quantization is None:
             return linear_operation(linear, group.input, y, run, group)
         bare = product(linear, group.input, y, run, group)
         return dataclasses.replace(
-            bare, results=(Result(_unbiased(linear, y)),), gradients=run.gradients(f"{linear.name}.bias")
+            bare,
+            forward=self._pass([], [bare], run),
+            backward=dataclasses.replace(
+                self._pass([], [bare], run, backward=True), scratch=bare.backward.scratch
+            ),
+            results=(Result(_unbiased(linear, y)),),
+            gradients=run.gradients(f"{linear.name}.bias"),
         )
+
+    def _pass(
+        self,
+        first: Sequence[Kernel],
+        products: Sequence[Operation],
+        run: Execution,
+        *,
+        backward: bool = False,
+    ) -> Pass:
+        """The adapters' kernels and the products with frozen weights, each after its weight is dequantized; experts'
+        one by one."""
+        kernels, launches = list(first), SMALL_PRODUCT * len(first)
+        for one in products:
+            (own,) = (one.backward if backward else one.forward).kernels
+            groups = one.weights // (own.dims[1] * own.dims[2])
+            if self.quantization is not None:
+                moved = one.weights * (BYTES[run.dtype] + self.quantization.bytes_per_weight)
+                kernels.append(Kernel(Kind.DEQUANTIZE, 0.0, moved))
+                launches += 2 * groups
+            else:
+                launches += 1
+            kernels.append(_accumulated(own, run) if first else own)
+        return Pass.of(*kernels, launches=launches)
+
+    def _elementwise(self, linear: Linear, run: Execution) -> list[Kernel]:
+        """Passes over activations: dropout reads and writes the input, DoRA scales the output's rows."""
+        assert self.lora is not None
+        width, found = BYTES[run.dtype], []
+        if self.lora.lora_dropout:
+            found.append(2.0 * run.num_tokens * linear.in_features * (width + WORD_BYTES))
+        if self.lora.use_dora:
+            found.append(2.0 * run.num_tokens * linear.out_features * width)
+            found.append(2.0 * linear.weights * width)
+        return [Kernel(Kind.COPY, 0.0, moved) for moved in found]
 
     def _grouped(
         self, layers: Sequence[_Layer], outputs: tuple[Activation, ...], run: Execution, group: Projections
@@ -90,27 +143,29 @@ class AdaptedProjections:
         every = frozenset({x.name, PARAMETERS})
         products = [product(layer.linear, x, y, run, group) for layer, y in zip(layers, outputs, strict=True)]
         results = [Result(_unbiased(layer.linear, y)) for layer, y in zip(layers, outputs, strict=True)]
-        stacked = ranks * layers[0].linear.in_features * width
+        stacked = ranks * layers[0].linear.count * layers[0].linear.in_features * width
         return dataclasses.replace(
             products[0],
             outputs=outputs,
             saved=(Saved(read, every), Saved(h, every)),
             gradients=tuple(gradient for layer in layers for gradient in layer.factors),
-            forward=_added(products, layers, run),
+            forward=self._pass(_adapter_forward(layers, run), products, run),
             backward=dataclasses.replace(
-                _added(products, layers, run),
+                self._pass(_adapter_backward(layers, run), products, run, backward=True),
                 scratch=N * ranks * width + stacked + products[0].backward.scratch,
             ),
-            parameter_backward=_factors_pass(layers, run),
-            # The last product of a block is not computed again: nobody reads its result then.
-            recompute=_factors_pass(layers, run) if group.label == "down" else None,
-            weights=sum(layer.linear.weights for layer in layers),
+            parameter_backward=_adapter_gradients(layers, run),
+            # The last product of a block is not recomputed: its result is unused.
+            recompute=Pass.of(*_adapter_forward(layers, run), launches=SMALL_PRODUCT * (1 + len(layers)))
+            if group.label == "down"
+            else None,
+            weights=sum(product.weights for product in products),
             results=(*results, Result(h, "adapter_a")),
             communicates=tuple(one for product in products for one in product.communicates),
         )
 
-    def _apart(self, layer: _Layer, y: Activation, run: Execution, group: Projections) -> Operation:
-        """A layer whose adapter is added to its own product: with dropout, or with DoRA."""
+    def _separate(self, layer: _Layer, y: Activation, run: Execution, group: Projections) -> Operation:
+        """A layer whose adapter runs separately from its own product: with dropout, or with DoRA."""
         assert self.lora is not None
         width, linear, x = BYTES[run.dtype], layer.linear, group.input
         every = frozenset({x.name, PARAMETERS})
@@ -121,7 +176,7 @@ class AdaptedProjections:
         results = [Result(base), Result(h, "adapter_a")]
         bare = product(linear, x, y, run, group)
         plain_product = self.quantization is None and (self.lora.lora_dropout > 0 or not self.lora.use_dora)
-        if run.autocast and plain_product:  # torch's own product, apart from the adapter's
+        if run.autocast and plain_product:  # torch's own product, separate from the adapter's
             saved.append(Saved(weight_cast(linear, run, group.part), frozenset({x.name})))
         if self.lora.lora_dropout:
             saved.append(Saved(Activation(f"{linear.name}.mask_key", _KEY_BYTES, group.part), every))
@@ -131,43 +186,43 @@ class AdaptedProjections:
             results.append(
                 Result(Activation(f"{linear.name}.row_products", products, group.part), "adapter_a")
             )
-        scratch = bare.backward.scratch + self._apart_scratch(linear, run)
-        forward = dataclasses.replace(
-            _added([bare], [layer], run), scratch=self._forward_scratch(linear, run)
-        )
+        scratch = bare.backward.scratch + self._separate_scratch(linear, run)
+        extra = self._elementwise(linear, run)
+        forward = self._pass([*extra, *_adapter_forward([layer], run)], [bare], run)
+        backward = self._pass([*extra, *_adapter_backward([layer], run)], [bare], run, backward=True)
         return dataclasses.replace(
             bare,
             saved=tuple(saved),
             gradients=layer.factors,
-            forward=forward,
-            backward=dataclasses.replace(forward, scratch=scratch),
-            parameter_backward=_factors_pass([layer], run),
+            forward=dataclasses.replace(forward, scratch=self._forward_scratch(linear, run)),
+            backward=dataclasses.replace(backward, scratch=scratch),
+            parameter_backward=_adapter_gradients([layer], run),
             results=tuple(results),
         )
 
-    def _apart_scratch(self, linear: Linear, run: Execution) -> int:
-        """Temporary bytes of the backward pass, beyond the gradient of the input."""
+    def _separate_scratch(self, linear: Linear, run: Execution) -> int:
+        """Temporary bytes of the backward pass, in addition to the gradient of the input."""
         assert self.lora is not None
         N, width = run.num_tokens, BYTES[run.dtype]
         dx, dy = N * linear.in_features * width, N * linear.out_features * width
         apart = 0
         if self.lora.lora_dropout:
-            # The adapter's gradient of the input before its mask, beside the words of the mask or the masked one.
+            # The adapter's gradient of the input before its mask, plus the words of the mask or the masked gradient.
             elements = N * linear.in_features
             words = min(elements, DROPOUT_CHUNK) * WORD_BYTES
             apart = max(words, dx) if elements <= DROPOUT_CHUNK else dx + words
         elif self.quantization is not None:
-            apart = dx  # the adapter's, beside the packed weight's
+            apart = dx  # the adapter's, in addition to the packed weight's
         if not self.lora.use_dora:
             return apart
-        # The gradient of the unscaled output beside that of the scales, a product as large; or, if the gradient of the
-        # output stays (it is the residual stream's), the former beside the gradients of the input.
+        # The gradient of the unscaled output plus that of the scales, a product of the same size; or, if the gradient
+        # of the output stays alive (it is the residual stream's), the former plus the gradients of the input.
         stays = dy if linear.split == "row" else 0
         return max(2 * dy - dx, stays + apart, 0)
 
     def _forward_scratch(self, linear: Linear, run: Execution) -> int:
         """Temporary bytes of the forward pass: the layer's own product, words of a mask or the dropped input; DoRA
-        measures the rows of a dequantized weight."""
+        computes the row norms of a dequantized weight."""
         assert self.lora is not None
         base = run.num_tokens * linear.out_features * BYTES[run.dtype]
         if self.lora.use_dora and self.quantization is not None:
@@ -178,7 +233,7 @@ class AdaptedProjections:
         return base + max(min(elements, DROPOUT_CHUNK) * WORD_BYTES, elements * BYTES[run.dtype])
 
     def _row_scales(self, linear: Linear, run: Execution, group: Projections) -> list[Saved]:
-        """DoRA: the output before its rows are scaled, their scales, and the lengths that these were divided by."""
+        """DoRA: the output before its rows are scaled, their scales, and the norms that divide the magnitudes."""
         rows = linear.out_features
         unscaled = run.activation(f"{linear.name}.unscaled", rows, group.part)
         scales = Activation(f"{linear.name}.row_scales", rows * BYTES[run.dtype], group.part)
@@ -188,19 +243,19 @@ class AdaptedProjections:
 
 
 _KEY_BYTES = 4 * KEY_WORDS
-"""Of a dropout mask's key."""
+"""Bytes of a dropout mask's key."""
 
 
 @dataclass(frozen=True)
 class _Layer:
     linear: Linear
     factors: tuple[Gradient, ...]
-    """Of its adapter; empty if it has none."""
+    """The adapter's factors; empty if it has none."""
 
     @property
     def rank(self) -> int:
         """R, 0 without an adapter."""
-        return next((one.dims[0] for one in self.factors if ".lora_A." in one.name), 0)
+        return next((one.dims[-2] for one in self.factors if ".lora_A." in one.name), 0)
 
 
 def _factors(linear: Linear, run: Execution) -> tuple[Gradient, ...]:
@@ -209,25 +264,47 @@ def _factors(linear: Linear, run: Execution) -> tuple[Gradient, ...]:
 
 
 def _unbiased(linear: Linear, y: Activation) -> Activation:
-    """The product itself, where the bias is added to it afterwards."""
+    """The product itself, where the bias is added afterwards."""
     return dataclasses.replace(y, name=f"{y.name}.unbiased") if linear.bias else y
 
 
-def _factors_pass(layers: Sequence[_Layer], run: Execution) -> Pass:
-    """Gradients of all A and B: as much arithmetic as their forward products."""
-    flops = sum(
-        2.0 * run.num_tokens * layer.rank * (layer.linear.in_features + layer.linear.out_features)
-        for layer in layers
-    )
-    elements = sum(math.prod(one.dims) for layer in layers for one in layer.factors)
-    return Pass(flops, float(elements * BYTES[run.dtype]), 2 * len(layers))
+def _adapter_forward(layers: Sequence[_Layer], run: Execution) -> list[Kernel]:
+    """H = X·[A₁; A₂; …]ᵀ of all layers, then each layer's H·Bᵀ."""
+    N, options = run.num_tokens, _options(layers, run)
+    ranks = sum(layer.rank for layer in layers)
+    return [
+        Kernel.product(N, ranks, layers[0].linear.in_features, **options),
+        *(Kernel.product(N, layer.linear.out_features, layer.rank, **options) for layer in layers),
+    ]
 
 
-def _added(products: Sequence[Operation], layers: Sequence[_Layer], run: Execution) -> Pass:
-    """The frozen products and the adapters' in one pass."""
-    adapters = _factors_pass(layers, run)
-    return Pass(
-        adapters.flops + sum(one.forward.flops for one in products),
-        adapters.moved + sum(one.forward.moved for one in products),
-        adapters.launches + sum(one.forward.launches for one in products),
+def _adapter_backward(layers: Sequence[_Layer], run: Execution) -> list[Kernel]:
+    """Each layer's dH = dY·B, then dX = dH·[A₁; A₂; …]."""
+    N, options = run.num_tokens, _options(layers, run)
+    ranks = sum(layer.rank for layer in layers)
+    return [
+        *(Kernel.product(N, layer.rank, layer.linear.out_features, **options) for layer in layers),
+        Kernel.product(N, layers[0].linear.in_features, ranks, **options),
+    ]
+
+
+def _adapter_gradients(layers: Sequence[_Layer], run: Execution) -> Pass:
+    """Each layer's dB = dYᵀ·H, and d[A₁; A₂; …] = dHᵀ·X."""
+    N, options = run.num_tokens, _options(layers, run)
+    ranks = sum(layer.rank for layer in layers)
+    return Pass.of(
+        *(Kernel.weight_gradient(layer.linear.out_features, layer.rank, N, **options) for layer in layers),
+        Kernel.weight_gradient(ranks, layers[0].linear.in_features, N, **options),
+        launches=SMALL_PRODUCT * (1 + len(layers)),
     )
+
+
+def _options(layers: Sequence[_Layer], run: Execution) -> dict[str, Any]:
+    """Bytes per element, and how many experts' adapters the rows are split over."""
+    return {"width": BYTES[run.dtype], "groups": min(layers[0].linear.count, run.num_tokens)}
+
+
+def _accumulated(product: Kernel, run: Execution) -> Kernel:
+    """A product that accumulates into its output, which is therefore read as well."""
+    output = run.num_tokens * product.dims[1] * BYTES[run.dtype]
+    return dataclasses.replace(product, moved=product.moved + output)

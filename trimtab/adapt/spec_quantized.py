@@ -1,16 +1,18 @@
-"""What a model with quantized linear layers costs, and which code reads them. No torch.
+"""Costs of a model with quantized linear layers, and the choice of their kernels. No torch.
 
-The weights of the blocks' linear layers are packed; embeddings, norms, biases and the head stay as they are. A product
-holds one dequantized weight at a time, in a workspace that all layers share and that stays once it has grown. Blocks
-may keep their weights unpacked as well, where memory is left.
+The weights of the blocks' linear layers are packed; embeddings, norms, biases and the head are not. A product needs
+one dequantized weight at a time, in a workspace that all layers share and that persists at its largest size. Blocks
+may also hold dequantized copies of their weights, where memory allows.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from trimtab.facts.blocks import Linear
 from trimtab.facts.dtypes import nbytes
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
@@ -20,9 +22,9 @@ from trimtab.kernels.nf4 import spec as nf4_spec
 
 KINDS = ("nf4", "int8")
 BLOCK = 64
-"""Values that share a scale in NF4, as QLoRA has it."""
+"""Values that share a scale in NF4, as in QLoRA."""
 NEVER = ("lm_head",)
-"""The head's weight is read by the loss itself."""
+"""The head is never quantized: the loss reads its weight directly."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +41,35 @@ class Quantization:
     block: int = BLOCK
     """Values that share a scale; 0 where the kind has no blocks."""
     double: bool = False
-    """Whether the scales are quantized to 8 bits as well."""
+    """Whether the scales are quantized to 8 bits too (double quantization)."""
     dtype: str = "bf16"
-    """The number format that weights are rounded to before they are quantized."""
+    """The dtype that weights are rounded to before quantization."""
     impl: str = "reference"
     reason: str = ""
 
     @property
     def block_size(self) -> int:
-        """`block`, or the usual one for kinds that have no blocks."""
+        """`block`, or the default for kinds without blocks."""
         return self.block or BLOCK
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Packed bytes per weight, including the scales of blocks; those of rows are negligible.
+
+        Example:
+            >>> Quantization("nf4", double=True).bytes_per_weight, Quantization("int8", block=0).bytes_per_weight
+            (0.515625, 1.0)
+        """
+        if self.kind == "int8":
+            return 1.0
+        return 0.5 + (1 if self.double else 4) / self.block_size
 
 
 def choose_quantized_kernels(*, device: str, triton: bool = True, requested: str = "auto") -> ImplChoice:
-    """Which code dequantizes: decided once, when the layers are laid out; one that cannot run is an error.
+    """Chooses the implementation that dequantizes, once, when the layers are created; raises if it cannot run.
 
     Args:
-        device: "cpu" or "cuda", where the weights will lie.
+        device: "cpu" or "cuda", device of the weights.
         triton: whether Triton runs on that CUDA device.
         requested: auto, reference or triton.
 
@@ -67,7 +81,7 @@ def choose_quantized_kernels(*, device: str, triton: bool = True, requested: str
     where = "here" if device == "cuda" else f"on the {device}"
     if requested == "auto":
         if available:
-            return ImplChoice("triton", "one launch a weight; the same bits as torch's operations")
+            return ImplChoice("triton", "one launch per weight; bitwise identical to torch's operations")
         return ImplChoice("reference", f"torch's own operations: Triton's kernels do not run {where}")
     if requested not in nf4_spec.IMPLS:
         raise RecipeError(
@@ -75,10 +89,10 @@ def choose_quantized_kernels(*, device: str, triton: bool = True, requested: str
         )
     if requested == "triton" and not available:
         raise RecipeError(
-            f"Triton's kernels need a CUDA device and Triton, and do not run {where}",
-            "leave it at auto",
+            f"Triton's kernels require a CUDA device and Triton, and do not run {where}",
+            "use auto",
         )
-    return ImplChoice(requested, "asked for by name")
+    return ImplChoice(requested, "requested by name")
 
 
 def linear_shapes(shape: ModelShape, skip: tuple[str, ...] = ()) -> dict[str, tuple[int, int]]:
@@ -91,14 +105,19 @@ def linear_shapes(shape: ModelShape, skip: tuple[str, ...] = ()) -> dict[str, tu
         (7, (32, 16))
     """
     return {
-        name: (dims[0], dims[1])
-        for name, dims in shape.parameters()
-        if len(dims) == 2 and name.startswith("model.layers.") and not skipped(name, skip)
+        name: (linear.out_features, linear.in_features)
+        for name, linear in packed_linears(shape, skip).items()
     }
 
 
+def packed_linears(shape: ModelShape, skip: tuple[str, ...] = ()) -> dict[str, Linear]:
+    """The linear layers whose weights are packed, by parameter name; each expert's matrix separately."""
+    found = ((f"model.layers.{layer}.{linear.name}.weight", linear) for layer, linear in shape.linears())
+    return {name: linear for name, linear in found if not linear.routes and not skipped(name, skip)}
+
+
 def skipped(name: str, skip: tuple[str, ...]) -> bool:
-    """Whether a weight or its module is named by `skip`: by its whole path, or by its last word.
+    """Whether `skip` names a weight or its module: by its path, or the last component.
 
     Example:
         >>> skipped("model.layers.0.mlp.up_proj.weight", ("up_proj",))
@@ -109,7 +128,7 @@ def skipped(name: str, skip: tuple[str, ...]) -> bool:
 
 
 def packed_bytes(dims: tuple[int, int], kind: str, *, block: int = BLOCK, double: bool = True) -> int:
-    """Bytes of one packed weight [out, in], its tables included.
+    """Bytes of one packed weight [out, in], including its tables.
 
     Example:
         >>> packed_bytes((4096, 4096), "nf4") / 2**20, packed_bytes((4096, 4096), "int8") / 2**20
@@ -130,7 +149,7 @@ def weight_bytes(
     double: bool = True,
     skip: tuple[str, ...] = (),
 ) -> int:
-    """Bytes of all weights of a quantized model: packed ones, and the others in `dtype`.
+    """Bytes of all weights of a quantized model: the packed ones, and the others in `dtype`.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -138,45 +157,47 @@ def weight_bytes(
         >>> round(weight_bytes(llama, "nf4", "bf16") / 2**30, 2)
         5.31
     """
-    packed = linear_shapes(shape, skip)
-    rest = shape.num_parameters - sum(math.prod(dims) for dims in packed.values())
-    return nbytes(dtype, rest) + sum(
-        packed_bytes(dims, kind, block=block, double=double) for dims in packed.values()
+    total, counts = shape.num_parameters, Counter[tuple[int, int]]()
+    for linear in packed_linears(shape, skip).values():
+        counts[linear.out_features, linear.in_features] += linear.count
+        total -= linear.weights
+    return nbytes(dtype, total) + sum(
+        count * packed_bytes(dims, kind, block=block, double=double) for dims, count in counts.items()
     )
 
 
 def workspace_bytes(shape: ModelShape, dtype: str, *, skip: tuple[str, ...] = ()) -> int:
-    """Bytes of the one dequantized weight that exists at a time: held from the first product on."""
+    """Bytes of the workspace for one dequantized weight (one expert's): persistent from the first product on."""
     packed = linear_shapes(shape, skip)
     return max((nbytes(dtype, math.prod(dims)) for dims in packed.values()), default=0)
 
 
-def unpacked_bytes(shape: ModelShape, layers: int, dtype: str, *, skip: tuple[str, ...] = ()) -> int:
-    """Bytes of the weights of the first so many blocks, kept unpacked beside the packed ones in the products' format.
+def dequantized_bytes(shape: ModelShape, layers: int, dtype: str, *, skip: tuple[str, ...] = ()) -> int:
+    """Bytes of dequantized copies of the first `layers` blocks' weights, in the compute dtype.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
         >>> llama = uniform_shape("llama", 128256, 4096, 14336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
-        >>> round(unpacked_bytes(llama, 32, "bf16") / 2**30, 2)
+        >>> round(dequantized_bytes(llama, 32, "bf16") / 2**30, 2)
         13.0
     """
     if not layers:
         return 0
     kept = (
-        math.prod(dims)
-        for name, dims in linear_shapes(shape, skip).items()
+        linear.weights
+        for name, linear in packed_linears(shape, skip).items()
         if int(name.removeprefix("model.layers.").partition(".")[0]) < layers
     )
     return nbytes(dtype, sum(kept))
 
 
 SAVED_FOR_BACKWARD = 0
-"""Activation bytes that a product keeps: the gradient of its input needs the packed weight alone."""
+"""Activation bytes that a product saves: the gradient of its input only needs the packed weight."""
 
 QUANTIZE_CHUNK, DEQUANTIZE_CHUNK = 1 << 22, 1 << 18
-"""NF4 values that torch's operations have in hand at once."""
+"""NF4 values per chunk of torch's operations."""
 QUANTIZE_BYTES, DEQUANTIZE_BYTES = 21, 13
-"""Of each of them, at most: fp32 numbers, indices, codes."""
+"""Bytes per value, at most: fp32 values, indices, codes."""
 
 
 def scratch_bytes(
@@ -188,9 +209,9 @@ def scratch_bytes(
     double: bool = True,
     skip: tuple[str, ...] = (),
 ) -> int:
-    """Bytes that dequantizing takes besides the workspace, for the time of one product: none with Triton.
+    """Temporary bytes of dequantizing in addition to the workspace, during one product: none with Triton.
 
-    torch's operations hold up to 256 Ki values of NF4 and all scales at a time, of INT8 the whole weight in fp32.
+    torch's operations process up to 256 Ki values of NF4 with all scales at a time, for INT8 the whole weight in fp32.
     """
     _known(kind)
     if impl == "triton":
@@ -203,7 +224,7 @@ def scratch_bytes(
 
 
 def flops(rows: int, dims: tuple[int, int]) -> int:
-    """Of one product; the gradient of its input takes as many, and the weight has none."""
+    """FLOPs of one product; the gradient of its input takes as many, and the weight has no gradient."""
     return nf4_spec.matmul_flops(rows, dims)
 
 
@@ -217,9 +238,9 @@ def loading_peak_bytes(
     double: bool = True,
     skip: tuple[str, ...] = (),
 ) -> int:
-    """Most bytes on the device while weights are read: the model, one weight in `dtype`, its packed copy.
+    """Peak device memory while weights are loaded: the model, one weight in `dtype`, its packed copy.
 
-    torch's operations hold the values in hand in fp32 besides (NF4: up to 4 Mi of them). Plans do not count it: it
+    torch's operations also allocate the current values in fp32 (NF4: up to 4 Mi of them). Plans do not count it: it
     is for tests and for sizing a device by hand.
     """
     packed = linear_shapes(shape, skip)
@@ -233,22 +254,22 @@ def loading_peak_bytes(
 
 def _known(kind: str) -> None:
     if kind not in KINDS:
-        raise RecipeError(f"weights cannot be kept as {kind!r}", f"choose {' or '.join(KINDS)}")
+        raise RecipeError(f"unknown quantization {kind!r}", f"choose {' or '.join(KINDS)}")
 
 
-def check_whole(shape: ModelShape, names: Iterable[str]) -> None:
-    """RecipeError if one of these parameters, which are to be trained whole, is quantized.
+def check_not_quantized(shape: ModelShape, names: Iterable[str]) -> None:
+    """Raises RecipeError if one of these fully trained parameters is quantized.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
-        >>> check_whole(tiny, ["model.norm.weight", "lm_head.weight"])
+        >>> check_not_quantized(tiny, ["model.norm.weight", "lm_head.weight"])
     """
     packed = linear_shapes(shape)
     for name in names:
         if name in packed:
             raise RecipeError(
-                f"lora.modules_to_save names {name.removesuffix('.weight')}, which is kept in few bits and cannot be "
+                f"lora.modules_to_save names {name.removesuffix('.weight')}, which is quantized and cannot be "
                 "trained",
-                "leave it out, or load the model without load_in_4bit and load_in_8bit",
+                "remove it, or load the model without load_in_4bit and load_in_8bit",
             )

@@ -1,7 +1,7 @@
-"""What each recompute policy saves of a layer, offloads to the host and computes again. No torch.
+"""What each recompute policy saves, offloads to the host and recomputes per layer. No torch.
 
 A policy names results of operations; which operations a layer has is declared in `trimtab.model.spec_block`. Tests
-compare what a policy is said to save with what a run saves, byte by byte.
+compare what a policy declares as saved with what a run saves, byte by byte.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from trimtab.facts.operations import Activation, Kind, Operation, Result, saved_
 from trimtab.model.spec_block import BETWEEN, BLOCK_INPUT, FEED_FORWARD_RESIDUAL, DeclaredBlock
 
 POLICIES = ("none", "pointwise", "selective", "block", "offload_half", "offload_attention", "offload")
-"""From the one that keeps most on the device to the one that keeps least."""
-HOST = ("offload_half", "offload_attention", "offload")
-"""Those that send what they keep to the host."""
+"""From the policy that saves most on the device to the one that saves least."""
+OFFLOADING = ("offload_half", "offload_attention", "offload")
+"""Policies that offload their saved activations to the host."""
 IN_HALVES = ("none", "pointwise", "selective")
-"""Those that, with a feed-forward in tiles, run the halves of a layer apart and save the stream between them."""
+"""With a tiled feed-forward, policies that run the halves separately and save the residual stream between them."""
 
 ATTENTION_OPERATORS: dict[str, tuple[str, ...]] = {
     "reference": (),
@@ -33,8 +33,8 @@ ATTENTION_OPERATORS: dict[str, tuple[str, ...]] = {
     "triton": ("trimtab::attention_forward",),
 }
 """For each attention backend (`trimtab.kernels.attention.IMPLS`) the operators whose results the policies of
-`SAVED_PRODUCTS` save. Backends made of plain products have none and are recomputed whole. By name, so that an operator
-that the installed torch does not have is no error."""
+`SAVED_PRODUCTS` save. Backends of plain products have none and are fully recomputed. By name, so that an operator
+that the installed torch does not have does not raise."""
 
 SAVED_PRODUCTS: dict[str, frozenset[tuple[str, str]]] = {
     "pointwise": frozenset(
@@ -45,15 +45,15 @@ SAVED_PRODUCTS: dict[str, frozenset[tuple[str, str]]] = {
     "offload_attention": frozenset(),
 }
 """The policies that save results of single operators: attention's, and those of the matrix products with these labels
-(`trimtab.model.labels`). `pointwise` leaves out the down projection, whose result the backward pass does not read, and
+(`trimtab.model.labels`). `pointwise` excludes the down projection, whose result the backward pass does not read, and
 an adapter's second product, which is cheap to recompute."""
 
 
 def canonical(policies: Iterable[str] | Mapping[str, int]) -> tuple[str, ...]:
-    """The same number of each policy, in the order that holds least at once: thrifty layers first.
+    """The same number of each policy, in the order with the lowest peak memory: layers that save least first.
 
-    The backward pass begins at the last layer. Layers that keep everything are done with, and their memory free,
-    before the first one is computed again and needs a place for that.
+    The backward pass begins at the last layer. Layers that save everything are finished, and their memory freed, before
+    the first recomputation needs memory.
 
     Example:
         >>> canonical(["none", "block", "none"])
@@ -68,18 +68,18 @@ def canonical(policies: Iterable[str] | Mapping[str, int]) -> tuple[str, ...]:
     return tuple(policy for policy in reversed(POLICIES) for _ in range(counts.get(policy, 0)))
 
 
-def counted(policies: Sequence[str]) -> dict[str, int]:
-    """How many layers have which policy, thriftiest first.
+def count_policies(policies: Sequence[str]) -> dict[str, int]:
+    """Number of layers per policy, those that save least first.
 
     Example:
-        >>> counted(("block", "none", "none"))
+        >>> count_policies(("block", "none", "none"))
         {'block': 1, 'none': 2}
     """
     return {policy: policies.count(policy) for policy in reversed(POLICIES) if policy in policies}
 
 
 def tile_rows(tokens: int, tiles: int) -> int:
-    """Tokens of a tile: a power of two, and at most so many tiles.
+    """Tokens per tile: a power of two, with at most `tiles` tiles.
 
     Example:
         >>> tile_rows(100_000, 8), tile_rows(4096, 4), tile_rows(3, 8)
@@ -89,10 +89,10 @@ def tile_rows(tokens: int, tiles: int) -> int:
 
 
 def saved_under(block: DeclaredBlock, policy: str) -> list[Activation]:
-    """What a layer keeps from its forward to its backward pass under a policy: on the device, or offloaded to the host.
+    """The activations that a layer saves for the backward pass under a policy: on the device, or offloaded to the host.
 
     Args:
-        block: the layer's operations; with tiles where its feed-forward half runs in tiles.
+        block: the layer's operations; with tiles if its feed-forward half is tiled.
         policy: one of `POLICIES`.
 
     Example:
@@ -119,7 +119,7 @@ def saved_under(block: DeclaredBlock, policy: str) -> list[Activation]:
         for result in operation.results
         if is_saved_result(policy, operation, result)
     ]
-    # In tiles the stream between the halves is saved, unless the whole layer is checkpointed.
+    # With tiles the residual stream between the halves is saved, unless the whole layer is checkpointed.
     own = [between] if tiled and policy in IN_HALVES else []
     return list(dict.fromkeys([x, *results, *own]))
 
@@ -135,22 +135,18 @@ def is_saved_result(policy: str, operation: Operation, result: Result) -> bool:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What a policy computes a second time in one layer, for one microbatch."""
+    """What a policy recomputes in one layer, for one microbatch."""
 
     products: float = 0.0
     """FLOPs of matrix products."""
     attention: float = 0.0
     """FLOPs of attention."""
-    moved: float = 0.0
-    """Bytes that norms, RoPE, gates and additions read and write."""
-    weights: int = 0
-    """Elements of the weights that products read once more."""
 
 
 def recomputed_operations(block: DeclaredBlock, policy: str) -> list[Operation]:
-    """The operations that run again in the backward pass, in order; those of a feed-forward in tiles not included.
+    """The operations that the backward pass recomputes, in order; without those of a tiled feed-forward.
 
-    Results that the policy saved are not computed again.
+    Results that the policy saved are not recomputed.
     """
     operations = block.attention if block.tile else block.operations
     return [
@@ -161,10 +157,10 @@ def recomputed_operations(block: DeclaredBlock, policy: str) -> list[Operation]:
 
 
 def last_recomputed(block: DeclaredBlock, policy: str) -> int:
-    """The index of the last operation that is reached by the recomputation, −1 where nothing is recomputed.
+    """The index of the last recomputed operation, −1 where nothing is recomputed.
 
-    It stops at the last activation that the backward pass reads: the last product of a block, whose result is only
-    added to the stream, does not run again unless it saves something of its own.
+    Recomputation stops at the last activation that the backward pass reads: the last product of a block, whose result
+    is only added to the residual stream, does not run again unless it saves something of its own.
     """
     if policy == "none" or not block.differentiates:
         return -1
@@ -176,37 +172,33 @@ def last_recomputed(block: DeclaredBlock, policy: str) -> int:
 
 
 def _makes(operation: Operation) -> set[str]:
-    """Names of the activations that are there once an operation ran, and not before: its outputs, and what it saves."""
+    """Names of the activations that an operation produces: its outputs, and what it saves."""
     read = set() if operation.saves_results else {one.name for one in operation.inputs}
     own = {one.activation.name for one in operation.saved} - read
     return own | {one.name for one in operation.outputs}
 
 
 def _own_results(operation: Operation) -> list[Result]:
-    """Of a product, the results with the layer's own weight: an adapter's are a small part of it."""
+    """The results of a product with the layer's own weight: an adapter's are negligible."""
     return [result for result in operation.results if result.factor == "weight"]
 
 
 def recomputation(block: DeclaredBlock, policy: str, num_tiles: int = 1) -> Recomputation:
-    """What a policy costs beyond a plain forward and backward pass.
+    """The cost of a policy in addition to a plain forward and backward pass.
 
     Args:
         block: the layer's operations.
         policy: one of `POLICIES`.
-        num_tiles: how many tiles the feed-forward half has; each runs again to its end.
+        num_tiles: tiles of the feed-forward half; each is fully recomputed.
     """
     again = [(one, 1) for one in recomputed_operations(block, policy)]
     if block.tile and block.differentiates:
         again += [(one, num_tiles) for one in block.tile if one.name != FEED_FORWARD_RESIDUAL]
-    products = attention = moved = 0.0
-    weights = 0
+    products = attention = 0.0
     for one, times in again:
         cost = one.recompute or one.forward
         if one.kind is Kind.PRODUCT:
             products += times * cost.flops
-            weights += 0 if one.recompute else times * one.weights
         elif one.kind is Kind.ATTENTION:
             attention += times * cost.flops
-        else:
-            moved += times * cost.moved
-    return Recomputation(products, attention, moved, weights)
+    return Recomputation(products, attention)

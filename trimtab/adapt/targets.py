@@ -1,4 +1,4 @@
-"""Which modules of a model a name, a list of names or a pattern means; the rules are peft's. No torch."""
+"""Resolves names, lists of names and patterns to modules of a model, with peft's rules. No torch."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 
 ALL_LINEAR = "all-linear"
-"""Every linear layer of the blocks; the head is not among them, as in peft."""
+"""Every linear layer of the blocks, without the head, as in peft."""
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A module that an adapter can sit on."""
+    """A module that can have an adapter."""
 
     name: str
     out_features: int
     in_features: int
+    count: int = 1
+    """Stacked expert matrices in the module; each has its own adapter."""
 
     @property
     def is_embedding(self) -> bool:
-        """Whether it is looked up by token instead of multiplied with."""
+        """Whether it is an embedding."""
         return self.name == EMBEDDING
 
     @property
     def adapter_dims(self) -> tuple[int, int]:
-        """(rows that B has, columns that A has); an embedding [V, C] is C rows of V columns to an adapter."""
+        """(rows of B, columns of A); for an adapter, an embedding [V, C] has C rows and V columns."""
         return (
             (self.in_features, self.out_features)
             if self.is_embedding
@@ -39,7 +41,7 @@ class Matrix:
 
 
 def matrices(shape: ModelShape) -> dict[str, Matrix]:
-    """Every module with a matrix, by name: the embedding, the blocks' linear layers, the head where it has its own.
+    """Every module with a matrix, by name: the embedding, the blocks' linear layers, the head if it is untied.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -47,21 +49,23 @@ def matrices(shape: ModelShape) -> dict[str, Matrix]:
         >>> list(matrices(tiny))[-3:]
         ['model.layers.0.mlp.up_proj', 'model.layers.0.mlp.down_proj', 'lm_head']
     """
-    found = {}
-    for name, dims in shape.parameters():
-        if len(dims) == 2:
-            module = name.removesuffix(".weight")
-            found[module] = Matrix(module, *dims)
+    found = {EMBEDDING: Matrix(EMBEDDING, shape.vocab_size, shape.hidden_size)}
+    for layer, linear in shape.linears():
+        if not linear.routes:
+            name = f"model.layers.{layer}.{linear.name}"
+            found[name] = Matrix(name, linear.out_features, linear.in_features, linear.count)
+    if not shape.tie_embeddings:
+        found[HEAD] = Matrix(HEAD, shape.vocab_size, shape.hidden_size)
     return found
 
 
 def modules(shape: ModelShape) -> list[str]:
-    """Every module with parameters of its own, norms too."""
+    """Every module with its own parameters, including norms."""
     return list(dict.fromkeys(name.rpartition(".")[0] for name, _ in shape.parameters()))
 
 
 def short_names(names: Iterable[str]) -> list[str]:
-    """The last part of each name, once, in order: what people write.
+    """The last component of each name, without duplicates, in order: the names that users write.
 
     Example:
         >>> short_names(["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj", "lm_head"])
@@ -71,10 +75,10 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 
 def select(shape: ModelShape, wanted: str | Sequence[str]) -> list[Matrix]:
-    """The modules that `target_modules` means, in the model's order.
+    """The modules selected by `target_modules`, in the model's order.
 
-    A text is `all-linear` or a regular expression over whole names; a list holds names, whole or their last parts.
-    RecipeError for a name or a pattern that means nothing, with what exists.
+    A string is `all-linear` or a regular expression for full names; a list has full names or last components. Raises
+    RecipeError with the available names for a name or a pattern that matches nothing.
     """
     there = matrices(shape)
     tied = shape.tie_embeddings
@@ -86,45 +90,45 @@ def select(shape: ModelShape, wanted: str | Sequence[str]) -> list[Matrix]:
     if EMBEDDING in names and tied:
         raise RecipeError(
             "lora.target_modules names embed_tokens, whose matrix is also the model's head",
-            "train it whole with lora.modules_to_save: [embed_tokens], or leave it out",
+            "train it fully with lora.modules_to_save: [embed_tokens], or remove it",
         )
     return [there[name] for name in there if name in names]
 
 
 def select_modules(shape: ModelShape, wanted: Sequence[str]) -> list[str]:
-    """Names of the parameters of the modules that `modules_to_save` means."""
+    """Names of the parameters of the modules selected by `modules_to_save`."""
     there = modules(shape)
     names = _by_names(there, wanted, "lora.modules_to_save", short_names(there)) if wanted else set()
     return [name for name, _ in shape.parameters() if name.rpartition(".")[0] in names]
 
 
 def matching(pattern: str, name: str) -> bool:
-    """Whether a key of `rank_pattern` or `alpha_pattern` means a module: its end, or a regular expression of it."""
-    return _ending(pattern).match(name) is not None
+    """Whether a key of `rank_pattern` or `alpha_pattern` matches a module: its suffix, or a regular expression."""
+    return _suffix_pattern(pattern).match(name) is not None
 
 
-def _ending(pattern: str) -> re.Pattern[str]:
-    """A key of `rank_pattern` or `alpha_pattern` over whole names."""
+def _suffix_pattern(pattern: str) -> re.Pattern[str]:
+    """A key of `rank_pattern` or `alpha_pattern` as a regular expression for full names."""
     return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def is_pattern(text: str) -> bool:
     """Whether a text is a regular expression."""
-    return _fault(re.compile, text) is None
+    return _regex_error(re.compile, text) is None
 
 
-def is_ending(text: str) -> bool:
+def is_suffix_pattern(text: str) -> bool:
     """Whether a text can be a key of `rank_pattern` or `alpha_pattern`.
 
     Example:
-        >>> is_ending("q_proj"), is_ending("("), is_ending("(?i)q_proj")
+        >>> is_suffix_pattern("q_proj"), is_suffix_pattern("("), is_suffix_pattern("(?i)q_proj")
         (True, False, False)
     """
-    return _fault(_ending, text) is None
+    return _regex_error(_suffix_pattern, text) is None
 
 
-def _fault(compiled: Callable[[str], object], text: str) -> Exception | None:
-    """What is wrong with a regular expression, if anything."""
+def _regex_error(compiled: Callable[[str], object], text: str) -> Exception | None:
+    """The error of an invalid regular expression, or None."""
     try:
         compiled(text)
     except (re.error, OverflowError, RecursionError) as error:
@@ -133,35 +137,35 @@ def _fault(compiled: Callable[[str], object], text: str) -> Exception | None:
 
 
 def check_pattern(pattern: str, key: str) -> None:
-    """RecipeError for a text that is no regular expression."""
-    fault = _fault(re.compile, pattern)
+    """Raises RecipeError for an invalid regular expression."""
+    fault = _regex_error(re.compile, pattern)
     if fault is not None:
         raise RecipeError(
-            f"{key}: {pattern!r} is no regular expression ({fault})",
-            r"write one over whole names, such as .*\.q_proj, or a list of names",
+            f"{key}: {pattern!r} is not a regular expression ({fault})",
+            r"write one for full names, such as .*\.q_proj, or a list of names",
         ) from fault
 
 
-def check_ending(pattern: str, key: str) -> None:
-    """RecipeError for a text that can be no key of `rank_pattern` or `alpha_pattern`."""
+def check_suffix_pattern(pattern: str, key: str) -> None:
+    """Raises RecipeError for an invalid key of `rank_pattern` or `alpha_pattern`."""
     if not pattern.strip():
-        raise RecipeError(f"{key} has an empty text as a key", "name modules there, or leave it out")
-    fault = _fault(_ending, pattern)
+        raise RecipeError(f"{key} has an empty string as a key", "name modules there, or remove it")
+    fault = _regex_error(_suffix_pattern, pattern)
     if fault is not None:
         raise RecipeError(
-            f"{key}: {pattern!r} is no regular expression for the end of a name ({fault})",
-            "write flags around what they are for: (?i:…)"
+            f"{key}: {pattern!r} is not a regular expression for the end of a name ({fault})",
+            "limit flags to a group: (?i:…)"
             if "flags" in str(fault)
             else "write the end of a module's name, such as q_proj",
         ) from fault
 
 
-def meant(there: Iterable[str], wanted: str | Sequence[str]) -> set[str]:
-    """Of the names there are, those that `target_modules` means, if any: all-linear, a regular expression over whole
-    names, or names, whole or their last parts.
+def matching_names(there: Iterable[str], wanted: str | Sequence[str]) -> set[str]:
+    """The available names that `target_modules` selects, if any: all-linear, a regular expression for full names, or
+    full names or last components.
 
     Example:
-        >>> sorted(meant(["model.a.q_proj", "model.b.q_proj", "lm_head"], ["q_proj", "v_proj"]))
+        >>> sorted(matching_names(["model.a.q_proj", "model.b.q_proj", "lm_head"], ["q_proj", "v_proj"]))
         ['model.a.q_proj', 'model.b.q_proj']
     """
     if wanted == ALL_LINEAR:
@@ -173,23 +177,23 @@ def meant(there: Iterable[str], wanted: str | Sequence[str]) -> set[str]:
 
 def _by_pattern(there: dict[str, Matrix], pattern: str, offered: Sequence[str]) -> set[str]:
     check_pattern(pattern, "lora.target_modules")
-    names = meant(there, pattern)
+    names = matching_names(there, pattern)
     if not names:
         raise RecipeError(
-            f"lora.target_modules: no module's whole name matches {pattern!r}",
-            f"names are like model.layers.0.self_attn.q_proj; there are {', '.join(offered)}; a list "
-            "takes these short names, and all-linear every linear layer",
+            f"lora.target_modules: no module's full name matches {pattern!r}",
+            f"full names are like model.layers.0.self_attn.q_proj; there are {', '.join(offered)}; a list "
+            "may have these short names, and all-linear selects every linear layer",
         )
     return names
 
 
 def _by_names(there: Sequence[str], wanted: Sequence[str], key: str, offered: Sequence[str]) -> set[str]:
     if not all(word.strip() for word in wanted):
-        raise RecipeError(f"{key} has an empty text among its names", "leave it out, or name a module there")
-    unknown = [word for word in wanted if not meant(there, [word])]
+        raise RecipeError(f"{key} has an empty string among its names", "remove it, or name a module there")
+    unknown = [word for word in wanted if not matching_names(there, [word])]
     if unknown:
         raise RecipeError(
             f"{key}: the model has no {', '.join(unknown)}",
             f"there are {', '.join(offered)}",
         )
-    return meant(there, wanted)
+    return matching_names(there, wanted)

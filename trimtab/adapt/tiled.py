@@ -1,8 +1,8 @@
-"""A function of single tokens, run over a few of them at a time, so that what is inside it never exists whole.
+"""Runs a token-wise function over tiles of tokens, so that its activations are never materialized for all tokens.
 
-The feed-forward half of a block is three and a half times as wide as the stream and looks at each token alone. Over
-n tiles of the tokens it holds an n-th of that; the backward pass computes each tile again before it differentiates
-it. The values are those of the whole, the gradients of its weights are added up tile by tile in fp32.
+The feed-forward half of a block is three and a half times as wide as the residual stream and token-wise. Over n tiles
+of the tokens it allocates an n-th of that; the backward pass recomputes each tile before it differentiates it.
+Outputs are identical, and the gradients of its weights are accumulated over tiles in fp32.
 """
 
 # N tokens, C hidden size
@@ -28,17 +28,17 @@ def tiled(
     keys: Sequence[torch.Tensor] = (),
     recompute: Tokenwise | None = None,
 ) -> torch.Tensor:
-    """run(x) for a function of single tokens that returns x's shape and dtype.
+    """run(x) for a token-wise function that returns x's shape and dtype.
 
     Args:
-        run: […, C] → […, C], no token looking at another.
-        x: […, C], contiguous; kept for the backward pass.
-        parameters: whatever `run` learns; others that it reads get no gradient.
-        tiles: how many parts the tokens are cut into at most.
-        keys: words of dropout masks in `run` (`lora_dropout`): each tile's carry its first row, so that the masks are
-            those of the whole.
-        recompute: what the backward pass calls with each tile instead of `run`: a function that saves the same for its
-            own backward pass, and whose output values are not read.
+        run: […, C] → […, C], independent for each token.
+        x: […, C], contiguous; saved for the backward pass.
+        parameters: the trainable parameters of `run`; others get no gradient.
+        tiles: the largest number of tiles.
+        keys: words of dropout masks in `run` (`lora_dropout`): each tile's include its first row, so that the masks are
+            those of all tokens.
+        recompute: what the backward pass calls for each tile instead of `run`: a function that saves the same tensors
+            for its own backward pass, and whose output values are not read.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
@@ -50,15 +50,15 @@ def tiled(
         return _forward(run, x, tiles, keys)
     node = None
     if x.requires_grad:
-        # Kept by a step of its own, before any tile runs: a checkpoint around this stops recomputing right there.
-        x = _Keep.apply(x)
+        # Saved by a separate function before any tile runs: a checkpoint around this stops recomputing right there.
+        x = _SaveInput.apply(x)
         node = x.grad_fn
     out: torch.Tensor = _Tiles.apply(x, node, run, recompute or run, tiles, keys, *learned)
     return out
 
 
-def _cut(rows: int, tiles: int, keys: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """(first row, the one after the last) of each tile, its masks set."""
+def _split(rows: int, tiles: int, keys: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Yields (first row, end) of each tile, and sets its masks."""
     size = tile_rows(rows, tiles)
     for start in range(0, rows, size):
         for key in keys:
@@ -72,13 +72,13 @@ def _cut(rows: int, tiles: int, keys: Sequence[torch.Tensor]) -> Iterator[tuple[
 
 def _forward(run: Tokenwise, x: torch.Tensor, tiles: int, keys: Sequence[torch.Tensor]) -> torch.Tensor:
     x_NC, out_NC = x.detach().reshape(-1, x.shape[-1]), torch.empty_like(x).view(-1, x.shape[-1])
-    for start, stop in _cut(len(x_NC), tiles, keys):
+    for start, stop in _split(len(x_NC), tiles, keys):
         out_NC[start:stop] = run(x_NC[start:stop])
     return out_NC.view(x.shape)
 
 
-class _Keep(torch.autograd.Function):
-    """The identity; keeps its input."""
+class _SaveInput(torch.autograd.Function):
+    """The identity; saves its input for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ class _Tiles(torch.autograd.Function):
         x_NC, grad_NC = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
         dx_NC = None if ctx.node is None else torch.empty_like(x_NC)
         sums: list[torch.Tensor | None] = [None for _ in ctx.learned]
-        for start, stop in _cut(len(x_NC), ctx.tiles, ctx.keys):
+        for start, stop in _split(len(x_NC), ctx.tiles, ctx.keys):
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 tile = x_NC[start:stop].detach().requires_grad_(dx_NC is not None)
                 out = ctx.recompute(tile)
@@ -129,24 +129,24 @@ class _Tiles(torch.autograd.Function):
             del out, tile, wanted
             if dx_NC is not None:
                 dx_NC[start:stop] = grads.pop()
-            for i in reversed(range(len(sums))):  # popped, so that all are free before the next tile begins
-                sums[i] = _added(sums[i], grads.pop())
+            for i in reversed(range(len(sums))):  # popped, so that all are freed before the next tile starts
+                sums[i] = _accumulate(sums[i], grads.pop())
         dx = None if dx_NC is None else dx_NC.view(x.shape)
-        return dx, None, None, None, None, None, *_kept_as(sums, ctx.learned)
+        return dx, None, None, None, None, None, *_cast_gradients(sums, ctx.learned)
 
 
-def _added(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:
-    """The sum so far in fp32 or wider: tiles would otherwise be rounded one by one."""
+def _accumulate(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:
+    """Accumulates in fp32 or wider, so that tiles are not rounded one by one."""
     if part is None:
         return total
     wide = torch.promote_types(part.dtype, torch.float32)
     return part.to(wide) if total is None else total.add_(part)
 
 
-def _kept_as(
+def _cast_gradients(
     sums: list[torch.Tensor | None], learned: Sequence[torch.nn.Parameter]
 ) -> list[torch.Tensor | None]:
-    """Each in the format that its parameter's gradient is kept in; the list is emptied on the way."""
+    """Casts each to the dtype of its parameter's gradient; empties the list."""
     out: list[torch.Tensor | None] = []
     for parameter in reversed(learned):
         total = sums.pop()

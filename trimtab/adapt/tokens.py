@@ -1,4 +1,4 @@
-"""Embeddings and head with more rows than the weights that are read into them: for tokens that were added."""
+"""Embeddings and head with more rows than the loaded weights: for added tokens."""
 
 # V rows of the base, C hidden size
 
@@ -14,13 +14,14 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.model.decoder import Decoder
 
 
-def fill_grown(decoder: Decoder, base: ModelShape, load: Callable[[], object]) -> None:
-    """Let `load` fill a decoder as if it were of the shape `base`, which may have fewer tokens; then the new rows.
+def load_with_new_tokens(decoder: Decoder, base: ModelShape, load: Callable[[], object]) -> None:
+    """Calls `load` on a decoder as if it had the shape `base`, which may have fewer tokens; then initializes new rows.
 
-    Each new row is the mean of the others, so that a new token is at first as likely as an average one.
+    Each new row is the mean of the others, so that a new token is initially as likely as an average one.
 
     Example:
-        >>> fill_grown(decoder, read_shape("my-model"), lambda: load_weights(decoder, "my-model"))  # doctest: +SKIP
+        >>> base = read_shape("my-model")  # doctest: +SKIP
+        >>> load_with_new_tokens(decoder, base, lambda: load_weights(decoder, "my-model"))  # doctest: +SKIP
     """
     if base.vocab_size == decoder.shape.vocab_size:
         load()

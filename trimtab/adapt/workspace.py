@@ -1,9 +1,9 @@
-"""One buffer for dequantized weights, used by all layers in turn instead of a fresh allocation each.
+"""A shared workspace for dequantized weights, reused by all layers instead of one allocation each.
 
 A dequantized weight lives from the kernel that writes it to the product that reads it. Both are queued on one stream,
-so the next layer's kernel on that stream may overwrite it: the device keeps the order. Another stream has a buffer of
-its own. The lock keeps a second thread from queueing between the two (autograd's threads are such ones); on a CPU,
-where work is done when it is queued, it keeps the threads apart altogether. Nothing that autograd saves lies in here.
+so the next layer's kernel on that stream may overwrite it: the stream's order protects it. Each stream has its own
+buffer. The lock prevents a second thread (autograd has several) from queueing between the two; on a CPU, where work
+runs immediately, it serializes the threads. Tensors saved by autograd never use it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def _key(device: torch.device) -> Key:
 
 
 @contextmanager
-def lend(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
-    """An uninitialized tensor [*shape] for as long as the block lasts; it may not be kept beyond.
+def borrow(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
+    """An uninitialized tensor [*shape] inside the `with` block; it must not be used afterwards.
 
-    The buffer grows to the largest weight that was asked for on its stream, and stays.
+    The buffer grows to the largest weight requested on its stream, and persists.
 
     Example:
-        >>> with lend((4, 8), torch.float32, torch.device("cpu")) as weight_NK:
+        >>> with borrow((4, 8), torch.float32, torch.device("cpu")) as weight_NK:
         ...     weight_NK.zero_().shape
         torch.Size([4, 8])
     """
@@ -43,18 +43,18 @@ def lend(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> It
         buffer = _buffers.get(key)
         if buffer is None or buffer.numel() < size:
             del buffer
-            _buffers.pop(key, None)  # the smaller one first, so that both never exist at once
-            with torch.inference_mode(False):  # it will be written to in training as well
+            _buffers.pop(key, None)  # frees the smaller one first, so that both never exist at once
+            with torch.inference_mode(False):  # it is also written to in training
                 _buffers[key] = buffer = torch.empty(size, dtype=torch.uint8, device=device)
         yield buffer[:size].view(dtype).view(shape)
 
 
-def held_bytes(device: torch.device | str | None = None) -> int:
-    """Bytes that the buffers hold now, on one device or on all; for tests and measurements."""
+def allocated_bytes(device: torch.device | str | None = None) -> int:
+    """Bytes of the buffers, on one device or on all; for tests and measurements."""
     kind = None if device is None else torch.device(device).type
     return sum(buffer.numel() for key, buffer in _buffers.items() if kind in (None, key[0]))
 
 
 def release() -> None:
-    """Gives all buffers back; the next product asks for a new one. Not while a product is running."""
+    """Frees all buffers; the next product allocates a new one. Not while a product is running."""
     _buffers.clear()

@@ -26,7 +26,7 @@ def explained(repo_id: str, revision: str | None) -> Iterator[None]:
 
 
 def explain(error: Exception, repo_id: str, revision: str | None) -> TrimtabError:
-    """The error a person can act on."""
+    """The error for the user, with its remedy."""
     if isinstance(error, hf.HFValidationError):
         return HubError(f"{repo_id!r} is not a hub id", "write it as owner/name, or name a local path")
     if isinstance(error, hf.GatedRepoError):

@@ -1,4 +1,4 @@
-"""Local files of a model or data set, and how names of users and of servers are told apart and checked."""
+"""Local files of a model or data set, and the validation of names given by users and servers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LocalFiles:
 def looks_local(name: str) -> bool:
     """Whether a name that does not exist was meant as a path, so that nothing is asked of the hub.
 
-    `runs/demp` beside a folder `runs` is a slip of the pen and no repository.
+    `runs/demp` where a folder `runs` exists is a typo and not a repository.
 
     Example:
         >>> [looks_local(n) for n in ("./model", "/data/x", "Qwen/Qwen3-0.6B", "runs/a/b")]

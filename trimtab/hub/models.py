@@ -42,7 +42,7 @@ def resolve_model(
     """The folder or file that a model's name stands for.
 
     Fetched from the hub are configuration, tokenizer and safetensors, or one GGUF file; never pickles, never
-    code. Interrupted downloads go on where they stopped: within a file while this call lasts, by whole files
+    code. Interrupted downloads resume where they stopped: within a file during this call, by whole files
     from one call to the next.
 
     Args:

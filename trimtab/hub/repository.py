@@ -1,6 +1,6 @@
 """One repository at one commit: its list of files, and the files themselves in huggingface_hub's cache.
 
-The list is kept beside the cached files, under the name of the revision that was asked for. So a second use
+The list is stored next to the cached files, under the name of the requested revision. So a second use
 without network sees the same list, and can tell a complete download from a broken one.
 """
 
@@ -143,7 +143,7 @@ def open_repository(
         return known or _from_cache(kind, repo_id, wanted, access)
     try:
         return _ask(kind, repo_id, wanted, access)
-    except hf.OfflineModeIsEnabled:  # huggingface_hub itself was switched off by the person
+    except hf.OfflineModeIsEnabled:  # the user has set HF_HUB_OFFLINE
         return open_repository(kind, repo_id, revision, dataclasses.replace(access, offline=True))
 
 
@@ -169,7 +169,7 @@ def _cache_dir(access: Access) -> Path:
 
 
 def _storage(kind: str, repo_id: str, access: Access) -> Path:
-    """The repository's folder in the cache, laid out as huggingface_hub documents it."""
+    """The repository's folder in the cache, in huggingface_hub's documented layout."""
     return _cache_dir(access) / f"{kind}s--{repo_id.replace('/', '--')}"
 
 

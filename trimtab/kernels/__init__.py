@@ -1,4 +1,4 @@
-"""One folder an operation: its door with `impl=` in `__init__.py`, one implementation a file, a `spec.py`.
+"""One folder per operation: a public function with `impl=` in `__init__.py`, one file per implementation, a `spec.py`.
 
 Importing this package, or any `spec.py` below it, imports no torch.
 """

@@ -18,4 +18,4 @@ class ImplChoice:
     """The value of the kernel's `impl=`."""
     reason: str
     rejected: tuple[tuple[str, str], ...] = ()
-    """(implementation, reason against it), where the alternatives are reported."""
+    """(implementation, reason against it) of the alternatives, where they are reported."""

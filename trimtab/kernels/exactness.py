@@ -1,14 +1,14 @@
-"""When is an implementation exact enough? One rule for the tests of every operation.
+"""Accuracy criterion for implementations; the tests of every operation use it.
 
-Truth is computed in fp64. An implementation may be no further from truth than the reference run in the same
-dtype, plus a small stated share of truth's size:
+The truth is computed in fp64. An implementation may be no further from the truth than the reference run in the same
+dtype, plus a small share of the truth's magnitude:
 
     rms(x − truth)     ≤  rms(reference − truth)          + share · rms(truth)
     max|x − truth|     ≤  2 · max|reference − truth|      + share · max|truth|
 
-The first line catches what is off everywhere (a factor of 1.01 fails in every dtype), the second what is off
-in one place (a row, a tile's edge); its factor of two is there because the largest of many rounding errors is
-itself noisy. The rule holds for the output and for the gradient of every input.
+The first line catches errors that are everywhere (a factor of 1.01 fails in every dtype), the second errors in one
+place (a row, a tile's edge). It has a factor of two because the largest of many rounding errors is itself noisy. The
+criterion applies to the output and to the gradient of every input.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     import torch
 
 SHARE: dict[str, float] = {"fp64": 1e-12, "fp32": 4e-6, "fp16": 1e-3, "bf16": 4e-3}
-"""The share by dtype: a few units in the last place of a sum, an order below the 1 % that must fail."""
+"""Tolerance by dtype, relative to the truth: a few ulp of a sum, an order of magnitude below the 1 % that must fail."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Both errors beside what was allowed; `bool(verdict)` says whether they are within it."""
+    """Both errors and their limits; `bool(verdict)` is whether both are within them."""
 
     name: str
     rms_error: float
@@ -48,16 +48,16 @@ def judge(
     floor: float = 0.0,
     peak_floor: float | None = None,
 ) -> Verdict:
-    """Compares a result with truth, allowing what the reference in the same dtype was off, and a share.
+    """Compares a result with the fp64 truth; allows the error of the reference in the same dtype plus a share.
 
     Args:
-        name: What is compared, for the message.
+        name: What is compared, for messages.
         got, reference: Any shape, the dtype under test.
         truth: The same shape in fp64.
-        share: Of truth's size; `SHARE[dtype]` unless the operation's spec says otherwise.
-        floor: The least size that truth is taken to have, for results that cancel to nothing (the gradient
-            of a query that sees a single key is zero, its rounding errors are not).
-        peak_floor: The same for its largest number; `floor`, if not given.
+        share: Tolerance relative to the truth's magnitude; `SHARE[dtype]` unless the operation's spec sets another.
+        floor: Lower bound on the truth's rms, for results that cancel to zero (the gradient
+            of a query that attends to a single key is zero, its rounding errors are not).
+        peak_floor: Lower bound on the truth's largest magnitude; `floor` if not given.
 
     Example:
         >>> import torch

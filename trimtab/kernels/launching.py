@@ -1,4 +1,4 @@
-"""What every Triton launcher asks: for which chip, may it launch here, and how a tensor lies as rows."""
+"""Shared by all Triton launchers: the GPU's compute capability, the device check, tensors viewed as rows."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from triton.runtime.jit import JITFunction
 
 from trimtab.facts.errors import ResourceError
 
-INTERPRETED = 90
-"""The capability whose configurations the interpreter, which runs on CPU tensors, is given."""
+INTERPRETER_CAPABILITY = 90
+"""Compute capability whose launch configurations Triton's interpreter uses; it runs on CPU tensors."""
 
 
 def capability_of(tensor: torch.Tensor) -> int:
-    """75, 80, 86, 89, 90, … of the device that holds the tensor."""
-    return _capability(tensor.device) if tensor.is_cuda else INTERPRETED
+    """Compute capability of the tensor's device as an integer: 75, 80, 86, 89, 90, …"""
+    return _capability(tensor.device) if tensor.is_cuda else INTERPRETER_CAPABILITY
 
 
-@cache  # asked at every launch
+@cache  # called at every launch
 def _capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
 def check_device(kernel: Any, tensor: torch.Tensor) -> None:
-    """A compiled kernel needs a CUDA tensor; an interpreted one (tests) takes any."""
+    """Raises if a compiled kernel would get a tensor that is not on CUDA; an interpreted kernel (tests) accepts any."""
     if isinstance(kernel, JITFunction) and not tensor.is_cuda:
-        raise ResourceError("Triton kernels need a CUDA device", "use impl='reference' on this one")
+        raise ResourceError("Triton kernels require a CUDA device", "use impl='reference' on this device")
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """[…, D] as [N, D] whose last stride is 1; rows may lie anywhere. A copy only where there is no such view.
+    """Views […, D] as [N, D] with last stride 1 and any row stride. Copies only where no such view exists.
 
     Example:
         >>> as_rows(torch.zeros(2, 3, 8)[..., :4]).stride()
@@ -44,5 +44,5 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def once_differentiable(*_: Any) -> Any:
-    """The autograd formula of operators that are a backward pass themselves."""
+    """The backward formula of operators that are themselves a backward pass; raises."""
     raise NotImplementedError("this operator has no second derivative; use impl='reference' for one")

@@ -1,6 +1,6 @@
-"""Parts of a sum, one row from each program, added up in a fixed order: gradients of weights without atomics."""
+"""Reduction of partial sums, one row per program, in a fixed order: weight gradients without atomics."""
 
-# P parts, D numbers
+# P partial sums, D elements
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _sum_kernel(parts_ptr, out_ptr, P, D, R: tl.constexpr, C: tl.constexpr):  # 
     tl.store(out_ptr + columns, tl.sum(sums, axis=0), mask=columns < D)
 
 
-def summed(parts_PD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[D] in `dtype`: fp32 parts_PD (contiguous, below 2³¹ numbers) added up in fp32."""
+def sum_partials(parts_PD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[D] in `dtype`: the sum over P of fp32 parts_PD (contiguous, fewer than 2³¹ elements), accumulated in fp32."""
     P, D = parts_PD.shape
     out_D = torch.empty(D, dtype=dtype, device=parts_PD.device)
     _sum_kernel[(triton.cdiv(D, COLUMNS),)](parts_PD, out_D, P, D, R=ROWS, C=COLUMNS)

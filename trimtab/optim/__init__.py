@@ -1,6 +1,6 @@
-"""AdamW with fp32, bf16 and 8-bit moments, clipping without synchronization, and learning-rate schedules.
+"""AdamW with fp32, bf16 and 8-bit moments, gradient clipping without synchronization, and learning-rate schedules.
 
-Public names are resolved when they are used: `trimtab.optim.spec` and the schedules need no torch.
+Public names are imported lazily: `trimtab.optim.spec` and the schedules do not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trimtab.optim.schedule import learning_rate
     from trimtab.optim.spec import OPTIMIZERS, SCHEDULES, state_bytes
 
-_HOME = {
+_MODULES = {
     "AdamW": "adamw",
     "AdamW8bit": "adamw8bit",
     "InBackward": "in_backward",
@@ -50,4 +50,4 @@ __all__ = [
     "state_bytes",
 ]
 
-__getattr__ = lazily(__name__, _HOME)
+__getattr__ = lazily(__name__, _MODULES)

@@ -12,7 +12,7 @@ import torch
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import RecipeError
 from trimtab.kernels.adamw8bit.spec import CHUNK
-from trimtab.kernels.adamw8bit.update import Kept, apply_, moments_
+from trimtab.kernels.adamw8bit.update import Snapshot, apply_, moments_
 from trimtab.kernels.stochastic_rounding import stochastic_round_
 from trimtab.optim.base import NamedOptimizer
 
@@ -22,7 +22,7 @@ STREAMS = {"weight": 0, "exp_avg": 1, "exp_avg_sq": 2}
 
 
 def as_groups(named: NamedParameters) -> list[dict[str, Any]]:
-    """Groups of named parameters; states are kept by name, so parameters alone are refused.
+    """Groups of named parameters; states are keyed by name, so unnamed parameters raise.
 
     Example:
         >>> as_groups(torch.nn.Linear(2, 2, bias=False).named_parameters())[0]["params"][0][0]
@@ -33,14 +33,14 @@ def as_groups(named: NamedParameters) -> list[dict[str, Any]]:
         return members
     if not isinstance(members[0], tuple):
         raise RecipeError(
-            f"the optimizer keeps its states by name, and was given a {type(members[0]).__name__}",
-            "give model.named_parameters()",
+            f"the optimizer keys its states by parameter name, and got a {type(members[0]).__name__}",
+            "pass model.named_parameters()",
         )
     return [{"params": members}]
 
 
 class AdamWBase(NamedOptimizer):
-    """Hyperparameters and the update of uncompressed moments, shared with the 8-bit optimizer."""
+    """Hyperparameters and the update of unquantized moments, shared with the 8-bit optimizer."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class AdamWBase(NamedOptimizer):
         grad_scale: torch.Tensor | float,
         skip: torch.Tensor | None,
     ) -> None:
-        """torch's one-pass kernel (CPU, CUDA) on tensors of one device and dtype."""
+        """torch's fused kernel (CPU, CUDA) on tensors of one device and dtype."""
         device = params[0].device
         divisor = None
         if isinstance(grad_scale, torch.Tensor):
@@ -103,7 +103,7 @@ class AdamWBase(NamedOptimizer):
             found_inf=None if skip is None else skip.float(),
         )
 
-    def _by_chunks(
+    def _update_in_chunks(
         self,
         name: str,
         p: torch.Tensor,
@@ -111,13 +111,13 @@ class AdamWBase(NamedOptimizer):
         grad_scale: torch.Tensor | float,
         skip: torch.Tensor | None,
     ) -> None:
-        """fp32 arithmetic on a piece at a time, whatever the dtypes; each result is written back once."""
+        """fp32 arithmetic in chunks, whatever the dtypes; each result is written back once."""
         weight_N, grad_N = p.view(-1), gradient_of(p).reshape(-1)
         stored = {"weight": weight_N} | {key: t.view(-1) for key, t in self.state[p].items()}
         size = CHUNK["cpu" if p.device.type == "cpu" else "cuda"]
         for start in range(0, weight_N.numel(), size):
             piece = slice(start, start + size)
-            kept = Kept([t[piece] for t in stored.values()], skip)
+            kept = Snapshot([t[piece] for t in stored.values()], skip)
             # .float() of an fp32 tensor is the tensor itself: then the arithmetic is in place
             values = {key: t[piece].float() for key, t in stored.items()}
             gradient = grad_N[piece].float() * grad_scale
@@ -127,7 +127,7 @@ class AdamWBase(NamedOptimizer):
             apply_(values["weight"], values["exp_avg"], values["exp_avg_sq"].sqrt(), **hyper, step=self.count)
             for key, value in values.items():
                 self._write(name, key, stored[key][piece], value, start)
-            kept.put_back()
+            kept.restore()
 
     def _write(self, name: str, key: str, out_N: torch.Tensor, value_N: torch.Tensor, offset: int) -> None:
         if out_N.dtype == torch.float32:
@@ -142,20 +142,20 @@ class AdamWBase(NamedOptimizer):
 
 
 def gradient_of(param: torch.Tensor) -> torch.Tensor:
-    """The parameter's gradient, which must be there and dense."""
+    """The parameter's gradient, which must exist and be dense."""
     assert param.grad is not None
     assert not param.grad.is_sparse, "sparse gradients are not supported"
     return param.grad
 
 
 class AdamW(AdamWBase):
-    """AdamW: decoupled decay, moments in fp32 or bf16, arithmetic in fp32, one write-back a step.
+    """AdamW: decoupled weight decay, moments in fp32 or bf16, arithmetic in fp32, one write-back per step.
 
-    fp32 weights with fp32 moments go through torch's own fused kernel: bit for bit what
-    `torch.optim.AdamW(fused=True)` gives. bf16 weights and bf16 moments are rounded stochastically unless
-    `stochastic_rounding=False`. `fused=True` sends everything through torch's kernel, which needs moments in
+    fp32 weights with fp32 moments use torch's own fused kernel: bitwise identical to
+    `torch.optim.AdamW(fused=True)`. bf16 weights and bf16 moments are rounded stochastically unless
+    `stochastic_rounding=False`. `fused=True` uses torch's kernel for everything, which requires moments in
     the weights' own dtype (`state_dtype="weights"`) and rounds bf16 to nearest: at small learning rates bf16
-    weights then stand still.
+    weights then do not change.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
@@ -180,7 +180,7 @@ class AdamW(AdamWBase):
         fused: bool = False,
     ) -> None:
         if state_dtype not in ("fp32", "bf16", "weights"):
-            raise RecipeError(f"moments cannot be kept in {state_dtype}", "use fp32, bf16 or weights")
+            raise RecipeError(f"unsupported dtype of moments: {state_dtype}", "use fp32, bf16 or weights")
         self.state_dtype, self.fused = state_dtype, fused
         super().__init__(
             named_groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
@@ -193,12 +193,12 @@ class AdamW(AdamWBase):
         )
         if self.fused and dtype != param.dtype:
             raise RecipeError(
-                f"torch's fused kernel cannot keep {dtype} moments of {name}, which is {param.dtype}",
-                "give state_dtype='weights', or take adamw_torch",
+                f"torch's fused kernel does not support {dtype} moments of {name}, which is {param.dtype}",
+                "use state_dtype='weights', or adamw_torch",
             )
         return {key: torch.zeros_like(param, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
 
-    def _one_pass(self, param: torch.Tensor) -> bool:
+    def _can_use_fused(self, param: torch.Tensor) -> bool:
         if self.fused:
             return True
         state = self.state[param]["exp_avg"]
@@ -212,9 +212,9 @@ class AdamW(AdamWBase):
         for name, p in zip(group["param_names"], group["params"], strict=True):
             if p.grad is None or p.numel() == 0:
                 continue
-            if self._one_pass(p):
+            if self._can_use_fused(p):
                 together.setdefault((p.device, p.dtype), []).append(p)
             else:
-                self._by_chunks(name, p, hyper, grad_scale, skip)
+                self._update_in_chunks(name, p, hyper, grad_scale, skip)
         for params in together.values():
             self._fused(params, hyper, grad_scale, skip)

@@ -1,4 +1,4 @@
-"""AdamW whose moments take one byte each."""
+"""AdamW with 8-bit moments."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from trimtab.kernels.adamw8bit import State8bit, adamw8bit_step, new_state
 from trimtab.kernels.adamw8bit.spec import IMPLS, SMALL
 from trimtab.optim.adamw import AdamWBase, NamedParameters, gradient_of
-from trimtab.optim.base import rate_of
+from trimtab.optim.base import group_learning_rate
 
 KEYS = ("exp_avg_codes", "exp_avg_scale", "root_codes", "root_scale")
-"""States of a compressed parameter, in State8bit's order; "root" is the square root of the second moment."""
+"""States of a parameter with 8-bit moments, in State8bit's order; "root" is the square root of the second moment."""
 
 
 class AdamW8bit(AdamWBase):
-    """AdamW with 8-bit moments in blocks of 256: about 2 bytes a parameter instead of 8.
+    """AdamW with 8-bit moments in blocks of 256: about 2 bytes per parameter instead of 8.
 
-    Tensors of fewer than 4096 elements keep fp32 moments. The layout and the code are described in
+    Tensors of fewer than 4096 elements have fp32 moments. The layout and the quantization maps are described in
     `trimtab.kernels.adamw8bit`. `impl` is "reference" (torch, any device), "triton" (CUDA: all parameters in a
-    few launches) or "triton_exact" (the same with the reference's bits, in more instructions); the states are the
-    same, so that a run may go on with another.
+    few launches) or "triton_exact" (the same, bitwise identical to the reference, in more instructions); the states are
+    the same, so that a run may continue with another.
 
     Example:
         >>> layer = torch.nn.Linear(64, 64)
@@ -43,27 +43,27 @@ class AdamW8bit(AdamWBase):
         impl: str = "reference",
     ) -> None:
         if impl not in IMPLS:
-            raise ValueError(f"AdamW8bit has no impl {impl!r}: {', '.join(IMPLS)}")
+            raise ValueError(f"unknown AdamW8bit implementation {impl!r}; use one of {', '.join(IMPLS)}")
         self.impl = impl
         super().__init__(
             named_groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
             stochastic_rounding=stochastic_rounding, seed=seed,
         )  # fmt: skip
-        self._tables: list[Together] = [] if impl == "reference" else self._together()
-        self._alone: dict[str, Together] = {}
+        self._tables: list[_TableGroup] = [] if impl == "reference" else self._build_table_groups()
+        self._alone: dict[str, _TableGroup] = {}
 
     def _new_state(self, name: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
         if param.numel() < SMALL:
             return {key: torch.zeros_like(param, dtype=torch.float32) for key in ("exp_avg", "exp_avg_sq")}
         return dict(zip(KEYS, new_state(param), strict=True))
 
-    def _together(self) -> list[Together]:
-        """Every parameter's place in a table, one for each device."""
+    def _build_table_groups(self) -> list[_TableGroup]:
+        """The tables of all parameters, one per device."""
         devices: dict[torch.device, list[tuple[str, torch.Tensor, dict[str, Any]]]] = {}
         for name, p, group in self._named():
             if p.numel():
                 devices.setdefault(p.device, []).append((name, p, group))
-        return [Together(self, members) for members in devices.values()]
+        return [_TableGroup(self, members) for members in devices.values()]
 
     def _update_all(
         self, lr: float | None, grad_scale: torch.Tensor | float, skip: torch.Tensor | None
@@ -104,12 +104,12 @@ class AdamW8bit(AdamWBase):
             super()._update_one(name, param, group, lr, grad_scale, skip)
         elif param.numel():
             if name not in self._alone:
-                self._alone[name] = Together(self, [(name, param, group)])
+                self._alone[name] = _TableGroup(self, [(name, param, group)])
             self._alone[name].step(self, lr, grad_scale, skip)
 
 
-class Together:
-    """Parameters of one device that step in the same launches."""
+class _TableGroup:
+    """Parameters on one device that are updated in the same launches."""
 
     def __init__(self, optimizer: AdamW8bit, members: list[tuple[str, torch.Tensor, dict[str, Any]]]) -> None:
         from trimtab.kernels.adamw8bit.table import Member, Table
@@ -137,11 +137,11 @@ class Together:
         grad_scale: torch.Tensor | float,
         skip: torch.Tensor | None,
     ) -> None:
-        """Update those that have a gradient. The optimizer is not kept: in a cycle with it, a GPU's memory would wait
-        for Python's collector."""
+        """Updates parameters that have a gradient. Does not store the optimizer: a reference cycle would delay freeing
+        GPU memory until Python's garbage collection."""
         self.table.step(
             [None if p.grad is None else gradient_of(p) for _, p, _ in self.members],
-            lr=[rate_of(group, lr) for _, _, group in self.members],
+            lr=[group_learning_rate(group, lr) for _, _, group in self.members],
             weight_decay=[group["weight_decay"] for _, _, group in self.members],
             beta1=optimizer.betas[0], beta2=optimizer.betas[1], eps=optimizer.eps, step=optimizer.count,
             seed=optimizer.seed, grad_scale=grad_scale, skip=skip,

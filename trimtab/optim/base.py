@@ -1,8 +1,8 @@
-"""What all optimizers here share: named states that exist from the start, and how they are saved.
+"""Base of all optimizers here: named states that exist from the start, and how they are saved.
 
-A checkpoint needs tensors under stable names and a few numbers. `tensors()` gives the first, keyed by the
-parameter's name and not by its position in a group; `scalars()` the second. Random bits come from the seed,
-the step and the name, so a run that is stopped and restored goes on bit for bit.
+A checkpoint needs tensors with stable names and a few scalars. `tensors()` returns the former, keyed by the
+parameter's name instead of its position in a group; `scalars()` the latter. Random bits derive from the seed,
+the step and the name, so a stopped and resumed run is bitwise identical.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.randomness import derive
 
 
-def rate_of(group: dict[str, Any], lr: float | None) -> float:
-    """A group's learning rate at a step whose rate is `lr`: its own where None, times its `lr_scale`."""
+def group_learning_rate(group: dict[str, Any], lr: float | None) -> float:
+    """A group's learning rate: `lr`, or its own if None, times its `lr_scale`."""
     rate: float = group["lr"] if lr is None else lr
     return rate * group.get("lr_scale", 1.0)
 
@@ -30,7 +30,7 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, named_groups: list[dict[str, Any]], *, lr: float, seed: int) -> None:
         if not any(group["params"] for group in named_groups):
-            raise RecipeError("no parameter is to be trained", "unfreeze some, or check the names given")
+            raise RecipeError("there are no trainable parameters", "unfreeze some, or check the names given")
         super().__init__(named_groups, {"lr": lr, "weight_decay": 0.0})
         self.seed = seed
         self.count = 0
@@ -39,9 +39,9 @@ class NamedOptimizer(torch.optim.Optimizer):
         self.index = {name: derive(0, "parameter", name) & 0x7FFFFFFF for name in names}
         for name, p, _ in self._named():
             if p.dtype not in WEIGHT_DTYPES:
-                raise RecipeError(f"{name} is {p.dtype}", "keep trained weights in fp32 or bf16")
+                raise RecipeError(f"{name} is {p.dtype}", "use fp32 or bf16 for trained weights")
             if not p.is_contiguous():
-                raise RecipeError(f"{name} is not contiguous", "give the optimizer p.contiguous() parameters")
+                raise RecipeError(f"{name} is not contiguous", "pass contiguous parameters to the optimizer")
             self.state[p] = self._new_state(name, p)
 
     def _new_state(self, name: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -50,7 +50,7 @@ class NamedOptimizer(torch.optim.Optimizer):
     def _update(
         self, group: dict[str, Any], lr: float, grad_scale: torch.Tensor | float, skip: torch.Tensor | None
     ) -> None:
-        """Update one group; where `skip` is true the device must leave weights and states as they are."""
+        """Updates one group; where `skip` is true the device must leave weights and states unchanged."""
         raise NotImplementedError
 
     def _update_one(
@@ -62,9 +62,9 @@ class NamedOptimizer(torch.optim.Optimizer):
         grad_scale: torch.Tensor | float,
         skip: torch.Tensor | None,
     ) -> None:
-        """Update one parameter, for `InBackward`; `lr` as in `step`."""
+        """Updates one parameter, for `InBackward`; `lr` as in `step`."""
         alone = {**group, "params": [param], "param_names": [name]}
-        self._update(alone, rate_of(group, lr), grad_scale, skip)
+        self._update(alone, group_learning_rate(group, lr), grad_scale, skip)
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
         for group in self.param_groups:
@@ -80,16 +80,15 @@ class NamedOptimizer(torch.optim.Optimizer):
         grad_scale: torch.Tensor | float = 1.0,
         skip: torch.Tensor | None = None,
     ) -> None:
-        """Update every parameter that has a gradient.
+        """Updates every parameter that has a gradient.
 
-        `lr` is this step's rate for all groups (each group's own "lr" unless given), times a group's "lr_scale"
-        where it has one. `grad_scale` multiplies
-        the gradients (clip factor, inverse of a loss scale); a 0-dim tensor stays on its device and nothing
-        waits for it. Gradients may be overwritten by the scaled ones.
+        `lr` is this step's learning rate for all groups (by default each group's own "lr"), times a group's "lr_scale"
+        if it has one. `grad_scale` multiplies the gradients (clip factor, inverse of a loss scale); a 0-dim tensor
+        stays on its device, without synchronization. Gradients may be overwritten by the scaled ones.
 
-        `skip` (a 0-dim bool tensor) leaves weights and states untouched where it is true, without waiting for
-        the device either. The step is then still counted, since the host does not know; only on a CPU, where
-        looking costs nothing, it is not.
+        `skip` (a 0-dim bool tensor) leaves weights and states unchanged where it is true, also without synchronization.
+        The step is then still counted, since the host does not know the flag; on a CPU, where reading it is free, it is
+        not.
         """
         assert closure is None, "closures are not supported: compute the gradients before the step"
         if skip is not None and skip.device.type == "cpu":
@@ -103,33 +102,33 @@ class NamedOptimizer(torch.optim.Optimizer):
         self, lr: float | None, grad_scale: torch.Tensor | float, skip: torch.Tensor | None
     ) -> None:
         for group in self.param_groups:
-            self._update(group, rate_of(group, lr), grad_scale, skip)
+            self._update(group, group_learning_rate(group, lr), grad_scale, skip)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All states by name ("exp_avg.<parameter>" …): those in use, to be saved or filled in place."""
+        """All states by name ("exp_avg.<parameter>" …): the live tensors, to be saved or loaded in place."""
         return {f"{key}.{name}": t for name, p, _ in self._named() for key, t in self.state[p].items()}
 
     def scalars(self) -> dict[str, int]:
-        """What is not a tensor, for JSON."""
+        """The non-tensor state, for JSON."""
         return {"step": self.count, "seed": self.seed}
 
     def restore_scalars(self, scalars: dict[str, Any]) -> None:
-        """Go on from `scalars()` of a saved run; whoever reads its tensors copies them into `tensors()`."""
+        """Restores the `scalars()` of a saved run; the caller copies its tensors into `tensors()`."""
         try:
             count, seed = int(scalars["step"]), int(scalars["seed"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the optimizer's numbers cannot be read from {scalars!r}", "use an earlier checkpoint"
+                f"the optimizer's scalars cannot be read from {scalars!r}", "use an earlier checkpoint"
             ) from error
         self.count, self.seed = count, seed
 
     def state_dict(self) -> dict[str, Any]:
-        """{"tensors", "scalars"}: torch's own form would cast 8-bit and fp32 states to the weights' dtype."""
+        """{"tensors", "scalars"}: torch's own format would cast 8-bit and fp32 states to the weights' dtype."""
         return {"tensors": self.tensors(), "scalars": self.scalars()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a `state_dict()` into this optimizer; names, shapes and dtypes must be the same."""
+        """Copies a `state_dict()` into this optimizer; names, shapes and dtypes must be the same."""
         mine, theirs = self.tensors(), state_dict["tensors"]
         different = sorted(mine.keys() ^ theirs.keys()) or [
             name for name, t in mine.items() if (t.shape, t.dtype) != (theirs[name].shape, theirs[name].dtype)
@@ -137,7 +136,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         if different:
             raise CheckpointError(
                 f"the optimizer state is of another model or optimizer: {different[0]} differs "
-                f"({len(different)} in all)",
+                f"({len(different)} in total)",
                 "load it into the optimizer and the model that it was saved from",
             )
         for name, t in mine.items():

@@ -1,4 +1,4 @@
-"""An optimizer by its name in a recipe."""
+"""Builds an optimizer by its name in a recipe."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def build(
     impl: str = "reference",
     lr_scales: Mapping[str, float] | None = None,
 ) -> NamedOptimizer:
-    """The optimizer `name` over the trained parameters, in Hugging Face's groups.
+    """Builds optimizer `name` for the trainable parameters, in Hugging Face's groups.
 
-    `impl` is the 8-bit optimizer's: "reference", "triton" or "triton_exact"; the others are torch's code. `lr_scales`
-    names parameters whose learning rate is the step's times a factor.
+    `impl` is the 8-bit optimizer's: "reference", "triton" or "triton_exact"; the others use torch. `lr_scales`
+    maps parameter names to factors on the learning rate.
 
     Example:
         >>> optimizer = build("adamw_8bit", torch.nn.Linear(64, 64).named_parameters(), lr=1e-3)
@@ -46,4 +46,4 @@ def build(
         return AdamW(groups, lr=lr, betas=betas, eps=eps, seed=seed, state_dtype="bf16")
     if name == "adamw_8bit":
         return AdamW8bit(groups, lr=lr, betas=betas, eps=eps, seed=seed, impl=impl)
-    raise RecipeError(f"there is no optimizer {name!r}", f"choose one of {', '.join(OPTIMIZERS)}")
+    raise RecipeError(f"unknown optimizer {name!r}", f"choose one of {', '.join(OPTIMIZERS)}")

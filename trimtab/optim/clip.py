@@ -1,4 +1,4 @@
-"""The norm of all gradients, and the factor that brings it down to a limit, without synchronizing."""
+"""The global gradient norm, and the clip factor, without synchronization."""
 
 # N elements of a gradient, R rows of ROW elements
 
@@ -9,11 +9,11 @@ from collections.abc import Iterable
 import torch
 
 ROW = 1 << 10
-"""Elements that a CPU adds up in one go.
+"""Elements per row of the CPU norm.
 
-torch's CPU norm adds fp32 numbers in order, a few lanes at a time: of 20 million normal numbers it misses
-0.1 % (4468.2 for 4472.8), of 5 million equal ones 0.4 %. Rows of 1024, then their norms, miss 4e-7 at most
-and take no longer.
+torch's CPU norm sums fp32 values sequentially, a few lanes at a time: for 20 million normal values its error is
+0.1 % (4468.2 instead of 4472.8), for 5 million equal ones 0.4 %. Rows of 1024, then the norm of their norms, have an
+error of at most 4e-7 and take no longer.
 """
 
 
@@ -32,7 +32,7 @@ def _norms_on_cpu(grad: torch.Tensor) -> list[torch.Tensor]:
 def global_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """√Σ g² over the gradients of all parameters, accumulated in fp32: a 0-dim fp32 tensor on their device.
 
-    Dtypes may differ; a parameter without a gradient counts as zero; a NaN or infinity anywhere shows.
+    Dtypes may differ; a parameter without a gradient counts as zero; NaN and infinity propagate.
 
     Example:
         >>> p = torch.nn.Parameter(torch.zeros(2))
@@ -54,7 +54,7 @@ def global_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         else:
             norms.append(torch.stack(torch._foreach_norm(same, 2.0, torch.float32)))
     together = torch.cat([norm.to(home, non_blocking=True) for norm in norms])
-    # a CPU adds in order: thousands of row norms are combined in fp64, which costs it nothing
+    # a CPU sums sequentially: thousands of row norms are combined in fp64, which is free
     dtype = torch.float64 if home.type == "cpu" else torch.float32
     return torch.linalg.vector_norm(together, dtype=dtype).float()
 

@@ -1,4 +1,4 @@
-"""Which parameters are decayed, and which have a learning rate of their own."""
+"""Parameter groups: with and without weight decay, and with their own learning rates."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def parameter_groups(
     decay_all: bool = False,
     lr_scales: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: trained parameters with their names, with and without decay.
+    """Groups for an optimizer: named trainable parameters, with and without weight decay.
 
-    Hugging Face's convention: matrices (embeddings too) are decayed, norms and biases are not. They are told
-    apart by dimensions, `ndim < 2`. `decay_all=True` decays everything. Frozen parameters are left out. `lr_scales`
-    names parameters whose learning rate is that of the step times a factor.
+    Hugging Face's convention: matrices (including embeddings) have weight decay, norms and biases do not. They are
+    distinguished by `ndim < 2`. `decay_all=True` decays everything. Frozen parameters are excluded. `lr_scales` maps
+    parameter names to factors on the learning rate.
 
     Example:
         >>> groups = parameter_groups(torch.nn.Linear(2, 2).named_parameters(), 0.1)

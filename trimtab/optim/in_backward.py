@@ -1,8 +1,8 @@
-"""The optimizer's step inside the backward pass: each gradient is used and freed as soon as it is complete.
+"""Runs the optimizer step in the backward pass: each gradient is applied and freed as soon as it is complete.
 
-Then the gradients of a step are never all there at once, which saves as many bytes as the weights take (twice
-that with fp32 gradients of bf16 weights). What needs all of them is excluded: clipping by the global norm, and
-adding up the gradients of several passes.
+Then the gradients of a step never all exist at once, which saves as much memory as the weights take (twice
+that with fp32 gradients of bf16 weights). Features that need all gradients are excluded: clipping by the global norm,
+and gradient accumulation.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from trimtab.optim.clip import global_norm
 
 
 class InBackward:
-    """Lets `optimizer` update every parameter during `backward()`, as long as somebody holds this; `begin` comes before
-    each backward.
+    """Makes `optimizer` update every parameter during `backward()`, as long as this object is alive; call `begin`
+    before each backward.
 
-    The weights that a layer's backward still needs are the old ones: a parameter's gradient is complete, and
-    the weight moves, only after the last use of both.
+    A layer's backward still reads the old weights: a parameter's gradient is complete, and the weight is updated, only
+    after the last use of both.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
@@ -53,7 +53,7 @@ class InBackward:
         grad_scale: torch.Tensor | float = 1.0,
         skip: torch.Tensor | None = None,
     ) -> None:
-        """Count a step; the backward that follows is it. Arguments as in `optimizer.step`."""
+        """Starts a step: the next backward applies it. Arguments as in `optimizer.step`."""
         self.optimizer.count += 1
         self.norms = {}
         self.now = {"lr": lr, "grad_scale": grad_scale, "skip": skip}
@@ -66,14 +66,14 @@ class InBackward:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, gradients are left alone."""
+        """Does not apply gradients inside."""
         self.active = False
         try:
             yield
         finally:
             self.active = True
 
-    def _come(self, name: str, param: torch.Tensor) -> None:
+    def _apply_gradient(self, name: str, param: torch.Tensor) -> None:
         if not self.active:
             return
         if self.now is None or name in self.norms:
@@ -87,7 +87,7 @@ class InBackward:
 
     @torch.no_grad()
     def _update(self, name: str, param: torch.Tensor, now: dict[str, Any]) -> None:
-        """A weight whose gradient is not finite stays as it is: others may have moved already."""
+        """Updates a weight, unless its gradient is not finite: others may be updated already."""
         norm = global_norm([param]).to(param.device)
         self.norms[name] = norm
         skip: torch.Tensor | None = ~norm.isfinite()
@@ -99,19 +99,19 @@ class InBackward:
         self.optimizer._update_one(name, param, self.groups[name], now["lr"], now["grad_scale"], skip)
 
     def close(self) -> None:
-        """The optimizer steps by `step()` again."""
+        """Removes the hooks; the optimizer uses `step()` again."""
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
 
 
 def _hook(steps: weakref.ref[InBackward], name: str) -> Any:
-    """What a gradient's arrival calls. Autograd holds it out of the garbage collector's sight: one that held the
-    optimizer would keep all weights for ever."""
+    """The hook that a completed gradient calls. Autograd references it outside of the garbage collector's reach: a
+    strong reference to the optimizer would keep all weights alive forever."""
 
     def update(param: torch.Tensor) -> None:
         alive = steps()
         if alive is not None:
-            alive._come(name, param)
+            alive._apply_gradient(name, param)
 
     return update

@@ -1,4 +1,4 @@
-"""Learning rates as a pure function of the step: nothing to save, nothing to restore."""
+"""Learning rates as a pure function of the step: no state to save or restore."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def learning_rate(
     min_ratio: float = 0.0,
     decay_steps: int | None = None,
 ) -> float:
-    """The rate for optimizer step `step`, counted from 0 as transformers' schedules do.
+    """The learning rate of optimizer step `step`, counted from 0 as in transformers' schedules.
 
-    So the first step of a warm-up has rate 0 and step `warmup_steps` the full one. `min_ratio` is the share
-    of `base` that decaying schedules end at; `decay_steps` is the length of warmup_stable_decay's last phase
-    (a tenth of the run unless given). Past `total_steps` a decaying schedule stays at its end.
+    So the first warm-up step has a rate of 0 and step `warmup_steps` the full one. `min_ratio` is the final rate of
+    decaying schedules relative to `base`; `decay_steps` is the length of warmup_stable_decay's last phase (by default a
+    tenth of the run). Beyond `total_steps` a decaying schedule stays at its final value.
 
     Example:
         >>> [learning_rate("cosine", s, base=1.0, total_steps=5, warmup_steps=1) for s in (0, 1, 3, 5)]
         [0.0, 1.0, 0.5, 0.0]
     """
     if kind not in SCHEDULES:
-        raise ValueError(f"no schedule {kind!r}: {', '.join(SCHEDULES)}")
+        raise ValueError(f"unknown schedule {kind!r}; use one of {', '.join(SCHEDULES)}")
     if kind == "constant":
         return base
     if kind == "warmup_stable_decay":
@@ -48,13 +48,13 @@ def learning_rate(
 
 
 def _warmup_stable_decay(step: int, total: int, warmup: int, decay: int, min_ratio: float) -> float:
-    """Linear rise (from `min_ratio`, as transformers has it), plateau, half a cosine down to `min_ratio`."""
+    """Linear warm-up (from `min_ratio`, as in transformers), plateau, half a cosine down to `min_ratio`."""
     stable_end = total - decay
     if step < warmup:
         return step / max(1, warmup) * (1.0 - min_ratio) + min_ratio
     if step < stable_end:
         return 1.0
-    # a warm-up that reaches into the decay phase shortens the plateau to nothing and delays the decay
+    # a warm-up that overlaps with the decay phase removes the plateau and delays the decay
     start = max(stable_end, warmup)
     if step < start + decay:
         factor = 0.5 * (1.0 + math.cos(math.pi * (step - start) / max(1, decay)))

@@ -1,4 +1,4 @@
-"""Names and costs of the optimizers, in plain Python: what a plan adds up."""
+"""Names and costs of the optimizers, for plans. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from trimtab.facts.dtypes import BYTES
 from trimtab.kernels.adamw8bit import spec as adamw8bit
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_bf16", "adamw_8bit")
-"""Names a recipe may use for `optim`."""
+"""Valid values of the recipe's `optim`."""
 
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "warmup_stable_decay")
-"""Names a recipe may use for `lr_scheduler_type`."""
+"""Valid values of the recipe's `lr_scheduler_type`."""
 
 
 def state_bytes(name: str, shape: tuple[int, ...], weight_dtype: str) -> int:
-    """Bytes that optimizer `name` keeps for one trained parameter.
+    """Bytes of optimizer state for one trained parameter.
 
     Example:
         >>> state_bytes("adamw_torch", (1024, 1024), "bf16"), state_bytes("adamw_8bit", (1024, 1024), "bf16")
@@ -31,20 +31,31 @@ def state_bytes(name: str, shape: tuple[int, ...], weight_dtype: str) -> int:
     if name == "adamw_8bit":
         small = count < adamw8bit.SMALL
         return 2 * BYTES["fp32"] * count if small else adamw8bit.state_bytes(shape)
-    raise ValueError(f"no optimizer {name!r}: {', '.join(OPTIMIZERS)}")
+    raise ValueError(f"unknown optimizer {name!r}; use one of {', '.join(OPTIMIZERS)}")
+
+
+def bytes_moved(name: str, shape: tuple[int, ...], weight_dtype: str, gradient_dtype: str) -> int:
+    """Bytes moved by one update: lower bound, weight and states read and written, the gradient read.
+
+    Example:
+        >>> bytes_moved("adamw_torch", (1024, 1024), "fp32", "fp32") / 1024**2
+        28.0
+    """
+    own = math.prod(shape) * (2 * BYTES[weight_dtype] + BYTES[gradient_dtype])
+    return own + 2 * state_bytes(name, shape, weight_dtype)
 
 
 BY_CHUNKS = {"adamw_torch": 36, "adamw_bf16": 44}
-"""Bytes an element of a chunk that torch's operations hold while bf16 weights or moments are updated."""
+"""Temporary bytes per element of a chunk while torch's operations update bf16 weights or moments."""
 
 
 def scratch_bytes(
     name: str, shape: tuple[int, ...], weight_dtype: str, device: str = "cpu", impl: str = "reference"
 ) -> int:
-    """Most bytes held for a moment while one parameter is updated, besides weight, gradient and states.
+    """Peak temporary bytes while one parameter is updated, in addition to weight, gradient and states.
 
-    On a GPU a piece's old weights and states are among them, since the host does not know whether the step is
-    to be skipped. `impl` is the 8-bit optimizer's.
+    On a GPU this includes a snapshot of a chunk's weights and states, since the host does not know whether the step is
+    skipped. `impl` is the 8-bit optimizer's.
 
     Example:
         >>> scratch_bytes("adamw_bf16", (1024, 1024), "bf16"), scratch_bytes("adamw_torch", (1024, 1024), "fp32")

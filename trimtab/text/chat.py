@@ -1,6 +1,6 @@
 """Chat templates: a model's own Jinja program, rendered in a process of its own with limits.
 
-A template comes with the model, so it is somebody else's program. It runs in Jinja's immutable sandbox (no
+A template comes with the model, so it is untrusted code. It runs in Jinja's immutable sandbox (no
 attributes that lead out, no changes to what it is given), in a child process with limited processor time,
 address space and output; the parent also watches the clock. One child renders any number of conversations.
 """
@@ -133,7 +133,7 @@ class ChatProcess:
         ]
 
     def kill(self) -> None:
-        """Ends the process, from any thread; whoever waits for an answer gets an error."""
+        """Kills the process, from any thread; a caller that waits for an answer gets an error."""
         self._process.kill()
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ FAILS, DIFFERS = "the template refuses a part of the conversation", "the templat
 
 
 class NotFound(Exception):
-    """An answer whose place cannot be told; the text says why."""
+    """An assistant turn that cannot be located in the rendered text; the message gives the reason."""
 
 
 def answers(messages: Sequence[Message], skipped: Sequence[int] = ()) -> list[int]:
@@ -162,7 +162,7 @@ def _header_end(
 def _end_before(
     render: Render, full: str, messages: list[Message], i: int, failures: tuple[type[Exception], ...]
 ) -> int:
-    """Where what the message before says ends in `full`; nowhere (the end) where that cannot be told."""
+    """The end of the previous message in `full`; the end of `full` if it cannot be located."""
     if i == 0:
         return 0
     other = {**messages[i - 1], "content": _STAND_INS[0]}

@@ -236,7 +236,7 @@ def complaint(error: Exception) -> dict[str, Any]:
         }
     if isinstance(error, NotFound):
         return {
-            "error": f"where an answer stands in what it writes cannot be told: {error}",
+            "error": f"the assistant turns cannot be located in the text that it renders: {error}",
             "remedy": "set train_on: all, or put {% generation %} … {% endgeneration %} around the answers in the "
             "template",
         }

@@ -1,4 +1,4 @@
-"""A tokenizer from a Hugging Face folder: tokenizer.json and the small files beside it."""
+"""A tokenizer from a Hugging Face folder: tokenizer.json and its configuration files."""
 
 from __future__ import annotations
 

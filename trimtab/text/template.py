@@ -1,4 +1,4 @@
-"""A chat template as a person names it: a Jinja file, or the template itself."""
+"""A chat template given by the user: a Jinja file, or the template itself."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Tokenizer:
     """By Hugging Face's names: {"bos_token": "<s>", …}; templates see them as variables."""
     chat_template: str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    """What the template is told besides, if nothing else is said: as the model was trained."""
+    """Default variables of the template, as the model was trained with."""
     config: dict[str, Any] = field(default_factory=dict)
     """The content of tokenizer_config.json, kept to be written back."""
     source: str = "tokenizer"
@@ -187,7 +187,7 @@ class Tokenizer:
         if self.chat_template is None:
             raise ModelError(
                 f"{self.source} has no chat template",
-                "give plain text, use a model tuned for chat, or put a chat_template.jinja beside it",
+                "give plain text, use a model tuned for chat, or put a chat_template.jinja next to it",
             )
         known = {**self.special_tokens, "tools": list(tools) if tools else None, "documents": None}
         return render_chats(

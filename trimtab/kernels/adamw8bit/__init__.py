@@ -1,17 +1,17 @@
-"""One AdamW step on a tensor whose two moments are stored in 8 bits, in blocks of 256 with one fp32 scale.
+"""One AdamW step on a tensor with 8-bit moments, quantized in blocks of 256 with one fp32 scale each.
 
     g ← grad_scale · grad                                   in fp32, whatever the dtypes
-    m ← β₁ m + (1 − β₁) g        v ← β₂ v + (1 − β₂) g²      moments decompressed, never touched by the decay
+    m ← β₁ m + (1 − β₁) g        v ← β₂ v + (1 − β₂) g²      moments dequantized; decay does not affect them
     w ← w − lr·wd·w − lr · (m / (1 − β₁ᵗ)) / (√v / √(1 − β₂ᵗ) + ε)
-    w written back once (bf16: stochastically rounded), m and √v compressed again
+    w written back once (bf16: stochastically rounded), m and √v quantized again
 
-The tensor is seen as [rows, columns] with columns its last dimension; blocks never span rows, and a row that
-is no multiple of 256 ends in a short block. Stored: `codes` uint8 of the parameter's shape and `scale` fp32
-[rows, blocks a row] for each moment, so that rows can be resharded without touching a number. README.md has
-the code tables and why √v is stored rather than v.
+The tensor is viewed as [rows, columns] with columns its last dimension; blocks never span rows, and a row whose
+length is not a multiple of 256 ends in a short block. Stored: `codes` uint8 of the parameter's shape and `scale` fp32
+[rows, blocks per row] for each moment, so that rows can be resharded without changing a value. README.md has
+the quantization maps and why √v is stored instead of v.
 """
 
-# R rows, C columns (last dimension), K blocks a row, N elements
+# R rows, C columns (last dimension), K blocks per row, N elements
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class State8bit(NamedTuple):
-    """Compressed moments of one parameter; the tensors are updated in place."""
+    """Quantized moments of one parameter; the tensors are updated in place."""
 
     codes1: torch.Tensor
     """uint8, the parameter's shape: first moment, signed code"""
@@ -35,7 +35,7 @@ class State8bit(NamedTuple):
 
 
 def new_state(param: torch.Tensor) -> State8bit:
-    """Zero moments for `param`, on its device.
+    """Creates zero moments for `param`, on its device.
 
     Example:
         >>> import torch
@@ -66,14 +66,14 @@ def adamw8bit_step(
     skip: torch.Tensor | None = None,
     impl: str = "reference",
 ) -> None:
-    """Update `param` (fp32 or bf16, contiguous) and `state` in place from `grad` (any float dtype, strides).
+    """Updates `param` (fp32 or bf16, contiguous) and `state` in place from `grad` (any float dtype, strides).
 
-    `step` counts from 1. `grad_scale` multiplies the gradient and may be a 0-dim tensor on the device:
-    nothing waits for it. `seed`, `step`, `param_index` and `offset` (index of the first element on the
-    unsharded tensor) choose the random bits of a bf16 write-back; `stochastic_rounding=False` rounds to
-    nearest. Where `skip`, a 0-dim bool tensor on the device, is true, nothing changes. `impl="triton_exact"`
-    gives the bits of "reference" on the same GPU; "triton" fuses operations, in two fifths of the
-    instructions. For many tensors in one launch see `table.Table`.
+    `step` counts from 1. `grad_scale` multiplies the gradient and may be a 0-dim tensor on the device, without
+    synchronization. `seed`, `step`, `param_index` and `offset` (index of the first element in the unsharded tensor)
+    determine the random bits of a bf16 weight's rounding; `stochastic_rounding=False` rounds to nearest. Where
+    `skip`, a 0-dim bool tensor on the device, is true, nothing changes. `impl="triton_exact"` is bitwise identical
+    to "reference" on the same GPU; "triton" fuses operations, in two fifths of the instructions. For many tensors in
+    one launch see `table.Table`.
 
     Example:
         >>> import torch

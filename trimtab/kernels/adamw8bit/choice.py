@@ -1,4 +1,4 @@
-"""Which 8-bit AdamW runs, decided once, with the reason. No torch."""
+"""Chooses the 8-bit AdamW implementation of a run, with the reason. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trimtab.kernels.choice import ImplChoice
 
 
 def choose_adamw8bit(*, device: str, triton: bool = True, requested: str = "auto") -> ImplChoice:
-    """Picks the implementation, or confirms the one asked for; one that cannot run is an error.
+    """Chooses the implementation, or confirms the requested one; raises if that cannot run.
 
     Example:
         >>> choose_adamw8bit(device="cpu").impl, choose_adamw8bit(device="cuda").impl
@@ -20,9 +20,11 @@ def choose_adamw8bit(*, device: str, triton: bool = True, requested: str = "auto
             return ImplChoice("triton", "one kernel for all weights")
         return ImplChoice("reference", "torch's own operations, on any device")
     if requested not in IMPLS:
-        raise RecipeError(f"there is no 8-bit AdamW {requested!r}", f"choose one of {', '.join(IMPLS)}")
+        raise RecipeError(
+            f"unknown 8-bit AdamW implementation {requested!r}", f"choose one of {', '.join(IMPLS)}"
+        )
     if requested != "reference" and not available:
-        lacking = "Triton is not installed" if device == "cuda" else f"this run is on the {device}"
+        lacking = "Triton is not installed" if device == "cuda" else f"this run is on {device}"
         raise RecipeError(
             f"optim_implementation: {requested} needs a CUDA device and Triton, and {lacking}",
             "set optim_implementation: auto",

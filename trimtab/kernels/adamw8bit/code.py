@@ -1,13 +1,13 @@
-"""The code of the moments: fourth powers, rounded stochastically.
+"""The 8-bit quantization map of the moments: fourth powers, rounded stochastically.
 
     first moment    m  = s₁ · sign(k) (|k| / p₁)⁴          k = code − 127 in −127 … 127,    p₁ = 127 − 1/64
     second moment   √v = s₂ · ((k + 16) / p₂)⁴             k = code in 0 … 255,             p₂ = 271 − 1/64
 
-s is the largest magnitude of the block; it lies a little below the topmost level, so that no rounding ever goes
-beyond that. Neighbouring entries differ by 3 % (m) and 1.5 % (√v) at the block's largest value and by only
-twice as much at a tenth of it. √v has no zero: its smallest entry is 1.2e-5 of the block's largest, so a
-denominator never vanishes under a first moment that did not. Why this code, and why rounding to nearest fails:
-README.md, which also derives the threshold that `encode` compares with.
+s is the largest magnitude of the block; it is scaled a little below the top level, so that rounding never exceeds
+that. Neighbouring entries differ by 3 % (m) and 1.5 % (√v) at the block's maximum and by only twice as much at a
+tenth of it. √v has no zero: its smallest entry is 1.2e-5 of the block's maximum, so the denominator is never zero
+while the first moment is not. Why this map, and why rounding to nearest fails: README.md, which also derives the
+threshold that `encode` compares with.
 """
 
 # N elements in any shape
@@ -23,7 +23,7 @@ from trimtab.kernels.adamw8bit.spec import FIRST_LEVEL, GRID, TOP1, TOP2, peak
 
 
 class Code(Protocol):
-    """256 numbers that a block's values, scaled so that the largest is `peak`, are stored as."""
+    """A map of 256 entries for a block's values, which are scaled so that the largest is `peak`."""
 
     @property
     def zero(self) -> int:
@@ -31,20 +31,20 @@ class Code(Protocol):
 
     @property
     def peak(self) -> float:
-        """What the largest magnitude of a block is scaled to."""
+        """The value that a block's largest magnitude is scaled to."""
 
     def decode(self, codes_N: torch.Tensor) -> torch.Tensor:
         """uint8 codes → fp32, same shape."""
 
     def encode(self, value_N: torch.Tensor, fraction_N: torch.Tensor) -> torch.Tensor:
-        """fp32 of magnitude up to `peak` → codes as whole numbers; `fraction_N` in (0, 1) decides."""
+        """fp32 of magnitude up to `peak` → codes as integers in fp32; `fraction_N` in (0, 1) decides the rounding."""
 
 
 @dataclass(frozen=True)
 class QuarticCode:
-    """Entries (2 · level)⁴ for levels first … top, with a sign of their own or none.
+    """Entries (2 · level)⁴ for levels first … top, signed or unsigned.
 
-    Twice the level, since then the threshold between two levels has whole coefficients.
+    Twice the level, so that the threshold between two levels has integer coefficients.
 
     Example:
         >>> code = QuarticCode(signed=True, first=0, top=127)
@@ -75,14 +75,14 @@ class QuarticCode:
         return square_N.abs().mul_(square_N)
 
     def encode(self, value_N: torch.Tensor, fraction_N: torch.Tensor) -> torch.Tensor:
-        """fp32 → whole numbers in fp32, unbiased: E[decode(encode(x))] = x.
+        """fp32 → integers in fp32, unbiased: E[decode(encode(x))] = x.
 
-        The level L below x, then one up where x is at least L⁴ + fraction · ((L + 1)⁴ − L⁴), everything times
+        The level L below x, plus one where x is at least L⁴ + fraction · ((L + 1)⁴ − L⁴), everything times
         16: with j = 2L + 1 and T = j² + 1 that threshold is T · (T + 4 + (8 · fraction − 4) · j) − 4. Rounding
-        x's fourth root instead would be simpler and biased by the curvature, step after step.
+        x's fourth root instead would be simpler, but biased by the curvature at every step.
         """
         size_N = value_N.abs() if self.signed else value_N.clamp_min((2.0 * self.first) ** 4)
-        # the root to a multiple of 1/128 (what lies that close to a level may count as the level), cut to an
+        # the root to a multiple of 1/128 (values that close to a level may count as the level), truncated to an
         # even number by its bits
         odd_N = size_N.sqrt().sqrt_().add_(GRID)
         odd_N.view(torch.int32).bitwise_and_(-256)
@@ -91,14 +91,14 @@ class QuarticCode:
         threshold_N = fraction_N.mul(8).sub_(4).mul_(odd_N).add_(4).add_(t_N).mul_(t_N)
         above_N = size_N.sub_(threshold_N) if self.signed else size_N - threshold_N
         if self.signed:
-            above_N.add_(4)  # of the others 4 is at most 4e-6: left out
+            above_N.add_(4)  # for the other entries 4 is at most 4e-6: omitted
         level_N = odd_N.sub_(1).mul_(0.5).add_(above_N >= 0)
         return level_N.copysign_(value_N).add_(self.top) if self.signed else level_N.sub_(self.first)
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a pair of moments is stored; a study may try others."""
+    """The quantization maps of both moments; benchmarks try others."""
 
     first: Code
     second: Code
@@ -106,7 +106,7 @@ class Format:
     """√v is stored instead of v"""
 
 
-SHIPPED = Format(
+DEFAULT_FORMAT = Format(
     first=QuarticCode(signed=True, first=0, top=TOP1),
     second=QuarticCode(signed=False, first=FIRST_LEVEL, top=TOP2),
     root=True,

@@ -1,12 +1,12 @@
 """The 8-bit AdamW step in Triton: one launch over a table of tensors, each block of 256 read and written once.
 
-`exact` does single IEEE operations in the order of impl_reference.py and gives its bits. Otherwise products
-are fused with sums and roots and quotients are the hardware's: the same numbers to a few units in the last
+`exact` does single IEEE operations in the order of impl_reference.py and is bitwise identical to it. Otherwise products
+are fused with sums, and roots and quotients are the hardware's: the same values to a few units in the last
 place, in two fifths of the instructions. The maths, and what was tried: README.md.
 """
 
-# B blocks of a program, E places of a block: 256, or fewer where rows are short; a record describes a tensor, a tile
-# names a program's work
+# B blocks of a program, E elements of a block: 256, or fewer where rows are short; a record describes a tensor, a tile
+# is the work of a program
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PEAK2 = tl.constexpr(peak(TOP2))
 LEAST = tl.constexpr(TINY)
 LOWEST = tl.constexpr((2.0 * FIRST_LEVEL) ** 4)
 ROUNDED = tl.constexpr(GRID)
-# twice a level added to these, the lowest byte is the code
+# adding twice a level to these puts the code into the lowest byte
 CODE1 = tl.constexpr(1.5 * 2**24 + 2 * TOP1)
 CODE2 = tl.constexpr(1.5 * 2**24 - 2 * FIRST_LEVEL)
 TWICE1 = tl.constexpr(2.0 * TOP1)
@@ -32,7 +32,7 @@ ONE = tl.constexpr(0x3F800000)
 
 @triton.jit
 def _twice(codes, shift, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """2 · code + shift. With ASM a byte goes straight into the bits of 2²³ + code, without a conversion."""
+    """2 · code + shift. With ASM a byte is placed into the bits of 2²³ + code, without a conversion."""
     if ASM:
         bits = tl.inline_asm_elementwise(
             """
@@ -53,7 +53,7 @@ def _twice(codes, shift, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _dither(word, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """8 · (i + ½)/2¹⁶ − 4 for the 16 bits i in the middle of a word, by way of a number in 8 … 16."""
+    """8 · (i + ½)/2¹⁶ − 4 for the 16 bits i in the middle of a word, through a value in 8 … 16."""
     if ASM:
         bits = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x007FFF80, 0x41000000, 0xEA;",
@@ -70,7 +70,7 @@ def _dither(word, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _power(k):  # type: ignore[no-untyped-def]
-    """0x915F77F5ᵏ mod 2³² for k in 0 … 7. k is a constant of each register, so this leaves one factor."""
+    """0x915F77F5ᵏ mod 2³² for k in 0 … 7. k is constant per register, so this compiles to one factor."""
     factor = tl.where((k & 1) != 0, tl.full((), 0x915F77F5, tl.uint32), tl.full((), 1, tl.uint32))
     factor *= tl.where((k & 2) != 0, tl.full((), 0xCA0BB079, tl.uint32), tl.full((), 1, tl.uint32))
     return factor * tl.where((k & 4) != 0, tl.full((), 0x980C9931, tl.uint32), tl.full((), 1, tl.uint32))
@@ -93,7 +93,7 @@ def _divided(x, y, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _odd(size, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """2L + 1 for the level L below a number: its fourth root to 1/128, cut to an even number, plus 1."""
+    """2L + 1 for the level L below a value: its fourth root to 1/128, truncated to an even number, plus 1."""
     if EXACT:
         root = tl.sqrt_rn(tl.sqrt_rn(size))
     else:
@@ -104,7 +104,7 @@ def _odd(size, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _above(size, odd, dither):  # type: ignore[no-untyped-def]
-    """Number minus threshold (without its −4)."""
+    """Value minus threshold (without its −4)."""
     t = odd * odd + 1.0
     return size - t * ((dither * odd + 4.0) + t)
 
@@ -127,7 +127,7 @@ def _encode_root(value, to_peak, dither, EXACT: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def _largest(value):  # type: ignore[no-untyped-def]
-    """Largest of each block's numbers ≥ 0, [B, 1]. As integers, so that a NaN wins."""
+    """Maximum of each block's values ≥ 0, [B, 1]. Compared as integers, so that NaN propagates."""
     return tl.max(value.to(tl.int32, bitcast=True), axis=1, keep_dims=True).to(tl.float32, bitcast=True)
 
 
@@ -135,7 +135,7 @@ def _largest(value):  # type: ignore[no-untyped-def]
 def _updated(weight, first, root, rate, decay, correction, eps, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
     if EXACT:
         return weight * decay - tl.div_rn(first, root * correction + eps) * rate
-    # the rate goes into the denominator, where it costs nothing; a rate of 0 has no reciprocal, and moves nothing
+    # the learning rate goes into the denominator, where it is free; a rate of 0 has no reciprocal and updates nothing
     stretch = 1.0 / tl.maximum(rate, 1e-30)
     update = _divided(first, root * (correction * stretch) + eps * stretch, EXACT)
     return weight * decay - tl.where(rate == 0.0, 0.0, update)
@@ -143,7 +143,7 @@ def _updated(weight, first, root, rate, decay, correction, eps, EXACT: tl.conste
 
 @triton.jit
 def _load(place, mask, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 of what is there; bf16 comes as uint16, its bits being the upper half of fp32's."""
+    """Loads as fp32; bf16 is passed as uint16, its bits being the upper half of fp32's."""
     value = tl.load(place, mask=mask, other=0)
     if place.dtype.element_ty == tl.uint16:
         if ASM:
@@ -158,7 +158,7 @@ def _load(place, mask, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _bf16_bits(value, word, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """uint16 bits of fp32 rounded with the upper half of `word`, or to nearest even. NaN and inf stay."""
+    """uint16 bits of fp32 rounded with the upper half of `word`, or to nearest even. NaN and inf are unchanged."""
     bits = value.to(tl.uint32, bitcast=True)
     if STOCHASTIC:
         up = tl.where(tl.abs(value) <= BF16_MAX, word >> 16, 0)
@@ -169,7 +169,7 @@ def _bf16_bits(value, word, STOCHASTIC: tl.constexpr):  # type: ignore[no-untype
 
 @triton.jit
 def _blocks_of(first, num_blocks, columns, B: tl.constexpr, E: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of B blocks, [B, 1]: index, first element, elements inside the row; 0 behind the last block."""
+    """Index, first element and valid elements of B blocks, [B, 1]; 0 after the last block."""
     block = first + tl.arange(0, B)[:, None].to(tl.int64)
     inside = block < num_blocks
     if WHOLE:  # rows of whole blocks: block i begins at element E · i
@@ -185,8 +185,8 @@ def _blocks_of(first, num_blocks, columns, B: tl.constexpr, E: tl.constexpr, WHO
 
 @triton.jit
 def _live(live_ptr, number, tensor, one_grad, one_key, one_hyper):  # type: ignore[no-untyped-def]
-    """What changes with the step: the gradient's address, the random key, rate, decay. Without a list of them,
-    the launch is of one tensor and they came as arguments."""
+    """The values that change with the step: the gradient's address, the random key, learning rate, weight decay.
+    Without a list of them the launch is for one tensor, and they are arguments."""
     if live_ptr is None:
         grad, key, hyper = one_grad.to(tl.int64), one_key.to(tl.int64), one_hyper.to(tl.int64)
     else:
@@ -206,7 +206,7 @@ def _step8_kernel(  # type: ignore[no-untyped-def]
     EXACT: tl.constexpr, ASM: tl.constexpr, B: tl.constexpr, E: tl.constexpr, TIMES: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tensors with compressed moments. Record: weight, codes1, scale1, codes2, scale2, blocks, columns, offset."""
+    """Tensors with 8-bit moments. Record: weight, codes1, scale1, codes2, scale2, blocks, columns, offset."""
     if skip_ptr is not None:  # noqa: SIM102  (decided at compile time, the next one not)
         if tl.load(skip_ptr) != 0:
             return
@@ -215,12 +215,12 @@ def _step8_kernel(  # type: ignore[no-untyped-def]
     record = record_ptr + tensor * 8
     grad_address, key, rate, decay = _live(live_ptr, number, tensor, one_grad, one_key, one_hyper)
     if grad_address == 0:
-        return  # no gradient this time
+        return  # no gradient in this step
     weight_ptr = tl.load(record).to(tl.pointer_type(WEIGHT))
     codes1_ptr = tl.load(record + 1).to(tl.pointer_type(tl.uint8))
     codes2_ptr = tl.load(record + 3).to(tl.pointer_type(tl.uint8))
     grad_ptr = grad_address.to(tl.pointer_type(GRAD))
-    if WHOLE:  # of addresses from a table the compiler knows nothing: told this, it loads 16 bytes at once
+    if WHOLE:  # the compiler cannot know the alignment of addresses from a table: with this it loads 16 bytes at once
         weight_ptr, grad_ptr = tl.multiple_of(weight_ptr, 16), tl.multiple_of(grad_ptr, 16)
         codes1_ptr, codes2_ptr = tl.multiple_of(codes1_ptr, 16), tl.multiple_of(codes2_ptr, 16)
     scale1_ptr = tl.load(record + 2).to(tl.pointer_type(tl.float32))
@@ -249,9 +249,7 @@ def _step8_kernel(  # type: ignore[no-untyped-def]
         first = square1 * tl.abs(square1) * unit1 + grad * factor1
         decayed, pulled = square2 * square2 * unit2, grad * factor2
         second = decayed * decayed + pulled * pulled
-        if (
-            not WHOLE
-        ):  # what lies behind the end of a row is no zero once decoded, and must not be the largest
+        if not WHOLE:  # elements past the end of a row do not decode to zero, and must not be the maximum
             second = tl.where(mask, second, 0.0)
         root = tl.sqrt_rn(second) if EXACT else tl.sqrt(second)
 
@@ -303,7 +301,7 @@ def _step32_kernel(  # type: ignore[no-untyped-def]
     weight = _updated(_load(weight_at, mask, False), first, root, rate, decay, correction, eps, EXACT)
     if tl.uint16 == WEIGHT:
         word = hashed_word(tl.load(record + 7) + index, key, key >> 32)
-        # here the low half decides, as in `stochastic_rounding`, whose bits these are
+        # the low half decides, as in `stochastic_rounding`, which these bits equal
         tl.store(weight_at, _bf16_bits(weight, word << 16, STOCHASTIC), mask=mask)
     else:
         tl.store(weight_at, weight, mask=mask)

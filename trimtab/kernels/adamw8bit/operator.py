@@ -1,4 +1,4 @@
-"""The step of one tensor as a torch operator that changes its arguments in place."""
+"""The step of one tensor as a torch operator that mutates its arguments."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ torch.library.impl("trimtab::adamw8bit_step_", ("cpu", "cuda"), _step)
 
 @torch.library.register_fake("trimtab::adamw8bit_step_")
 def _fake(*arguments: object) -> None:
-    """Nothing is returned, and what is changed keeps its shape."""
+    """Returns nothing; mutated arguments keep their shapes."""
 
 
 step_ = torch.ops.trimtab.adamw8bit_step_

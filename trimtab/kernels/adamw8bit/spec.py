@@ -1,6 +1,6 @@
-"""What the 8-bit AdamW step promises and costs; no torch at import."""
+"""Constants, test cases and costs of the 8-bit AdamW step; does not import torch."""
 
-# R rows, C columns (last dimension), K blocks a row
+# R rows, C columns (last dimension), K blocks per row
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ BLOCK = 256
 """Values that share a scale."""
 
 TOP1, TOP2, FIRST_LEVEL = 127, 271, 16
-"""Highest levels of the two codes (code.py), and the lowest of √v's."""
+"""Top levels of the two maps (code.py), and the lowest level of √v's."""
 
 GRID = 65536.0
-"""Added to a number below 65536 and taken away again, it leaves a multiple of 1/128."""
+"""Adding and subtracting this rounds a value below 65536 to a multiple of 1/128."""
 
 TINY = 2.0**-90
-"""A block whose largest moment is smaller counts as zero: the scale's reciprocal would not be finite."""
+"""A block whose maximum is smaller counts as zero: the scale's reciprocal would not be finite."""
 
 GROUP = 8
-"""Neighbours in a row whose random words follow from one hash."""
+"""Neighbours in a row whose random words derive from one hash."""
 
 MULTIPLIER = 0x915F77F5
 """The k-th word of a group is hash · MULTIPLIERᵏ mod 2³²: a generator with a good spectrum up to eight dimensions
 (Steele and Vigna, "Computationally easy, spectrally good multipliers", 2021)."""
 
 SMALL = 4096
-"""Tensors of fewer elements keep fp32 moments: norms and biases, where 8 bits would save nothing."""
+"""Tensors of fewer elements have fp32 moments: norms and biases, where 8 bits would save nothing."""
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
-"""Elements whose fp32 copies exist at once. On a CPU calls into torch cost more than leaving the cache (2¹⁴
-takes twice as long as 2¹⁸); on a GPU it bounds the scratch at 0.2 GB, and fewer would not fill a large one.
+"""Elements per chunk, whose fp32 copies are live at once. On a CPU calls into torch cost more than leaving the cache
+(2¹⁴ takes twice as long as 2¹⁸); on a GPU it bounds temporary memory at 0.2 GB, and fewer would not fill a large GPU.
 """
 
 CASES: tuple[tuple[int, ...], ...] = (
     (64, 256),  # whole blocks
     (7, 300),  # rows that end in a short block
     (33, 5),  # rows shorter than a block
-    (700, 16),  # the same, full to the last place of a narrow one
+    (700, 16),  # the same, filling a narrow block
     (130, 96),
     (4097,),  # one dimension
     (3, 4, 257),  # three dimensions
@@ -50,14 +50,14 @@ CASES: tuple[tuple[int, ...], ...] = (
     (5, 0),
     (2, 300_000),  # rows longer than a chunk
 )
-"""Shapes that tests run."""
+"""Shapes of the tests."""
 
 ALLOWED_SHARE = 1e-6
-"""Weights may miss fp64 truth by the plain fp32 step's own error plus this share of the truth's rms."""
+"""Tolerance of weights relative to the fp64 truth: the plain fp32 step's own error plus this share of its rms."""
 
 
 def grid(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(rows, columns, blocks a row) of a parameter.
+    """(rows, columns, blocks per row) of a parameter.
 
     Example:
         >>> grid((3, 4, 257)), grid((512,)), grid(())
@@ -68,19 +68,19 @@ def grid(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def width(columns: int) -> int:
-    """Places that a kernel gives a block of rows so long: 256, fewer for rows that are shorter.
+    """Width of a block in the kernel: 256, less for shorter rows.
 
-    The rows of an adapter's second matrix are as long as its rank: of 256 places 240 would be idle.
+    The rows of a LoRA adapter's second matrix are as long as its rank: 240 of 256 lanes would be idle.
 
     Example:
         >>> width(4096), width(16), width(5), width(100)
         (256, 16, 16, 128)
     """
-    return min(BLOCK, max(NARROWEST, 1 << (max(columns, 1) - 1).bit_length()))
+    return min(BLOCK, max(MIN_WIDTH, 1 << (max(columns, 1) - 1).bit_length()))
 
 
 def peak(top: int) -> float:
-    """What a block's largest magnitude is scaled to before it is encoded: 1/64 of a level below the top.
+    """The value that a block's largest magnitude is scaled to before encoding: 1/64 of a level below the top.
 
     Example:
         >>> round(peak(127) ** 0.25, 6)
@@ -90,10 +90,10 @@ def peak(top: int) -> float:
 
 
 def state_bytes(shape: tuple[int, ...]) -> int:
-    """Bytes of the two compressed moments: two an element, and two fp32 scales a block.
+    """Bytes of the two 8-bit moments: two per element, and two fp32 scales per block.
 
     Example:
-        >>> state_bytes((1024, 1024))  # 2 + 8/256 bytes an element
+        >>> state_bytes((1024, 1024))  # 2 + 8/256 bytes per element
         2129920
     """
     rows, _, blocks = grid(shape)
@@ -103,8 +103,8 @@ def state_bytes(shape: tuple[int, ...]) -> int:
 def scratch_bytes(
     shape: tuple[int, ...], device: str = "cpu", weight_bytes: int = 2, impl: str = "reference"
 ) -> int:
-    """Most bytes held besides the arguments. In torch 57 an element of a chunk, padded to whole blocks, and on a
-    GPU what the chunk held before, in case the step turns out to be skipped. In Triton nothing.
+    """Peak temporary bytes. In torch 57 per element of a chunk, padded to whole blocks, and on a GPU a snapshot of the
+    chunk in case the step is skipped. In Triton none.
 
     Example:
         >>> scratch_bytes((1024, 1024)), scratch_bytes((1024, 1024), impl="triton")
@@ -120,38 +120,38 @@ def scratch_bytes(
 
 
 def bytes_moved(shape: tuple[int, ...], weight_bytes: int, grad_bytes: int) -> int:
-    """Traffic of a fused kernel: weight and moments read and written, gradient read."""
+    """Bytes moved by a fused kernel: weight and moments read and written, gradient read."""
     return math.prod(shape) * (2 * weight_bytes + grad_bytes) + 2 * state_bytes(shape)
 
 
 def flops(shape: tuple[int, ...]) -> int:
-    """About 70 an element: decompress 8, moments 7, update 7, compress 32, random bits and rounding 16."""
+    """About 70 per element: dequantize 8, moments 7, update 7, quantize 32, random bits and rounding 16."""
     return 70 * math.prod(shape)
 
 
 SMALL_TILE = 1024
-"""Elements of a program that updates tensors with fp32 moments."""
+"""Elements per program for tensors with fp32 moments."""
 
 
-NARROWEST = 16
-"""Places of the narrowest block."""
+MIN_WIDTH = 16
+"""Minimum width of a block."""
 
 
 class Configuration(NamedTuple):
-    """Of the Triton kernel."""
+    """Launch configuration of the Triton kernel."""
 
     blocks: int
-    """Worked on at once by a program; of narrow ones as many as have the same number of places."""
+    """Blocks per tile of a program; narrow blocks: as many as have the same number of elements."""
     times: int
-    """How often, one after another."""
+    """Tiles per program, one after another."""
     warps: int
     stages: int = 1
 
 
 def configuration(capability: int) -> Configuration:
-    """What is launched on a chip: a pure function, so that results do not depend on a measurement.
+    """Launch configuration for a GPU: a pure function, so that results do not depend on a measurement.
 
-    On an H200 of 36 that were tried; 32 times is 0.6 % faster still, and leaves too few programs for a tensor alone.
+    The best of 36 on an H200; 32 tiles per program are 0.6 % faster, but leave too few programs for a single tensor.
     """
     return Configuration(blocks=2, times=16, warps=2, stages=3)
 
@@ -159,7 +159,7 @@ def configuration(capability: int) -> Configuration:
 def make_inputs(
     case: tuple[int, ...], *, seed: int = 0, weight_dtype: str = "fp32", device: str = "cpu"
 ) -> Any:
-    """(param, grad): gradients spread over six orders of magnitude within a row, as real ones are."""
+    """Returns (param, grad); gradients span six orders of magnitude within a row, as real ones do."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

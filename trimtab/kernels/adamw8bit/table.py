@@ -1,9 +1,9 @@
-"""Many tensors in a few launches: their addresses in a table on the device, and which program does what.
+"""Multi-tensor launches: a device table of the tensors' addresses and of each program's work.
 
 A tensor is a row of eight int64 (`records`); a program's work is one int64 (`tiles`): the tensor in its lower
-half, the first block (or element) in its upper one. Both are made once. What changes with the step (where the
-gradients are, the random keys, rates and decay) is three int64 a tensor, copied to the device in one piece,
-without waiting.
+half, the first block (or element) in its upper one. Both are built once. What changes with the step (addresses of
+gradients, random keys, learning rates, weight decay) is three int64 per tensor, copied to the device at once and
+asynchronously.
 """
 
 # n tensors
@@ -24,54 +24,54 @@ from trimtab.kernels.adamw8bit.spec import BLOCK, SMALL_TILE, Configuration, con
 from trimtab.kernels.launching import capability_of, check_device
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.uint16, torch.float16: tl.float16}
-"""How a kernel reads a dtype; bf16 by its bits."""
+"""Triton's type for each dtype; bf16 is read as its bits."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter, its moments (State8bit, or two fp32 tensors), and what names its random bits."""
+    """A parameter, its moments (State8bit, or two fp32 tensors), and the index that keys its random bits."""
 
     param: torch.Tensor
     state: State8bit | tuple[torch.Tensor, torch.Tensor]
     index: int = 0
     offset: int = 0
-    """Index of its first element on the unsharded tensor."""
+    """Index of its first element in the unsharded tensor."""
 
     @property
-    def compressed(self) -> bool:
-        """Whether the moments take 8 bits."""
+    def is_8bit(self) -> bool:
+        """Whether the moments are 8-bit."""
         return isinstance(self.state, State8bit)
 
     def record(self) -> list[int]:
-        """weight, moments, count of blocks (or elements), columns, offset."""
+        """The table's row: weight, moments, number of blocks (or elements), columns, offset."""
         places = [t.data_ptr() for t in (self.param, *self.state)]
         rows, columns, blocks = grid(tuple(self.param.shape))
-        count = rows * blocks if self.compressed else self.param.numel()
+        count = rows * blocks if self.is_8bit else self.param.numel()
         return [*places, *[0] * (5 - len(places)), count, columns, self.offset]
 
     def whole(self) -> bool:
-        """Rows of whole blocks, narrow ones full too, that begin at multiples of 16 bytes."""
+        """Whether rows are whole blocks (narrow ones are full too) and begin at multiples of 16 bytes."""
         aligned = all(
             t.data_ptr() % 16 == 0 for t in (self.param, self.state[0], self.state[2 % len(self.state)])
         )
         columns = grid(tuple(self.param.shape))[1]
-        return self.compressed and aligned and columns % width(columns) == 0
+        return self.is_8bit and aligned and columns % width(columns) == 0
 
     def width(self) -> int:
-        """Places of a block in the kernel."""
-        return width(grid(tuple(self.param.shape))[1]) if self.compressed else 0
+        """Width of a block in the kernel."""
+        return width(grid(tuple(self.param.shape))[1]) if self.is_8bit else 0
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Tensors that one launch serves: of one kind, dtypes and alignment."""
+    """Tensors of one launch: the same kind, dtypes and alignment."""
 
-    compressed: bool
+    is_8bit: bool
     weight: torch.dtype
     grad: torch.dtype
     whole: bool
     width: int
-    """Places of a block."""
+    """Width of a block."""
     tiles: torch.Tensor
 
 
@@ -88,7 +88,7 @@ def hashing_keys(seed: int, step: int, indices: np.ndarray) -> np.ndarray:
 
 
 class Table:
-    """Parameters of one device and their states; `step` updates all that have a gradient.
+    """Parameters on one device and their states; `step` updates all that have a gradient.
 
     Example:
         table = Table([Member(w, new_state(w), index=7)])
@@ -102,8 +102,10 @@ class Table:
         self.device = members[0].param.device
         check_device(impl_triton._step8_kernel, members[0].param)
         for m in self.members:
-            assert all(t.is_contiguous() for t in (m.param, *m.state)), "weights and states are contiguous"
-            assert m.param.device == self.device, "one table for each device"
+            assert all(t.is_contiguous() for t in (m.param, *m.state)), (
+                "weights and states must be contiguous"
+            )
+            assert m.param.device == self.device, "one table per device"
         self.config = config or configuration(capability_of(members[0].param))
         self.indices = np.array([m.index for m in self.members], np.int64)
         self._unscaled = torch.ones((), device=self.device)
@@ -126,12 +128,12 @@ class Table:
         skip: torch.Tensor | None = None,
         stochastic_rounding: bool = True,
     ) -> None:
-        """One AdamW step of every member whose gradient is not None; nothing waits for the device."""
+        """One AdamW step of every member whose gradient is not None; no device synchronization."""
         kept = [None if g is None or g.numel() == 0 else g.contiguous() for g in grads]
         self._prepare(kept)
         live = self._live(kept, lr, weight_decay, beta1, step, seed)
         hyper = self._hyper(beta1, beta2, eps, step, grad_scale, skip, stochastic_rounding)
-        # one tensor alone, as in backward: its three numbers travel as arguments and nothing is copied
+        # a single tensor, as in backward: its three values are kernel arguments and nothing is copied
         one = tuple(int(x) for x in live[:, 0]) if len(self.members) == 1 else (0, 0, 0)
         where = None if len(self.members) == 1 else live.to(self.device, non_blocking=True)
         for launch in self.launches:
@@ -172,7 +174,7 @@ class Table:
         place = (launch.tiles, self.records, live, len(self.members), *one)
         programs = (len(launch.tiles),)
         types = {"WEIGHT": TYPES[launch.weight], "GRAD": TYPES[launch.grad]}
-        if not launch.compressed:
+        if not launch.is_8bit:
             impl_triton._step32_kernel[programs](*place, **hyper, **types, SIZE=SMALL_TILE)
             return
         _, times, warps, stages = self.config
@@ -185,7 +187,7 @@ class Table:
         )  # fmt: skip
 
     def _prepare(self, grads: list[torch.Tensor | None]) -> None:
-        """Makes tables and launches anew when a weight moved or gradients came in another dtype."""
+        """Rebuilds tables and launches when a weight's address or the gradients' dtype changed."""
         places = [m.param.data_ptr() for m in self.members]
         kinds = [None if g is None else (g.dtype, g.data_ptr() % 16 == 0) for g in grads]
         if places == self.places and kinds == self.kinds:
@@ -195,7 +197,7 @@ class Table:
         together: dict[tuple[bool, torch.dtype, torch.dtype, bool, int], list[int]] = {}
         for i, (m, kind) in enumerate(zip(self.members, kinds, strict=True)):
             if kind is not None:
-                key = (m.compressed, m.param.dtype, kind[0], m.whole() and kind[1], m.width())
+                key = (m.is_8bit, m.param.dtype, kind[0], m.whole() and kind[1], m.width())
                 together.setdefault(key, []).append(i)
         self.launches = [
             Launch(*key, torch.from_numpy(self._tiles(ids, key[4])).to(self.device))
@@ -203,7 +205,7 @@ class Table:
         ]
 
     def _blocks(self, width: int) -> int:
-        """Worked on at once: always as many places."""
+        """Blocks per tile: always the same number of elements."""
         return self.config.blocks * BLOCK // width
 
     def _tiles(self, ids: list[int], width: int) -> np.ndarray:
@@ -223,9 +225,9 @@ class Table:
         step: int,
         seed: int,
     ) -> torch.Tensor:
-        """int64 [3, n]: where gradients are (0: none), keys of the random bits, rate and decay as fp32."""
+        """int64 [3, n]: gradients' addresses (0: none), random keys, learning rate and weight decay as fp32."""
         count = len(self.members)
-        # a fresh pinned buffer each time: torch does not hand it out again before the copy is done
+        # a new pinned buffer each time: torch's allocator does not reuse it before the copy is done
         pinned = self.device.type == "cuda" and count > 1
         host = torch.empty(3, count, dtype=torch.int64, pin_memory=pinned)
         rows = host.numpy()

@@ -1,4 +1,4 @@
-"""The step in fp64 on uncompressed moments: what tests and benchmarks compare every implementation with."""
+"""The step in fp64 on uncompressed moments: the ground truth of tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def adamw_truth(
     step: int,
     grad_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(weight, first moment, second moment) after one step, in fp64; the arguments stay as they are.
+    """Returns (weight, first moment, second moment) after one step, in fp64; does not modify its arguments.
 
     Example:
         >>> zero = torch.zeros(2)

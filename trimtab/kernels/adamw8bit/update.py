@@ -1,4 +1,4 @@
-"""AdamW's arithmetic on fp32 (or fp64) tensors: the one place where the formula is written."""
+"""AdamW's arithmetic on fp32 (or fp64) tensors."""
 
 # N elements in any shape
 
@@ -38,14 +38,14 @@ def apply_(
     weight_N.addcdiv_(exp_avg_N, denominator_N, value=-lr / (1 - beta1**step))
 
 
-class Kept:
-    """What some tensors held, to be put back where a flag on the device says so; nothing without a flag.
+class Snapshot:
+    """A snapshot of tensors, restored where a flag on the device is true; empty without a flag.
 
     Example:
         >>> weight = torch.ones(2)
-        >>> kept = Kept([weight], torch.tensor(True))
+        >>> kept = Snapshot([weight], torch.tensor(True))
         >>> _ = weight.zero_()
-        >>> kept.put_back()
+        >>> kept.restore()
         >>> weight.tolist()
         [1.0, 1.0]
     """
@@ -54,8 +54,8 @@ class Kept:
         self.skip, self.tensors = skip, tensors
         self.before = [] if skip is None else [t.clone() for t in tensors]
 
-    def put_back(self) -> None:
-        """Undo, on the device and without waiting for it."""
+    def restore(self) -> None:
+        """Restores the tensors on the device, without synchronization."""
         if self.skip is not None:
             for t, before in zip(self.tensors, self.before, strict=True):
                 t.copy_(torch.where(self.skip, before, t))

@@ -1,17 +1,17 @@
-"""Attention of a decoder: grouped heads, packed documents, sliding windows; causal, or with `causal=False` not.
+"""Attention with grouped heads (GQA), packed documents and sliding windows; causal, or not with `causal=False`.
 
 For a query t at position i = t + offset (offset = S − T by default: the queries are the last positions) of head h,
-with g = h·K // H the key/value head it shares and A(i) the keys it may see,
+with g = h·K // H the key/value head it shares and A(i) the keys that it attends to,
 
     o_t = Σ_{j ∈ A(i)} p_tj · v_gj,      p_t = softmax_{j ∈ A(i)}( cap( scale · q_th · k_gj ) )
     A(i) = { j ≤ i,  i − j < window,  document(j) = document(i) }      causal
     A(i) = { |i − j| < window,  document(j) = document(i) }            otherwise
 
-with cap(s) = softcap · tanh(s / softcap), or s where there is none. With sinks the softmax has one more logit, sink_h,
-whose value is 0: it takes a share of every row's weights.
+with cap(s) = softcap · tanh(s / softcap), or s without a soft cap. With sinks the softmax has one more logit, sink_h,
+whose value is 0.
 
-Every implementation is exact, and a query that sees nothing gives zeros. Which one runs is an argument;
-`choose_attention` picks one and says why.
+Every backend is exact, and a fully masked query gives zeros. `impl` selects the backend; `choose_attention` chooses one
+and returns the reason.
 """
 
 # B batch, T queries, S keys and values, H query heads, K key/value heads, D head size
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trimtab.kernels.attention.layout import Layout
 
 SMALLEST_NORMAL = 2.0**-126
-"""Of fp32, in which kernels scale; below it a GPU may scale by 0."""
+"""Smallest normal fp32; kernels scale in fp32, and below it a GPU may flush the scale to 0."""
 
 __all__ = ["IMPLS", "Layout", "attention", "choose_attention"]
 
@@ -85,29 +85,29 @@ def attention(
     return_lse: bool = False,
     impl: str,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention with grouped heads, causal unless told otherwise.
+    """Computes attention with grouped heads, causal by default.
 
     Args:
         q_BTHD: Queries. With more keys than queries (a key/value cache) they are the last T positions, or those
-            that `offset` says.
+            that `offset` gives.
         k_BSKD, v_BSKD: Keys and values; K divides H.
-        layout: `Layout.causal()`, or `Layout.packed(documents_BT)` for windows holding several documents.
-            Made once a batch and passed to every layer.
-        window: How many keys, its own included, a query sees at most on each side; None for all.
-        scale: Factor on the products; 1/√D by default.
-        softcap: Bends scores to softcap · tanh(score / softcap); None leaves them.
-        causal: Whether a query sees no later key. Otherwise it sees its whole document, or what of it is less than
-            `window` tokens away.
-        offset: Position of the first query, counted from the first key; S − T by default. Any number without packed
-            documents: queries may lie before the first key or after the last one.
-        sinks_H: A learned logit per query head in the denominator of the softmax (gpt-oss), which a soft cap leaves as
-            it is; it gets a gradient.
-        return_lse: Whether to return the log-sum-exp of each query's scores too; it is differentiable.
-        impl: One of `IMPLS`. One that cannot serve these inputs is an error, never replaced.
+        layout: `Layout.causal()`, or `Layout.packed(documents_BT)` for sequences of several packed documents.
+            Create it once per batch and pass it to every layer.
+        window: Sliding window: most keys on each side, its own included, that a query attends to; None for all.
+        scale: Scale of the scores; 1/√D by default.
+        softcap: Soft cap of the scores: softcap · tanh(score / softcap); None for none.
+        causal: Whether to apply a causal mask. Otherwise a query attends to its whole document, or to its keys less
+            than `window` tokens away.
+        offset: Position of the first query relative to the first key; S − T by default. Arbitrary without packed
+            documents: queries may be before the first key or after the last one.
+        sinks_H: A learned logit per query head in the denominator of the softmax (gpt-oss), not affected by
+            `softcap`; it gets a gradient.
+        return_lse: Whether to also return the log-sum-exp of each query's scores, which is differentiable.
+        impl: One of `IMPLS`. Raises if it does not support these inputs; there is no fallback.
 
     Returns:
         o_BTHD in q's dtype; with `return_lse` also lse_BTH = log Σ_j exp(score_tj) in fp32 (fp64 for fp64 inputs),
-        the sink among them, −∞ for a query that sees nothing. Its axes are those of o without the last, so that
+        the sink included, −∞ for a fully masked query. Its axes are those of o without the last, so that
         `lse_BTH[..., None]` broadcasts against o where partial results over several sets of keys are combined.
 
     Example:
@@ -117,30 +117,30 @@ def attention(
         >>> attention(q, k, v, layout=Layout.causal(), impl="reference").shape
         torch.Size([2, 5, 4, 8])
     """
-    from trimtab.kernels.attention.layout import hiding_window
+    from trimtab.kernels.attention.layout import effective_window
 
     T, S = q_BTHD.shape[1], k_BSKD.shape[1]
     assert q_BTHD.shape[2] % k_BSKD.shape[2] == 0, "query heads must be a multiple of key/value heads"
-    assert window is None or window >= 1, "a window holds at least the query's own key"
-    assert softcap is None or softcap > 0, "a soft cap is positive"
-    assert sinks_H is None or sinks_H.shape == q_BTHD.shape[2:3], "a sink for each query head"
+    assert window is None or window >= 1, "window must be at least 1"
+    assert softcap is None or softcap > 0, "softcap must be positive"
+    assert sinks_H is None or sinks_H.shape == q_BTHD.shape[2:3], "sinks must be [query heads]"
     offset = S - T if offset is None else offset
-    # Causal queries before the first key see nothing. They are cut off here and their zeros put back below, so that
-    # hardly an implementation meets a softmax over nothing.
-    num_blind = T if S == 0 else min(max(-offset, 0), T) if causal else 0
-    if num_blind:
-        q_BTHD, T, offset = q_BTHD[:, num_blind:], T - num_blind, offset + num_blind
-    window = hiding_window(window, T, S, offset, causal)
+    # Causal queries before the first key are fully masked. They are removed here and their zeros prepended below, so
+    # that hardly any backend gets a softmax over nothing.
+    num_masked = T if S == 0 else min(max(-offset, 0), T) if causal else 0
+    if num_masked:
+        q_BTHD, T, offset = q_BTHD[:, num_masked:], T - num_masked, offset + num_masked
+    window = effective_window(window, T, S, offset, causal)
     if not causal and window is None and not layout.is_packed:
-        offset = S - T  # wherever they are, they see everything
+        offset = S - T  # nothing is masked, whatever their positions
     if q_BTHD.numel() == 0:
-        # Sums of nothing, so that keys, values and sinks get gradients of zeros.
+        # Empty sums, so that keys, values and sinks get zero gradients.
         o_BTHD = q_BTHD.clone() + (k_BSKD[:0].sum() + v_BSKD[:0].sum())
         o_BTHD = o_BTHD if sinks_H is None else o_BTHD + sinks_H[:0].sum().to(o_BTHD.dtype)
         lse_BTH = o_BTHD.sum(-1, dtype=_statistics_dtype(q_BTHD)) if return_lse else None
     else:
         scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
-        # Tiled kernels take a row's maximum before they scale: a negative scale would turn it into the minimum (torch's
+        # Tiled kernels take a row's maximum before they scale: with a negative scale it would be the minimum (torch's
         # gives NaN on a CPU), and 0 times the −∞ of a masked score is NaN. So the queries are scaled beforehand.
         if scale < 0:
             q_BTHD, scale = -q_BTHD, -scale
@@ -149,27 +149,27 @@ def attention(
         o_BTHD, lse_BTH = _dispatch(
             q_BTHD, k_BSKD, v_BSKD, layout, window, scale, softcap, causal, offset, sinks_H, return_lse, impl
         )
-    if num_blind:
-        o_BTHD, lse_BTH = _with_blind_queries(num_blind, o_BTHD, lse_BTH, sinks_H)
+    if num_masked:
+        o_BTHD, lse_BTH = _prepend_masked_queries(num_masked, o_BTHD, lse_BTH, sinks_H)
     if not return_lse:
         return o_BTHD
     assert lse_BTH is not None, f"{impl} is in WITH_LSE"
     return o_BTHD, lse_BTH
 
 
-def _with_blind_queries(
-    num_blind: int, o_BTHD: torch.Tensor, lse_BTH: torch.Tensor | None, sinks_H: torch.Tensor | None
+def _prepend_masked_queries(
+    num_masked: int, o_BTHD: torch.Tensor, lse_BTH: torch.Tensor | None, sinks_H: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Results with those of `num_blind` queries that see nothing, or their sink alone, in front."""
+    """Prepends the results of `num_masked` fully masked queries, which attend to nothing or to their sink alone."""
     import torch
     import torch.nn.functional as F
 
-    o_BTHD = F.pad(o_BTHD, (0, 0, 0, 0, num_blind, 0))
+    o_BTHD = F.pad(o_BTHD, (0, 0, 0, 0, num_masked, 0))
     if lse_BTH is not None and sinks_H is not None:
-        sinks_BTH = sinks_H.to(lse_BTH.dtype).expand(lse_BTH.shape[0], num_blind, -1)
+        sinks_BTH = sinks_H.to(lse_BTH.dtype).expand(lse_BTH.shape[0], num_masked, -1)
         lse_BTH = torch.cat([sinks_BTH, lse_BTH], dim=1)
     elif lse_BTH is not None:
-        lse_BTH = F.pad(lse_BTH, (0, 0, num_blind, 0), value=float("-inf"))
+        lse_BTH = F.pad(lse_BTH, (0, 0, num_masked, 0), value=float("-inf"))
     return o_BTHD, lse_BTH
 
 
@@ -179,15 +179,15 @@ def _statistics_dtype(q_BTHD: torch.Tensor) -> torch.dtype:
     return torch.promote_types(q_BTHD.dtype, torch.float32)
 
 
-def _refuse(
+def _check_supported(
     impl: str, softcap: float | None, causal: bool, at_end: bool, sinks: bool, return_lse: bool
 ) -> None:
-    """Raises where a backend lacks what a call asks for."""
+    """Raises where a backend does not support a call's arguments."""
     for asked, able, lack in (
-        (softcap is not None, CAPPED, "has no soft cap on scores"),
-        (not causal, BIDIRECTIONAL, "is causal only"),
-        (not at_end, WITH_OFFSET, "takes the queries for the last positions"),
-        (sinks, WITH_SINKS, "has no sinks"),
+        (softcap is not None, CAPPED, "does not support softcap"),
+        (not causal, BIDIRECTIONAL, "supports causal attention only"),
+        (not at_end, WITH_OFFSET, "requires the queries to be the last positions"),
+        (sinks, WITH_SINKS, "does not support sinks"),
         (return_lse, WITH_LSE, "does not return a differentiable log-sum-exp"),
     ):
         if asked and impl in IMPLS and impl not in able:
@@ -210,9 +210,9 @@ def _dispatch(
     return_lse: bool,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o_BTHD, lse_BTH or None)."""
+    """Returns (o_BTHD, lse_BTH or None)."""
     at_end = offset == k_BSKD.shape[1] - q_BTHD.shape[1] and layout.first_key is None
-    _refuse(impl, softcap, causal, at_end, sinks_H is not None, return_lse)
+    _check_supported(impl, softcap, causal, at_end, sinks_H is not None, return_lse)
     # Static imports in an if/elif: torch.compile traces through them; importlib would break the graph.
     if impl == "reference":
         from trimtab.kernels.attention.impl_reference import attention_reference
@@ -241,7 +241,7 @@ def _dispatch(
     else:
         from trimtab.facts.errors import ModelError
 
-        raise ModelError(f"there is no attention called {impl!r}", f"use one of {', '.join(IMPLS)}")
+        raise ModelError(f"unknown attention implementation {impl!r}", f"use one of {', '.join(IMPLS)}")
 
 
 def __getattr__(name: str) -> Any:

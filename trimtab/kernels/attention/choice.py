@@ -1,4 +1,4 @@
-"""Which attention runs, decided once from the device and the requirements, with the reason. No torch."""
+"""Chooses the attention backend from the device and the requirements, with the reason. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trimtab.kernels.attention.spec import (
     CAPPED,
     IMPLS,
     MASKED,
-    SHORTEST_FLEX,
+    MIN_FLEX_QUERIES,
     TILED,
     WITH_LSE,
     WITH_SINKS,
@@ -20,7 +20,7 @@ from trimtab.kernels.choice import ImplChoice
 
 @dataclass(frozen=True)
 class _Requirements:
-    """What attention must serve: the device, the tensors, the masks."""
+    """What the backend must support: the device, the tensors, the masks."""
 
     device: str
     capability: tuple[int, int] | None
@@ -60,24 +60,24 @@ def choose_attention(
     sinks: bool = False,
     lse: bool = False,
 ) -> ImplChoice:
-    """Chooses the attention backend that serves these requirements, or confirms the requested one.
+    """Chooses the attention backend for these requirements, or confirms the requested one.
 
     Args:
         device: "cpu", "cuda", or another torch device type.
         capability: A CUDA device's, such as (9, 0); None elsewhere.
         dtype: Of queries, keys and values: "fp32", "bf16" or "fp16".
         head_dim: Size of a head.
-        packed: Whether rows hold several documents.
-        window: The sliding window; None where it is not shorter than the sequences.
+        packed: Whether sequences contain several packed documents.
+        window: The sliding window; None where it is not smaller than the sequence length.
         training: Whether gradients are needed.
-        requested: "auto", or one of `IMPLS`; one that cannot serve is a `ModelError` that says why.
-        deterministic: Whether the backward must give the same bits each time.
-        tokens: The fewest queries of a call, where known.
-        softcap: The cap on scores, if the model has one.
+        requested: "auto", or one of `IMPLS`; raises `ModelError` with the reason if it does not meet the requirements.
+        deterministic: Whether the backward must be deterministic.
+        tokens: The smallest number of queries in a call, where known.
+        softcap: The soft cap of scores, if the model has one.
         triton: Whether Triton is installed.
-        causal: Whether queries see no later key.
+        causal: Whether the mask is causal.
         sinks: Whether the model has learned logits in the denominator of the softmax.
-        lse: Whether the log-sum-exp is wanted too, as where results over parts of the keys are combined.
+        lse: Whether the log-sum-exp is needed, as where results over parts of the keys are combined.
 
     Example:
         >>> choose_attention(
@@ -89,68 +89,68 @@ def choose_attention(
         device, capability, dtype, head_dim, packed, window, training, deterministic, tokens, softcap, triton,
         causal, sinks, lse,
     )  # fmt: skip
-    obstacles = {impl: _obstacle(impl, needs) for impl in IMPLS}
+    obstacles = {impl: _unsupported_reason(impl, needs) for impl in IMPLS}
     if requested != "auto":
         if requested not in IMPLS:
             raise ModelError(
-                f"there is no attention called {requested!r}", f"use auto or one of {', '.join(IMPLS)}"
+                f"unknown attention implementation {requested!r}", f"use auto or one of {', '.join(IMPLS)}"
             )
         obstacle = obstacles[requested]
         if obstacle is not None:
             alternative = choose_attention(**vars(needs)).impl
             raise ModelError(
-                f"attention {requested!r} cannot serve this job: {obstacle}",
+                f"attention {requested!r} cannot be used here: {obstacle}",
                 f"use auto (here: {alternative})",
             )
-        others = tuple((impl, obstacles[impl] or "not asked for") for impl in IMPLS if impl != requested)
-        return ImplChoice(requested, "asked for by name", others)
+        others = tuple((impl, obstacles[impl] or "not requested") for impl in IMPLS if impl != requested)
+        return ImplChoice(requested, "requested by name", others)
 
     order = _preference(needs)
     impl = next(impl for impl in order if obstacles[impl] is None)
-    rejected = tuple((o, obstacles[o] or _drawback(o, impl, needs)) for o in IMPLS if o != impl)
-    return ImplChoice(impl, _merit(impl, needs), rejected)
+    rejected = tuple((o, obstacles[o] or _reason_against(o, impl, needs)) for o in IMPLS if o != impl)
+    return ImplChoice(impl, _reason_for(impl, needs), rejected)
 
 
 def _preference(needs: _Requirements) -> tuple[str, ...]:
-    """Fastest first, by the measurements in this folder's README; `_obstacle` decides who can serve."""
+    """Backends, fastest first, by this package's README; `_unsupported_reason` decides which are supported."""
     if needs.device == "cuda":
         hopper = needs.capability is not None and needs.capability >= (9, 0)
         first = ("sdpa_cudnn", "sdpa_flash") if hopper else ("sdpa_flash", "sdpa_cudnn")
-        # Training where documents or a window have to be kept: 1.7 times as fast as the next on an H200, in 16 bits.
+        # Training with packed documents or a window: 1.7 times as fast as the next on an H200, in 16 bits.
         own = hopper and needs.training and needs.dtype != "fp32"
         masked = ("triton", "varlen") if own else ("varlen",)
-        # flex stands behind sdpa_efficient: it compiles at first use, and again for each new shape.
+        # flex comes after sdpa_efficient: it compiles at first use, and again for each new shape.
         return (*first, *masked, "sdpa_efficient", "flex", "sdpa_math", "triton", "reference")
     return ("sdpa_flash", "sdpa_math", "reference")
 
 
-def _obstacle(impl: str, needs: _Requirements) -> str | None:
-    """Why an implementation cannot meet the requirements at all, or None."""
+def _unsupported_reason(impl: str, needs: _Requirements) -> str | None:
+    """Why a backend cannot meet the requirements, or None."""
     if needs.softcap is not None and impl not in CAPPED:
-        return "it has no soft cap on scores"
+        return "it does not support softcap"
     if not needs.causal and impl not in BIDIRECTIONAL:
-        return "it is causal only"
+        return "it supports causal attention only"
     if needs.sinks and impl not in WITH_SINKS:
-        return "it has no sinks"
+        return "it does not support sinks"
     if needs.lse and impl not in WITH_LSE:
         return "it does not return a differentiable log-sum-exp"
     if impl in ("reference", "sdpa_math"):
         return None
     if impl == "flex":
-        return _flex_obstacle(needs)
+        return _flex_unsupported_reason(needs)
     if needs.device == "cpu" and impl == "sdpa_flash":
         return None
     if needs.device != "cuda":
-        return f"it exists on CUDA GPUs only, and this is {needs.device}"
+        return f"it requires a CUDA GPU, and the device is {needs.device}"
     assert needs.capability is not None, "a CUDA device has a capability"
     if impl == "triton":
-        return _triton_obstacle(needs, needs.capability)
+        return _triton_unsupported_reason(needs, needs.capability)
     if impl == "sdpa_efficient":
-        return _efficient_obstacle(needs, needs.capability)
-    return _flash_obstacle(impl, needs, needs.capability)
+        return _efficient_unsupported_reason(needs, needs.capability)
+    return _flash_unsupported_reason(impl, needs, needs.capability)
 
 
-def _flex_obstacle(needs: _Requirements) -> str | None:
+def _flex_unsupported_reason(needs: _Requirements) -> str | None:
     if needs.device == "cpu":
         return "FlexAttention has no backward on a CPU" if needs.training else None
     if needs.device != "cuda":
@@ -158,89 +158,91 @@ def _flex_obstacle(needs: _Requirements) -> str | None:
     if needs.capability is not None and needs.capability < (8, 0):
         return f"the device's capability {_dotted(needs.capability)} is below 8.0"
     if needs.head_dim < 16:
-        return f"its heads have at least 16 numbers, these have {needs.head_dim}"
-    if needs.tokens is not None and needs.tokens < SHORTEST_FLEX:
-        return f"on a GPU it needs {SHORTEST_FLEX} queries, this job has calls with {needs.tokens}"
+        return f"it requires a head size of at least 16, this is {needs.head_dim}"
+    if needs.tokens is not None and needs.tokens < MIN_FLEX_QUERIES:
+        return f"on a GPU it requires at least {MIN_FLEX_QUERIES} queries, some calls have {needs.tokens}"
     return None
 
 
-def _triton_obstacle(needs: _Requirements, capability: tuple[int, int]) -> str | None:
+def _triton_unsupported_reason(needs: _Requirements, capability: tuple[int, int]) -> str | None:
     if not needs.triton:
         return "Triton is not installed"
     if capability < (7, 5):
         return f"the device's capability {_dotted(capability)} is below 7.5"
     if needs.dtype == "bf16" and capability < (8, 0):
-        return f"bf16 needs capability 8.0, the device has {_dotted(capability)}"
+        return f"bf16 requires capability 8.0, the device has {_dotted(capability)}"
     if needs.head_dim > 256:
-        return f"its heads have at most 256 numbers, these have {needs.head_dim}"
+        return f"it supports head sizes up to 256, this is {needs.head_dim}"
     return None
 
 
-def _efficient_obstacle(needs: _Requirements, capability: tuple[int, int]) -> str | None:
+def _efficient_unsupported_reason(needs: _Requirements, capability: tuple[int, int]) -> str | None:
     if needs.dtype == "bf16" and capability < (8, 0):
-        return f"bf16 needs capability 8.0, the device has {_dotted(capability)}"
+        return f"bf16 requires capability 8.0, the device has {_dotted(capability)}"
     multiple = 4 if needs.dtype == "fp32" else 8
     if needs.head_dim % multiple:
-        return f"its heads are multiples of {multiple} in {needs.dtype}, these are {needs.head_dim}"
+        return f"it requires head sizes that are a multiple of {multiple} in {needs.dtype}, this is {needs.head_dim}"
     if needs.training and needs.deterministic:
-        return "its backward adds in no fixed order, and deterministic was asked for"
+        return "its backward is nondeterministic, and deterministic is required"
     return None
 
 
-def _flash_obstacle(impl: str, needs: _Requirements, capability: tuple[int, int]) -> str | None:
+def _flash_unsupported_reason(impl: str, needs: _Requirements, capability: tuple[int, int]) -> str | None:
     """sdpa_flash, sdpa_cudnn and varlen on CUDA."""
     if capability < (8, 0):
         return f"the device's capability {_dotted(capability)} is below 8.0"
     if needs.dtype not in ("bf16", "fp16"):
-        return f"it computes in bf16 or fp16, not {needs.dtype}"
+        return f"it supports bf16 and fp16, not {needs.dtype}"
     if impl != "varlen" and needs.packed:
-        return "it takes no mask, so packed documents would see each other"
+        return "it supports no mask, so tokens would attend across packed documents"
     if impl != "varlen" and needs.window is not None:
-        return f"it takes no mask, so the window of {needs.window} cannot be kept"
+        return f"it supports no mask, so not the sliding window of {needs.window}"
     if impl != "sdpa_flash" and needs.head_dim % 8:
-        return f"its heads are multiples of 8, these are {needs.head_dim}"
+        return f"it requires head sizes that are a multiple of 8, this is {needs.head_dim}"
     if impl == "sdpa_cudnn":
         if needs.head_dim > 128:
-            return f"its heads have at most 128 numbers, these have {needs.head_dim}"
+            return f"it supports head sizes up to 128, this is {needs.head_dim}"
         if needs.training and needs.deterministic:
-            return "its backward adds in no fixed order, and deterministic was asked for"
+            return "its backward is nondeterministic, and deterministic is required"
     elif needs.head_dim > 256:
-        return f"its heads have at most 256 numbers, these have {needs.head_dim}"
+        return f"it supports head sizes up to 256, this is {needs.head_dim}"
     elif needs.training and needs.head_dim > 192 and capability not in ((8, 0), (9, 0), (10, 0)):
         needed = "an A100, H100 or B200"
-        return f"its backward for heads above 192 needs {needed}, not capability {_dotted(capability)}"
+        return (
+            f"its backward for head sizes above 192 requires {needed}, not capability {_dotted(capability)}"
+        )
     return None
 
 
-def _merit(impl: str, needs: _Requirements) -> str:
-    what = "packed documents" if needs.packed else "whole rows"
+def _reason_for(impl: str, needs: _Requirements) -> str:
+    what = "packed documents" if needs.packed else "unpacked sequences"
     if needs.window is not None:
-        what += f" with a window of {needs.window}"
+        what += f" with a sliding window of {needs.window}"
     where = "a CPU" if needs.device == "cpu" else needs.device
     if needs.device == "cuda" and needs.capability is not None:
         where = f"a GPU of capability {_dotted(needs.capability)}"
     why = {
         "sdpa_cudnn": "measured fastest for unmasked causal attention, memory linear in length",
         "sdpa_flash": "exact and tiled, memory linear in length",
-        "varlen": "documents never meet, tiles that none sees are skipped, memory linear in length",
-        "sdpa_efficient": f"the tiled kernel that serves {needs.dtype} here",
-        "flex": "the only tiled kernel left that serves this job",
-        "triton": "documents never meet, tiles that none sees are skipped, deterministic, memory linear in length",
-        "sdpa_math": "no tiled kernel serves this job; memory quadratic in length",
-    }.get(impl, "nothing else serves this job")
+        "varlen": "no attention across documents, masked tiles are skipped, memory linear in length",
+        "sdpa_efficient": f"the tiled kernel that supports {needs.dtype} here",
+        "flex": "the only tiled kernel that supports this run",
+        "triton": "no attention across documents, masked tiles are skipped, deterministic, memory linear in length",
+        "sdpa_math": "no tiled kernel supports this run; memory quadratic in length",
+    }.get(impl, "no other backend supports this run")
     if needs.mask and impl in MASKED and impl in TILED:
-        why = why.replace(", memory linear in length", "") + "; the mask, one for all layers, is quadratic"
+        why = why.replace(", memory linear in length", "") + "; the mask, shared by all layers, is quadratic"
     if needs.packed and impl in MASKED:
-        why += "; a NaN in one document reaches the others of its row"
+        why += "; a NaN in one document affects the others of its row"
     return f"{needs.dtype}, {what}, on {where}: {why}"
 
 
-def _drawback(other: str, chosen: str, needs: _Requirements) -> str:
-    """Why an implementation that could serve was not taken."""
+def _reason_against(other: str, chosen: str, needs: _Requirements) -> str:
+    """Why a supported backend was not chosen."""
     if other == "reference":
-        return "for reading and testing: it keeps the whole matrix of weights"
+        return "for reading and testing: it materializes the attention weights"
     if other == "sdpa_math":
-        return f"keeps the whole matrix of weights, where {chosen} is tiled"
+        return f"materializes the attention weights, where {chosen} is tiled"
     if other == "flex":
         return "compiles at first use and again for new shapes" + (
             "" if needs.device == "cuda" else "; forward only"

@@ -1,7 +1,7 @@
-"""FlexAttention: a kernel generated from the rule of who sees whom; a mask of blocks skips empty tiles.
+"""FlexAttention: a kernel generated from the mask function; a block mask skips empty tiles.
 
-Always compiled: uncompiled it would materialize the scores, which is the reference's job. Outside a compiled
-region the first call takes seconds. On a CPU torch has the forward only.
+Always compiled: uncompiled it would materialize the scores, like the reference. Outside a compiled
+region the first call takes seconds. On a CPU torch has only the forward.
 """
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head size
@@ -17,12 +17,12 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from trimtab.facts.errors import ModelError
 from trimtab.kernels.attention.layout import Layout
-from trimtab.kernels.attention.spec import SHORTEST_FLEX
+from trimtab.kernels.attention.spec import MIN_FLEX_QUERIES
 
 BLOCK = 128
-"""Queries and keys of a block: what FlexAttention's kernels are generated for."""
+"""Queries and keys of a block: the block size of FlexAttention's kernels."""
 
-# fullgraph: past the limit of recompilations torch then raises, instead of running uncompiled with a warning.
+# fullgraph: past the recompile limit torch then raises, instead of running uncompiled with a warning.
 _compiled = torch.compile(flex_attention, fullgraph=True)
 
 
@@ -40,9 +40,10 @@ def attention_flex(
     if not q_BTHD.is_cuda and needs_grad and torch.is_grad_enabled():
         raise ModelError("FlexAttention has no backward on a CPU", "use sdpa_flash to train there")
     T, S = q_BTHD.shape[1], k_BSKD.shape[1]
-    if q_BTHD.is_cuda and T < SHORTEST_FLEX:
+    if q_BTHD.is_cuda and T < MIN_FLEX_QUERIES:
         raise ModelError(
-            f"FlexAttention on a GPU needs {SHORTEST_FLEX} queries, there are {T}", "use triton or sdpa_flash"
+            f"FlexAttention on a GPU needs {MIN_FLEX_QUERIES} queries, there are {T}",
+            "use triton or sdpa_flash",
         )
     blocks = layout.prepare("flex", q_BTHD.device, T, window, S=S)
     call = flex_attention if torch.compiler.is_compiling() else _compiled
@@ -58,7 +59,7 @@ def attention_flex(
     return o_BHTD.transpose(1, 2)
 
 
-@functools.cache  # one function for a cap: a new one each call would compile anew
+@functools.cache  # one function per cap: a new one per call would recompile
 def _capped(softcap: float) -> Callable[..., torch.Tensor]:
     def bend(score: torch.Tensor, b: Any, h: Any, t: Any, s: Any) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)
@@ -69,15 +70,15 @@ def _capped(softcap: float) -> Callable[..., torch.Tensor]:
 def block_mask(
     first_BT: torch.Tensor | None, T: int, S: int, window: int | None, device: torch.device
 ) -> BlockMask:
-    """The rule of `Layout.visible` as blocks of 128 × 128: skipped, whole, or masked inside.
+    """The mask of `Layout.visible` as blocks of 128 × 128: skipped, full, or partially masked.
 
-    Made from the first key of each query, which never falls within a row, and so without looking at every pair:
-    queries of a block see one run of keys, from the first one's first to the last one's own.
+    Built from the first visible key of each query, which never decreases within a row, and so without evaluating every
+    pair: the queries of a block attend to one run of keys, from the first query's first key to the last query's own.
 
     Args:
-        first_BT: Where each token's document begins; None where a row is one document.
+        first_BT: Start of each token's document; None where a row is one document.
         T, S: Queries and keys; the queries are the last T positions.
-        window: Keys that a query sees at most.
+        window: Sliding window, in keys.
     """
     shift = S - T
     queries, keys = -(-T // BLOCK), -(-S // BLOCK)
@@ -109,13 +110,13 @@ def block_mask(
 def _first_key(
     first_BT: torch.Tensor | None, t_Q: torch.Tensor, shift: int, window: int | None
 ) -> torch.Tensor:
-    """The first key that each of some queries sees, [B or 1, Q]."""
+    """The first visible key of each query, [B or 1, Q]."""
     first_BQ = torch.zeros_like(t_Q)[None] if first_BT is None else first_BT[:, t_Q].long()
     return first_BQ if window is None else torch.maximum(first_BQ, t_Q + shift - window + 1)
 
 
 def _ordered(blocks_BQK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(how many key blocks, which, those first), each with an axis for heads."""
+    """Returns (number of key blocks, their indices first), each with an axis for heads."""
     blocks_B1QK = blocks_BQK[:, None].to(torch.int8)
     order_B1QK = blocks_B1QK.argsort(dim=-1, descending=True, stable=True)
     return blocks_B1QK.sum(-1, dtype=torch.int32), order_B1QK.to(torch.int32).contiguous()

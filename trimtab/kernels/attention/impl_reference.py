@@ -1,4 +1,4 @@
-"""The definition, line by line: products in the inputs' dtype, softmax in fp32. Memory T × S a head."""
+"""The definition, line by line: products in the inputs' dtype, softmax in fp32. Memory T × S per head."""
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head size
 
@@ -27,9 +27,7 @@ def attention_reference(
     group = q_BTHD.shape[2] // k_BSKD.shape[2]
     k_BSHD = k_BSKD.repeat_interleave(group, dim=2)
     v_BSHD = v_BSKD.repeat_interleave(group, dim=2)
-    dtype = torch.promote_types(
-        q_BTHD.dtype, torch.float32
-    )  # fp64 stays fp64: that run is the truth of tests
+    dtype = torch.promote_types(q_BTHD.dtype, torch.float32)  # fp64 stays fp64: it is the truth of tests
 
     scores_BHTS = torch.einsum("bthd,bshd->bhts", q_BTHD, k_BSHD).to(dtype) * scale
     if softcap is not None:
@@ -42,13 +40,11 @@ def attention_reference(
     elif mask.is_causal:
         later_TS = torch.ones(T, S, dtype=torch.bool, device=q_BTHD.device).triu(1)
         scores_BHTS = scores_BHTS.masked_fill(later_TS, float("-inf"))
-    blind_BT = mask.blind_BT
-    if (
-        sinks_H is not None
-    ):  # one more logit per head, whose value is 0; a query that sees nothing still has it
-        if blind_BT is not None:
-            scores_BHTS = scores_BHTS.masked_fill(blind_BT[:, None, :, None], float("-inf"))
-            blind_BT = None
+    fully_masked_BT = mask.fully_masked_BT
+    if sinks_H is not None:  # one more logit per head, whose value is 0; a fully masked query has it too
+        if fully_masked_BT is not None:
+            scores_BHTS = scores_BHTS.masked_fill(fully_masked_BT[:, None, :, None], float("-inf"))
+            fully_masked_BT = None
         sinks_BHT1 = sinks_H.to(dtype)[:, None, None].expand(*scores_BHTS.shape[:3], 1)
         scores_BHTS = torch.cat([scores_BHTS, sinks_BHT1], dim=-1)
     p_BHTS = scores_BHTS.softmax(dim=-1).to(q_BTHD.dtype)
@@ -56,7 +52,7 @@ def attention_reference(
         p_BHTS = p_BHTS[..., :S]
     o_BTHD = torch.einsum("bhts,bshd->bthd", p_BHTS, v_BSHD)
     lse_BTH = scores_BHTS.logsumexp(dim=-1).transpose(1, 2) if return_lse else None
-    if blind_BT is not None:
-        o_BTHD = o_BTHD.masked_fill(blind_BT[:, :, None, None], 0.0)
-        lse_BTH = None if lse_BTH is None else lse_BTH.masked_fill(blind_BT[:, :, None], float("-inf"))
+    if fully_masked_BT is not None:
+        o_BTHD = o_BTHD.masked_fill(fully_masked_BT[:, :, None, None], 0.0)
+        lse_BTH = None if lse_BTH is None else lse_BTH.masked_fill(fully_masked_BT[:, :, None], float("-inf"))
     return o_BTHD, lse_BTH

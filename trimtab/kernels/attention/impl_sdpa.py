@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention with one backend at a time, so that none stands in for another."""
+"""torch's scaled_dot_product_attention with one backend at a time, so that there is no fallback to another."""
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head size
 
@@ -36,19 +36,19 @@ def attention_sdpa(
     if q_BTHD.is_cuda and impl in ("sdpa_flash", "sdpa_cudnn"):
         if layout.is_packed or window is not None:
             raise ModelError(
-                f"{impl} on a GPU serves neither packed documents nor a sliding window",
-                "use varlen, or flex, or leave the choice to auto",
+                f"{impl} on a GPU supports neither packed documents nor a sliding window",
+                "use varlen or flex, or set auto",
             )
         if causal and offset != S - T:
             raise ModelError(
-                f"{impl} on a GPU takes no mask, so causal queries are the last positions and cannot begin at {offset}",
+                f"{impl} on a GPU supports no mask, so causal queries must be the last positions, not from {offset}",
                 "use triton or sdpa_efficient",
             )
-        # These take no mask, and SDPA's is_causal aligns the first query with the first key. Several queries
-        # behind a cache therefore get dummy ones in front; a single query sees all keys and needs no mask.
+        # These support no mask, and SDPA's is_causal aligns the first query with the first key. Several queries
+        # after a cache therefore get dummy ones in front; a single query attends to all keys and needs no mask.
         num_padding = S - T if T > 1 and causal else 0
     elif impl in ("sdpa_efficient", "sdpa_cudnn") and not q_BTHD.is_cuda:
-        raise ModelError(f"{impl} exists on GPUs only", "use sdpa_flash on a CPU")
+        raise ModelError(f"{impl} requires a GPU", "use sdpa_flash on a CPU")
 
     if num_padding:
         q_BTHD = F.pad(q_BTHD, (0, 0, 0, 0, num_padding, 0))
@@ -57,7 +57,7 @@ def attention_sdpa(
         impl, q_BTHD.device, T, window, S=S, dtype=q_BTHD.dtype, causal=causal, offset=offset
     )
     grouped = q_BTHD.shape[2] != k_BSKD.shape[2]
-    if grouped and impl == "sdpa_efficient":  # the one backend that cannot share key/value heads itself
+    if grouped and impl == "sdpa_efficient":  # the one backend without GQA support
         group = q_BTHD.shape[2] // k_BSKD.shape[2]
         k_BSKD, v_BSKD = k_BSKD.repeat_interleave(group, dim=2), v_BSKD.repeat_interleave(group, dim=2)
         grouped = False
@@ -75,4 +75,8 @@ def attention_sdpa(
             enable_gqa=grouped,
         )
     o_BTHD = o_BHTD.transpose(1, 2)[:, num_padding:]
-    return o_BTHD if mask.blind_BT is None else o_BTHD.masked_fill(mask.blind_BT[:, :, None, None], 0.0)
+    return (
+        o_BTHD
+        if mask.fully_masked_BT is None
+        else o_BTHD.masked_fill(mask.fully_masked_BT[:, :, None, None], 0.0)
+    )

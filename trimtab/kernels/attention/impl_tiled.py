@@ -1,20 +1,20 @@
-"""FlashAttention-2 to read: the tiled algorithm in plain PyTorch, with its own backward.
+"""A readable FlashAttention-2: the tiled algorithm in plain PyTorch, with its own backward.
 
-Forward walks the keys in tiles and keeps, for each query, the running maximum m, the sum l of exp(s − m) and
-the output so far; when the maximum grows, what was summed before shrinks by exp(m_old − m_new). All that
-backward needs besides inputs and output is L = m + log l, one number a query: p = exp(s − L) is the softmax
-itself, and with D = rowsum(O ∘ dO)
+The forward loops over tiles of keys and holds, per query, the running maximum m, the sum l of exp(s − m) and the
+output so far; when the maximum grows, the previous sums are rescaled by exp(m_old − m_new). In addition to inputs and
+output the backward needs only L = m + log l, one value per query: p = exp(s − L) is the softmax itself, and with
+D = rowsum(O ∘ dO)
 
     dV = pᵀ dO,   dp = dO Vᵀ,   ds = p ∘ (dp − D),   dQ = ds K / √d,   dK = dsᵀ Q / √d.
 
-`FlashAttentionWithLSE` returns L too, for results over parts of the keys that are combined afterwards. Since ∂L/∂s = p,
-a gradient dL adds p ∘ dL to ds: D − dL takes D's place, and nothing else changes.
+`FlashAttentionWithLSE` also returns L, to combine results over parts of the keys. Since ∂L/∂s = p,
+a gradient dL adds p ∘ dL to ds: D − dL replaces D, and nothing else changes.
 
-`impl_triton.FlashAttention` is the same function over the Triton kernels. Both are for readers of the algorithm and for
+`impl_triton.FlashAttention` is the same function with Triton kernels. Both are for readers of the algorithm and for
 tests; no recipe and no `impl=` uses them.
 """
 
-# n_q queries, n_k keys, d head size; tiles of TILE × TILE; everything has a batch in front
+# n_q queries, n_k keys, d head size; tiles of TILE × TILE; all tensors have a leading batch axis
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TILE = 64
 
 
 class FlashAttention(torch.autograd.Function):
-    """O = softmax(Q Kᵀ / √d) V for one head, without ever holding the (n_q, n_k) matrix.
+    """O = softmax(Q Kᵀ / √d) V for one head, without materializing the (n_q, n_k) matrix.
 
     Example:
         >>> Q, K, V = (torch.randn(4, 128, 64, requires_grad=True) for _ in range(3))
@@ -43,7 +43,7 @@ class FlashAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         """Q (batch, n_q, d), K and V (batch, n_k, d) → O (batch, n_q, d).
 
-        With `is_causal` the queries are the last n_q positions of the n_k keys; one that sees nothing
+        With `is_causal` the queries are the last n_q positions of the n_k keys; a fully masked one
         (n_q > n_k) gives zeros.
         """
         O, L = _forward(Q, K, V, is_causal)  # noqa: E741
@@ -53,12 +53,12 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dO: torch.Tensor) -> tuple[Any, ...]:
-        """(dQ, dK, dV, None): each tile of scores is computed once more."""
+        """Returns (dQ, dK, dV, None); recomputes each tile of scores."""
         return *_backward(dO, None, *ctx.saved_tensors, is_causal=ctx.is_causal), None
 
 
 class FlashAttentionWithLSE(torch.autograd.Function):
-    """(O, L) of one head, both differentiable; L = log Σ exp s is (batch, n_q), −∞ where nothing is seen.
+    """(O, L) of one head, both differentiable; L = log Σ exp s is (batch, n_q), −∞ for fully masked queries.
 
     Example:
         >>> Q, K, V = (torch.randn(4, 128, 64, requires_grad=True) for _ in range(3))
@@ -78,14 +78,14 @@ class FlashAttentionWithLSE(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dO: torch.Tensor, dL: torch.Tensor) -> tuple[Any, ...]:
-        """(dQ, dK, dV, None)."""
+        """Returns (dQ, dK, dV, None)."""
         return *_backward(dO, dL, *ctx.saved_tensors, is_causal=ctx.is_causal), None
 
 
 def _forward(
     Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(O, L)."""
+    """Returns (O, L)."""
     batch, n_q, d = Q.shape
     n_k, scale = K.shape[1], 1 / math.sqrt(d)
     accumulate = torch.promote_types(Q.dtype, torch.float32)
@@ -101,14 +101,14 @@ def _forward(
             if is_causal:
                 s = s.masked_fill(_hidden(queries, keys, n_q, n_k, Q.device), -math.inf)
             m_new = torch.maximum(m, s.amax(-1))
-            base = m_new.masked_fill(m_new == -math.inf, 0)  # seen nothing yet: −∞ − −∞ is no number
+            base = m_new.masked_fill(m_new == -math.inf, 0)  # no visible key yet: −∞ − −∞ is NaN
             p = torch.exp(s - base[..., None])
             shrink = torch.exp(m - base)
             l = l * shrink + p.sum(-1)  # noqa: E741
             o = o * shrink[..., None] + p @ V[:, keys].to(accumulate)
             m = m_new
         O[:, queries] = (o / l.masked_fill(l == 0, 1)[..., None]).to(O.dtype)
-        L[:, queries] = m + l.log()  # −∞ where nothing is seen
+        L[:, queries] = m + l.log()  # −∞ for fully masked queries
     return O, L
 
 
@@ -123,13 +123,13 @@ def _backward(
     *,
     is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dQ, dK, dV): each tile of scores is computed once more."""
+    """Returns (dQ, dK, dV); recomputes each tile of scores."""
     n_q, n_k, scale = Q.shape[1], K.shape[1], 1 / math.sqrt(Q.shape[-1])
     accumulate = L.dtype
     D = (O.to(accumulate) * dO.to(accumulate)).sum(-1)
     blind = L.isneginf()
     if dL is not None:
-        D = D - dL.masked_fill(blind, 0)  # where nothing is seen L is a constant
+        D = D - dL.masked_fill(blind, 0)  # for fully masked queries L is a constant
     dQ, dK, dV = (torch.zeros(x.shape, dtype=accumulate, device=x.device) for x in (Q, K, V))
     for queries in _tiles(0, n_q):
         q, do = Q[:, queries].to(accumulate), dO[:, queries].to(accumulate)
@@ -152,11 +152,11 @@ def _tiles(start: int, stop: int) -> Iterator[slice]:
 
 
 def _seen_by(queries: slice, n_q: int, n_k: int, is_causal: bool) -> int:
-    """Keys up to here are seen by some of these queries: later tiles are skipped."""
+    """End of the keys visible to any of these queries: later tiles are skipped."""
     return max(min(queries.stop + n_k - n_q, n_k), 0) if is_causal else n_k
 
 
 def _hidden(queries: slice, keys: slice, n_q: int, n_k: int, device: torch.device) -> torch.Tensor:
-    """Which keys of a tile come after a query."""
+    """The mask of a tile: keys after each query."""
     i = torch.arange(queries.start, queries.stop, device=device)[:, None] + n_k - n_q
     return torch.arange(keys.start, keys.stop, device=device) > i

@@ -1,7 +1,7 @@
-"""Attention as two operators of torch, forward and backward, over Triton kernels.
+"""Attention as two torch operators, forward and backward, with Triton kernels.
 
 `trimtab::attention_forward` and `trimtab::attention_backward` have fake implementations and a derivative, so
-that they live inside torch.compile and fake tensors without a graph break.
+that torch.compile and fake tensors trace them without a graph break.
 """
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head size
@@ -18,7 +18,7 @@ from trimtab.kernels.attention.launch_triton import NO_WINDOW, KernelArguments
 from trimtab.kernels.attention.layout import Layout
 
 _SHARED = "Tensor? first, Tensor? last, int window, float scale, float softcap, bool causal"
-# What is optional has a default, which the dispatcher leaves out of graphs: a call without it is traced as before.
+# Optional arguments have defaults, which the dispatcher omits from graphs: a call without them is traced as before.
 _OPTIONAL = "Tensor? query_last=None, Tensor? key_first=None, SymInt? offset=None, Tensor? sinks=None"
 _library = torch.library.Library("trimtab", "FRAGMENT")
 _library.define(
@@ -68,7 +68,7 @@ def _backward(
     sinks: torch.Tensor | None = None,
     dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv, dsinks); the last is empty without sinks, since an operator returns tensors only."""
+    """Returns (dq, dk, dv, dsinks); dsinks is empty without sinks, since an operator must return tensors."""
     dq, dk, dv, *dsinks = launch_triton.backward(
         do, q, k, v, o, lse, first, last, KernelArguments(window, scale, softcap, causal, offset),
         dlse_BTH=dlse, sinks_H=sinks, query_last_BT=query_last, key_first_BS=key_first,
@@ -76,7 +76,7 @@ def _backward(
     return dq, dk, dv, dsinks[0] if dsinks else q.new_empty(0)
 
 
-for _device in ("CUDA", "CPU"):  # on a CPU only Triton's interpreter runs them; the launch says so otherwise
+for _device in ("CUDA", "CPU"):  # on a CPU only Triton's interpreter runs them; else the launch raises
     _library.impl("attention_forward", _forward, _device)
     _library.impl("attention_backward", _backward, _device)
 
@@ -98,7 +98,7 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, first, last, *ctx.numbers, query_last, key_first, ctx.offset, sinks = inputs
     o, lse = output
-    ctx.set_materialize_grads(False)  # a log-sum-exp that nothing reads costs no tensor of zeros
+    ctx.set_materialize_grads(False)  # an unused log-sum-exp costs no tensor of zeros
     ctx.save_for_backward(q, k, v, o, lse, first, last, query_last, key_first, sinks)
 
 
@@ -132,7 +132,7 @@ def attention_triton(
     offset: int,
     sinks_H: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See `trimtab.kernels.attention.attention`; heads of up to 256 numbers, fp32, fp16 and bf16."""
+    """See `trimtab.kernels.attention.attention`; head sizes up to 256, fp32, fp16 and bf16."""
     (B, T), S = q_BTHD.shape[:2], k_BSKD.shape[1]
     bounds = layout.prepare("triton", q_BTHD.device, T, window, S=S, B=B, causal=causal, offset=offset)
     o_BTHD, lse_BTH = torch.ops.trimtab.attention_forward(
@@ -154,7 +154,7 @@ def attention_triton(
 
 
 class FlashAttention(torch.autograd.Function):
-    """The kernels for one head in the study's form; `impl_tiled.FlashAttention` is its readable twin.
+    """The kernels for one head; `impl_tiled.FlashAttention` is the readable version.
 
     For readers of the algorithm and for tests; models call `attention_triton`.
 

@@ -1,6 +1,6 @@
-"""FlashAttention over the flattened batch with the documents' offsets (torch.nn.attention.varlen).
+"""FlashAttention over the flattened batch with cumulative document offsets (torch.nn.attention.varlen).
 
-Documents never meet, tiles between them are never computed, and memory is linear in length: there is no mask.
+No attention across documents, tiles between them are skipped, and memory is linear in length: there is no mask.
 """
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head size, N = B·T, M = B·S
@@ -16,7 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 from trimtab.facts.errors import ModelError
 from trimtab.kernels.attention.layout import Layout
 
-# The kernel shares key/value heads by itself; from torch 2.12 on, varlen_attn wants to be told so.
+# The kernel supports GQA; from torch 2.12 on, varlen_attn needs a flag for it.
 ASKS_FOR_SHARING = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -31,7 +31,7 @@ def attention_varlen(
     """See `trimtab.kernels.attention.attention`; bf16 and fp16 on GPUs of capability 8.0 and above."""
     if not q_BTHD.is_cuda or q_BTHD.dtype not in (torch.bfloat16, torch.float16):
         raise ModelError(
-            f"varlen attention needs bf16 or fp16 on a GPU, not {q_BTHD.dtype} on {q_BTHD.device.type}",
+            f"varlen attention requires bf16 or fp16 on a GPU, not {q_BTHD.dtype} on {q_BTHD.device.type}",
             "use sdpa_flash on a CPU, sdpa_efficient for fp32 on a GPU",
         )
     B, T, H, _ = q_BTHD.shape
@@ -47,7 +47,7 @@ def attention_varlen(
         offsets.longest_q,
         offsets.longest_k,
         scale=scale,
-        # (left, right) neighbours besides the query's own key; aligned at the end where S > T.
+        # (left, right) neighbours of the query's own key; aligned at the end where S > T.
         window_size=(-1 if window is None else window - 1, 0),
         **extra,
     )

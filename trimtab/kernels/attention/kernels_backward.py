@@ -1,15 +1,15 @@
 """The two backward kernels of attention in Triton: gradients of queries, gradients of keys and values.
 
-Each sums what it writes in its own registers, in a fixed order, so that the same inputs give the same bits.
-The price is that scores and dp are computed in both: seven products where one kernel with atomic additions
-needs five. The first also writes D = rowsum(o ∘ do), which the second reads. Where the log-sum-exp L has
-a gradient dL, D − dL takes D's place: dL adds p · dL to ds = p · (dp − D).
+Each accumulates its outputs in its own registers, in a fixed order, so the backward is deterministic. In return
+scores and dp are computed in both: seven products where one kernel with atomic additions needs five. The first also
+writes D = rowsum(o ∘ do), which the second reads. Where the log-sum-exp L has a gradient dL, D − dL replaces D: dL
+adds p · dL to ds = p · (dp − D).
 
-As in the forward kernel, a tile of packed rows whose gradients are not finite is computed once more, a key or a row at
-a time, so that NaN and infinities stay in their document.
+As in the forward kernel, a tile of packed rows whose gradients are not finite is recomputed, one key or row at a time,
+so that NaN and infinities stay in their document.
 """
 
-# T queries, S keys, K key/value heads, G query heads to each, D head size, R = T·G rows; BR rows and BN keys a tile
+# T queries, S keys, K key/value heads, G query heads per K, D head size, R = T·G rows; BR rows and BN keys per tile
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def weights(s, lse, inner, outer, SOFTCAP: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def load_lse(ptr):  # type: ignore[no-untyped-def]
-    """In units of log 2; +∞ for a row that sees nothing, so that its weights are zeros."""
+    """The log-sum-exp in units of log 2; +∞ for a fully masked row, so that its weights are zeros."""
     lse = tl.load(ptr)
     return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
 
 
 @triton.jit
 def subtract_dlse(delta, ptr, lse):  # type: ignore[no-untyped-def]
-    """D − dL. Where nothing is seen (`lse` as `load_lse` gives it) L is a constant, whatever its gradient holds."""
+    """D − dL. For a fully masked row (`lse` as `load_lse` returns it) L is a constant, and dL is ignored."""
     return delta - tl.where(lse == float("inf"), 0.0, tl.load(ptr))
 
 
@@ -77,7 +77,7 @@ def query_gradient_by_key(  # type: ignore[no-untyped-def]
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Writes dq of FEW rows again, keys low … high one at a time: dq = Σ ds · k over those that a row sees."""
+    """Recomputes dq of FEW rows, keys low … high one at a time: dq = Σ ds · k over a row's visible keys."""
     R = T * G
     r = r0 + tl.arange(0, FEW)
     inside = tl.minimum(r, R - 1)
@@ -103,7 +103,7 @@ def query_gradient_by_key(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["T", "S", "window", "offset"])
-def query_kernel(  # type: ignore[no-untyped-def]
+def attention_query_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, k_rows_ptr, v_rows_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, first_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_db, stride_dt, stride_dh,
@@ -112,7 +112,7 @@ def query_kernel(  # type: ignore[no-untyped-def]
     CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq and D for a tile of rows; walks the keys as the forward does."""
+    """dq and D for a tile of rows; loops over the keys as the forward does."""
     R = T * G
     H = K * G
     num_tiles = tl.cdiv(R, BR)
@@ -190,13 +190,13 @@ def key_gradients(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BR: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dv += pᵀ · do and dk += dsᵀ · q for one block of rows; scores are transposed, keys by rows."""
+    """dv += pᵀ · do and dk += dsᵀ · q for one block of rows; scores are transposed, [keys, rows]."""
     t0 = r0 // G
     r = r0 + tl.arange(0, BR)
     if MASKED:
         near = tl.minimum(r, R - 1) - t0 * G
     else:
-        # where tiles begin at a group's first head, these do not change from block to block
+        # where tiles start at a group's first head, these are the same for all blocks
         near = tl.arange(0, BR) if BR % G == 0 else r - t0 * G
     t, h = near // G, near % G
     if TMA:
@@ -234,9 +234,9 @@ def key_gradients_by_row(  # type: ignore[no-untyped-def]
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, TWO_SIDED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Writes dk and dv of a program's tile of packed rows again: FEW keys at a time against one row after the other.
+    """Recomputes dk and dv of a program's tile of packed rows: FEW keys at a time against one row after the other.
 
-    Without an offset there are as many queries as keys: `launch_triton.backward` gives one to every other call.
+    Without an offset there are as many queries as keys: `launch_triton.backward` passes one in every other case.
     """
     H = K * G
     num_tiles = tl.cdiv(S, BN)
@@ -280,13 +280,13 @@ def key_gradients_by_row(  # type: ignore[no-untyped-def]
             seen = ((i >= i_first) & (i <= i_last))[:, None]
             dv += tl.where(seen, p[:, None] * do, 0.0)
             dk += tl.where(seen, ds[:, None] * q, 0.0)
-        tl.debug_barrier()  # what the tile has written comes before, whichever threads wrote it
+        tl.debug_barrier()  # orders after the tile's own stores, whichever threads wrote them
         store_rows(dk_ptr + (b * S * K + g) * D, dk * scale, n, stop, K * D, 1, D, DP)
         store_rows(dv_ptr + (b * S * K + g) * D, dv, n, stop, K * D, 1, D, DP)
 
 
 @triton.jit(do_not_specialize=["T", "S", "window", "offset"])
-def key_kernel(  # type: ignore[no-untyped-def]
+def attention_key_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, do_ptr, q_rows_ptr, do_rows_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, last_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_db, stride_dt, stride_dh,
@@ -295,11 +295,11 @@ def key_kernel(  # type: ignore[no-untyped-def]
     CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv for a tile of keys, summed over the rows of all heads of the group."""
+    """dk and dv for a tile of keys, accumulated over the rows of all heads of the group."""
     R = T * G
     H = K * G
     num_tiles = tl.cdiv(S, BN)
-    n = tl.program_id(0) % num_tiles * BN  # the first keys are seen most and start first
+    n = tl.program_id(0) % num_tiles * BN  # the first keys have most queries and start first
     b, g = tl.program_id(0) // num_tiles // K, tl.program_id(0) // num_tiles % K
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
     if not TMA:
@@ -316,7 +316,7 @@ def key_kernel(  # type: ignore[no-untyped-def]
     k = key_tile(k_ptr + b64 * stride_kb + g64 * stride_kh, b, g, n, stride_kt, S, D, DP, BN, True, False)
     v = key_tile(v_ptr + b64 * stride_vb + g64 * stride_vh, b, g, n, stride_vt, S, D, DP, BN, True, False)
 
-    # The queries that see key j stand at positions i_first … i_last; `low` … `high` are those of the tile.
+    # The queries that attend to key j are at positions i_first … i_last; `low` … `high` are those of the tile.
     if offset is None:
         shift, i_end = S - T, S - 1
     else:
@@ -371,8 +371,8 @@ def key_kernel(  # type: ignore[no-untyped-def]
     if PACKED:
         bad = holds_bad(tl.abs(dk) + tl.abs(dv))
         if bad != 0:
-            # It begins from the program's number, made so that the compiler cannot know it: else it would keep what it
-            # has found by then in registers all through the loops.
+            # Derived from the program id so that the compiler cannot know its value: else it would keep the values
+            # computed so far in registers all through the loops.
             key_gradients_by_row(
                 tl.program_id(0) + bad - 1, q_rows_ptr, k_ptr, v_ptr, do_rows_ptr, whole_lse_ptr, whole_delta_ptr,
                 dk_ptr, dv_ptr, whole_last_ptr, whole_first_ptr,

@@ -1,19 +1,18 @@
 """The forward kernel of attention in Triton, and the device functions that the backward kernels share.
 
-The query heads of a group are rows of one matrix: with G = H/K heads to a key/value head, row r is query
+The query heads of a group are rows of one matrix: with G = H/K heads per key/value head, row r is query
 r // G of head r % G, so that a tile of 128 rows and G = 4 spans 32 tokens. Its keys are then read once for
-the whole group, and where documents are short little is computed outside of them. What a query sees is an
-interval of keys, [first, end), whatever made it: causality, a window on one side or both, a document. A tile
-therefore walks from its first row's `first` to its last row's `end`; only blocks that not all of its rows see are
-masked.
+the whole group, and little is computed outside of short documents. A query's visible keys are an interval,
+[first, end), whatever causes it: causality, a window on one side or both, a document. A tile therefore loops from
+its first row's `first` to its last row's `end`; only blocks that are not visible to all of its rows are masked.
 
-A NaN or an infinity reaches only the documents that hold it. In a product a masked weight is 0, and 0 · NaN is NaN, so
-a bad value would reach every row of a tile. The loops do not look for that: a tile of packed rows whose result is not
-finite is computed once more, a key at a time and without products of tiles, and selects what each row sees. That is
-slow, takes few registers, and costs a tile with finite results one comparison.
+A NaN or an infinity affects only its own document. In a product a masked weight is 0, and 0 · NaN is NaN, so a
+non-finite value would affect every row of a tile. The loops do not check for that: a tile of packed rows whose result
+is not finite is recomputed, one key at a time and without products of tiles, selecting each row's visible keys. That
+is slow, takes few registers, and costs a tile with finite results one comparison.
 """
 
-# T queries, S keys, K key/value heads, G query heads to each, D head size, R = T·G rows; BR rows and BN keys a tile
+# T queries, S keys, K key/value heads, G query heads per K, D head size, R = T·G rows; BR rows and BN keys per tile
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ def interval(  # type: ignore[no-untyped-def]
     t, first_ptr, query_last_ptr, T, S, window, offset,
     CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The keys [first, end) that queries `t` see, a scalar or a vector of them; empty where end <= first.
+    """The visible keys [first, end) of queries `t`, scalars or vectors; empty where end <= first.
 
-    Query t is at position t + offset; without an offset the queries are the last positions, and end cannot pass S.
+    Query t is at position t + offset; without an offset the queries are the last positions, and end cannot exceed S.
     """
     if CAUSAL:
         if offset is None:
@@ -62,10 +61,10 @@ def key_tile(  # type: ignore[no-untyped-def]
     source, b, g, n, stride, S,
     D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, CLAMP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows n … n + BN of keys or values. What lies past the end is for the mask to hide.
+    """Loads rows n … n + BN of keys or values. Rows past the end must be masked.
 
-    `source` is a descriptor of the whole tensor, which the copy engine of a Hopper chip reads, or a pointer to
-    this batch and head. The engine fills with zeros; through a pointer the last row is read again.
+    `source` is a descriptor of the whole tensor, which Hopper's TMA reads, or a pointer to this batch and head.
+    TMA fills with zeros; through a pointer the last row is read again.
     """
     if TMA:
         return source.load([b, n, g, 0]).reshape(BN, DP)
@@ -83,7 +82,7 @@ def key_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def row_tile(ptr, r, stride_t, stride_h, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows `r` (all of them inside) of queries or what has their shape."""
+    """Loads rows `r` (all in bounds) of queries or a tensor of their shape."""
     d = tl.arange(0, DP)
     offset = (r // G).to(tl.int64) * stride_t + (r % G).to(tl.int64) * stride_h
     where = ptr + (offset[:, None] + d[None, :])
@@ -95,7 +94,7 @@ def row_tile(ptr, r, stride_t, stride_h, G: tl.constexpr, D: tl.constexpr, DP: t
 
 @triton.jit
 def store_rows(ptr, x, r, R, stride_t, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes rows to a contiguous tensor of the queries' shape; `ptr` is at this group's first head."""
+    """Stores rows to a contiguous tensor of the queries' shape; `ptr` is at this group's first head."""
     d = tl.arange(0, DP)
     offset = (r // G).to(tl.int64) * stride_t + (r % G) * D
     inside = (r < R)[:, None]
@@ -106,13 +105,13 @@ def store_rows(ptr, x, r, R, stride_t, G: tl.constexpr, D: tl.constexpr, DP: tl.
 
 @triton.jit
 def holds_bad(x):  # type: ignore[no-untyped-def]
-    """1 where a tile holds NaN or infinity, else 0: a scalar."""
+    """1 if a tile contains NaN or infinity, else 0: a scalar."""
     return tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1))
 
 
 @triton.jit
 def one_row(ptr, D: tl.constexpr, DP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The DP numbers of one head at `ptr`, in fp32."""
+    """Loads the DP elements of one head at `ptr`, in fp32."""
     d = tl.arange(0, DP)
     if D == DP:
         return tl.load(ptr + d).to(tl.float32)
@@ -122,7 +121,7 @@ def one_row(ptr, D: tl.constexpr, DP: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
-    """Near zero by its series: 1 − 2/(1 + e²ˣ) there loses the digits that a cap of 50 would show again."""
+    """tanh, by its series near zero: 1 − 2/(1 + e²ˣ) loses precision there that a cap of 50 would expose."""
     x2 = x * x
     near = x * (1.0 + x2 * (-0.33333333 + x2 * (0.13333333 - x2 * 0.053968254)))
     e = tl.exp2(-2.8853900817779268 * tl.abs(x))
@@ -132,7 +131,7 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def sink_only(ptr):  # type: ignore[no-untyped-def]
-    """(maximum in units of log 2, sum of exp) of rows that have seen their sink and no key: exp of a logit, value 0."""
+    """(maximum in units of log 2, sum of exp) of rows with their sink and no key yet: a logit whose value is 0."""
     m = tl.load(ptr).to(tl.float32) * 1.4426950408889634
     return m, tl.where(m == float("-inf"), 0.0, 1.0)
 
@@ -157,7 +156,7 @@ def attend(  # type: ignore[no-untyped-def]
         seen = (j[None, :] >= first[:, None]) & (j[None, :] < end[:, None])
         s = tl.where(seen, s, float("-inf"))
     new = tl.maximum(m, tl.max(s, 1) * factor)
-    # A row that has seen nothing yet has −∞ for a maximum, and −∞ − −∞ is no number.
+    # A row without a visible key so far has a maximum of −∞, and −∞ − −∞ is NaN.
     base = tl.where(new == float("-inf"), 0.0, new) if MASKED else new
     p = tl.exp2(s * factor - base[:, None])
     shrink = tl.exp2(m - base)
@@ -174,7 +173,7 @@ def attend_by_key(  # type: ignore[no-untyped-def]
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Writes o of FEW rows again, keys low … high one at a time: o = Σ p · v over those that a row sees."""
+    """Recomputes o of FEW rows, keys low … high one at a time: o = Σ p · v over a row's visible keys."""
     R = T * G
     r = r0 + tl.arange(0, FEW)
     inside = tl.minimum(r, R - 1)
@@ -203,12 +202,12 @@ def attend_by_key(  # type: ignore[no-untyped-def]
         acc = acc * shrink[:, None] + tl.where(seen[:, None], p[:, None] * v, 0.0)
         m = new
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.debug_barrier()  # what the tile has written comes before, whichever threads wrote it
+    tl.debug_barrier()  # orders after the tile's own stores, whichever threads wrote them
     store_rows(o_ptr, acc, r, R, H * D, G, D, DP)
 
 
 @triton.jit(do_not_specialize=["T", "S", "window", "offset"])
-def forward_kernel(  # type: ignore[no-untyped-def]
+def attention_forward_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, k_rows_ptr, v_rows_ptr, o_ptr, lse_ptr, first_ptr,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     T, S, K, window, inner, outer, sinks_ptr, query_last_ptr, offset,
@@ -219,12 +218,12 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     """o and its log-sum-exp for a tile of rows of one (batch, key/value head).
 
     k_ptr and v_ptr may be descriptors; k_rows_ptr and v_rows_ptr point to the same tensors. sinks_ptr (a logit per
-    head), query_last_ptr (the last key of each query's document, where later keys are seen) and offset are None in
+    head), query_last_ptr (the last key of each query's document, where attention is not causal) and offset are None in
     calls that need none of them.
     """
     R = T * G
     num_tiles = tl.cdiv(R, BR)
-    tile = num_tiles - 1 - tl.program_id(0) % num_tiles  # the last rows see most and start first
+    tile = num_tiles - 1 - tl.program_id(0) % num_tiles  # the last rows have most keys and start first
     b, g = tl.program_id(0) // num_tiles // K, tl.program_id(0) // num_tiles % K
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
     q_ptr += b64 * stride_qb + g64 * G * stride_qh
@@ -250,7 +249,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     all_first, high = interval(
         last, first_ptr, query_last_ptr, T, S, window, offset, CAUSAL, TWO_SIDED, PACKED
     )
-    # Blocks from `low` on: `left` that not all rows see, `whole` that all see, then masked ones up to `high`.
+    # Blocks from `low` on: `left` partially masked, `whole` unmasked, then masked ones up to `high`.
     left = tl.cdiv(tl.maximum(all_first - low, 0), BN)
     whole = tl.maximum(all_end - low - left * BN, 0) // BN
     count = tl.cdiv(tl.maximum(high - low, 0), BN)

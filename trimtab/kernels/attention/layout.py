@@ -1,9 +1,8 @@
-"""Which token may see which: worked out once for a batch, then shared by every layer.
+"""The attention mask of a batch: computed once, then shared by every layer.
 
-A document is a run of equal ids in a row of the batch. Each implementation wants the same fact in its own
-form: an additive mask, offsets of the documents in the flattened batch, bounds of the document of each token,
-or a mask of blocks. `Layout` builds
-a form when it is first asked for and keeps it.
+A document is a run of equal ids in a row of the batch. Each backend needs the mask in its own form: an additive mask,
+cumulative offsets of the documents in the flattened batch, bounds of each token's document, or a block mask. `Layout`
+builds a form at the first call and caches it.
 """
 
 # B batch, T queries, S keys, Q documents in the whole batch
@@ -21,25 +20,25 @@ from trimtab.facts.errors import ModelError
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# A key/value cache grows by a token a step, and each length is a form of its own: keep the latest few.
-KEPT_FORMS = 8
+# A key/value cache grows by one token per step, and each length is a form of its own: cache the latest few.
+MAX_CACHED_FORMS = 8
 
 
 @dataclass(frozen=True)
 class Mask:
-    """For masked implementations. With `bias` None, either plain causal attention or everything visible."""
+    """For masked backends. With `bias` None, either plain causal attention or no mask."""
 
     bias: torch.Tensor | None
-    """[B or 1, 1, T, S] in the dtype of the queries: 0 where a key may be seen, −∞ elsewhere."""
+    """[B or 1, 1, T, S] in the dtype of the queries: 0 where a key is visible, −∞ elsewhere."""
     is_causal: bool
-    blind_BT: torch.Tensor | None = None
-    """[B or 1, T] bool: queries that see nothing; None where there cannot be any. `bias` is 0 for them, so that no
-    softmax is over nothing, and their results have to be replaced."""
+    fully_masked_BT: torch.Tensor | None = None
+    """[B or 1, T] bool: fully masked queries; None where there cannot be any. `bias` is 0 for them, so that no softmax
+    is over nothing, and their results must be replaced."""
 
 
 @dataclass(frozen=True)
 class Offsets:
-    """For `varlen`: where each document begins in the batch's flattened tokens."""
+    """For `varlen`: cumulative start of each document in the batch's flattened tokens."""
 
     starts_q: torch.Tensor
     """[Q + 1] int32 on the device; the last one is the number of tokens."""
@@ -64,14 +63,14 @@ class Bounds:
     first_BS: torch.Tensor | None = None
 
 
-def hiding_window(window: int | None, T: int, S: int, offset: int, causal: bool) -> int | None:
-    """The window, or None where it hides no key from any query."""
+def effective_window(window: int | None, T: int, S: int, offset: int, causal: bool) -> int | None:
+    """The window, or None where it masks no key of any query."""
     reach = offset + T if causal else max(offset + T, S - offset)
     return None if window is None or window >= reach else window
 
 
 class Layout:
-    """How the rows of a batch are laid out: one document each, or several packed ones.
+    """The documents of a batch's rows, which define the attention mask: one document per row, or several packed ones.
 
     Example:
         >>> layout = Layout.packed(torch.tensor([[0, 0, 1, 1, 1, -1]]))
@@ -94,12 +93,12 @@ class Layout:
 
     @staticmethod
     def packed(documents_BT: torch.Tensor) -> Layout:
-        """Tokens see only their own document.
+        """Tokens attend only to their own document.
 
         Args:
-            documents_BT: Integer ids; a document is a run of equal ids, so an id that comes back later in
-                the row is another document, and padding (-1) is one of its own. Give the tensor on the CPU:
-                the offsets that `varlen` needs are then found without waiting for the GPU.
+            documents_BT: Integer ids; a document is a run of equal ids, so an id that recurs later in the row is
+                another document, and padding (-1) is its own. Pass the tensor on the CPU: the offsets that `varlen`
+                needs are then computed without a GPU synchronization.
         """
         assert documents_BT.ndim == 2, f"documents are [batch, tokens], not {tuple(documents_BT.shape)}"
         changes_BT = torch.zeros_like(documents_BT, dtype=torch.int32)
@@ -108,13 +107,13 @@ class Layout:
 
     @staticmethod
     def left_padded(padding_B: Sequence[int], length: int) -> Layout:
-        """Rows of different lengths that end together: each is preceded by so many tokens of padding.
+        """Left-padded rows: each is preceded by its number of padding tokens.
 
-        Padding attends to padding only, so that it stays finite and no token of the text sees it.
+        Padding attends to padding only, so that it stays finite and no text token attends to it.
 
         Args:
-            padding_B: Tokens of padding before each row.
-            length: Keys in a row, padding included. Queries may be fewer: the last positions of a cache.
+            padding_B: Padding tokens before each row.
+            length: Keys per row, padding included. There may be fewer queries: the last positions of a cache.
 
         Example:
             >>> Layout.left_padded([0, 2], 4).visible(1, 4, None).int().tolist()
@@ -126,7 +125,7 @@ class Layout:
         return Layout((torch.arange(length) >= starts_B1).int())
 
     def last(self, keys: int) -> Layout:
-        """The same for the last so many keys alone: those of a cache that dropped what a window does not reach.
+        """The layout of the last `keys` keys: those of a cache that dropped keys outside the sliding window.
 
         Example:
             >>> Layout.left_padded([0, 2], 4).last(3).visible(1, 3, None).int().tolist()
@@ -140,10 +139,10 @@ class Layout:
         return self._forms["last", keys]
 
     def from_key(self, first_key: int) -> Layout:
-        """The same rows for keys that begin at this position, as many as a call has.
+        """The same rows for keys that start at this position, as many as a call has.
 
         For attention over a part of the keys, whose results are combined by their log-sum-exp. The `offset` of the
-        queries is counted from the first key, as always; they may lie before or after these keys.
+        queries is relative to the first key, as always; they may be before or after these keys.
 
         Example:
             >>> rows = Layout.packed(torch.tensor([[0, 0, 1, 1, 1, 1]]))
@@ -154,7 +153,7 @@ class Layout:
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows may hold several documents."""
+        """Whether rows may contain several documents."""
         return self.documents_BT is not None
 
     def prepare(
@@ -170,22 +169,22 @@ class Layout:
         causal: bool = True,
         offset: int | None = None,
     ) -> Any:
-        """The form that `impl` reads, built at the first call with these arguments and kept.
+        """The form that `impl` reads, built at the first call with these arguments and cached.
 
-        `attention` calls this itself; calling it before the first layer only moves the work out of a
+        `attention` calls this itself; calling it before the first layer moves the work out of a
         compiled or timed region.
 
         Args:
             T, S: Number of queries and of keys (T where not given).
             window: As in `attention`.
-            B: Rows of the batch; only needed by `varlen` without packed documents.
-            dtype: Of the queries; masks are additive and carry it.
+            B: Rows of the batch; only required by `varlen` without packed documents.
+            dtype: Of the queries; masks are additive and have it.
             causal, offset: As in `attention`.
         """
         S = T if S is None else S
         offset = S - T if offset is None else offset
         self._check(T, S, offset)
-        window = hiding_window(window, T, S, offset, causal)
+        window = effective_window(window, T, S, offset, causal)
         device = torch.device(device)
         if impl == "varlen":
             key: tuple[Any, ...] = ("offsets", device, B, T, S)
@@ -205,7 +204,7 @@ class Layout:
                 form = self._bounds(T, S, offset, device)
             else:
                 form = self._mask(T, S, window, device, dtype, causal, offset)
-            if len(self._forms) >= KEPT_FORMS:
+            if len(self._forms) >= MAX_CACHED_FORMS:
                 del self._forms[next(iter(self._forms))]
             self._forms[key] = form
         return form
@@ -232,20 +231,20 @@ class Layout:
         B: int = 1,
         dtype: torch.dtype = torch.float32,
         causal: bool = True,
-    ) -> Ready:
-        """This layout in the one form that `impl` reads: what a compiled region is handed.
+    ) -> PreparedLayout:
+        """This layout in the one form that `impl` reads, to pass to a compiled region.
 
-        The forms kept here are found by lengths and windows in a dict, on all of which a compiled region would depend;
-        a ready one is tensors and a flag, so that other lengths and documents run through the same code.
+        The forms cached here are keyed by lengths and windows in a dict, and a compiled region would guard on all of
+        them; a prepared one is tensors and a flag, so that other lengths and documents do not recompile.
 
         Example:
             >>> ready = Layout.packed(torch.tensor([[0, 0, 1]])).ready("triton", "cpu", 3)
             >>> ready.prepare("triton", "cpu", 3).first_BT
             tensor([[0, 0, 2]], dtype=torch.int32)
         """
-        if impl == "reference":  # its scores, and so its mask, are never narrower
+        if impl == "reference":  # its scores, and so its mask, are at least fp32
             dtype = torch.promote_types(dtype, torch.float32)
-        return Ready(
+        return PreparedLayout(
             self.prepare(impl, device, T, window, B=B, dtype=dtype, causal=causal), self.documents_BT
         )
 
@@ -259,7 +258,7 @@ class Layout:
         causal: bool = True,
         offset: int | None = None,
     ) -> torch.Tensor:
-        """[B or 1, T, S] bool: may query t see key s? The definition that every form must agree with."""
+        """[B or 1, T, S] bool: whether query t attends to key s. The definition that every form must agree with."""
         offset = S - T if offset is None else offset
         i_T1 = torch.arange(offset, offset + T, device=device)[:, None]
         j_S = torch.arange(S, device=device)
@@ -290,14 +289,14 @@ class Layout:
             if T == S and offset == 0:
                 return Mask(None, is_causal=True)
         seen_BTS = self.visible(T, S, window, device, causal=causal, offset=offset)
-        blind_BT = None
-        if offset < 0 or offset + T > S:  # others see at least the key at their own position
-            blind_BT = ~seen_BTS.any(-1)
-            seen_BTS = seen_BTS | blind_BT[:, :, None]
-        # Rows padded to 8 numbers: CUDA's memory-efficient kernel would else copy the mask in each layer.
+        fully_masked_BT = None
+        if offset < 0 or offset + T > S:  # other queries attend at least to the key at their own position
+            fully_masked_BT = ~seen_BTS.any(-1)
+            seen_BTS = seen_BTS | fully_masked_BT[:, :, None]
+        # Rows padded to 8 elements: CUDA's memory-efficient kernel would else copy the mask in each layer.
         room_BTS = torch.empty(*seen_BTS.shape[:2], -(-S // 8) * 8, device=device, dtype=dtype)
         bias_BTS = room_BTS[:, :, :S].fill_(float("-inf")).masked_fill_(seen_BTS, 0.0)
-        return Mask(bias_BTS[:, None], is_causal=False, blind_BT=blind_BT)
+        return Mask(bias_BTS[:, None], is_causal=False, fully_masked_BT=fully_masked_BT)
 
     def _offsets(self, B: int, T: int, S: int, device: torch.device) -> Offsets:
         if self.documents_BT is None:
@@ -307,17 +306,17 @@ class Layout:
         documents_BT = self.documents_BT
         first_BT = torch.ones_like(documents_BT, dtype=torch.bool)
         first_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
-        starts_Q = first_BT.flatten().nonzero()[:, 0]  # waits for the GPU where the documents live there
+        starts_Q = first_BT.flatten().nonzero()[:, 0]  # synchronizes if the documents are on a GPU
         starts = torch.cat([starts_Q, starts_Q.new_tensor([documents_BT.numel()])])
         longest = min(1 << (int(starts.diff().max()) - 1).bit_length(), S)
-        # Queries are the last T of a row's S positions: a document that ends before them has none.
+        # Queries are the last T of a row's S positions: a document that ends before them has no query.
         row, place = starts // S, starts % S
         starts_q = (row * T + (place - (S - T)).clamp(min=0)).to(device=device, dtype=torch.int32)
         starts_k = starts.to(device=device, dtype=torch.int32)
         return Offsets(starts_q, starts_k, min(longest, T), longest)
 
     def _bounds(self, T: int, S: int, offset: int, device: torch.device) -> Bounds:
-        """Nothing here waits for a GPU, wherever the documents live."""
+        """Does not synchronize with a GPU, whatever the documents' device."""
         if self.documents_BT is None:
             return Bounds(None, None)
         documents_BL = self.documents_BT
@@ -344,8 +343,8 @@ class Layout:
         return block_mask(self._bounds(T, S, S - T, device).first_BT, T, S, window, device)
 
 
-class Ready(Layout):
-    """A layout whose form is made (`Layout.ready`); it serves one implementation, window and length."""
+class PreparedLayout(Layout):
+    """A layout in one prepared form (`Layout.ready`), for one backend, window and length."""
 
     def __init__(self, form: Any, documents_BT: torch.Tensor | None) -> None:
         super().__init__(documents_BT)
@@ -354,7 +353,7 @@ class Ready(Layout):
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows may hold several documents."""
+        """Whether rows may contain several documents."""
         return self.packed_rows
 
     def prepare(
@@ -370,5 +369,5 @@ class Ready(Layout):
         causal: bool = True,
         offset: int | None = None,
     ) -> Any:
-        """The form it was made with, whatever is asked."""
+        """Returns the prepared form, whatever the arguments."""
         return self.form

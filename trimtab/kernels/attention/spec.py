@@ -1,4 +1,4 @@
-"""What attention is called, is tested on, and costs. No torch at import."""
+"""Backends, test cases and costs of attention. Does not import torch."""
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head size
 
@@ -13,27 +13,29 @@ if TYPE_CHECKING:
     import torch
 
 IMPLS = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "varlen", "flex", "triton")
+SKIPS_DOCUMENTS = ("varlen", "flex", "triton")
+"""Backends that skip pairs of tokens from different documents of a packed sequence."""
 TILED = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "varlen", "flex", "triton")
-"""Those that never hold a [T, S] matrix of weights."""
+"""Backends that never materialize a [T, S] matrix of attention weights."""
 MASKED = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient")
-"""Those that read packed documents and windows from a [T, S] mask, shared by all layers."""
+"""Backends that read packed documents and windows from a [T, S] mask, shared by all layers."""
 CAPPED = ("reference", "flex", "triton")
-"""Those that can bend scores with a soft cap."""
+"""Backends that support a soft cap of scores."""
 BIDIRECTIONAL = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "triton")
-"""Those that serve attention that is not causal."""
+"""Backends that support non-causal attention."""
 WITH_OFFSET = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "triton")
-"""Those that serve queries elsewhere than at the last positions; sdpa_flash on a CPU, where it reads a mask."""
+"""Backends that support queries at other than the last positions; sdpa_flash on a CPU, where it reads a mask."""
 WITH_SINKS = ("reference", "triton")
-"""Those that serve learned logits in the denominator of the softmax."""
+"""Backends that support attention sinks: learned logits in the denominator of the softmax."""
 WITH_LSE = ("reference", "triton")
-"""Those that return a differentiable log-sum-exp."""
-SHORTEST_FLEX = 128
-"""Queries that FlexAttention needs on a GPU: below a block its generated kernels failed on an H200."""
+"""Backends that return a differentiable log-sum-exp."""
+MIN_FLEX_QUERIES = 128
+"""Minimum queries of FlexAttention on a GPU: below one block its generated kernels failed on an H200."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape to be right on; `documents` are the lengths in each row (their sum is T), or None."""
+    """A shape that is tested; `documents` are the lengths in each row (their sum is T), or None."""
 
     name: str
     B: int
@@ -105,15 +107,15 @@ OPTION_CASES = (
     Case("sinks, queries before any key", B=1, T=12, S=7, H=2, K=1, D=16, sinks=True),
     Case("sinks, not causal, blind", B=1, T=30, S=9, H=2, K=1, D=16, offset=-9, window=5, causal=False, sinks=True),
 )  # fmt: skip
-"""Of arguments that a decoder in training does not use: small, since the interpreter takes its time."""
+"""Arguments that a decoder in training does not use: small shapes, since the interpreter is slow."""
 
 
 def make_inputs(
     case: Case, dtype: str, device: str = "cpu", seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(q_BTHD, k_BSKD, v_BSKD, grad_BTHD, documents_BT or None), the same numbers for every dtype and device.
+    """Returns (q_BTHD, k_BSKD, v_BSKD, grad_BTHD, documents_BT or None), the same values for every dtype and device.
 
-    Values are rounded to bf16 first, so that the fp64 truth sees the inputs that 16-bit runs do.
+    Values are rounded to bf16 first, so that the fp64 truth gets the same inputs as 16-bit runs.
     """
     import torch
 
@@ -133,7 +135,7 @@ def make_inputs(
 
 
 def make_sinks(case: Case, dtype: str, device: str = "cpu", seed: int = 2) -> torch.Tensor | None:
-    """sinks_H in a dtype, as large as some scores; None where a case has none."""
+    """sinks_H in a dtype, of the magnitude of some scores; None where a case has none."""
     import torch
 
     sinks_H = torch.randn(case.H, generator=torch.Generator().manual_seed(seed)).bfloat16() + 1.0
@@ -151,7 +153,7 @@ def make_lse_gradient(case: Case, dtype: str, device: str = "cpu", seed: int = 1
 def visible_pairs(
     T: int, S: int, window: int | None = None, *, causal: bool = True, offset: int | None = None
 ) -> int:
-    """How many (query, key) pairs one document of T queries and S keys computes.
+    """Number of (query, key) pairs that attention computes for one document of T queries and S keys.
 
     Example:
         >>> visible_pairs(4, 4), visible_pairs(4, 4, window=2), visible_pairs(1, 9)
@@ -162,7 +164,7 @@ def visible_pairs(
     i = S - T if offset is None else offset
     if window is None:
         return _clamped_sum(i + 1, T, S) if causal else T * S
-    # Query i sees the keys from i − window + 1 to before i + 1, or i + window, as far as there are such keys.
+    # Query i attends to keys from i − window + 1 to before i + 1, or i + window, as far as they exist.
     return _clamped_sum(i + 1 if causal else i + window, T, S) - _clamped_sum(i - window + 1, T, S)
 
 
@@ -175,14 +177,14 @@ def _clamped_sum(first: int, count: int, highest: int) -> int:
 
 
 def flops(pairs: int, H: int, D: int, *, backward: bool = False) -> int:
-    """Arithmetic over visible pairs: two products forward, five backward (the scores once more)."""
+    """FLOPs over visible pairs: two products in the forward, five in the backward (which recomputes the scores)."""
     return (10 if backward else 4) * pairs * H * D
 
 
 def bytes_moved(
     B: int, T: int, S: int, H: int, K: int, D: int, dtype: str, *, backward: bool = False, lse: bool = False
 ) -> int:
-    """The least a tiled kernel must read and write: inputs and output once; backward also their gradients.
+    """Lower bound of a tiled kernel: inputs and output once; in the backward also their gradients.
 
     With `lse` the log-sum-exp, which is written in any case, has a gradient to be read.
     """
@@ -203,12 +205,11 @@ def saved_bytes(
     lse: bool = False,
     sinks: bool = False,
 ) -> int:
-    """Bytes one layer keeps for backward, inputs and output included where they are kept.
+    """Bytes that one layer saves for the backward, inputs and output included where they are saved.
 
-    Tiled implementations keep q, k, v, o and a log-sum-exp a row; the others a [T, S] matrix a head, and
-    keys and values repeated for every query head. With `lse` (the log-sum-exp is returned and differentiated) the
-    reference keeps the matrix of scores too, and Triton nothing more; `sinks` are an input and a column of the
-    reference's matrices.
+    Tiled backends save q, k, v, o and a log-sum-exp per row; the others a [T, S] matrix per head, and keys and values
+    repeated for every query head. With `lse` (the log-sum-exp is returned and differentiated) the reference also saves
+    the matrix of scores, and Triton nothing more; `sinks` are an input and a column of the reference's matrices.
 
     Example:
         >>> saved_bytes("sdpa_flash", 1, 1024, 1024, 16, 8, 128, "bf16") / 2**20
@@ -224,7 +225,7 @@ def saved_bytes(
     if impl == "reference":
         scores = (weights + B * H * T) * 4 if lse else 0
         return q + repeated + weights * (4 + (width if width != 4 else 0)) + scores
-    # sdpa_math computes in fp32 whatever comes in, and keeps its scaled q and k.
+    # sdpa_math always computes in fp32, and saves its scaled q and k.
     return B * T * H * D * 4 + 2 * B * S * H * D * 4 + weights * 4
 
 
@@ -251,9 +252,9 @@ def saved_activations(
 def scratch_bytes(
     impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype: str, *, sinks: bool = False
 ) -> int:
-    """Bytes held for a moment beyond what is saved and the gradients, at the larger of both passes."""
+    """Peak temporary bytes in addition to saved tensors and gradients, the larger of both passes."""
     if impl == "triton":
-        # the row sums of o∘do; with sinks their weights, and which rows see nothing
+        # the row sums of o∘do; with sinks their weights, and which rows are fully masked
         return B * T * H * (4 + (5 if sinks else 0))
     if impl in TILED:
         return B * T * H * (D * 4 + 4)  # dq in fp32 and the row sums of o∘do

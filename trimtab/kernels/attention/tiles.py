@@ -1,6 +1,6 @@
-"""Tile sizes of the Triton kernels: a pure function of head size, width of a number and chip. No torch.
+"""Tile sizes of the Triton kernels: a pure function of head size, element width and capability. No torch import.
 
-Nothing is tuned at run time: another tile adds in another order, and a result would depend on the clock.
+Nothing is tuned at run time: another tile sums in another order, and a result would depend on timing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Tiles:
 
 
 def padded(head_dim: int) -> int:
-    """The power of two that holds a head: 80 and 96 are computed as 128.
+    """The head size rounded up to a power of two: 80 and 96 are computed as 128.
 
     Example:
         >>> padded(8), padded(80), padded(256)
@@ -31,14 +31,14 @@ def padded(head_dim: int) -> int:
 
 
 def tiles(kernel: str, head_dim: int, width: int, capability: int, *, packed: bool = False) -> Tiles:
-    """What a kernel is launched with.
+    """Tile sizes of a kernel's launch.
 
     Args:
         kernel: One of `KERNELS`.
         head_dim: 1 to 256.
-        width: Bytes of a number: 2 or 4.
-        capability: 75, 80, 86, …; those between two known ones count as the lower.
-        packed: Whether rows hold several documents, so that a tile's keys are few.
+        width: Bytes per element: 2 or 4.
+        capability: 75, 80, 86, …; an unlisted one uses the next lower.
+        packed: Whether rows contain several documents, so that a tile has few keys.
 
     Example:
         >>> tiles("forward", 128, 2, 90)
@@ -69,8 +69,8 @@ _SMALL = {
     "query": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 8, 1)},
     "key": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 8, 1)},
 }
-# Triton has no tensor-core products for Turing, and fp32 is exact (no tf32) on every chip: both run on the plain
-# units, where a thread holds its part of both operands in registers. Small tiles keep them from spilling.
+# Triton has no tensor-core products for Turing, and fp32 is exact (no tf32) on every GPU: both run without tensor
+# cores, where a thread holds its part of both operands in registers. Small tiles keep them from spilling.
 _PLAIN = {
     "forward": {64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (32, 16, 8, 1)},
     "query": {64: (32, 16, 4, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},

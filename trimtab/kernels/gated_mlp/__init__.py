@@ -3,10 +3,10 @@
     SwiGLU: act(x) = x · σ(x)                          GeGLU: act(x) = x · Φ(x), or its tanh form
     ∂L/∂up = g · act(gate)                             ∂L/∂gate = g · up · act'(gate)
 
-Only gate and up are kept for the backward, which computes act(gate) again: torch's own keeps act(gate) as well.
+Only gate and up are saved for the backward, which recomputes act(gate): torch's own also saves act(gate).
 """
 
-# any shape, the same for gate and up
+# gate and up have the same, arbitrary shape
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def gated_activation(
     """act(gate) · up, elementwise.
 
     Args:
-        gate, up: The same shape and dtype; views into one product's output are taken as they are.
+        gate, up: The same shape and dtype; views into the output of one fused projection are not copied.
         activation: "silu" (SwiGLU), which trimtab's decoder uses; "gelu_tanh" or "gelu" (GeGLU) for models that users
-            write themselves, no recipe reaches them.
+            write themselves; no recipe uses them.
         impl: "reference" (torch) or "triton" (fp32 inside, rounded once).
         overwrite_inputs: Whether the backward pass of "triton" may write the gradients over gate and up, which lowers
             the peak by one tensor of this shape. For activation checkpointing, where gate and up are recomputed for a
@@ -53,7 +53,7 @@ def gated_activation(
     assert gate.shape == up.shape, f"gate is {tuple(gate.shape)}, up {tuple(up.shape)}"
     assert gate.dtype == up.dtype, f"gate is {gate.dtype}, up {up.dtype}"
     if activation not in ACTIVATIONS:
-        raise ModelError(f"there is no activation {activation!r}", f"use one of {', '.join(ACTIVATIONS)}")
+        raise ModelError(f"unknown activation {activation!r}", f"use one of {', '.join(ACTIVATIONS)}")
     if impl == "reference":
         from trimtab.kernels.gated_mlp.impl_reference import gated_activation as reference
 
@@ -63,4 +63,6 @@ def gated_activation(
 
         return fused(gate, up, activation, overwrite_inputs)
     else:
-        raise ModelError(f"there is no gated activation called {impl!r}", f"use one of {', '.join(IMPLS)}")
+        raise ModelError(
+            f"unknown gated activation implementation {impl!r}", f"use one of {', '.join(IMPLS)}"
+        )

@@ -1,4 +1,4 @@
-"""The gate in torch, as the decoder computes it; autograd has the gradients."""
+"""The gate in torch, as the decoder computes it; autograd computes the gradients."""
 
 from __future__ import annotations
 

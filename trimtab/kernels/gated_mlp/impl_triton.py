@@ -1,6 +1,6 @@
 """The gate in Triton: one pass over memory each way, fp32 inside."""
 
-# N rows, W numbers in a row; rows may lie apart (halves of one tensor), numbers of a row may not
+# N rows, W elements per row; rows may have any stride (halves of one tensor), elements of a row are contiguous
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab.kernels.launching import as_rows, check_device, once_differentiable
 
 @triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(act(x), act'(x)). The tanh form is x · σ(2z), since (1 + tanh z) / 2 = σ(2z): no tanh is needed."""
+    """Returns (act(x), act'(x)). The tanh form is x · σ(2z), since (1 + tanh z) / 2 = σ(2z): no tanh is needed."""
     if ACTIVATION == "gelu":
         share = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         return x * share, share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
@@ -23,14 +23,14 @@ def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
         slope = share * (1.0 - share)
     else:
         share = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-        # of large x the polynomial overflows while the slope is 0: keep their product finite
+        # for large x the polynomial overflows while the slope is 0: keep their product finite
         near = tl.minimum(tl.maximum(x, -64.0), 64.0)
         slope = share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * near * near)
     return x * share, share + x * slope
 
 
 @triton.jit
-def _forward_kernel(  # type: ignore[no-untyped-def]
+def _gated_mlp_forward_kernel(  # type: ignore[no-untyped-def]
     gate_ptr, up_ptr, out_ptr, W, blocks, stride_gate, stride_up, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -43,7 +43,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_kernel(  # type: ignore[no-untyped-def]
+def _gated_mlp_backward_kernel(  # type: ignore[no-untyped-def]
     g_ptr, gate_ptr, up_ptr, gate_out_ptr, up_out_ptr, W, blocks, stride_g, stride_gate, stride_up,
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -59,20 +59,20 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def _rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """[N, W] each; a single row where all are contiguous, so that short rows leave no program half empty."""
+    """Views each as [N, W]; as one row where all are contiguous, so that short rows leave no program half empty."""
     if all(x.is_contiguous() for x in tensors):
         return [x.view(1, -1) for x in tensors]
     return [as_rows(x) for x in tensors]
 
 
 def _forward(gate: torch.Tensor, up: torch.Tensor, activation: str, overwrite_inputs: bool) -> torch.Tensor:
-    check_device(_forward_kernel, gate)
+    check_device(_gated_mlp_forward_kernel, gate)
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if gate.numel():
         gate_NW, up_NW = _rows(gate, up)
         N, W = gate_NW.shape
         blocks = triton.cdiv(W, BLOCK)
-        _forward_kernel[(N * blocks,)](
+        _gated_mlp_forward_kernel[(N * blocks,)](
             gate_NW, up_NW, out, W, blocks, gate_NW.stride(0), up_NW.stride(0),
             ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
@@ -87,8 +87,8 @@ def _backward(
     return gate_out, up_out
 
 
-def _backward_over(g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
-    # Each program has read its numbers before it writes them, and no other reads them.
+def _backward_in_place(g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
+    # Each program reads its elements before it writes them, and no other program reads them.
     _differentiate_into(gate, up, g, gate, up, activation)
 
 
@@ -100,12 +100,12 @@ def _differentiate_into(
     up: torch.Tensor,
     activation: str,
 ) -> None:
-    check_device(_backward_kernel, gate)
+    check_device(_gated_mlp_backward_kernel, gate)
     if gate.numel():
         g_NW, gate_NW, up_NW = _rows(g, gate, up)
         N, W = gate_NW.shape
         blocks = triton.cdiv(W, BLOCK)
-        _backward_kernel[(N * blocks,)](
+        _gated_mlp_backward_kernel[(N * blocks,)](
             g_NW, gate_NW, up_NW, gate_out, up_out, W, blocks,
             g_NW.stride(0), gate_NW.stride(0), up_NW.stride(0),
             ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS,
@@ -126,7 +126,7 @@ torch.library.define(
 )
 torch.library.impl("trimtab::gated_activation", ("cpu", "cuda"), _forward)
 torch.library.impl("trimtab::gated_activation_backward", ("cpu", "cuda"), _backward)
-torch.library.impl("trimtab::gated_activation_backward_", ("cpu", "cuda"), _backward_over)
+torch.library.impl("trimtab::gated_activation_backward_", ("cpu", "cuda"), _backward_in_place)
 
 
 @torch.library.register_fake("trimtab::gated_activation")
@@ -152,7 +152,7 @@ def _can_overwrite(gate: torch.Tensor, up: torch.Tensor) -> bool:
     return apart and gate.is_contiguous() and up.is_contiguous()
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     gate, up, ctx.activation, overwrite_inputs = inputs
     ctx.overwrite = overwrite_inputs and _can_overwrite(gate, up)
     ctx.save_for_backward(gate, up)
@@ -167,7 +167,7 @@ def _differentiate(ctx, g):  # type: ignore[no-untyped-def]
     return gate.detach(), up.detach(), None, None
 
 
-torch.library.register_autograd("trimtab::gated_activation", _differentiate, setup_context=_save)
+torch.library.register_autograd("trimtab::gated_activation", _differentiate, setup_context=_setup_context)
 torch.library.register_autograd("trimtab::gated_activation_backward", once_differentiable)
 
 

@@ -1,6 +1,6 @@
-"""What the gate is tested on and what it costs; no torch at import."""
+"""Test cases and costs of the gated activation; does not import torch."""
 
-# N rows, W numbers in a row (the layer's intermediate size)
+# N rows, W elements per row (the layer's intermediate size)
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ IMPLS = ("reference", "triton")
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 BLOCK, WARPS = 1024, 4
-"""Numbers a program: 8 a thread, one load of 16 bytes each in 16 bits. The same on every chip."""
+"""Elements per program: 8 per thread, one 16-byte load each for 16-bit dtypes. The same on every GPU."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape to be right on; `fused` makes gate and up two halves of one tensor's rows."""
+    """A shape that is tested; `fused` makes gate and up two halves of one tensor's rows."""
 
     name: str
     N: int
@@ -53,7 +53,7 @@ LARGE_CASES = (
 
 
 def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tensor]:
-    """gate_NW and up_NW, the same bf16 numbers in every dtype."""
+    """gate_NW and up_NW, the same bf16 values in every dtype."""
     import torch
 
     generator = torch.Generator(device).manual_seed(seed)
@@ -64,20 +64,20 @@ def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> d
 
 
 def flops(N: int, W: int, *, backward: bool = False) -> int:
-    """About ten a number (an exponential counts as four), twice as many backward."""
+    """About ten per element (an exponential counts as four), twice as many in the backward."""
     return N * W * (20 if backward else 10)
 
 
 def bytes_moved(N: int, W: int, dtype: str, *, backward: bool = False) -> int:
-    """The least: three tensors forward; three read and two written backward."""
+    """Lower bound: three tensors in the forward; three read and two written in the backward."""
     return N * W * BYTES[dtype] * (5 if backward else 3)
 
 
 def saved_bytes(N: int, W: int, dtype: str, *, impl: str = "triton") -> int:
-    """Kept for the backward: gate and up; the reference keeps act(gate) as well."""
+    """Bytes saved for the backward: gate and up; the reference also saves act(gate)."""
     return N * W * BYTES[dtype] * (3 if impl == "reference" else 2)
 
 
 def scratch_bytes(N: int, W: int, dtype: str) -> int:
-    """None in either pass."""
+    """Temporary memory: none in either pass."""
     return 0

@@ -1,11 +1,11 @@
-"""8-bit integers: absmax (symmetric) and affine (with a zero point), a scale per tensor, row or group of a row.
+"""8-bit integer quantization: absmax (symmetric) or affine (zero point), with a scale per tensor, row or group.
 
     absmax   s = max|x| / 127                       q = round(x · (1/s))               x̂ = q · s
     affine   lo = min(x, 0), hi = max(x, 0)
              s = hi/255 − lo/255                    z = round(−lo · (1/s)) − 128
                                                     q = round(x · (1/s)) + z           x̂ = (q − z) · s
 
-in fp32, rounding half to even, q kept within −127…127 (absmax) or −128…127 (affine). Zero is exact in both.
+in fp32, rounding half to even, q clamped to −127…127 (absmax) or −128…127 (affine). Zero is exact in both.
 
 Recipes use absmax with a scale per row (`load_in_8bit`); the other forms are for users' own code.
 """
@@ -33,12 +33,12 @@ def __getattr__(name: str) -> Any:
 
 
 def resolve_impl(impl: str, tensor: torch.Tensor) -> str:
-    """Resolves "auto" to an implementation, and refuses unknown names.
+    """Resolves "auto" to an implementation, and raises for unknown names.
 
-    "auto" is Triton where it runs on the tensor's device and torch elsewhere: both give the same bits.
+    "auto" is Triton where it runs on the tensor's device and torch elsewhere: both are bitwise identical.
     """
     if impl == "auto":
-        from trimtab.kernels.triton_here import runs_triton
+        from trimtab.kernels.triton_support import runs_triton
 
         return "triton" if runs_triton(tensor.device) else "reference"
     if impl not in ("reference", "triton"):
@@ -55,14 +55,14 @@ def quantize(
     check: bool = True,
     impl: str = "auto",
 ) -> Int8Tensor:
-    """Quantizes fp32, fp16 or bf16 of any shape.
+    """Quantizes an fp32, fp16 or bf16 tensor of any shape.
 
     Args:
         x: [..., C].
         granularity: one scale for the "tensor", each "row" (all but the last dimension), or each "group" of a row.
-        group: values a group; a row's last one may be shorter.
+        group: values per group; a row's last group may be shorter.
         scheme: "absmax" or "affine".
-        check: raise if a value is NaN or infinite; waits for the device once.
+        check: raise if a value is NaN or infinite; synchronizes with the device once.
         impl: auto, reference or triton.
 
     Example:
@@ -76,7 +76,7 @@ def quantize(
 
 
 def dequantize(tensor: Int8Tensor, *, dtype: torch.dtype | None = None, impl: str = "auto") -> torch.Tensor:
-    """The values back, in `dtype` (that of the original unless given): computed in fp32, rounded once.
+    """Dequantizes to `dtype` (the original's by default): computed in fp32, rounded once.
 
     Example:
         >>> import torch

@@ -1,6 +1,6 @@
-"""8-bit integers in torch, to be read: what the kernels must equal bit for bit."""
+"""8-bit quantization in torch: the definition that the kernels must equal bit for bit."""
 
-# R rows, C columns, S scales, G values a group
+# R rows, C columns, S scales, G values per group
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trimtab.kernels.int8 import spec
 def parameters(
     low_S: torch.Tensor, high_S: torch.Tensor, affine: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Smallest and largest value of each group, fp32 → scale, its reciprocal (0 for a scale of 0), zero point."""
-    # By a tensor: a GPU divides by a plain number by way of its reciprocal, and a scale would be an ulp off.
+    """Scale, its reciprocal (0 for a scale of 0) and zero point from each group's minimum and maximum in fp32."""
+    # Divides by a tensor: for a Python scalar a GPU multiplies by its reciprocal, and the scale would be an ulp off.
     steps_S = torch.full_like(low_S, 255.0 if affine else 127.0)
     if affine:
         low_S, high_S = low_S.clamp(max=0.0), high_S.clamp(min=0.0)
@@ -28,7 +28,7 @@ def parameters(
 
 
 def quantize(x: torch.Tensor, length: int, affine: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """→ codes int8 like x, scale fp32 [S], zero point int8 [S] (absmax: [0]). `length` 0: one group."""
+    """Returns codes int8 like x, scale fp32 [S], zero point int8 [S] (absmax: [0]). `length` 0: one group."""
     columns = x.shape[-1] if x.ndim else 1
     count = spec.num_scales(tuple(x.shape), length)
     if x.numel() == 0:
@@ -36,7 +36,7 @@ def quantize(x: torch.Tensor, length: int, affine: bool) -> tuple[torch.Tensor, 
         return x.to(torch.int8), empty, empty[: count * affine].to(torch.int8)
     rows_RC = x.reshape(1, -1) if length == 0 else x.reshape(-1, columns)
     length = length or x.numel()
-    # the last value repeated changes neither the smallest nor the largest of a short group
+    # repeating the last value changes neither the minimum nor the maximum of a short group
     short = -rows_RC.shape[1] % length
     padded = torch.cat((rows_RC, rows_RC[:, -1:].expand(-1, short)), 1) if short else rows_RC
     groups_SG = padded.reshape(count, length).float()
@@ -55,13 +55,13 @@ def dequantize(
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See the door."""
+    """See `trimtab.kernels.int8.dequantize`."""
     if codes.numel() == 0:
         return codes.to(dtype) if out is None else out
     columns = codes.shape[-1] if codes.ndim else 1
     if length:
         groups = -(-columns // length)
-        if groups == 1:  # a scale a row is broadcast, not repeated
+        if groups == 1:  # one scale per row is broadcast, not repeated
             scale = scale_S.view(*codes.shape[:-1], 1) if codes.ndim else scale_S.view(())
         else:
             scale = scale_S.view(-1, groups).repeat_interleave(length, 1)[:, :columns].reshape(codes.shape)

@@ -1,9 +1,9 @@
-"""8-bit integers in Triton: one launch, and one more for the extremes of a whole tensor.
+"""8-bit quantization in Triton: one launch, and one more for the extremes of a whole tensor.
 
-Compiled without fusion of products and sums: a rounded product is what the reference adds to.
+Compiled without fused multiply-add: the reference rounds the product before it adds.
 """
 
-# R rows, C columns, S scales, G values a group
+# R rows, C columns, S scales, G values per group
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trimtab.kernels.int8 import spec
 
 SMALLEST_NORMAL = tl.constexpr(spec.SMALLEST_NORMAL)
 TILE = 4096
-"""Values a program."""
+"""Values per program."""
 
 
 @triton.jit
 def rounded(value):  # type: ignore[no-untyped-def]
-    """To the nearest integer, half to even, for |value| < 2²²: the sum has no room for a fraction."""
+    """Rounds to the nearest integer, half to even, for |value| < 2²²: the sum has no mantissa bits for a fraction."""
     return (value + 12582912.0) - 12582912.0
 
 
@@ -61,7 +61,7 @@ def _groups_kernel(  # type: ignore[no-untyped-def]
     x_ptr, codes_ptr, scale_ptr, zero_ptr, num_scales, columns, length, groups,
     S: tl.constexpr, G: tl.constexpr, AFFINE: tl.constexpr,
 ):  # fmt: skip
-    """A program codes S groups of up to G values, each read once."""
+    """A program quantizes S groups of up to G values, each read once."""
     s = tl.program_id(0).to(tl.int64) * S + tl.arange(0, S)
     inside_S = s < num_scales
     row, group = s // groups, (s % groups).to(tl.int32)
@@ -84,7 +84,7 @@ def _groups_kernel(  # type: ignore[no-untyped-def]
 def _long_kernel(  # type: ignore[no-untyped-def]
     x_ptr, codes_ptr, scale_ptr, zero_ptr, columns, length, groups, TILE: tl.constexpr, AFFINE: tl.constexpr
 ):  # fmt: skip
-    """A program codes one group longer than a tile: once over it for the extremes, once more for the codes."""
+    """A program quantizes one group longer than a tile: one pass for the extremes, one more for the codes."""
     s = tl.program_id(0).to(tl.int64)
     first = (s % groups) * length
     count = tl.minimum(length, columns - first)
@@ -116,7 +116,7 @@ def _long_kernel(  # type: ignore[no-untyped-def]
 def _tensor_kernel(  # type: ignore[no-untyped-def]
     x_ptr, low_ptr, high_ptr, codes_ptr, scale_ptr, zero_ptr, count, TILE: tl.constexpr, AFFINE: tl.constexpr
 ):  # fmt: skip
-    """A program codes a tile; every one works out the scale from the tensor's extremes, the first writes it."""
+    """A program quantizes a tile; each computes the scale from the tensor's extremes, the first writes it."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     one = tl.arange(0, 1)
     x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
@@ -172,7 +172,7 @@ def quantize(x: torch.Tensor, length: int, affine: bool) -> tuple[torch.Tensor, 
     if width > TILE:
         _long_kernel[(count,)](x, codes, scale_S, zero_S, columns, length, groups, TILE=TILE, **options)
     else:
-        each = min(TILE // width, 256)  # more of them, with 64-bit places, would not fit the registers
+        each = min(TILE // width, 256)  # more of them, with 64-bit offsets, would not fit into registers
         _groups_kernel[(-(-count // each),)](
             x, codes, scale_S, zero_S, count, columns, length, groups, S=each, G=width, **options
         )

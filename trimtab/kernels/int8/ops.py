@@ -1,4 +1,4 @@
-"""The 8-bit operators as torch knows them, the quantized tensor, and what the door calls."""
+"""The 8-bit torch operators, the quantized tensor, and the implementation of the public functions."""
 
 # R rows, C columns, S scales
 
@@ -69,29 +69,31 @@ class Int8Tensor:
     zero_point: torch.Tensor
     """int8 [S]; [0] with absmax."""
     length: int
-    """Values that share a scale; 0: all."""
+    """Values that share a scale; 0 for all."""
     dtype: torch.dtype
-    """Of the original."""
+    """The original's dtype."""
 
     @property
     def affine(self) -> bool:
-        """Whether zero has a place of its own in each scale's range."""
+        """Whether quantization is affine: each scale has a zero point."""
         return self.zero_point.numel() > 0
 
 
 def quantize(
     x: torch.Tensor, granularity: str, group: int, scheme: str, check: bool, impl: str
 ) -> Int8Tensor:
-    """See the door; `impl` is resolved."""
+    """See `trimtab.kernels.int8.quantize`; `impl` is resolved."""
     if granularity not in spec.GRANULARITIES or scheme not in spec.SCHEMES:
         raise RecipeError(
-            f"8 bits know no {granularity} with {scheme}",
-            f"granularity {', '.join(spec.GRANULARITIES)}; scheme {', '.join(spec.SCHEMES)}",
+            f"int8 quantization does not support granularity {granularity} with scheme {scheme}",
+            f"use granularity {', '.join(spec.GRANULARITIES)}; scheme {', '.join(spec.SCHEMES)}",
         )
     if granularity == "group" and group < 1:
-        raise RecipeError(f"a group of {group} values", "give 1 or more; 128 is usual")
+        raise RecipeError(f"group is {group}", "use 1 or more; 128 is usual")
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise RecipeError(f"8-bit integers are made from fp32, fp16 and bf16, not {x.dtype}", "cast it first")
+        raise RecipeError(
+            f"int8 quantization supports fp32, fp16 and bf16, not {x.dtype}", "cast the tensor first"
+        )
     x = x.detach()
     length, affine = spec.group_length(tuple(x.shape), granularity, group), scheme == "affine"
     if impl == "triton":
@@ -100,13 +102,13 @@ def quantize(
         codes, scale, zero = impl_reference.quantize(x, length, affine)
     if check and not bool(scale.isfinite().all()):
         raise ModelError(
-            "NaN or infinity in a tensor to be quantized to 8 bits", "get the tensor again from where it came"
+            "NaN or infinity in a tensor to be quantized to 8 bits", "reload or recompute the tensor"
         )
     return Int8Tensor(codes, scale, zero, length, x.dtype)
 
 
 def dequantize(tensor: Int8Tensor, dtype: torch.dtype, impl: str) -> torch.Tensor:
-    """See the door; `impl` is resolved."""
+    """See `trimtab.kernels.int8.dequantize`; `impl` is resolved."""
     arguments = (tensor.codes, tensor.scale, tensor.zero_point, tensor.length, dtype)
     if impl == "triton":
         return torch.ops.trimtab.int8_dequantize(*arguments)

@@ -1,6 +1,6 @@
-"""What 8-bit integer quantization promises and costs; no torch at import."""
+"""Test cases and costs of 8-bit integer quantization; does not import torch."""
 
-# R rows, C columns (last dimension), G values a group, S scales
+# R rows, C columns (last dimension), G values per group, S scales
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCHEMES = ("absmax", "affine")
 GRANULARITIES = ("tensor", "row", "group")
 
 SMALLEST_NORMAL = 2.0**-126
-"""A scale below this is stored as 0, and its values come back as 0: their reciprocal would overflow."""
+"""A scale below this is stored as 0, and its values dequantize to 0: its reciprocal would overflow."""
 
 CASES: tuple[tuple[tuple[int, ...], int], ...] = (
     ((64, 128), 32),
@@ -24,11 +24,11 @@ CASES: tuple[tuple[tuple[int, ...], int], ...] = (
     ((3, 9000), 8192),
     ((0, 8), 4),
 )
-"""(shape, group) that tests run."""
+"""(shape, group) of the tests."""
 
 
 def group_length(shape: tuple[int, ...], granularity: str, group: int) -> int:
-    """Values of a row that share a scale; 0 stands for the whole tensor.
+    """Values of a row that share a scale; 0 for the whole tensor.
 
     Example:
         >>> group_length((4, 300), "row", 128), group_length((4, 300), "group", 128)
@@ -39,7 +39,7 @@ def group_length(shape: tuple[int, ...], granularity: str, group: int) -> int:
 
 
 def num_scales(shape: tuple[int, ...], length: int) -> int:
-    """Scales of a tensor whose groups have `length` values (0: one scale). Groups never span rows.
+    """Number of scales of a tensor whose groups have `length` values (0: one scale). Groups never span rows.
 
     Example:
         >>> num_scales((4, 300), 128), num_scales((4, 300), 0)
@@ -50,12 +50,12 @@ def num_scales(shape: tuple[int, ...], length: int) -> int:
 
 
 def tensor_bytes(shape: tuple[int, ...], length: int, affine: bool) -> int:
-    """Bytes of the quantized tensor: one a value, four a scale, one a zero point."""
+    """Bytes of the quantized tensor: one per value, four per scale, one per zero point."""
     return math.prod(shape) + num_scales(shape, length) * (5 if affine else 4)
 
 
 def bytes_moved(shape: tuple[int, ...], length: int, affine: bool, value_bytes: int = 2) -> int:
-    """Of quantizing (a tensor-wide scale reads the values twice) and, but for that, of dequantizing."""
+    """Bytes moved by quantizing (a tensor-wide scale reads the values twice); dequantizing moves the same otherwise."""
     passes = 2 if length == 0 else 1
     return passes * value_bytes * math.prod(shape) + tensor_bytes(shape, length, affine)
 
@@ -63,7 +63,7 @@ def bytes_moved(shape: tuple[int, ...], length: int, affine: bool, value_bytes: 
 def make_inputs(
     case: tuple[tuple[int, ...], int], *, seed: int = 0, dtype: str = "fp32", device: str = "cpu"
 ) -> Any:
-    """Values with a mean and rows of different size, as activations have."""
+    """Values with a nonzero mean and rows of different magnitude, like activations."""
     import torch
 
     shape, _ = case

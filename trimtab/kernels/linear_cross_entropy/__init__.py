@@ -1,11 +1,11 @@
-"""The loss of a language model from its last hidden states, without ever holding [tokens, vocabulary].
+"""The loss of a language model from its last hidden states, without materializing the [tokens, vocabulary] logits.
 
     logits_nv = hidden_n · weight_v + bias_v
     loss_n    = log Σ_v exp(logits_nv) − logits_n,label(n)          (0 where label(n) is ignore_index)
     ∂loss_n/∂logits_nv = softmax(logits_n)_v − [v = label(n)]
 
-The product with the vocabulary is the largest tensor of a training step: 4096 tokens × 151,936 entries are
-2.3 GiB in fp32, and plain autograd holds two or three of them.
+The logits are the largest tensor of a training step: 4096 tokens × 151,936 entries are 2.3 GiB in fp32, and plain
+autograd holds two or three copies.
 """
 
 # N tokens, C hidden size, V vocabulary
@@ -46,22 +46,22 @@ def linear_cross_entropy(
         weight_VC: The head (or the tied embedding). Without `requires_grad` its gradient is not computed.
         labels_N: int64 ids in [0, V), or `ignore_index` for a token without a target.
         bias_V: Added to the logits, in weight's dtype.
-        impl: "chunked" (memory of a few chunks), "triton" (the same on a CUDA device, faster) or "reference"
+        impl: "chunked" (logits of a few rows at a time), "triton" (the same on a CUDA device, faster) or "reference"
             (the full logits).
         reduction: "sum", "mean" over the tokens that have a target (0 if there are none), or "none".
-        token_weights_N: Factors of the tokens' losses, not differentiated. "mean" still divides by the number
+        token_weights_N: Weights of the tokens' losses, not differentiated. "mean" still divides by the number
             of tokens with a target, not by the sum of the weights. For training loops that users write themselves; no
             recipe sets it.
         label_smoothing: Share of the target that is spread evenly over the vocabulary.
         z_loss: Coefficient of the squared log-sum-exp that is added to each token's loss.
-        softcap: Bound that logits are squeezed into by `softcap · tanh(logits / softcap)`. For models that users write
+        softcap: Logit soft cap: `softcap · tanh(logits / softcap)`. For models that users write
             themselves; no recipe sets it.
-        chunk_tokens: Rows of logits held at once; by default `spec.chunk_tokens(N, V)` for "chunked" and
+        chunk_tokens: Rows of logits per chunk; by default `spec.chunk_tokens(N, V)` for "chunked" and
             what `memory_bytes` allows for "triton". Where this makes more than 48 chunks, "triton" sums the gradient
             of a 16-bit weight in fp32, which takes 4 bytes per element of weight while it is computed.
-        memory_bytes: For "triton": what it may hold beyond inputs and gradients. By default little (a twelfth of
+        memory_bytes: For "triton": memory budget in addition to inputs and gradients. By default small (a twelfth of
             the gradients, at least 24 MiB); more is faster until all logits fit, in the inputs' dtype.
-            `choice.choose_loss` has the number of a run, for all of its steps. Same number, same bits.
+            `choice.choose_loss` sets it for all steps of a run. The same budget gives bitwise identical results.
 
     Returns:
         An fp32 scalar, or fp32 [N] for "none" (0 where ignored).
@@ -79,7 +79,7 @@ def linear_cross_entropy(
     hidden_NC, weight_VC = under_autocast(hidden_NC), under_autocast(weight_VC)
     bias_V = None if bias_V is None else under_autocast(bias_V)
     check_inputs(hidden_NC, weight_VC, bias_V, labels_N, token_weights_N, ignore_index)
-    assert reduction in REDUCTIONS, f"reduction is one of {REDUCTIONS}, not {reduction!r}"
+    assert reduction in REDUCTIONS, f"reduction must be one of {REDUCTIONS}, not {reduction!r}"
     objective = Objective(label_smoothing, z_loss, softcap or 0.0)
     by_token = reduction == "none"
     inputs = (hidden_NC, weight_VC, bias_V, labels_N, token_weights_N, objective)
@@ -117,6 +117,6 @@ def linear_cross_entropy(
         from trimtab.facts.errors import ModelError
 
         raise ModelError(
-            f"there is no linear cross-entropy called {impl!r}", f"use one of {', '.join(IMPLS)}"
+            f"unknown linear cross-entropy implementation {impl!r}", f"use one of {', '.join(IMPLS)}"
         )
     return loss if count is None else loss / count

@@ -1,4 +1,4 @@
-"""Which loss runs and what it may hold, decided once, with the reason. No torch."""
+"""Chooses the loss implementation of a run and its memory budget, with the reason. Does not import torch."""
 
 # N tokens, C hidden size, V vocabulary
 
@@ -7,15 +7,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.facts.dtypes import BYTES
-from trimtab.kernels.linear_cross_entropy.schedule import LEAST_BYTES, row_stride
+from trimtab.kernels.linear_cross_entropy.schedule import MIN_BYTES, row_stride
 
 SHARE = 16
-"""The loss may hold this part of a device's memory: 9 GB of an H200's, 1.5 GB of a 24 GB card's."""
+"""The loss may use this share of a device's memory: 9 GB of an H200's, 1.5 GB of a 24 GB card's."""
 
 
 @dataclass(frozen=True)
 class LossChoice:
-    """The implementation, the most that its `memory_bytes` may be, and why."""
+    """The implementation, its largest `memory_bytes`, and the reason."""
 
     impl: str
     memory_bytes: int | None
@@ -27,9 +27,9 @@ def choose_loss(*, triton: bool, memory_bytes: int, dtype: str, tokens: int, voc
 
     Args:
         triton: whether the device runs Triton kernels.
-        memory_bytes: what the device has.
-        dtype: the format computed in.
-        tokens: of a microbatch.
+        memory_bytes: memory of the device.
+        dtype: the compute dtype.
+        tokens: tokens per microbatch.
         vocabulary: entries of the head.
 
     Example:
@@ -40,7 +40,9 @@ def choose_loss(*, triton: bool, memory_bytes: int, dtype: str, tokens: int, voc
         'chunked'
     """
     if not triton:
-        return LossChoice("chunked", None, "a few rows of logits at a time, on any device")
+        return LossChoice("chunked", None, "runs on any device, a few rows of logits at a time")
     logits = tokens * row_stride(vocabulary) * BYTES[dtype]
-    allowed = min(logits, max(memory_bytes // SHARE, LEAST_BYTES))
-    return LossChoice("triton", allowed, "the fastest exact one, within a share of the device's memory")
+    allowed = min(logits, max(memory_bytes // SHARE, MIN_BYTES))
+    return LossChoice(
+        "triton", allowed, "the fastest exact implementation, within a share of the device's memory"
+    )

@@ -1,12 +1,12 @@
-"""Loss and gradients from a part of the logits at a time, in plain torch, in one of two ways.
+"""Loss and gradients from a part of the logits at a time, in plain torch, with one of two strategies.
 
-Small vocabularies: gradients are computed in the forward, while a chunk of rows has its logits. Three
+Small vocabularies: gradients are computed in the forward, while a chunk's logits are live. Three
 products, as many as plain autograd; the backward only scales by the upstream gradient.
 
-Large ones, and losses by token (whose upstream gradients are not known in the forward): the backward computes
-the logits again, a block of the vocabulary at a time, so that each part of weight's gradient is finished and
-written once. Four products, but nothing is kept beside a number a token, and there is no fp32 copy of
-weight's gradient to add to.
+Large ones, and losses per token (whose upstream gradients are not known in the forward): the backward recomputes
+the logits, one block of the vocabulary at a time, so that each part of weight's gradient is finished and
+written once. Four products, but only a log-sum-exp per token is saved, and there is no fp32 copy of
+weight's gradient to accumulate into.
 """
 
 # N tokens, n tokens of a chunk, C hidden size, V vocabulary, v entries of a block
@@ -34,7 +34,7 @@ def chunked(
     chunk_tokens: int | None,
     weight_gradient_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Σ weight · loss, or each token's where `by_token`. See `linear_cross_entropy`."""
+    """Σ weight · loss, or one per token where `by_token`. See `linear_cross_entropy`."""
     N, V = hidden_NC.shape[0], weight_VC.shape[0]
     rows = max(min(chunk_tokens or spec.chunk_tokens(N, V), N), 1)
     kept_N = labels_N != ignore_index
@@ -56,14 +56,14 @@ def _parts(total: int, size: int) -> list[slice]:
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
-    """fp32 for what is summed or exponentiated; fp64 stays fp64."""
+    """The dtype of reductions and exponentials: fp32, or fp64 for fp64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 class _Rows:
-    """Log-probabilities of one chunk of rows after another, in buffers that all chunks share.
+    """Computes log-probabilities chunk by chunk, in buffers that all chunks share.
 
-    Shared, because on a CPU fresh memory for every chunk costs page faults, as much as its softmax.
+    Shared, because on a CPU new memory for every chunk costs page faults, as much time as its softmax.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class _Rows:
         self.logp = hidden_NC.new_empty(rows, weight_VC.shape[0], dtype=_wide(hidden_NC))
 
     def __call__(self, h_nC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(raw_nV, logp_nV) of a chunk: logits before the softcap; the next call overwrites them."""
+        """Returns (raw_nV, logp_nV) of a chunk; raw are logits before the softcap. The next call overwrites them."""
         raw_nV, logp_nV = self.raw[: h_nC.shape[0]], self.logp[: h_nC.shape[0]]
         _logits(h_nC, self.weight_VC, self.bias_V, raw_nV)
         if self.objective.softcap:
@@ -90,10 +90,10 @@ class _Rows:
             torch.log_softmax(raw_nV, dim=-1, dtype=logp_nV.dtype, out=logp_nV)
         return raw_nV, logp_nV
 
-    def numbers(
+    def statistics(
         self, raw_nV: torch.Tensor, logp_nV: torch.Tensor, labels_n: torch.Tensor
     ) -> tuple[Any, Any, Any]:
-        """(loss_n, logp_n at the label, lse_n)."""
+        """Returns (loss_n, logp_n at the label, lse_n)."""
         logp_n = logp_nV.gather(1, labels_n[:, None])[:, 0]
         logit_n = raw_nV.gather(1, labels_n[:, None])[:, 0]
         if self.objective.softcap:
@@ -121,7 +121,7 @@ def _capped(raw: torch.Tensor, softcap: float, *, out: torch.Tensor) -> torch.Te
 
 
 def _at_label(objective: Objective, V: int, logp_n: torch.Tensor, lse_n: torch.Tensor) -> torch.Tensor:
-    """∂loss/∂z there. p − 1 is expm1(log p): exact where p is nearly 1."""
+    """∂loss/∂z at the label. p − 1 is expm1(log p): accurate where p is nearly 1."""
     at_label_n = torch.expm1(logp_n)
     if objective.z_loss:
         at_label_n = at_label_n + 2 * objective.z_loss * lse_n * logp_n.exp()
@@ -138,7 +138,7 @@ def _gradient_(
     at_label_n: torch.Tensor,
     scale_n: torch.Tensor | None,
 ) -> torch.Tensor:
-    """scale · ∂loss/∂raw in raw's dtype, in the memory of one of both. A column of −1: the label is elsewhere."""
+    """scale · ∂loss/∂raw in raw's dtype, in place of raw or logp. A column of −1: the label is outside this block."""
     same = raw_nv.dtype == logp_nv.dtype
     plain = scale_n is None and objective == Objective()
     d_nv = torch.exp(logp_nv, out=raw_nv if plain and not same else logp_nv)
@@ -166,12 +166,12 @@ def _losses(
     objective: Objective,
     rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(weight · loss, 0 where ignored; the label's log-probability; the log of the sum of exponentials)."""
+    """Returns (weight · loss, 0 where ignored; the label's log-probability; the log-sum-exp)."""
     walk = _Rows(hidden_NC, weight_VC, bias_V, objective, rows)
     found_3N = hidden_NC.new_empty(3, hidden_NC.shape[0], dtype=_wide(hidden_NC))
     for part in _parts(hidden_NC.shape[0], rows):
         for place_N, value_n in zip(
-            found_3N, walk.numbers(*walk(hidden_NC[part]), labels_N[part]), strict=True
+            found_3N, walk.statistics(*walk(hidden_NC[part]), labels_N[part]), strict=True
         ):
             place_N[part] = value_n
     losses_N, logp_N, lse_N = found_3N
@@ -181,7 +181,7 @@ def _losses(
 
 
 class _Summed(torch.autograd.Function):
-    """Σ weight · loss, its gradients computed with it."""
+    """Σ weight · loss, with gradients computed in the forward."""
 
     @staticmethod
     def forward(
@@ -204,12 +204,12 @@ class _Summed(torch.autograd.Function):
         losses_N = hidden_NC.new_empty(N, dtype=wide)
         walk = _Rows(hidden_NC, weight_VC, bias_V, objective, rows)
         for part in _parts(N, rows):
-            # An ignored token is left out by its hidden state: n × C numbers instead of n × V. Before the logits, since
-            # a gradient that overflowed would give NaN with zeros too.
+            # An ignored token is masked by its hidden state: n × C elements instead of n × V. Before the logits, since
+            # a gradient that overflowed would give NaN even times zero.
             h_nC = hidden_NC[part].masked_fill(~kept_N[part, None], 0.0)
             raw_nV, logp_nV = walk(h_nC)
             kept_n, scale_n = kept_N[part], None if weights_N is None else weights_N[part]
-            loss_n, logp_n, lse_n = walk.numbers(raw_nV, logp_nV, labels_N[part])
+            loss_n, logp_n, lse_n = walk.statistics(raw_nV, logp_nV, labels_N[part])
             losses_N[part] = torch.where(kept_n, loss_n if scale_n is None else loss_n * scale_n, 0.0)
             at_label_n = _at_label(objective, V, logp_n, lse_n)
             d_nV = _gradient_(raw_nV, logp_nV, objective, V, lse_n, labels_N[part], at_label_n, scale_n)
@@ -231,7 +231,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_NC, weight_VC, bias_V = ctx.saved_tensors
-        # Never in place: the same graph may be walked again (retain_graph).
+        # Never in place: backward may run again on the same graph (retain_graph).
         if hidden_NC is not None:
             hidden_NC = (hidden_NC * upstream[0]).to(hidden_NC.dtype)
         if weight_VC is not None:
@@ -243,7 +243,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """weight · loss of each token; the backward walks over the vocabulary and computes the logits again."""
+    """weight · loss per token; the backward loops over the vocabulary and recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -294,7 +294,7 @@ def block_gradients(
     wanted: tuple[bool, bool, bool],
     weight_gradient_dtype: torch.dtype,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of hidden, weight and bias for a known lse, `size` entries of the vocabulary at a time.
+    """Gradients of hidden, weight and bias for a known log-sum-exp, `size` entries of the vocabulary at a time.
 
     weight may be a shard: its first row is entry `first` of `vocabulary` entries.
     """
@@ -303,8 +303,8 @@ def block_gradients(
     grad_hidden_NC = hidden_NC.new_zeros(N, C, dtype=wide) if wanted[0] else None
     grad_weight_VC = torch.empty_like(weight_VC, dtype=weight_gradient_dtype) if wanted[1] else None
     grad_bias_V = hidden_NC.new_empty(V, dtype=wide) if wanted[2] else None
-    # 0 · NaN is NaN: rows that count for nothing are cleared where their logits overflowed. Only an eager CPU can look
-    # first, without waiting, whether there are any.
+    # 0 · NaN is NaN: rows with a scale of 0 are cleared where their logits overflowed. Only an eager CPU can check
+    # without a synchronization whether there are any.
     idle_N = (scale_N == 0) & ~torch.isfinite(lse_N)
     eager = hidden_NC.device.type == "cpu" and not torch.compiler.is_compiling()
     clear = not eager or bool(idle_N.any())

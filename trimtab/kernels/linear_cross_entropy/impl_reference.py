@@ -1,4 +1,4 @@
-"""The whole [N, V] matrix of logits, softmax in fp32: what every other implementation must equal."""
+"""The full [N, V] logits, softmax in fp32: the definition that every other implementation is tested against."""
 
 # N tokens, C hidden size, V vocabulary
 
@@ -20,7 +20,7 @@ def reference(
     *,
     ignore_index: int,
 ) -> torch.Tensor:
-    """weight · loss of each token, 0 where ignored. See `linear_cross_entropy`."""
+    """weight · loss per token, 0 where ignored. See `linear_cross_entropy`."""
     logits_NV = F.linear(hidden_NC, weight_VC, bias_V)
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))  # fp64 stays: tests' truth
     if objective.softcap:

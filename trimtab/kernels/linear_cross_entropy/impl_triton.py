@@ -1,9 +1,9 @@
-"""The loss by cuBLAS and three small Triton kernels, in two ways that `schedule` chooses between.
+"""The loss by cuBLAS and three small Triton kernels, with one of two strategies that `schedule` chooses.
 
 rows    Gradients with the loss: logits of as many rows as memory allows, loss and ∂loss/∂logits in one kernel that
         overwrites them, then both products. Three products; the backward only scales.
-blocks  The forward keeps a log-sum-exp a token. The backward computes the logits again, a block of the vocabulary at
-        a time, in memory of weight's gradient that is not written yet. Four products.
+blocks  The forward saves a log-sum-exp per token. The backward recomputes the logits, one block of the vocabulary at
+        a time, in the part of weight's gradient that is not written yet. Four products.
 """
 
 # N tokens, n tokens of a chunk, C hidden size, V vocabulary, v entries of a block, S parts of a row
@@ -18,18 +18,18 @@ import triton
 from trimtab.kernels.launching import check_device
 from trimtab.kernels.linear_cross_entropy import kernels_triton as kernels
 from trimtab.kernels.linear_cross_entropy.objective import Objective, combine, losses_of
-from trimtab.kernels.linear_cross_entropy.schedule import MOST_CHUNKS, blocks, row_stride
+from trimtab.kernels.linear_cross_entropy.schedule import MAX_CHUNKS, blocks, row_stride
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 PROGRAMS = 264
-"""Rows below this are cut into parts, so that every multiprocessor of a large GPU (132 here) has two programs."""
+"""Fewer rows are split into parts, so that every multiprocessor of a large GPU (132 here) has two programs."""
 HALF_GROWTH = 1024.0
-"""What gradients of logits are multiplied with while they are held in fp16."""
+"""Factor on gradients of logits while they are stored in fp16."""
 LARGEST_HALF_SCALE = 32.0
-"""Factors of tokens in fp16: 32 · 1024 leaves a factor of two below fp16's 65,504, for a z-loss."""
+"""Largest token weight in fp16: 32 · 1024 leaves a factor of two below fp16's 65,504, for a z-loss."""
 GRADIENT_BLOCKS = 4
-"""Blocks of a row that a program of the gradient kernel takes."""
+"""Blocks of a row per program of the gradient kernel."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Configuration:
 
 
 def configuration(kernel: str, width: int, columns: int) -> Configuration:
-    """Of the kernel "rows", "numbers" or "gradient", for rows of `columns` numbers of `width` bytes.
+    """Launch configuration of kernel "rows", "numbers" or "gradient", for rows of `columns` elements of `width` bytes.
 
-    The same on every chip (32 to 64 registers, no shared memory to speak of). Measured on an H200 in bf16, of eight
+    The same on every GPU (32 to 64 registers, hardly any shared memory). Measured on an H200 in bf16, of eight
     pairs of lanes and warps: "rows" at 49,152 entries 0.52 ms against 0.58 with 512 lanes, at 128,256 entries 0.80
-    against 0.82 with 1024; "numbers" and "gradient" reach 4.2 and 3.9 TB/s, a copy's rate, with many pairs.
+    against 0.82 with 1024; "numbers" and "gradient" reach 4.2 and 3.9 TB/s, the copy bandwidth, with many pairs.
     """
     lanes = {"rows": 1024 if columns * width <= 128 * 1024 else 512, "numbers": 512, "gradient": 256}[kernel]
     warps = {"rows": 16, "numbers": 8, "gradient": 4}[kernel]
@@ -69,7 +69,7 @@ def _logits(
 def _product_(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float, alpha: float = 1.0
 ) -> None:
-    """out ← beta · out + alpha · a b, added in fp32; `out` may be wider than a and b."""
+    """out ← beta · out + alpha · a b, accumulated in fp32; `out` may be wider than a and b."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     elif out.is_cuda:  # cuBLAS writes fp32 from 16-bit factors: no second pass, no copy
@@ -110,18 +110,18 @@ def loss_and_gradient_(
 
 
 def _part_blocks(columns: int, parts: int, chosen: Configuration) -> int:
-    """Blocks of a part of a row."""
+    """Blocks per part of a row."""
     return max(-(-columns // (parts * chosen.L * chosen.E)), 1)
 
 
 def _num_parts(rows: int, columns: int, chosen: Configuration) -> int:
-    """Parts of a row: enough for `PROGRAMS` programs, as far as there are blocks."""
+    """Parts per row: enough for `PROGRAMS` programs, at most one per block."""
     least = max(-(-PROGRAMS // max(rows, 1)), 1)
     blocks_of_part = _part_blocks(columns, least, chosen)
     return -(-columns // (blocks_of_part * chosen.L * chosen.E))
 
 
-def row_numbers(
+def row_statistics(
     logits_nv: torch.Tensor, labels_n: torch.Tensor, first: int, objective: Objective, parts: int
 ) -> torch.Tensor:
     """partials_4nS of rows whose column 0 is entry `first` of the vocabulary."""
@@ -183,7 +183,7 @@ def gradient_(
 
 
 def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
-    """x ← x · factor, a number on the device; costs one launch where it is 1."""
+    """x ← x · factor, a device scalar; costs only the launch where it is 1."""
     assert x.is_contiguous(), x.stride()
     check_device(kernels.scale_kernel, x)
     if x.numel():
@@ -204,9 +204,9 @@ def summed(
     wanted: tuple[bool, bool, bool],
     weight_gradient_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(Σ scale · loss, its gradients of hidden, weight and bias; empty where not wanted): the row way.
+    """Returns (Σ scale · loss, its gradients of hidden, weight and bias; empty where not wanted): strategy "rows".
 
-    A 16-bit gradient of weight is rounded with every chunk; more than `MOST_CHUNKS` are summed in fp32 instead.
+    A 16-bit gradient of weight is rounded per chunk; above `MAX_CHUNKS` chunks it is accumulated in fp32 instead.
     """
     check_device(kernels.loss_and_gradient_kernel, hidden_NC)
     (N, C), V = hidden_NC.shape, weight_VC.shape[0]
@@ -214,14 +214,14 @@ def summed(
     grad_hidden_NC = (
         torch.empty_like(hidden_NC, memory_format=torch.contiguous_format) if wanted[0] else empty
     )
-    summed_in = torch.float32 if -(-N // rows) > MOST_CHUNKS else weight_gradient_dtype
+    summed_in = torch.float32 if -(-N // rows) > MAX_CHUNKS else weight_gradient_dtype
     grad_weight_VC = hidden_NC.new_empty(V, C, dtype=summed_in) if wanted[1] else empty
     grad_bias_V = hidden_NC.new_zeros(V, dtype=torch.float32) if wanted[2] else empty
     if N == 0:
         grad_weight_VC.zero_()
     losses_N = hidden_NC.new_empty(N, dtype=torch.float32)
-    # fp16 has no digits left at p = 1e-5: gradients of logits are held 1024 times as large, and the products,
-    # which add up in fp32, take that back. `operators.triton_loss` keeps scales within `LARGEST_HALF_SCALE` for it.
+    # fp16 cannot represent p = 1e-5 accurately: gradients of logits are stored times 1024, and the products, which
+    # accumulate in fp32, divide by it. `operators.triton_loss` keeps scales within `LARGEST_HALF_SCALE` for it.
     grown = HALF_GROWTH if hidden_NC.dtype == torch.float16 else 1.0
     buffer = hidden_NC.new_empty(min(rows, N), row_stride(V))
     for part in _parts(N, rows):
@@ -249,7 +249,7 @@ def partials(
     rows: int,
     first: int = 0,
 ) -> torch.Tensor:
-    """partials_4NS: what `objective.combine` takes, of all rows; the entries are those from `first` on."""
+    """partials_4NS of all rows, the input of `objective.combine`; weight's entries start at `first`."""
     check_device(kernels.row_numbers_kernel, hidden_NC)
     N, V = hidden_NC.shape[0], weight_VC.shape[0]
     rows = max(min(rows, N), 1)
@@ -260,7 +260,7 @@ def partials(
         h_nC = hidden_NC[part]
         logits_nV = buffer[: h_nC.shape[0], :V]
         _logits(h_nC, weight_VC, bias_V, logits_nV)
-        out_4NS[:, part] = row_numbers(logits_nV, labels_N[part], first, objective, parts)
+        out_4NS[:, part] = row_statistics(logits_nV, labels_N[part], first, objective, parts)
     return out_4NS
 
 
@@ -273,7 +273,7 @@ def losses(
     objective: Objective,
     rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(scale · loss, lse, nll) of each token."""
+    """Returns (scale · loss, lse, nll) per token."""
     numbers = combine(partials(hidden_NC, weight_VC, bias_V, labels_N, objective, rows))
     losses_N = losses_of(objective, weight_VC.shape[0], *numbers)
     return torch.where(scale_N != 0, scale_N * losses_N, 0.0), numbers[0], numbers[1]
@@ -294,7 +294,7 @@ def gradients(
     wanted: tuple[bool, bool, bool],
     weight_gradient_dtype: torch.dtype,
 ) -> Gradients:
-    """Of hidden, weight and bias (empty where not wanted), for known lse and nll: the block way's backward."""
+    """Gradients of hidden, weight and bias (empty where not wanted) for known lse and nll: backward of "blocks"."""
     check_device(kernels.gradient_kernel, hidden_NC)
     (N, C), V = hidden_NC.shape, weight_VC.shape[0]
     empty, kind = hidden_NC.new_empty(0), hidden_NC.dtype
@@ -322,5 +322,5 @@ def gradients(
             _product_(grad_weight_VC[start:stop], d_Nv.t(), hidden_NC, beta=0.0)
         if wanted[2]:
             torch.sum(d_Nv, 0, dtype=torch.float32, out=grad_bias_V[start:stop])
-    own = place = d_Nv = empty  # let go: hidden's gradient may have their memory
+    own = place = d_Nv = empty  # freed: hidden's gradient may reuse their memory
     return sum_NC.to(kind), grad_weight_VC, grad_bias_V

@@ -1,4 +1,4 @@
-"""What the loss is given, looked at before anything is computed from it."""
+"""Validation of the loss's inputs."""
 
 # N tokens, C hidden size, V vocabulary
 
@@ -17,9 +17,9 @@ def check_inputs(
     token_weights_N: torch.Tensor | None,
     ignore_index: int,
 ) -> None:
-    """Shapes and dtypes by assertion; labels outside the vocabulary as `DataError`."""
-    assert hidden_NC.ndim == 2, f"hidden is [tokens, size], not {tuple(hidden_NC.shape)}"
-    assert weight_VC.ndim == 2, f"weight is [vocabulary, size], not {tuple(weight_VC.shape)}"
+    """Asserts shapes and dtypes; raises `DataError` for labels outside the vocabulary."""
+    assert hidden_NC.ndim == 2, f"hidden must be [tokens, size], not {tuple(hidden_NC.shape)}"
+    assert weight_VC.ndim == 2, f"weight must be [vocabulary, size], not {tuple(weight_VC.shape)}"
     assert hidden_NC.shape[1] == weight_VC.shape[1], f"{hidden_NC.shape} against {weight_VC.shape}"
     assert hidden_NC.dtype == weight_VC.dtype, f"hidden is {hidden_NC.dtype}, weight {weight_VC.dtype}"
     if bias_V is not None:
@@ -31,12 +31,14 @@ def check_inputs(
         assert token_weights_N.shape == tokens, (
             f"{tuple(tokens)} tokens, {tuple(token_weights_N.shape)} weights"
         )
-        assert not token_weights_N.requires_grad, "weights are not differentiated: multiply reduction='none'"
+        assert not token_weights_N.requires_grad, (
+            "weights are not differentiable; multiply losses of reduction='none'"
+        )
     check_labels(labels_N, weight_VC.shape[0], ignore_index)
 
 
 def under_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in autocast's dtype where it is on, as for any other matrix product."""
+    """Casts the tensor to autocast's dtype where autocast is enabled, as for any other matrix product."""
     device = tensor.device.type
     if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
         return tensor
@@ -44,7 +46,7 @@ def under_autocast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_dtype(weight_VC: torch.Tensor) -> torch.dtype:
-    """What weight's gradient is accumulated in: a 16-bit parameter may ask for fp32 (`Tensor.grad_dtype`)."""
+    """The dtype of weight's gradient: a 16-bit parameter may request fp32 (`Tensor.grad_dtype`)."""
     if torch.compiler.is_compiling() or not weight_VC.is_leaf:
         return weight_VC.dtype
     return weight_VC.grad_dtype or weight_VC.dtype
@@ -53,7 +55,7 @@ def gradient_dtype(weight_VC: torch.Tensor) -> torch.dtype:
 def token_scales(
     kept_N: torch.Tensor, token_weights_N: torch.Tensor | None, count: torch.Tensor | None
 ) -> torch.Tensor:
-    """fp32 factors of the tokens' losses: 0 where ignored, divided by `count` where there is one."""
+    """fp32 weights of the tokens' losses: 0 where ignored, divided by `count` where given."""
     scale_N = kept_N.to(torch.float32)
     if token_weights_N is not None:
         scale_N = torch.where(kept_N, token_weights_N.to(torch.float32), 0.0)

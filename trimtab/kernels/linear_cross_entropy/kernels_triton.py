@@ -1,6 +1,6 @@
-"""What happens to a row of logits, in Triton: its four numbers, its loss, and its gradient in its own place.
+"""Triton kernels over rows of logits: row statistics, loss, and gradient in place.
 
-The products are cuBLAS's: no Triton product came near its rate, so the kernels here read logits that lie in
+The products are cuBLAS's: no Triton product came near its throughput, so the kernels here read logits from
 memory in the inputs' dtype, once or twice, and overwrite them with ∂loss/∂logits.
 """
 
@@ -19,7 +19,7 @@ def _block(at, L: tl.constexpr, E: tl.constexpr):  # type: ignore[no-untyped-def
 
 @triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
-    """Without libdevice, which the interpreter lacks. Near 0 a series: 1 − 2/(e²ˣ + 1) cancels there."""
+    """tanh without libdevice, which the interpreter lacks. Near 0 a series: 1 − 2/(e²ˣ + 1) cancels there."""
     s = x * x
     near = x * (1.0 + s * (-0.333333333 + s * (0.133333333 + s * (-0.0539682540 + s * 0.0218694885))))
     far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
@@ -28,7 +28,7 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _expm1(x):  # type: ignore[no-untyped-def]
-    """eˣ − 1 for x ≤ 0, with its digits where x is small."""
+    """eˣ − 1 for x ≤ 0, accurate for small x."""
     series = x * (
         1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8))))))
     )
@@ -37,7 +37,7 @@ def _expm1(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _seen(z_LE, m_L, s_L, t_L, SUMMED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Lane by lane: the rescaling costs one exponential for E entries, and no thread waits for another."""
+    """Updates running maximum and sums per lane: one exponential per E entries to rescale, no synchronization."""
     new_L = tl.maximum(m_L, tl.max(z_LE, axis=1))
     s_L = s_L * tl.exp(m_L - new_L) + tl.sum(tl.exp(z_LE - new_L[:, None]), axis=1)
     if SUMMED:
@@ -56,12 +56,12 @@ def _row_numbers(  # type: ignore[no-untyped-def]
     L: tl.constexpr,
     E: tl.constexpr,
 ):
-    """(largest, Σ exp(z − largest), Σ z) over the entries [start, stop) of a row."""
+    """Returns (largest, Σ exp(z − largest), Σ z) over the entries [start, stop) of a row."""
     m_L = tl.full((L,), -3.0e38, tl.float32)
     s_L = tl.zeros((L,), tl.float32)
     t_L = tl.zeros((L,), tl.float32)
     tail_L = tl.zeros((L,), tl.float32)
-    # whole blocks without a mask: with one, an odd vocabulary would be read entry by entry
+    # whole blocks are read unmasked: with a mask an odd vocabulary would be read entry by entry
     whole = start + (stop - start) // (L * E) * (L * E)
     for at in range(start, whole, L * E):
         z_LE = tl.load(row_ptr + _block(at, L, E)).to(tl.float32)
@@ -73,7 +73,7 @@ def _row_numbers(  # type: ignore[no-untyped-def]
         z_LE = tl.load(row_ptr + column_LE, mask=column_LE < stop, other=0.0).to(tl.float32)
         if CAPPED:
             z_LE = softcap * _tanh(z_LE / softcap)
-        if SUMMED:  # not into t_L: Triton 3.6 does not compile a loop's sum that is used in two places
+        if SUMMED:  # not accumulated into t_L: Triton 3.6 does not compile a loop's sum that is used twice
             tail_L = tl.sum(z_LE, axis=1)
         z_LE = tl.where(column_LE < stop, z_LE, -float("inf"))
         m_L, s_L, tail_L = _seen(z_LE, m_L, s_L, tail_L, False)
@@ -85,7 +85,7 @@ def _row_numbers(  # type: ignore[no-untyped-def]
 def _gradient(  # type: ignore[no-untyped-def]
     raw_LE, column_LE, label, at_label, lse, slope, flat, scale, softcap, CAPPED: tl.constexpr
 ):
-    """scale · ∂loss/∂raw: p · slope − flat, at the label what was computed for it alone."""
+    """scale · ∂loss/∂raw: p · slope − flat, with the label's own value at the label."""
     z_LE = raw_LE
     if CAPPED:
         t_LE = _tanh(raw_LE / softcap)
@@ -94,7 +94,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     d_LE = tl.where(column_LE == label, at_label, d_LE)
     if CAPPED:
         d_LE *= 1.0 - t_LE * t_LE
-    # not scale · d alone: an ignored row is 0 whatever its logits are
+    # not just scale · d: an ignored row is 0 whatever its logits are
     return tl.where(scale != 0.0, d_LE * scale, 0.0)
 
 
@@ -118,7 +118,7 @@ def _write_gradient(  # type: ignore[no-untyped-def]
     """Overwrites the logits [start, stop) of a row with their gradient."""
     slope = 1.0 + 2.0 * z_loss * lse
     flat = smoothing / vocabulary
-    # p − 1 as expm1(−nll): exact where p is nearly 1
+    # p − 1 as expm1(−nll): accurate where p is nearly 1
     at_label = _expm1(-nll) + 2.0 * z_loss * lse * tl.exp(-nll) + smoothing - flat
     kind = row_ptr.dtype.element_ty
     whole = start + (stop - start) // (L * E) * (L * E)
@@ -160,11 +160,11 @@ def loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
     L: tl.constexpr,
     E: tl.constexpr,
 ):
-    """A program a row: its loss, then its gradient over the logits. The second reading comes from the cache.
+    """One program per row: its loss, then its gradient, which overwrites the logits. The second read may hit the cache.
 
     losses = scale · loss; gradient = scale · gradient_scale · ∂loss/∂logits. A scale of 0 is an ignored token.
     """
-    row = tl.program_id(0).to(tl.int64)  # row · stride passes 2³¹
+    row = tl.program_id(0).to(tl.int64)  # row · stride exceeds 2³¹
     row_ptr = logits_ptr + row * stride
     label = tl.load(labels_ptr + row).to(
         tl.int32
@@ -216,7 +216,7 @@ def row_numbers_kernel(  # type: ignore[no-untyped-def]
     L: tl.constexpr,
     E: tl.constexpr,
 ):
-    """A program a row and part: partials[4, row, part]. Column 0 is entry `first` of the vocabulary."""
+    """One program per row and part: partials[4, row, part]. Column 0 is entry `first` of the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     row_ptr = logits_ptr + row * stride
@@ -252,7 +252,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     L: tl.constexpr,
     E: tl.constexpr,
 ):
-    """A program a row and part: logits become scale · ∂loss/∂logits, for a known lse of the whole row."""
+    """One program per row and part: overwrites logits with scale · ∂loss/∂logits, for a known lse of the whole row."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * (BLOCKS * L * E)
     stop = tl.minimum(start + BLOCKS * L * E, columns)
@@ -276,7 +276,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x ← x · factor; x is not even read where the factor is 1. Few programs that stride: most runs end here."""
+    """x ← x · factor; x is not read where the factor is 1, the usual case. Few programs that stride."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         step = tl.num_programs(0).to(tl.int64) * BLOCK

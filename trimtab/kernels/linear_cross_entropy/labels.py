@@ -1,4 +1,4 @@
-"""Labels that are no entry of the vocabulary, found before they index anything."""
+"""Validation of labels against the vocabulary size."""
 
 # N tokens
 
@@ -17,8 +17,8 @@ REMEDY = (
 def check_labels(labels_N: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
     """Raises `DataError` naming the first label outside the vocabulary.
 
-    On a GPU, and inside a compiled region, looking would mean waiting for the device in every step: there
-    the check is an assertion on the device, which stops the run with the same words but without the position.
+    On a GPU, and inside a compiled region, this would synchronize in every step: there the check is a device-side
+    assertion, which stops the run with the same message but without the position.
     """
     bad_N = ((labels_N < 0) | (labels_N >= vocabulary)) & (labels_N != ignore_index)
     if torch.compiler.is_compiling() or labels_N.device.type != "cpu":

@@ -1,11 +1,11 @@
-"""What is computed from a row of logits: the options of the loss, and the loss from four numbers a row.
+"""The options of the loss, and the loss from four statistics per row of logits.
 
     raw_nv  = hidden_n · weight_v + bias_v
     z_nv    = softcap · tanh(raw_nv / softcap)                          (raw_nv without a softcap)
     loss_n  = (lse_n − z_n,y) + ε · (z_n,y − mean_v z_nv) + ζ · lse_n²
                                                  y: n's label, ε: label smoothing, ζ: z_loss
 
-A row, or a part of one (a block, another rank's shard), is described by four numbers that add up: the largest
+A row, or a part of one (a block, another rank's shard), is described by four values that can be merged: the largest
 z, the sum of exp(z − largest), z at the label, and the sum of all z.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 LOWEST = -3.0e38
-"""The largest z of an empty part: finite, so that the difference of two of them is a number."""
+"""The largest z of an empty part: finite, so that the difference of two of them is not NaN."""
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,24 @@ class Objective:
     """
 
     label_smoothing: float = 0.0
-    """ε: this share of the target is spread evenly over the vocabulary, as in `F.cross_entropy`."""
+    """ε: label smoothing, as in `F.cross_entropy`."""
     z_loss: float = 0.0
     """ζ: the coefficient of lse², which keeps logits from drifting."""
     softcap: float = 0.0
-    """Logits are squeezed into ±softcap by a tanh; 0 leaves them as they are."""
+    """Logits are bounded to ±softcap by a tanh; 0 disables it."""
 
     def __post_init__(self) -> None:
-        assert 0 <= self.label_smoothing <= 1, f"label_smoothing is a share, not {self.label_smoothing}"
-        assert self.softcap >= 0, f"softcap is a bound above 0, or 0 for none, not {self.softcap}"
+        assert 0 <= self.label_smoothing <= 1, (
+            f"label_smoothing must be within 0…1, not {self.label_smoothing}"
+        )
+        assert self.softcap >= 0, f"softcap must be positive, or 0 for none, not {self.softcap}"
 
 
 def combine(partials_4NS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(lse_N, nll_N, label_N, sum_N) of whole rows from their parts.
+    """Returns (lse_N, nll_N, label_N, sum_N) of whole rows from their parts.
 
-    nll = lse − z at the label, written as log Σ − (label − largest): that keeps its digits where the model is
-    nearly certain, and lse and the label's logit are two large numbers that are almost equal.
+    nll = lse − z at the label, computed as log Σ − (label − largest): this stays accurate where the model is
+    nearly certain, and lse and the label's logit are two large, almost equal values.
     """
     import torch
 

@@ -1,9 +1,9 @@
-"""The Triton implementation as operators of torch, and the function behind the door's "triton".
+"""The Triton implementation as torch operators, and the function behind impl="triton".
 
 linear_cross_entropy_summed     Σ scale · loss with its gradients; differentiable: its backward scales them
-linear_cross_entropy_losses     scale · loss by token, and lse and nll; differentiable through …
+linear_cross_entropy_losses     scale · loss per token, and lse and nll; differentiable through …
 linear_cross_entropy_gradients  … this one
-linear_cross_entropy_partials   the numbers of a vocabulary's shard (`shards.py`)
+linear_cross_entropy_partials   the row statistics of a vocabulary shard (`shards.py`)
 linear_cross_entropy_scale_     x ← x · factor
 """
 
@@ -105,11 +105,11 @@ def _gradients(  # type: ignore[no-untyped-def]
 @torch.library.impl("trimtab::linear_cross_entropy_partials", ("cpu", "cuda"))
 def _partials(hidden, weight, bias, labels, softcap, first, rows) -> Tensor:  # type: ignore[no-untyped-def]
     parts_4NS = impl_triton.partials(hidden, weight, bias, labels, Objective(softcap=softcap), rows, first)
-    return _merged(parts_4NS)
+    return _merge_parts(parts_4NS)
 
 
-def _merged(parts_4NS: Tensor) -> Tensor:
-    """partials_4N: the parts of a row as one."""
+def _merge_parts(parts_4NS: Tensor) -> Tensor:
+    """partials_4N: merges the parts of each row."""
     largest_NS, sums_NS, label_NS, total_NS = parts_4NS.unbind(0)
     largest_N = largest_NS.amax(-1)
     sums_N = (sums_NS * torch.exp(largest_NS - largest_N[:, None])).sum(-1)
@@ -123,7 +123,7 @@ def _(x: Tensor, factor: Tensor) -> None:
 
 @torch.library.register_fake("trimtab::linear_cross_entropy_summed")
 def _(hidden, weight, bias, labels, scale, smoothing, z_loss, softcap, rows, *rest):  # type: ignore[no-untyped-def]
-    shapes = _like(hidden, weight, *rest)
+    shapes = _empty_gradients(hidden, weight, *rest)
     return (hidden.new_empty((), dtype=torch.float32), *shapes)
 
 
@@ -149,7 +149,7 @@ def _(  # type: ignore[no-untyped-def]
     scratch_bytes,
     *rest,
 ):
-    return _like(hidden, weight, *rest)
+    return _empty_gradients(hidden, weight, *rest)
 
 
 @torch.library.register_fake("trimtab::linear_cross_entropy_partials")
@@ -157,7 +157,7 @@ def _(hidden, weight, bias, labels, softcap, first, rows):  # type: ignore[no-un
     return hidden.new_empty(4, hidden.shape[0], dtype=torch.float32)
 
 
-def _like(  # type: ignore[no-untyped-def]
+def _empty_gradients(  # type: ignore[no-untyped-def]
     hidden, weight, of_hidden, of_weight, of_bias, kind
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
@@ -167,7 +167,7 @@ def _like(  # type: ignore[no-untyped-def]
     )
 
 
-def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[1:])
@@ -177,8 +177,8 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 def _scale_gradients(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if upstream is None:
         return (None,) * 13
-    # In place where nothing else will ask for them again: this halves the memory, and is free if upstream is 1.
-    # A graph that is kept (retain_graph), or being traced, gets copies.
+    # In place where no other backward will read them: this halves the memory, and is free if upstream is 1.
+    # A retained (retain_graph) or traced graph gets copies.
     saved = ctx.saved_tensors
     plain = all(type(x) is Tensor for x in (*saved, upstream))
     again = not plain or torch._C._autograd._get_current_graph_task_keep_graph()
@@ -194,7 +194,7 @@ def _scale_gradients(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor
     return (*out, *(None,) * 10)
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_losses_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     hidden, weight, bias, labels, scale, *ctx.objective, _, ctx.scratch_bytes, ctx.kind = inputs
@@ -226,20 +226,20 @@ def _differentiate(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor |
 
 
 torch.library.register_autograd(
-    "trimtab::linear_cross_entropy_summed", _scale_gradients, setup_context=_keep_gradients
+    "trimtab::linear_cross_entropy_summed", _scale_gradients, setup_context=_setup_sum_context
 )
 torch.library.register_autograd(
-    "trimtab::linear_cross_entropy_losses", _differentiate, setup_context=_keep_inputs
+    "trimtab::linear_cross_entropy_losses", _differentiate, setup_context=_setup_losses_context
 )
 torch.library.register_autograd("trimtab::linear_cross_entropy_gradients", once_differentiable)
 torch.library.register_autograd("trimtab::linear_cross_entropy_partials", once_differentiable)
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """The kernels know these; fp64 is for the reference."""
+    """Raises for a dtype that the kernels do not support, such as fp64."""
     if dtype not in DTYPES:
         raise ModelError(
-            f"the Triton loss takes bf16, fp16 and fp32, not {dtype}", "use impl='chunked' or 'reference'"
+            f"the Triton loss supports bf16, fp16 and fp32, not {dtype}", "use impl='chunked' or 'reference'"
         )
 
 
@@ -258,15 +258,15 @@ def triton_loss(
     chunk_tokens: int | None,
     weight_gradient_dtype: torch.dtype,
 ) -> Tensor:
-    """Σ weight · loss, divided by `count` where there is one, or each token's where `by_token`."""
+    """Σ weight · loss, divided by `count` where given, or one per token where `by_token`."""
     check_dtype(hidden_NC.dtype)
-    # Divided in the forward, not by upstream: the backward then has nothing left to scale. Not in fp16, where
-    # gradients of logits would lose their digits.
+    # Divided in the forward, not through upstream: the backward then has nothing left to scale. Not in fp16, where
+    # gradients of logits would lose precision.
     inside = count is not None and hidden_NC.dtype != torch.float16
     scale_N = token_scales(labels_N != ignore_index, token_weights_N, count if inside else None)
     over = None
     if token_weights_N is not None and hidden_NC.dtype == torch.float16:
-        over = _excess(scale_N)
+        over = _overflow_factor(scale_N)
         scale_N = scale_N / over
     options = (objective.label_smoothing, objective.z_loss, objective.softcap)
     inputs = (hidden_NC, weight_VC, bias_V, labels_N.contiguous(), scale_N, *options)
@@ -280,12 +280,12 @@ def triton_loss(
         hidden_NC.element_size(),
         weight_gradient_dtype.itemsize,
         memory_bytes=memory_bytes,
-        # Without gradients losses by token are cut into the sum's chunks: added up, they have its bits.
+        # Without gradients, losses per token use the chunks of the sum: their sum is bitwise identical to it.
         by_token=by_token and training,
         weight_grad=wanted[1],
     )
     rows = max(min(chunk_tokens or plan.rows, N), 1)
-    if training and not by_token and (plan.way == "rows" or chunk_tokens is not None):
+    if training and not by_token and (plan.strategy == "rows" or chunk_tokens is not None):
         loss = torch.ops.trimtab.linear_cross_entropy_summed(*inputs, rows, *wanted, weight_gradient_dtype)[0]
     else:
         loss = torch.ops.trimtab.linear_cross_entropy_losses(
@@ -298,11 +298,11 @@ def triton_loss(
     return out
 
 
-def _excess(scale_N: Tensor) -> Tensor:
-    """How far the largest factor is above what gradients in fp16 can be held with, at least 1; a number on the device.
+def _overflow_factor(scale_N: Tensor) -> Tensor:
+    """Ratio of the largest token weight to the fp16 limit, at least 1; a device scalar.
 
-    Factors that are divided by it and a loss that is multiplied with it give the same gradients: the backward
-    multiplies them, in fp32. A factor that is no number is left out: it spoils its own row alone.
+    Dividing the weights by it and multiplying the loss by it gives the same gradients: the backward multiplies them,
+    in fp32. A NaN weight is left out: it affects only its own row.
     """
     sizes_N = scale_N.abs().nan_to_num(nan=0.0, posinf=0.0)
     largest = torch.cat((sizes_N, sizes_N.new_zeros(1))).amax()

@@ -1,7 +1,7 @@
-"""How much is held at once: a pure function of shapes and of the bytes that were allowed. No torch at import.
+"""Chunk sizes of the Triton loss: a pure function of shapes and memory budget. Does not import torch.
 
-Nothing here looks at what is free at the moment, so the same arguments give the same bits. What may be
-held is decided once, when a run is planned (`choice.choose_loss`), and handed over as `memory_bytes`.
+Nothing here depends on the free memory, so the same arguments give bitwise identical results. The budget is decided
+once, when a run is planned (`choice.choose_loss`), and passed as `memory_bytes`.
 """
 
 # N tokens, C hidden size, V vocabulary
@@ -11,46 +11,46 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MiB = 2**20
-LEAST_BYTES = 24 * MiB
+MIN_BYTES = 24 * MiB
 LOW_SHARE = 12
-LEAST_ROWS = 384
-"""Fewer rows are slower than blocks: the third product is then all reading and writing of weight's gradient. On an
-H200 with 384 rows 8.0, 48, 61 ms against 8.2, 54, 61 for blocks, with 256 rows 8.9, 55, 66 (first three shapes of the
+MIN_ROWS = 384
+"""Fewer rows are slower than blocks: the third product then mostly reads and writes weight's gradient. On an H200 with
+384 rows 8.0, 48, 61 ms against 8.2, 54, 61 for blocks, with 256 rows 8.9, 55, 66 (first three shapes of the
 README)."""
-MOST_ENTRIES = 8448
-"""Of a block: larger ones leave the cache before their products read them (8.2 ms against 8.6 without a limit, at
-4096 × 1024 × 151,936; half of it 8.5), and 8448 × 1024 numbers are two rounds of 128 × 256 tiles on 132
+MAX_ENTRIES = 8448
+"""Of a block: larger ones are evicted from the cache before their products read them (8.2 ms against 8.6 without a
+limit, at 4096 × 1024 × 151,936; half of it 8.5), and 8448 × 1024 elements are two waves of 128 × 256 tiles on 132
 multiprocessors."""
-MOST_CHUNKS = 48
-"""A 16-bit gradient is rounded once a chunk: 48 roundings are off by 0.4 % rms, within the allowed error. Where
-`chunk_tokens` asks for more chunks, weight's gradient is summed in fp32 and rounded once."""
+MAX_CHUNKS = 48
+"""A 16-bit gradient is rounded once per chunk: 48 roundings have an error of 0.4 % rms, within the tolerance. Where
+`chunk_tokens` makes more chunks, weight's gradient is summed in fp32 and rounded once."""
 ROW_STEP = 128
-"""Rows of one of several chunks are a multiple of a product's tile, where memory allows."""
+"""With several chunks, rows per chunk are a multiple of a product's tile, where memory allows."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What "triton" does with its memory.
+    """Strategy and chunk sizes of impl="triton".
 
     Example:
         >>> schedule(4096, 1024, 151_936, 2, 2, memory_bytes=1250 * MiB)
-        Schedule(way='rows', rows=4096, scratch_bytes=0)
+        Schedule(strategy='rows', rows=4096, scratch_bytes=0)
         >>> schedule(8192, 4096, 128_256, 2, 2, memory_bytes=1900 * MiB)
-        Schedule(way='rows', rows=4096, scratch_bytes=0)
-        >>> schedule(4096, 1024, 151_936, 2, 2).way
+        Schedule(strategy='rows', rows=4096, scratch_bytes=0)
+        >>> schedule(4096, 1024, 151_936, 2, 2).strategy
         'blocks'
     """
 
-    way: str
-    """"rows": gradients with the loss, three products. "blocks": logits again in the backward, four."""
+    strategy: str
+    """"rows": gradients with the loss, three products. "blocks": logits recomputed in the backward, four."""
     rows: int
-    """Rows of logits that the forward holds."""
+    """Rows of logits per chunk of the forward."""
     scratch_bytes: int
-    """For "blocks": logits of the backward that have no place in the unwritten part of weight's gradient."""
+    """For "blocks": workspace of the backward's logits that do not fit into the unwritten part of weight's gradient."""
 
 
 def row_stride(V: int) -> int:
-    """Entries from one row of logits to the next: rows begin on 32 bytes, also for an odd vocabulary.
+    """Entries from one row of logits to the next: rows are aligned to 32 bytes, also for an odd vocabulary.
 
     Example:
         >>> row_stride(151_936), row_stride(50_257)
@@ -60,19 +60,19 @@ def row_stride(V: int) -> int:
 
 
 def gradient_bytes(N: int, C: int, V: int, width: int, gradient_width: int, weight_grad: bool = True) -> int:
-    """Of hidden and weight."""
+    """Bytes of the gradients of hidden and weight."""
     return N * C * width + (V * C * gradient_width if weight_grad else 0)
 
 
 def default_memory_bytes(N: int, C: int, V: int, width: int, gradient_width: int) -> int:
-    """The low-memory mode: a twelfth of the gradients, at least 24 MiB and what must be held at all.
+    """The low-memory budget: a twelfth of the gradients, at least 24 MiB and the minimum that is needed.
 
     Example:
         >>> default_memory_bytes(4096, 1024, 151_936, 2, 2) / MiB
         25.395833015441895
     """
     share = gradient_bytes(N, C, V, width, gradient_width) // LOW_SHARE
-    return max(share, LEAST_BYTES, 4 * N * C)
+    return max(share, MIN_BYTES, 4 * N * C)
 
 
 def schedule(
@@ -86,11 +86,11 @@ def schedule(
     by_token: bool = False,
     weight_grad: bool = True,
 ) -> Schedule:
-    """Which way, and how much at once.
+    """Chooses the strategy and the chunk sizes.
 
     Args:
-        width, gradient_width: Bytes of a number of the inputs and of weight's gradient.
-        memory_bytes: What may be held beyond inputs and gradients; by default `default_memory_bytes`.
+        width, gradient_width: Bytes per element of the inputs and of weight's gradient.
+        memory_bytes: Memory budget in addition to inputs and gradients; by default `default_memory_bytes`.
         by_token: Whether the gradient of each token's loss is only known in the backward (reduction "none").
         weight_grad: Whether weight's gradient is wanted.
     """
@@ -98,27 +98,27 @@ def schedule(
         memory_bytes = default_memory_bytes(N, C, V, width, gradient_width)
     row = row_stride(V) * width
     if not by_token:
-        rows = _even(N, memory_bytes // row)
-        few = -(-N // rows) <= MOST_CHUNKS or gradient_width > 2
-        # The gradient of a frozen weight is not read and written by every chunk: small ones cost little.
-        if rows >= min(N, LEAST_ROWS if weight_grad else ROW_STEP) and (few or not weight_grad):
+        rows = _even_rows(N, memory_bytes // row)
+        few = -(-N // rows) <= MAX_CHUNKS or gradient_width > 2
+        # The gradient of a frozen weight is not read and written by every chunk: small chunks cost little.
+        if rows >= min(N, MIN_ROWS if weight_grad else ROW_STEP) and (few or not weight_grad):
             return Schedule("rows", rows, 0)
-    # In the forward the gradients are not there yet: their memory holds logits.
+    # In the forward the gradients do not exist yet: their memory holds logits.
     forward = memory_bytes + gradient_bytes(N, C, V, width, gradient_width, weight_grad)
-    scratch = max(memory_bytes - 4 * N * C + N * C * width, LEAST_BYTES // 8)
-    most = max(N, 1) * width * MOST_ENTRIES
-    return Schedule("blocks", _even(N, forward // row), min(scratch, most))
+    scratch = max(memory_bytes - 4 * N * C + N * C * width, MIN_BYTES // 8)
+    most = max(N, 1) * width * MAX_ENTRIES
+    return Schedule("blocks", _even_rows(N, forward // row), min(scratch, most))
 
 
-def _even(N: int, most: int) -> int:
-    """Rows of equal chunks that are no larger than `most`: a last chunk of a few rows wastes a pass.
+def _even_rows(N: int, most: int) -> int:
+    """Rows of equal chunks of at most `most`: a last chunk of a few rows wastes a pass.
 
-    Rows are a multiple of a tile where that fits. Where it does not, a number of tokens that is no multiple either has
-    rows that are none, rather than one more chunk. (Multiples keep the chunks that they always had: a resumed run would
-    add up in another order.)
+    Rows are a multiple of a tile where that fits. Where it does not, a number of tokens that is not a multiple either
+    gets rows that are not, instead of one more chunk. (Multiples always get the same chunks: otherwise a resumed run
+    would sum in another order.)
 
     Example:
-        >>> _even(4096, 4096), _even(4095, 4095), _even(300, 4096), _even(4100, 2100)
+        >>> _even_rows(4096, 4096), _even_rows(4095, 4095), _even_rows(300, 4096), _even_rows(4100, 2100)
         (4096, 4095, 300, 2050)
     """
     N = max(N, 1)
@@ -134,11 +134,11 @@ def _even(N: int, most: int) -> int:
 def blocks(
     N: int, C: int, V: int, width: int, gradient_width: int, scratch_bytes: int, *, weight_grad: bool = True
 ) -> list[tuple[int, int, bool]]:
-    """(start, stop, borrowed) of the backward's blocks of the vocabulary.
+    """Returns (start, stop, borrowed) of the backward's blocks of the vocabulary.
 
-    Weight's gradient is written from the first entry to the last. What is not written yet is memory that nobody
-    needs, so a block's logits lie there (`borrowed`) as long as they fit: blocks begin at V · C / (C + N) entries (in
-    one width) or `MOST_ENTRIES`, shrink with what is left, and end at the scratch's size.
+    Weight's gradient is written from the first entry to the last. Its unwritten part is free memory, so it holds a
+    block's logits (`borrowed`) as long as they fit: blocks start with V · C / (C + N) entries (for one width) or
+    `MAX_ENTRIES`, shrink with the unwritten part, and end at the workspace's size.
 
     Example:
         >>> sizes = [stop - start for start, stop, _ in blocks(4096, 1024, 151_936, 2, 2, 16 * MiB)]
@@ -153,16 +153,16 @@ def blocks(
         left = V - start
         tail = 0
         if weight_grad:
-            # Less 32 entries of each row's padding.
+            # Minus 32 entries of each row's padding.
             tail = max(left * C * gradient_width // (column + C * gradient_width) - 32, 0)
-        size = min(_step(min(max(tail, own), MOST_ENTRIES)), left)
+        size = min(_round_down(min(max(tail, own), MAX_ENTRIES)), left)
         out.append((start, start + size, size <= tail))
         start += size
     return out
 
 
-def _step(entries: int) -> int:
-    """A multiple of a product's tile, or of 16 where it is smaller than one."""
+def _round_down(entries: int) -> int:
+    """Rounds down to a multiple of a product's tile, or of 16 where it is smaller than one."""
     for step in (128, 16):
         if entries >= step:
             return entries // step * step

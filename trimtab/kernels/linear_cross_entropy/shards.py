@@ -1,12 +1,12 @@
-"""A vocabulary that is split over ranks: what each computes alone, what they exchange, and each one's gradients.
+"""Vocabulary-parallel cross-entropy: per-shard statistics, their combination, and per-shard gradients.
 
     partials_4N = shard_partials(hidden, weight_shard, labels, first=…)         on every rank: no logits leave it
-    numbers     = combine_partials(torch.stack(all ranks' partials))            16 bytes a token a rank, gathered
-    losses_N    = numbers.losses(objective)
-    gradients   = shard_gradients(upstream_N, hidden, weight_shard, labels, numbers, …)
+    statistics  = combine_partials(torch.stack(all ranks' partials))            16 bytes per token and rank, gathered
+    losses_N    = statistics.losses(objective)
+    gradients   = shard_gradients(upstream_N, hidden, weight_shard, labels, statistics, …)
 
-The gradient of hidden is that of one shard: the ranks' sum is the whole. Weight's and bias's are complete. All
-ranks combine the same numbers in the same order, so their losses have the same bits.
+The gradient of hidden is that of one shard: sum it over ranks. Weight's and bias's are complete. All ranks combine
+the same values in the same order, so their losses are bitwise identical.
 
 For authors of vocabulary-parallel (tensor-parallel) training loops, who gather the partials with their own process
 group. No recipe splits the vocabulary, and trimtab's decoder does not use this module.
@@ -30,8 +30,8 @@ PLAIN = Objective()
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """Of whole rows: the log of the sum of exponentials, its distance from the label's logit, that, and the sum."""
+class RowStatistics:
+    """Row statistics over the vocabulary: log-sum-exp, negative log-likelihood, the label's logit, sum of logits."""
 
     lse_N: torch.Tensor
     nll_N: torch.Tensor
@@ -39,7 +39,7 @@ class Numbers:
     sum_N: torch.Tensor
 
     def losses(self, vocabulary: int, objective: Objective = PLAIN) -> torch.Tensor:
-        """loss_N, before weights; a token that is ignored has a value too: leave it out by its upstream."""
+        """loss_N, before token weights; ignored tokens have a value too: exclude them by an upstream gradient of 0."""
         return losses_of(objective, vocabulary, self.lse_N, self.nll_N, self.label_N, self.sum_N)
 
 
@@ -79,7 +79,7 @@ def shard_partials(
             return found
         elif impl == "chunked":
             return _partials(hidden_NC, weight_VC, labels_N - first, bias_V, objective, rows)
-    raise ModelError(f"there is no sharded loss called {impl!r}", f"use one of {', '.join(IMPLS)}")
+    raise ModelError(f"unknown sharded loss implementation {impl!r}", f"use one of {', '.join(IMPLS)}")
 
 
 def _partials(
@@ -109,9 +109,9 @@ def _partials(
     return out_4N
 
 
-def combine_partials(partials_S4N: torch.Tensor) -> Numbers:
-    """The numbers of whole rows from all shards', stacked in the order of the ranks."""
-    return Numbers(*combine(partials_S4N.permute(1, 2, 0)))
+def combine_partials(partials_S4N: torch.Tensor) -> RowStatistics:
+    """Combines the partials of all shards, stacked in rank order, to the statistics of whole rows."""
+    return RowStatistics(*combine(partials_S4N.permute(1, 2, 0)))
 
 
 def shard_gradients(
@@ -119,7 +119,7 @@ def shard_gradients(
     hidden_NC: torch.Tensor,
     weight_VC: torch.Tensor,
     labels_N: torch.Tensor,
-    numbers: Numbers,
+    statistics: RowStatistics,
     *,
     first: int,
     vocabulary: int,
@@ -130,10 +130,10 @@ def shard_gradients(
     weight_gradient_dtype: torch.dtype | None = None,
     memory_bytes: int | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of hidden (this shard's part of the sum), weight and bias; None where not wanted.
+    """Gradients of hidden (this shard's summand), weight and bias; None where not wanted.
 
     Args:
-        upstream_N: fp32 factors of the tokens' losses: the upstream gradient with weights and divisor in it, 0
+        upstream_N: fp32 upstream gradients of the tokens' losses, including token weights and divisor; 0
             where a token is ignored.
         vocabulary: Entries of all shards together.
         wanted: Which of the three to compute.
@@ -156,8 +156,8 @@ def shard_gradients(
                 weight_VC,
                 bias_V,
                 labels_N.contiguous(),
-                numbers.lse_N,
-                numbers.nll_N,
+                statistics.lse_N,
+                statistics.nll_N,
                 objective.label_smoothing,
                 objective.z_loss,
                 objective.softcap,
@@ -173,6 +173,6 @@ def shard_gradients(
             from trimtab.kernels.linear_cross_entropy.impl_chunked import block_gradients
 
             size = spec.block_entries(spec.chunk_tokens(N, V), N, V)
-            inputs = (hidden_NC, weight_VC, bias_V, labels_N, upstream_N, -numbers.nll_N, numbers.lse_N)
+            inputs = (hidden_NC, weight_VC, bias_V, labels_N, upstream_N, -statistics.nll_N, statistics.lse_N)
             return block_gradients(*inputs, objective, first, vocabulary, size, wanted, kind)
-    raise ModelError(f"there is no sharded loss called {impl!r}", f"use one of {', '.join(IMPLS)}")
+    raise ModelError(f"unknown sharded loss implementation {impl!r}", f"use one of {', '.join(IMPLS)}")

@@ -1,4 +1,4 @@
-"""What the loss is called, is tested on, and costs. No torch at import."""
+"""Implementations, test cases and costs of the loss. Does not import torch."""
 
 # N tokens, C hidden size, V vocabulary
 
@@ -23,9 +23,9 @@ SMALL_VOCABULARY = 32_768
 
 
 def chunk_tokens(N: int, V: int) -> int:
-    """Rows of logits that "chunked" holds at once.
+    """Rows of logits per chunk of "chunked".
 
-    As many as make 8 MiB in fp32 (fewer starve the product, more leave the cache: measured at 2048 × 256 ×
+    As many as make 8 MiB in fp32 (fewer make the product slow, more exceed the cache: measured at 2048 × 256 ×
     4096 on one CPU core), or, with large vocabularies, a sixteenth of the rows but no more than 512: every chunk
     reads the weight and adds to its gradient once, and from some 500 rows on the arithmetic outweighs that.
 
@@ -38,7 +38,7 @@ def chunk_tokens(N: int, V: int) -> int:
 
 
 def block_entries(rows: int, N: int, V: int) -> int:
-    """Entries of the vocabulary in a block of the backward: as many logits as a chunk of `rows` has.
+    """Vocabulary entries per block of the backward: as many logits as a chunk of `rows` has.
 
     Example:
         >>> block_entries(256, 4096, 151_936)
@@ -48,9 +48,9 @@ def block_entries(rows: int, N: int, V: int) -> int:
 
 
 def recomputes(V: int, reduction: str) -> bool:
-    """Whether "chunked" computes the logits again in the backward instead of the gradients in the forward.
+    """Whether "chunked" recomputes the logits in the backward instead of computing gradients in the forward.
 
-    It must for losses by token. It does so for large vocabularies, where an fp32 sum for weight's gradient,
+    It must for losses per token. It does so for large vocabularies, where an fp32 accumulator for weight's gradient,
     read and written by every chunk, costs more memory and, on a GPU, more time than one more product.
     """
     return reduction == "none" or V > SMALL_VOCABULARY
@@ -58,7 +58,7 @@ def recomputes(V: int, reduction: str) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """One shape to be right on; `ignored` is the share of labels without a target."""
+    """A shape that is tested; `ignored` is the share of labels without a target."""
 
     name: str
     N: int
@@ -68,16 +68,16 @@ class Case:
     bias: bool = False
     chunk_tokens: int | None = None
     spread: float = 1.0
-    """Standard deviation of the logits: 1 is flat, 20 has all the weight on one entry."""
+    """Standard deviation of the logits: 1 is flat, 20 puts all probability on one entry."""
     aligned: float = 0.0
-    """Hidden states point at their label by this much: 1 lifts its logit by `spread`²."""
+    """How much hidden states are aligned with their label: 1 raises its logit by `spread`²."""
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None
     weighted: bool = False
 
     def options(self) -> dict[str, Any]:
-        """What the door is told beside tensors."""
+        """The keyword arguments other than tensors."""
         return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "softcap": self.softcap}
 
 
@@ -119,7 +119,7 @@ CASES = (
 def make_inputs(
     case: Case, dtype: str, device: str = "cpu", seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(hidden_NC, weight_VC, bias_V or None, labels_N), the same numbers for every dtype and device."""
+    """Returns (hidden_NC, weight_VC, bias_V or None, labels_N), the same values for every dtype and device."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -140,7 +140,7 @@ def make_inputs(
 
 
 def make_token_weights(case: Case, device: str = "cpu") -> torch.Tensor | None:
-    """fp32 factors of the tokens' losses, one of them 0 and one negative, for a `weighted` case."""
+    """fp32 token weights, one of them 0 and one negative, for a `weighted` case."""
     import torch
 
     if not case.weighted:
@@ -183,19 +183,19 @@ def flops(
     dtype: str = "bf16",
     memory_bytes: int | None = None,
 ) -> int:
-    """Products of forward and backward: logits, both gradients, the logits again where they are recomputed.
+    """FLOPs of the products: logits, both gradients, and the logits again where they are recomputed.
 
     Example:
         >>> flops(8, 2, 4, impl="reference") == 3 * 2 * 8 * 2 * 4
         True
     """
-    again = impl != "reference" and not with_loss(
+    again = impl != "reference" and not computes_gradients_in_forward(
         impl, N, C, V, dtype, reduction=reduction, weight_grad=weight_grad, memory_bytes=memory_bytes
     )
     return (2 + int(weight_grad) + int(again)) * 2 * N * C * V
 
 
-def with_loss(
+def computes_gradients_in_forward(
     impl: str,
     N: int,
     C: int,
@@ -207,20 +207,20 @@ def with_loss(
     memory_bytes: int | None = None,
     gradient_dtype: str | None = None,
 ) -> bool:
-    """Whether the gradients are computed with the loss, in the forward pass, and wait; else in the backward.
+    """Whether the gradients are computed in the forward pass and saved; else in the backward.
 
     Example:
-        >>> with_loss("triton", 4096, 1024, 151_936, "bf16", memory_bytes=1250 * 2**20)
+        >>> computes_gradients_in_forward("triton", 4096, 1024, 151_936, "bf16", memory_bytes=1250 * 2**20)
         True
     """
     if impl == "triton":
         plan = _schedule(N, C, V, dtype, reduction, weight_grad, memory_bytes, gradient_dtype)
-        return plan.way == "rows"
+        return plan.strategy == "rows"
     return impl == "chunked" and not recomputes(V, reduction)
 
 
 def bytes_moved(N: int, C: int, V: int, dtype: str) -> int:
-    """The least an implementation must read and write: hidden and weight once, their gradients once."""
+    """Lower bound: hidden and weight read once, their gradients written once."""
     return 2 * (N * C + V * C) * BYTES[dtype] + 8 * N
 
 
@@ -236,9 +236,9 @@ def saved_bytes(
     memory_bytes: int | None = None,
     gradient_dtype: str | None = None,
 ) -> int:
-    """Bytes kept from forward to backward beyond hidden and weight themselves.
+    """Bytes saved for the backward in addition to hidden and weight.
 
-    `gradient_dtype` is the format in which weight's gradient is added up, where it is not `dtype`.
+    `gradient_dtype` is the dtype that weight's gradient is accumulated in, where it is not `dtype`.
 
     Example:
         >>> saved_bytes("chunked", 4096, 1024, 151_936, "bf16") / 2**20
@@ -252,12 +252,12 @@ def saved_bytes(
         return 4 * N * V
     if impl == "triton":
         plan = _schedule(N, C, V, dtype, reduction, weight_grad, memory_bytes, gradient_dtype)
-        if plan.way == "rows":  # the gradients themselves, in their own dtypes
+        if plan.strategy == "rows":  # the gradients themselves, in their own dtypes
             of_weight = V * C * BYTES[gradient_dtype or dtype] if weight_grad else 0
             return N * C * BYTES[dtype] + of_weight
-        return N * (4 + 4 + 4)  # factors, log-sum-exps, distances from them
+        return N * (4 + 4 + 4)  # token weights, log-sum-exps, negative log-likelihoods
     if recomputes(V, reduction):
-        return N * (4 + 4 + 8 + 1)  # log-probabilities, log-sum-exps, labels and which of them count
+        return N * (4 + 4 + 8 + 1)  # log-probabilities, log-sum-exps, labels and which are not ignored
     return N * C * BYTES[dtype] + (4 * V * C if weight_grad else 0)
 
 
@@ -273,16 +273,16 @@ def scratch_bytes(
     memory_bytes: int | None = None,
     gradient_dtype: str | None = None,
 ) -> int:
-    """Bytes held for a moment beyond what is saved and the gradients, at the larger of both passes."""
+    """Peak temporary bytes in addition to saved tensors and gradients, the larger of both passes."""
     width = BYTES[dtype]
     if impl == "reference":
         return N * V * (8 if dtype == "fp32" else 8 + width)
     if impl == "triton":
         plan = _schedule(N, C, V, dtype, reduction, weight_grad, memory_bytes, gradient_dtype)
         forward = plan.rows * memory_schedule.row_stride(V) * width
-        if plan.way == "rows":
+        if plan.strategy == "rows":
             return forward
-        # The forward's logits lie where the gradients will be; hidden's is added up in fp32.
+        # The forward's logits use the gradients' memory; hidden's gradient is accumulated in fp32.
         wide = BYTES[gradient_dtype or dtype]
         gradients = memory_schedule.gradient_bytes(N, C, V, width, wide, weight_grad)
         least = max(4 * N * C, (4 - width) * N * C + plan.scratch_bytes)
@@ -292,5 +292,5 @@ def scratch_bytes(
     if recomputes(V, reduction):
         return buffers + 4 * N * C  # hidden's gradient, summed over the blocks
     if width == 2 and weight_grad:
-        buffers += V * C * width  # a chunk's part of the gradient, before it is added in fp32
+        buffers += V * C * width  # a chunk's summand of the gradient, before it is added in fp32
     return buffers + rows * (C * width + 24)  # hidden's gradient of a chunk; its labels and losses

@@ -1,10 +1,10 @@
-"""Loss and gradients of any function of the logits, without ever holding [tokens, vocabulary].
+"""Loss and gradients of any function of the logits, without materializing [tokens, vocabulary].
 
     logits_nv = hidden_n · weight_v + bias_v
-    loss_n    = fn(logits_n, what belongs to token n)
+    loss_n    = fn(logits_n, per-token arguments of n)
 
-`fn` is plain torch; its derivative comes from autograd, a chunk of tokens at a time. Cross-entropy has a folder
-of its own (`linear_cross_entropy`), which is faster; `losses.py` here has distillation and a clipped policy loss.
+`fn` is plain torch; its derivative comes from autograd, one chunk of tokens at a time. Cross-entropy has its own
+package (`linear_cross_entropy`), which is faster; `losses.py` here has distillation and a clipped policy loss.
 No recipe uses this package: it is for training loops that users write themselves.
 """
 
@@ -33,7 +33,7 @@ def linear_loss(
     reduction: str = "sum",
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
-    """Σ_n fn(logits_n, …), differentiable in hidden, weight, bias and the tensors by token.
+    """Σ_n fn(logits_n, …), differentiable in hidden, weight, bias and the per-token tensors.
 
     For training loops that users write themselves, with a loss of their own; no recipe uses it.
 
@@ -41,15 +41,15 @@ def linear_loss(
         hidden_NC: Hidden states, in weight's dtype.
         weight_VC: The head. Without `requires_grad` its gradient is not computed.
         fn: `fn(logits_nV, *per_token_n) -> losses_n`, on a chunk of tokens: fp32 logits (fp64 for fp64 inputs)
-            and the same tokens of each tensor by token. It must treat tokens one by one: chunks are cut
-            anywhere. It is called with autograd on, and again in the backward for "none". Tensors it takes from
-            elsewhere are constants; one that wants a gradient is an error, not a missing gradient.
+            and the same tokens of each per-token tensor. It must treat tokens independently: chunk boundaries are
+            arbitrary. It is called with autograd enabled, and again in the backward for "none". Captured tensors are
+            constants; one that requires a gradient raises.
         per_token: Tensors whose first axis is N.
         bias_V: Added to the logits.
         impl: "chunked", or "reference" (the full logits).
-        reduction: "sum", or "none" for each token's (whose backward computes the logits again). Divide as the
-            method asks: by tokens, by sequences.
-        chunk_tokens: Rows of logits held at once; by default `spec.chunk_tokens(N, V)`.
+        reduction: "sum", or "none" for one loss per token (whose backward recomputes the logits). Divide as the method
+            requires: by tokens, by sequences.
+        chunk_tokens: Rows of logits per chunk; by default `spec.chunk_tokens(N, V)`.
 
     Returns:
         fp32, a scalar or [N].
@@ -60,13 +60,15 @@ def linear_loss(
         >>> linear_loss(torch.zeros(3, 4), torch.zeros(8, 4), entropy)  # 3 · log 8
         tensor(6.2383)
     """
-    assert hidden_NC.ndim == 2, f"hidden is [tokens, size], not {tuple(hidden_NC.shape)}"
-    assert weight_VC.ndim == 2, f"weight is [vocabulary, size], not {tuple(weight_VC.shape)}"
+    assert hidden_NC.ndim == 2, f"hidden must be [tokens, size], not {tuple(hidden_NC.shape)}"
+    assert weight_VC.ndim == 2, f"weight must be [vocabulary, size], not {tuple(weight_VC.shape)}"
     assert hidden_NC.shape[1] == weight_VC.shape[1], f"{hidden_NC.shape} against {weight_VC.shape}"
     assert hidden_NC.dtype == weight_VC.dtype, f"hidden is {hidden_NC.dtype}, weight {weight_VC.dtype}"
-    assert reduction in REDUCTIONS, f"reduction is one of {REDUCTIONS}, not {reduction!r}"
+    assert reduction in REDUCTIONS, f"reduction must be one of {REDUCTIONS}, not {reduction!r}"
     for x in per_token:
-        assert x.shape[:1] == hidden_NC.shape[:1], f"{hidden_NC.shape[0]} tokens, one of {tuple(x.shape)}"
+        assert x.shape[:1] == hidden_NC.shape[:1], (
+            f"{hidden_NC.shape[0]} tokens, per-token tensor {tuple(x.shape)}"
+        )
     if impl == "chunked":
         from trimtab.kernels.linear_loss.impl_chunked import chunked
 
@@ -78,4 +80,4 @@ def linear_loss(
     else:
         from trimtab.facts.errors import ModelError
 
-        raise ModelError(f"there is no linear loss called {impl!r}", f"use one of {', '.join(IMPLS)}")
+        raise ModelError(f"unknown linear loss implementation {impl!r}", f"use one of {', '.join(IMPLS)}")

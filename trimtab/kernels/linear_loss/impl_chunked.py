@@ -1,7 +1,7 @@
-"""A chunk of tokens at a time: logits by a product, the function and its derivative by autograd, two products more.
+"""One chunk of tokens at a time: logits by a product, the function and its derivative by autograd, two more products.
 
 "sum" computes the gradients with the loss; its backward scales them. "none", whose upstream gradients are not known
-then, computes logits and function once more in the backward.
+in the forward, recomputes logits and function in the backward.
 """
 
 # N tokens, n tokens of a chunk, C hidden size, V vocabulary
@@ -66,19 +66,19 @@ def _losses(
     with torch.no_grad():
         for part in _parts(hidden_NC.shape[0], rows):
             logits_nV = _logits(hidden_NC[part], weight_VC, bias_V)
-            out_N[part] = _checked(fn(logits_nV, *(x[part] for x in per_token)), logits_nV)
+            out_N[part] = _check_losses(fn(logits_nV, *(x[part] for x in per_token)), logits_nV)
     return out_N
 
 
-def _checked(losses_n: torch.Tensor, logits_nV: torch.Tensor) -> torch.Tensor:
+def _check_losses(losses_n: torch.Tensor, logits_nV: torch.Tensor) -> torch.Tensor:
     assert losses_n.shape == logits_nV.shape[:1], (
-        f"the function gave {tuple(losses_n.shape)} for {logits_nV.shape[0]} tokens; it must give one loss a token"
+        f"fn returned {tuple(losses_n.shape)} for {logits_nV.shape[0]} tokens; it must return one loss per token"
     )
     return losses_n
 
 
-def _refuse_strangers(losses_n: torch.Tensor, ours: list[torch.Tensor]) -> None:
-    """A tensor that the function took from elsewhere and that wants a gradient would silently get none."""
+def _check_captured(losses_n: torch.Tensor, ours: list[torch.Tensor]) -> None:
+    """Raises if the function captured a tensor that requires a gradient, which would silently get none."""
     known, seen, nodes = {id(x) for x in ours}, set(), [losses_n.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -88,14 +88,14 @@ def _refuse_strangers(losses_n: torch.Tensor, ours: list[torch.Tensor]) -> None:
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in known:
             raise ModelError(
-                f"the function uses a tensor of shape {tuple(leaf.shape)} that wants a gradient and is no argument",
-                "detach() it if it is a constant, or pass it by token",
+                f"fn captures a tensor of shape {tuple(leaf.shape)} that requires a gradient",
+                "detach() it if it is a constant, or pass it per token",
             )
         nodes += [following for following, _ in node.next_functions]
 
 
 class _Gradients:
-    """Sums over the chunks: of weight and bias in fp32, of hidden and of tensors by token as rows."""
+    """Gradients accumulated over chunks: of weight and bias in fp32, of hidden and per-token tensors as rows."""
 
     def __init__(self, wanted: tuple[bool, ...], inputs: tuple[torch.Tensor | None, ...]) -> None:
         hidden_NC = inputs[0]
@@ -107,7 +107,7 @@ class _Gradients:
                 self.out[i] = torch.zeros_like(x, dtype=wide if i in (1, 2) else x.dtype)
 
     def add(self, fn: Function, part: slice, upstream_n: torch.Tensor | None, first: bool) -> torch.Tensor:
-        """The chunk's losses; its gradients are added."""
+        """Returns the chunk's losses and accumulates its gradients."""
         hidden_NC, weight_VC, bias_V, *per_token = self.inputs
         assert hidden_NC is not None
         assert weight_VC is not None
@@ -117,18 +117,18 @@ class _Gradients:
         leaves = [logits_nV.requires_grad_()]
         leaves += [x.requires_grad_() for x, want in zip(given, self.wanted[3:], strict=True) if want]
         with torch.enable_grad():
-            losses_n = _checked(fn(logits_nV, *given), logits_nV)
+            losses_n = _check_losses(fn(logits_nV, *given), logits_nV)
         if not losses_n.requires_grad:
             return losses_n
         if first:
-            _refuse_strangers(losses_n, leaves)
+            _check_captured(losses_n, leaves)
         upstream_n = torch.ones_like(losses_n) if upstream_n is None else upstream_n.to(losses_n.dtype)
         found: list[torch.Tensor | None] = []
         found += torch.autograd.grad(losses_n, leaves, upstream_n, allow_unused=True)
-        self._spread(found, part)
+        self._accumulate(found, part)
         return losses_n.detach()
 
-    def _spread(self, found: list[torch.Tensor | None], part: slice) -> None:
+    def _accumulate(self, found: list[torch.Tensor | None], part: slice) -> None:
         hidden_NC, weight_VC, *_ = self.inputs
         assert hidden_NC is not None
         assert weight_VC is not None
@@ -152,7 +152,7 @@ class _Gradients:
 
 
 class _Summed(torch.autograd.Function):
-    """Σ losses, its gradients computed with it."""
+    """Σ losses, with gradients computed in the forward."""
 
     @staticmethod
     def forward(
@@ -170,7 +170,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[Any, ...]:
-        # Never in place: the same graph may be walked again (retain_graph).
+        # Never in place: backward may run again on the same graph (retain_graph).
         found = [None if x is None else (x * upstream[0]).to(x.dtype) for x in ctx.saved_tensors]
         if found[1] is not None:
             found[1] = found[1].to(ctx.kind)
@@ -178,7 +178,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """Each token's loss; the backward computes logits and function again."""
+    """Loss per token; the backward recomputes logits and function."""
 
     @staticmethod
     def forward(ctx: Any, fn: Function, rows: int, kind: torch.dtype, *inputs: torch.Tensor) -> torch.Tensor:

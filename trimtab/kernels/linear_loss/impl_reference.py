@@ -1,4 +1,4 @@
-"""The function of all logits at once, left to autograd."""
+"""The function of all logits at once, differentiated by autograd."""
 
 # N tokens, C hidden size, V vocabulary
 

@@ -1,4 +1,4 @@
-"""Losses on the general form: distillation from a teacher, and the clipped policy loss of GRPO and PPO.
+"""Losses built on `linear_loss`: distillation from a teacher, and the clipped policy loss of GRPO and PPO.
 
 For training loops that users write themselves; no recipe uses them.
 """
@@ -28,18 +28,18 @@ def distillation_loss(
     token_weights_N: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Σ_n T² · KL between teacher and student, whose softmaxes are taken at temperature T.
+    """Σ_n T² · KL between teacher and student, with both softmaxes at temperature T.
 
-    forward: KL(teacher ‖ student) = Σ_v p · (log p − log q)        the student covers what the teacher may say
-    reverse: KL(student ‖ teacher) = Σ_v q · (log q − log p)        the student says only what the teacher may
+    forward: KL(teacher ‖ student) = Σ_v p · (log p − log q)        mode-covering
+    reverse: KL(student ‖ teacher) = Σ_v q · (log q − log p)        mode-seeking
 
-    T² keeps gradients as large as at T = 1.
+    T² keeps the gradients' magnitude as at T = 1.
 
     Args:
-        teacher_hidden_ND, teacher_weight_VD: The teacher's last hidden states and head: its logits exist for one
+        teacher_hidden_ND, teacher_weight_VD: The teacher's last hidden states and head: its logits are computed for one
             chunk at a time too. Constants: the teacher gets no gradient.
-        teacher_logits_NV: Instead of both, logits that are there already.
-        token_weights_N: Factors of the tokens, 0 for one that does not count.
+        teacher_logits_NV: The teacher's logits, instead of both.
+        token_weights_N: Weights per token; 0 excludes a token.
         options: `bias_V`, `impl`, `reduction`, `chunk_tokens` of `linear_loss`.
 
     Example:
@@ -47,10 +47,10 @@ def distillation_loss(
         >>> distillation_loss(hidden, head, teacher_logits_NV=torch.zeros(2, 8))
         tensor(0.)
     """
-    assert direction in DIRECTIONS, f"direction is one of {DIRECTIONS}, not {direction!r}"
+    assert direction in DIRECTIONS, f"direction must be one of {DIRECTIONS}, not {direction!r}"
     from_states = teacher_hidden_ND is not None and teacher_weight_VD is not None
     assert from_states != (teacher_logits_NV is not None), (
-        "give the teacher's hidden states and weight, or its logits"
+        "pass the teacher's hidden states and weight, or its logits"
     )
     teacher_ND = teacher_hidden_ND if from_states else teacher_logits_NV
     assert teacher_ND is not None
@@ -85,7 +85,7 @@ def policy_loss(
     token_weights_N: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Σ_n of the clipped policy-gradient loss (GRPO, PPO), with an optional penalty for leaving a reference.
+    """Σ_n of the clipped policy-gradient loss (GRPO, PPO), with an optional KL penalty relative to a reference model.
 
     r_n = exp(log π(action) − log π_old(action))
     loss_n = −min(r_n · A_n, clamp(r_n, 1 − clip, 1 + clip_high) · A_n) + β · (e^δ − δ − 1),  δ = log π_ref − log π
@@ -93,11 +93,11 @@ def policy_loss(
     Args:
         actions_N: The sampled token ids.
         advantages_N: A_n: in GRPO the group-normalized reward of the token's sequence.
-        old_logp_N: Log-probabilities under the policy that sampled; by default this one's own (r = 1, on-policy).
-        reference_logp_N: Under the reference model; needed where `kl_coefficient` (β) is not 0.
-        clip, clip_high: How far r may leave 1; the upper one is `clip` unless given.
-        temperature: The one that was sampled with.
-        token_weights_N: Factors of the tokens: 0 for prompts, 1 / length for a mean by sequence.
+        old_logp_N: Log-probabilities under the policy that sampled; by default the current policy's (r = 1, on-policy).
+        reference_logp_N: Log-probabilities under the reference model; required where `kl_coefficient` (β) is not 0.
+        clip, clip_high: Clipping range of r below and above 1; `clip_high` is `clip` by default.
+        temperature: The sampling temperature.
+        token_weights_N: Weights per token: 0 for prompts, 1 / length for a mean per sequence.
         options: `bias_V`, `impl`, `reduction`, `chunk_tokens` of `linear_loss`.
 
     Example:
@@ -105,7 +105,7 @@ def policy_loss(
         >>> policy_loss(hidden, head, torch.tensor([1, 5]), torch.tensor([1.0, -3.0]))  # −1 + 3
         tensor(2.)
     """
-    assert kl_coefficient == 0 or reference_logp_N is not None, "a KL penalty needs reference_logp_N"
+    assert kl_coefficient == 0 or reference_logp_N is not None, "kl_coefficient requires reference_logp_N"
     high = clip if clip_high is None else clip_high
     by_token = {
         "old": old_logp_N,

@@ -1,4 +1,4 @@
-"""What the general loss is called, is tested on, and costs. No torch at import."""
+"""Implementations, test cases and costs of the general loss. Does not import torch."""
 
 # N tokens, C hidden size, V vocabulary
 
@@ -16,12 +16,12 @@ IMPLS = ("reference", "chunked")
 REDUCTIONS = ("sum", "none")
 CHUNK_BYTES = 64 * 2**20
 FUNCTION_BUFFERS = 4
-"""fp32 copies of a chunk's logits that a function of them and its derivative take: KL between two softmaxes
-holds four at its peak."""
+"""fp32 copies of a chunk's logits that a function and its derivative allocate: KL between two softmaxes
+peaks at four."""
 
 
 def chunk_tokens(N: int, V: int) -> int:
-    """Rows of logits held at once: 64 MiB in fp32, at least 16 rows.
+    """Rows of logits per chunk: 64 MiB in fp32, at least 16 rows.
 
     Example:
         >>> chunk_tokens(4096, 151_936), chunk_tokens(100, 50)
@@ -32,7 +32,7 @@ def chunk_tokens(N: int, V: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """One shape to be right on."""
+    """A shape that is tested."""
 
     name: str
     N: int
@@ -56,7 +56,7 @@ CASES = (
 def make_inputs(
     case: Case, dtype: str, device: str = "cpu", seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(hidden_NC, weight_VC, bias_V or None, labels_N), the same numbers for every dtype and device."""
+    """Returns (hidden_NC, weight_VC, bias_V or None, labels_N), the same values for every dtype and device."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -72,19 +72,19 @@ def make_inputs(
 
 
 def flops(N: int, C: int, V: int, *, reduction: str = "sum", weight_grad: bool = True) -> int:
-    """Products alone; losses by token compute the logits again in the backward."""
+    """FLOPs of the products; reduction "none" recomputes the logits in the backward."""
     return (2 + int(weight_grad) + int(reduction == "none")) * 2 * N * C * V
 
 
 def bytes_moved(N: int, C: int, V: int, dtype: str) -> int:
-    """The least: hidden and weight once, their gradients once."""
+    """Lower bound: hidden and weight read once, their gradients written once."""
     return 2 * (N * C + V * C) * BYTES[dtype]
 
 
 def saved_bytes(
     impl: str, N: int, C: int, V: int, dtype: str, *, reduction: str = "sum", weight_grad: bool = True
 ) -> int:
-    """Bytes kept from forward to backward beyond hidden and weight; the reference's depend on the function."""
+    """Bytes saved for the backward in addition to hidden and weight; the reference's depend on the function."""
     if impl == "reference":
         return 4 * N * V * (FUNCTION_BUFFERS - 1)
     if reduction == "none":
@@ -95,7 +95,7 @@ def saved_bytes(
 def scratch_bytes(
     impl: str, N: int, C: int, V: int, dtype: str, *, reduction: str = "sum", weight_grad: bool = True
 ) -> int:
-    """Bytes held for a moment beyond what is saved and the gradients."""
+    """Peak temporary bytes in addition to saved tensors and gradients."""
     rows = N if impl == "reference" else chunk_tokens(N, V)
     logits = rows * V * (4 * FUNCTION_BUFFERS + BYTES[dtype])
     added = 4 * V * C if weight_grad and reduction == "none" and impl == "chunked" else 0

@@ -1,12 +1,12 @@
-"""NF4, the 4-bit code of QLoRA, bit for bit as bitsandbytes writes and reads it.
+"""NF4, the 4-bit format of QLoRA, bitwise compatible with bitsandbytes.
 
-A tensor is flattened and cut into blocks. A block keeps its largest magnitude s = max |w|, and each value the
+A tensor is flattened and split into blocks. A block stores its largest magnitude s = max |w|, and each value the
 index c of the table entry nearest to w / s, so that
 
     w ≈ TABLE[c] · s
 
-Double quantization stores the scales in 8 bits as well, around their mean: s ≈ MAP[a] · t + mean(s) with one t for
-256 of them. That is 4.13 bits a value at blocks of 64.
+Double quantization stores the scales in 8 bits as well, centered on their mean: s ≈ MAP[a] · t + mean(s) with one t per
+256 scales. That is 4.13 bits per value with blocks of 64.
 """
 
 # M rows of x, N output features, K input features
@@ -32,12 +32,12 @@ def __getattr__(name: str) -> Any:
 
 
 def resolve_impl(impl: str, tensor: torch.Tensor) -> str:
-    """Resolves "auto" to an implementation, and refuses unknown names.
+    """Resolves "auto" to an implementation, and raises for unknown names.
 
-    "auto" is Triton where it runs on the tensor's device and torch elsewhere: both give the same bits.
+    "auto" is Triton where it runs on the tensor's device and torch elsewhere: both are bitwise identical.
     """
     if impl == "auto":
-        from trimtab.kernels.triton_here import runs_triton
+        from trimtab.kernels.triton_support import runs_triton
 
         return "triton" if runs_triton(tensor.device) else "reference"
     if impl not in ("reference", "triton"):
@@ -57,14 +57,14 @@ def quantize(
     """Quantizes a tensor of any shape in fp32, fp16 or bf16.
 
     Args:
-        weight: any shape; not contiguous is copied.
+        weight: any shape; copied if not contiguous.
         block: values that share a scale: 32, 64, … 4096.
-        double: scales in 8 bits, in blocks of 256.
-        check: raise if a value is NaN or infinite. This waits for the device once; for many tensors pass False
+        double: quantize the scales to 8 bits, in blocks of 256.
+        check: raise if a value is NaN or infinite. Synchronizes with the device once; for many tensors pass False
             and call `check_finite` on all of them at the end.
-        zero_code: the code of a block of zeros only. bitsandbytes' CUDA library writes 0, which is −1 times a scale
-            of zero; with double quantization the scale comes back as nearly zero, and the zeros with it. 7 gives
-            exact zeros, is as readable, and what bitsandbytes writes on a CPU.
+        zero_code: the code of blocks that contain only zeros. bitsandbytes' CUDA library writes 0, which is −1 times a
+            scale of zero; with double quantization the scale dequantizes to nearly zero, and the zeros with it. 7 gives
+            exact zeros, can be read by bitsandbytes, and is what it writes on a CPU.
         impl: auto, reference or triton.
 
     Example:
@@ -86,10 +86,10 @@ def dequantize(
     out: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """The tensor back, in `dtype` (that of the original unless given): computed in fp32, rounded once.
+    """Dequantizes to `dtype` (the original's by default): computed in fp32, rounded once.
 
-    `transposed` swaps the last two dimensions and gives a contiguous result, as backward passes want it. `out`, a
-    contiguous tensor of the result's shape, is written to instead of new memory, in its own dtype, and returned.
+    `transposed` swaps the last two dimensions and returns a contiguous result, as backward passes need it. `out`, a
+    contiguous tensor of the result's shape, is written in its own dtype instead of allocating, and returned.
 
     Example:
         >>> import torch
@@ -105,11 +105,11 @@ def dequantize(
 def matmul(x_MK: torch.Tensor, weight: NF4Weight, *, impl: str = "auto") -> torch.Tensor:
     """x · Wᵀ with a frozen weight [N, K] in NF4: [..., K] → [..., N] in x's dtype; differentiable in x.
 
-    The weight is dequantized to x's dtype, as a plain product would see it. For one or two rows the Triton version
-    does so inside the product, without the dequantized weight in memory; for more it is dequantized first.
+    The weight is dequantized to x's dtype before the product. For one or two rows the Triton version does so inside
+    the product, without the dequantized weight in memory; for more it is dequantized first.
 
     For layers that users write themselves. trimtab's own (`trimtab.adapt.QuantizedLinear`) call the same kernels
-    through operators whose dequantized weights share a workspace.
+    through operators that share one workspace for dequantized weights.
 
     Example:
         >>> import torch

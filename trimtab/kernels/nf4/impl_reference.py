@@ -1,12 +1,12 @@
-"""NF4 in torch, to be read: what the kernels must equal bit for bit.
+"""NF4 in torch: the definition that the kernels must equal bit for bit.
 
-The one difference that remains on a GPU: bitsandbytes (and the Triton version with it) takes a block's
+One difference remains on a GPU: bitsandbytes (and so the Triton version) takes a block's
 reciprocal from the hardware's approximation, which may be an ulp off. Scaled values that then cross a threshold
 get the neighbouring code: never for bf16 (no quotient of two bf16 numbers comes within 9 ulp of a threshold),
 about one in 10⁷ for fp32.
 """
 
-# N values, B values a block, K blocks, J blocks of scales
+# N values, B values per block, K blocks, J blocks of scales
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ import torch
 
 from trimtab.kernels.nf4 import spec
 
-CHUNK = 1 << 22  # values whose fp32 copies and indices exist at once: 50 MB
-CACHED = 1 << 18  # the same where little is computed and a CPU's cache decides
+CHUNK = 1 << 22  # values per chunk: 50 MB of fp32 copies and indices
+CACHED = 1 << 18  # the same for cheap loops, where a CPU's cache size matters
 
 
 def flushed(value: torch.Tensor) -> torch.Tensor:
-    """Subnormal fp32 numbers become zeros of their sign, as in code compiled with fast math."""
+    """Flushes subnormal fp32 values to zeros of their sign, as in code compiled with fast math."""
     return torch.where(value.abs() < spec.SMALLEST_NORMAL, value * 0.0, value)
 
 
 def reciprocal(absmax_K: torch.Tensor) -> torch.Tensor:
-    """1 / absmax [K], subnormal ones flushed."""
+    """1 / absmax [K], with subnormals flushed to zero."""
     return flushed(absmax_K.reciprocal())
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a · b where subnormal factors count as zeros and subnormal results become zeros."""
+    """a · b with subnormal factors and results flushed to zero."""
     return flushed(flushed(a) * flushed(b))
 
 
 def quantize_blocks(
     weight: torch.Tensor, block: int, zero_code: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Any shape → codes uint8 [⌈N/2⌉], absmax fp32 [K]."""
+    """Quantizes any shape to codes uint8 [⌈N/2⌉], absmax fp32 [K]."""
     flat_N = weight.reshape(-1)
     count = flat_N.numel()
     blocks = spec.num_blocks(count, block)
@@ -49,7 +49,7 @@ def quantize_blocks(
         size = values.numel()
         values_KB = torch.nn.functional.pad(values, (0, -size % block)).view(-1, block)
         largest_K = flushed(values_KB.abs().amax(1))
-        # a subnormal product needs no flushing: it lies between the same thresholds as 0
+        # a subnormal product needs no flushing: it is between the same thresholds as 0
         scaled_KB = flushed(values_KB) * reciprocal(largest_K).unsqueeze(1)
         codes_KB = torch.bucketize(scaled_KB, thresholds, out_int32=True).to(torch.uint8)
         codes_KB[largest_K == 0] = zero_code
@@ -64,10 +64,10 @@ def quantize_blocks(
 def quantize_scales(
     absmax_K: torch.Tensor, offset: torch.Tensor, nested_quant_map: torch.Tensor, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales fp32 [K] less their mean → uint8 [K] codes of the 8-bit map, fp32 [J].
+    """Quantizes scales fp32 [K] minus their mean to uint8 [K] codes of the 8-bit map, with scales fp32 [J].
 
     The nearest value, found as bitsandbytes finds it: e is the even index whose odd neighbours enclose x, then
-    e − 1, e or e + 1. So a tie stays at e. What is no number (a mean that overflowed) is above nothing: code 0.
+    e − 1, e or e + 1. So a tie stays at e. NaN (a mean that overflowed) is above nothing: code 0.
     """
     shifted_K = absmax_K - offset
     count = shifted_K.numel()
@@ -94,7 +94,7 @@ def scales(
     nested_block: int,
     first_block: int = 0,
 ) -> torch.Tensor:
-    """The fp32 scale of every block. With `first_block`, `absmax_K` are those from that block on, and the nested scales
+    """The fp32 scale of every block. With `first_block`, `absmax_K` starts at that block, and the nested scales
     are those of the whole tensor."""
     if nested_absmax_J is None:
         return absmax_K
@@ -122,10 +122,10 @@ def dequantize(
     out: torch.Tensor | None = None,
     first_block: int = 0,
 ) -> torch.Tensor:
-    """→ `shape` in `dtype`; transposed: the last two dimensions swapped, contiguous. Rounded once, from fp32.
+    """Dequantizes to `shape` in `dtype`; with `transposed` the last two dimensions swapped. Rounded once, from fp32.
 
-    With `out` the values are written there, and it is returned. Codes and scales may have any contiguous shape. Those
-    of a slice begin with `first_block` of the whole tensor, whose nested scales are given whole.
+    With `out` the values are written there, and it is returned. Codes and scales may have any contiguous shape. A
+    slice's begin with block `first_block` of the whole tensor, whose nested scales are passed in full.
     """
     codes, absmax_K = codes.view(-1), absmax_K.view(-1)
     scale_K = scales(absmax_K, nested_absmax_J, nested_quant_map, offset, nested_block, first_block)
@@ -134,7 +134,7 @@ def dequantize(
         count *= size
     straight = out is not None and not transposed
     out_N = out.view(-1) if out is not None and straight else codes.new_empty(count, dtype=dtype)
-    # A byte's two values at once: a third of the time that shifting and masking takes on a CPU.
+    # Looks up a byte's two values at once: a third of the time of shifting and masking on a CPU.
     pair_256_2 = torch.stack((quant_map.repeat_interleave(16), quant_map.repeat(16)), 1)
     for start in range(0, count, CACHED):
         stop = min(start + CACHED, count)

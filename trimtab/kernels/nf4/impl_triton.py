@@ -1,8 +1,8 @@
 """NF4 in Triton: one launch to quantize, one to dequantize (nested scales are decoded in the same kernel).
 
-Bit for bit what bitsandbytes' CUDA library computes, so its arithmetic is kept: a reciprocal from the hardware's
+Bitwise identical to bitsandbytes' CUDA library, so its arithmetic is reproduced: a reciprocal from the hardware's
 approximation, products that flush subnormals, and no fusion of the scale's product with the offset's sum.
-`ON_GPU` is False in Triton's interpreter, which has no PTX: there the same is said with plain operations.
+`ON_GPU` is False in Triton's interpreter, which has no PTX: there plain operations compute the same.
 """
 
 # N values, W 32-bit words of eight codes, K blocks
@@ -23,24 +23,24 @@ SMALLEST_NORMAL = tl.constexpr(spec.SMALLEST_NORMAL)
 
 
 TURNED = 64
-"""Rows and columns of a tile that is written transposed."""
+"""Rows and columns of a tile of the transposing kernel."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a kernel is cut up: values a program, warps."""
+    """Launch configuration: values per program, warps."""
 
     tile: int
     num_warps: int
 
 
 def dequantize_configuration() -> Configuration:
-    """Eight values (one word) a thread and step, two steps whose loads are in flight together."""
+    """Eight values (one word) per thread and step, two steps whose loads are in flight together."""
     return Configuration(2048, 4)
 
 
 def quantize_configuration(block: int) -> Configuration:
-    """32 values a thread. One warp where a block allows it: four that wait for each other take 18 % longer."""
+    """32 values per thread. One warp where a block allows it: four that synchronize take 18 % longer."""
     tile = max(block, 1024)
     return Configuration(tile, tile // 1024)
 
@@ -78,13 +78,13 @@ def _maximum(a, b):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def largest_magnitude(value, axis: tl.constexpr):  # type: ignore[no-untyped-def]
-    """max |value| along an axis; NaN wins, so that a bad weight can be told later; subnormals count as zero."""
+    """max |value| along an axis; NaN propagates, so that a later check detects it; subnormals count as zero."""
     return flushed(tl.reduce(tl.abs(value), axis, _maximum))
 
 
 @triton.jit
 def nibbles_of_words(codes_ptr, word, inside):  # type: ignore[no-untyped-def]
-    """The eight codes of each 32-bit word, in order: [W] → int32 [W, 8]. Within a byte the upper is first."""
+    """The eight codes of each 32-bit word, in order: [W] → int32 [W, 8]. Within a byte the upper nibble is first."""
     words = tl.load(codes_ptr + word, mask=inside, other=0)
     shift = (tl.arange(0, 8) ^ 1) * 4
     return (words[:, None] >> shift[None, :]) & 15
@@ -92,14 +92,14 @@ def nibbles_of_words(codes_ptr, word, inside):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def nibbles_at(codes_ptr, position, inside):  # type: ignore[no-untyped-def]
-    """The code of each position, a byte read for each: for counts and rows that are no multiple of eight."""
+    """The code of each position, with one byte load each: for counts and rows that are not a multiple of eight."""
     byte = tl.load(codes_ptr + (position >> 1), mask=inside, other=0).to(tl.int32)
     return (byte >> ((position & 1) ^ 1).to(tl.int32) * 4) & 15
 
 
 @triton.jit
 def looked_up(table, nibbles):  # type: ignore[no-untyped-def]
-    """table[nibbles] through shared memory: 16 words lie in 16 banks, so no two lanes ever collide."""
+    """table[nibbles] through shared memory: 16 words are in 16 banks, so there are no bank conflicts."""
     flat = tl.gather(table, tl.reshape(nibbles, (nibbles.numel,)), 0)
     return tl.reshape(flat, nibbles.shape)
 
@@ -110,13 +110,13 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
     LOG_BLOCK: tl.constexpr, LOG_NESTED: tl.constexpr, NESTED: tl.constexpr, NESTED_START: tl.constexpr,
     TILE: tl.constexpr, EVEN: tl.constexpr, BY_WORD: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """A program writes TILE values, eight a thread and step, from one word a thread and step.
+    """A program writes TILE values, eight per thread and step, from one word each.
 
-    NESTED_START: where in its block of scales the first scale lies; not 0 only for slices of a tensor.
+    NESTED_START: index of the first scale within its block of scales; nonzero only for slices of a tensor.
     """
     WORDS: tl.constexpr = TILE // 8
     start = tl.program_id(0).to(tl.int64) * TILE
-    # said to be scattered: else a thread would load 16 bytes and hand 12 of them to others, through shared memory
+    # declared non-contiguous: else a thread would load 16 bytes and pass 12 of them to others through shared memory
     word = tl.max_contiguous(tl.arange(0, WORDS), 1)
     position = tl.arange(0, WORDS)[:, None] * 8 + tl.arange(0, 8)[None, :]
     left = count - start
@@ -136,7 +136,7 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
         nested = (within + block) >> LOG_NESTED
         nested_scale = tl.load(nested_absmax_ptr + nested_first + nested, mask=inside, other=0.0)
         offset = tl.load(offset_ptr)
-    # its barrier stands between the loads above and the look-up that waits for one of them; without it the
+    # its barrier is between the loads above and the look-up that waits for one of them; without it the
     # compiler issues the loads of codes only after the scales have arrived
     value = looked_up(table, nibbles)
     if NESTED:
@@ -156,10 +156,10 @@ def _dequantize_transposed_kernel(  # type: ignore[no-untyped-def]
     LOG_BLOCK: tl.constexpr, LOG_NESTED: tl.constexpr, NESTED: tl.constexpr, NESTED_START: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, BY_WORD: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """A program turns a tile of R rows and C columns; grid (row tiles, column tiles, matrices).
+    """A program transposes a tile of R rows and C columns; grid (row tiles, column tiles, matrices).
 
-    By word (columns are a multiple of eight, so is every row's first position) a scale is looked up for eight
-    values at once; else for each.
+    By word (columns, and so every row's first position, are a multiple of eight) one scale is looked up per eight
+    values; else one per value.
     """
     EACH: tl.constexpr = 8 if BY_WORD else 1
     row, column = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1) * C + tl.arange(0, C)
@@ -191,10 +191,10 @@ def _dequantize_transposed_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def nearest_code(x, threshold_table, below_table):  # type: ignore[no-untyped-def]
-    """The number of thresholds below x: of 31 bins of [−1, 1] none holds two, so one comparison is left.
+    """The number of thresholds below x: none of 31 bins of [−1, 1] contains two, so one comparison is left.
 
-    The bin is rounded 15 x, from the low bits of a sum that has no room for a fraction. Rounding may put x into
-    a neighbouring bin; thresholds lie far enough from the edges for either to be right.
+    The bin is 15 x rounded, from the low bits of a sum without mantissa bits for a fraction. Rounding may put x into
+    a neighbouring bin; thresholds are far enough from the edges for either to be correct.
     """
     bin = (x * 15.0 + 12582928.0).to(tl.int32, bitcast=True) & 31  # 1.5 · 2²³ + 16
     return looked_up(below_table, bin) + (x > looked_up(threshold_table, bin)).to(tl.int32)
@@ -205,7 +205,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     value_ptr, bins_ptr, codes_ptr, absmax_ptr, count, zero_code,
     BLOCK: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """A program reads TILE values, writes their codes and the largest magnitude of each block."""
+    """A program reads TILE values and writes their codes and the largest magnitude of each block."""
     KS: tl.constexpr = TILE // BLOCK
     start = tl.program_id(0).to(tl.int64) * TILE
     left = count - start
@@ -220,7 +220,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     below_table = tl.load(bins_ptr + 32 + tl.arange(0, 32)).to(tl.int32)
     code = nearest_code(scaled, threshold_table, below_table)
     upper, lower = tl.split(tl.reshape(code, (KS, BLOCK // 2, 2)))
-    # four bytes a thread, made from the eight values it has read
+    # four bytes per thread, from the eight values that it has read
     byte = tl.arange(0, KS)[:, None] * (BLOCK // 2) + tl.max_contiguous(tl.arange(0, BLOCK // 2), 4)[None, :]
     packed = tl.where((absmax == 0.0)[:, None], zero_code * 17, (upper << 4) | lower).to(tl.uint8)
     block = tl.arange(0, KS)
@@ -237,12 +237,12 @@ def _quantize_scales_kernel(  # type: ignore[no-untyped-def]
     absmax_ptr, offset_ptr, map_ptr, codes_ptr, nested_absmax_ptr, count,
     BLOCK: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """A program codes BLOCK scales: a search over the even entries of the map, then one of three neighbours."""
+    """A program quantizes BLOCK scales: a search over the even entries of the map, then one of three neighbours."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     position = tl.arange(0, BLOCK)
     inside = position < count - start
     offset = tl.load(offset_ptr)
-    # past the end 0, as bitsandbytes pads what it has already shifted
+    # 0 past the end: bitsandbytes pads after subtracting the mean
     shifted = tl.where(inside, tl.load(absmax_ptr + start + position, mask=inside, other=0.0) - offset, 0.0)
     largest = largest_magnitude(shifted, 0)
     x = product(shifted, tl.zeros_like(shifted) + reciprocal(largest, ON_GPU), ON_GPU)
@@ -260,7 +260,7 @@ def _quantize_scales_kernel(  # type: ignore[no-untyped-def]
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device; make it the tensor's."""
+    """Makes the tensor's device current: Triton launches on the current device."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return nullcontext()
@@ -269,8 +269,8 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
 def from_block(
     nested_absmax_J: torch.Tensor | None, nested_block: int, first_block: int
 ) -> tuple[torch.Tensor | None, int]:
-    """The nested scales of a slice that begins with `first_block` of its tensor, and where in the first of their blocks
-    it begins. That is 0, for which no other kernel is compiled, wherever a slice begins with a nested block."""
+    """The nested scales of a slice that begins with `first_block` of its tensor, and the slice's start within the first
+    nested block. The start is 0, which needs no other compiled kernel, wherever a slice begins with a nested block."""
     if nested_absmax_J is None or first_block == 0:
         return nested_absmax_J, 0
     return nested_absmax_J[first_block // nested_block :], first_block % nested_block
@@ -352,7 +352,7 @@ def dequantize(
     count = out.numel()
     if not count:
         return out
-    # 32-bit loads of the codes; a tensor that starts at an odd place (a view into a file) is read by bytes
+    # the codes are loaded as 32-bit words; an unaligned tensor (a view into a file) is read by bytes
     by_word = (shape[-2] if transposed else count) % 8 == 0 and codes.data_ptr() % 4 == 0
     packed = codes.view(torch.int32) if by_word else codes
     nested_absmax_J, nested_start = from_block(nested_absmax_J, nested_block, first_block)
@@ -378,9 +378,9 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 def _launch_dequantize(
     grid: tuple[int, int, int], pointers: tuple[Any, ...], count: int, fixed: tuple[Any, ...]
 ) -> None:
-    """Launches the kernel, the compiled one directly from the second time: 9 µs of Python instead of 18.
+    """Launches the kernel; from the second call the compiled one directly: 9 µs of Python instead of 18.
 
-    The key holds all that Triton compiles for: types, alignment, the size of `count`, and the constants.
+    The cache key contains everything that Triton specializes on: types, alignment, the width of `count`, the constants.
     """
     warps = dequantize_configuration().num_warps
     if not fixed[-1]:

@@ -1,4 +1,4 @@
-"""x · Wᵀ for a few rows of x, with W in NF4 and decoded on its way into the product."""
+"""x · Wᵀ for a few rows of x, with the NF4 weight dequantized inside the product."""
 
 # M rows of x, N output features, K input features, W 32-bit words of eight codes
 
@@ -29,7 +29,7 @@ def _row(x_ptr, row: tl.constexpr, x_stride, at_W8, inside_W8):  # type: ignore[
 
 @triton.jit
 def _stored(out_ptr, sum_W8, row: tl.constexpr, n, num_n, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums of N output features, of W words each, to their places in one row of the result."""
+    """Reduces and stores the sums of N output features, W words each, in one row of the result."""
     sum_NW = tl.reshape(tl.sum(sum_W8, 1), (N, sum_W8.shape[0] // N))
     target = out_ptr + row * num_n + n
     tl.store(target, tl.sum(sum_NW, 1).to(out_ptr.dtype.element_ty), mask=n < num_n)
@@ -42,9 +42,9 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     LOG_BLOCK: tl.constexpr, LOG_NESTED: tl.constexpr, NESTED: tl.constexpr, NESTED_START: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """One or two rows of x, N output features: plain multiply-adds on words as the dequantizing kernel has them.
+    """One or two rows of x, N output features: multiply-adds on words in the dequantizing kernel's layout.
 
-    A thread keeps its own sums of eight places until the end. W counts the words of all N features.
+    A thread accumulates its own eight sums until the end. W counts the words of all N features.
     """
     PER_ROW: tl.constexpr = K // 8
     W: tl.constexpr = N * PER_ROW
@@ -70,7 +70,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
             coded_W = tl.load(nested_map_ptr + scale_W.to(tl.int32))
             scale_W = product(coded_W, nested_W, ON_GPU) + tl.load(offset_ptr)
         weight_W8 = product(value_W8, tl.broadcast_to(scale_W[:, None], (W, 8)), ON_GPU)
-        weight_W8 = weight_W8.to(x_W8.dtype).to(tl.float32)  # rounded as a plain product would see it
+        weight_W8 = weight_W8.to(x_W8.dtype).to(tl.float32)  # rounded as a dequantized weight would be
         sum_W8 += weight_W8 * x_W8.to(tl.float32)
         if M == 2:
             x_W8 = _row(x_ptr, 1, x_stride, start + k_W8, start + k_W8 < num_k)

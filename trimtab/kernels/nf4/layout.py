@@ -5,7 +5,7 @@ weight.absmax                           fp32 [K], or uint8 [K] with double quant
 weight.quant_map                        fp32 [16]
 weight.nested_absmax                    fp32 [J]      double quantization only
 weight.nested_quant_map                 fp32 [256]    double quantization only
-weight.quant_state.bitsandbytes__nf4    uint8: JSON text of what is no tensor
+weight.quant_state.bitsandbytes__nf4    uint8: JSON text of the metadata
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from trimtab.kernels.nf4.weight import NF4Weight
 
 STATE = "quant_state.bitsandbytes__nf4"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-JSON_LIMIT = 1 << 16  # a real one has about 150 bytes
+JSON_LIMIT = 1 << 16  # a real one is about 150 bytes
 
 
 def write(weight: NF4Weight, name: str) -> dict[str, torch.Tensor]:
-    """The entries of parameter `name`, in bitsandbytes' order. Reads the offset, so it waits for the device."""
+    """The entries of parameter `name`, in bitsandbytes' order. Reads the offset, so it synchronizes with the device."""
     facts: dict[str, Any] = {
         "quant_type": "nf4",
         "blocksize": weight.block,
@@ -34,7 +34,7 @@ def write(weight: NF4Weight, name: str) -> dict[str, torch.Tensor]:
         "shape": list(weight.shape),
     }
     entries = {name: weight.codes.unsqueeze(1), f"{name}.absmax": weight.absmax}
-    # the tables are shared between weights; safetensors refuses tensors that share memory
+    # the tables are shared between weights; safetensors rejects tensors that share memory
     entries[f"{name}.quant_map"] = weight.quant_map.clone()
     if weight.nested_absmax is not None:
         assert weight.nested_quant_map is not None
@@ -49,21 +49,21 @@ def write(weight: NF4Weight, name: str) -> dict[str, torch.Tensor]:
 
 
 def read(state: Mapping[str, torch.Tensor], name: str) -> NF4Weight:
-    """The parameter `name`; tensors stay where they are. A wrong size, type or table is an error that says so."""
-    facts = read_facts(state, name)
-    codes = _entry(state, name)
-    if codes.dtype != torch.uint8:  # quant_storage: the same bytes, called bf16 or fp32 to travel with others
+    """Reads parameter `name`; tensors stay on their device. Raises `ModelError` for a wrong size, type or table."""
+    facts = read_metadata(state, name)
+    codes = _get_entry(state, name)
+    if codes.dtype != torch.uint8:  # quant_storage: the same bytes stored as bf16 or fp32
         codes = codes.contiguous().view(torch.uint8)
     shape, block = facts["shape"], facts["blocksize"]
     count = 1
     for size in shape:
         count *= size
     blocks = spec.num_blocks(count, block)
-    codes = _checked(name, codes.reshape(-1), torch.uint8, (count + 1) // 2)
+    codes = _check_tensor(name, codes.reshape(-1), torch.uint8, (count + 1) // 2)
     double = f"{name}.nested_absmax" in state
     kind = torch.uint8 if double else torch.float32
-    absmax = _checked(f"{name}.absmax", _entry(state, f"{name}.absmax"), kind, blocks)
-    quant_map = _checked(f"{name}.quant_map", _entry(state, f"{name}.quant_map"), torch.float32, 16)
+    absmax = _check_tensor(f"{name}.absmax", _get_entry(state, f"{name}.absmax"), kind, blocks)
+    quant_map = _check_tensor(f"{name}.quant_map", _get_entry(state, f"{name}.quant_map"), torch.float32, 16)
     if not torch.equal(quant_map.cpu(), torch.tensor(spec.TABLE)):
         raise ModelError(f"{name}.quant_map holds other values than NF4's", "convert it with bitsandbytes")
     dtype = DTYPES[facts["dtype"]]
@@ -72,16 +72,16 @@ def read(state: Mapping[str, torch.Tensor], name: str) -> NF4Weight:
     nested = facts.get("nested_blocksize", spec.NESTED_BLOCK)
     if not isinstance(nested, int) or nested < 2 or nested & (nested - 1):
         raise ModelError(
-            f"{name}.{STATE} has a nested_blocksize of {nested!r}, which is no power of two",
-            "convert it with bitsandbytes again",
+            f"{name}.{STATE} has a nested_blocksize of {nested!r}, which is not a power of two",
+            "convert it again with bitsandbytes",
         )
     offset = facts.get("nested_offset")
     if not isinstance(offset, float | int) or not abs(offset) <= torch.finfo(torch.float32).max:
         raise ModelError(
-            f"{name}.{STATE} has no nested_offset that is a number", "the file is not whole: fetch it again"
+            f"{name}.{STATE} has no numeric nested_offset", "the file is incomplete: fetch it again"
         )
-    scales = _entry(state, f"{name}.nested_absmax")
-    table = _entry(state, f"{name}.nested_quant_map")
+    scales = _get_entry(state, f"{name}.nested_absmax")
+    table = _get_entry(state, f"{name}.nested_quant_map")
     return NF4Weight(
         codes,
         absmax,
@@ -89,41 +89,39 @@ def read(state: Mapping[str, torch.Tensor], name: str) -> NF4Weight:
         tuple(shape),
         dtype,
         block,
-        _checked(f"{name}.nested_absmax", scales, torch.float32, spec.num_blocks(blocks, nested)),
-        _checked(f"{name}.nested_quant_map", table, torch.float32, 256),
+        _check_tensor(f"{name}.nested_absmax", scales, torch.float32, spec.num_blocks(blocks, nested)),
+        _check_tensor(f"{name}.nested_quant_map", table, torch.float32, 256),
         torch.tensor(float(offset), dtype=torch.float32, device=absmax.device),
         nested,
     )
 
 
-def _entry(state: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
+def _get_entry(state: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
     if key not in state:
-        raise ModelError(
-            f"{key} is missing beside the other entries of a 4-bit weight", "fetch the file again"
-        )
+        raise ModelError(f"{key} is missing from the entries of a 4-bit weight", "fetch the file again")
     return state[key]
 
 
-def _checked(key: str, tensor: torch.Tensor, dtype: torch.dtype, count: int) -> torch.Tensor:
+def _check_tensor(key: str, tensor: torch.Tensor, dtype: torch.dtype, count: int) -> torch.Tensor:
     if tensor.dtype != dtype or tensor.numel() != count:
         got = f"{tensor.numel()} of {str(tensor.dtype).removeprefix('torch.')}"
         wanted = f"{count} of {str(dtype).removeprefix('torch.')}"
-        raise ModelError(f"{key} holds {got}, its shape asks for {wanted}", "fetch the file again")
+        raise ModelError(f"{key} has {got}, but its shape requires {wanted}", "fetch the file again")
     return tensor.reshape(-1).contiguous()
 
 
-def read_facts(state: Mapping[str, torch.Tensor], name: str) -> dict[str, Any]:
-    """The JSON text of parameter `name`, with every field that sizes are computed from checked before it is used."""
+def read_metadata(state: Mapping[str, torch.Tensor], name: str) -> dict[str, Any]:
+    """The JSON metadata of parameter `name`; validates every field that sizes are computed from."""
     fp4 = f"{name}.quant_state.bitsandbytes__fp4"
     if fp4 in state:
         raise ModelError(f"{name} is in FP4, not NF4", "quantize it again with quant_type nf4")
-    packed = _entry(state, f"{name}.{STATE}")
+    packed = _get_entry(state, f"{name}.{STATE}")
     if packed.dtype != torch.uint8 or packed.numel() > JSON_LIMIT:
-        raise ModelError(f"{name}.{STATE} is not the text that bitsandbytes writes", "fetch the file again")
+        raise ModelError(f"{name}.{STATE} is not metadata written by bitsandbytes", "fetch the file again")
     try:
         facts = json.loads(bytes(packed.reshape(-1).tolist()))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{name}.{STATE} is no JSON: {error}", "fetch the file again") from error
+        raise ModelError(f"{name}.{STATE} is not valid JSON: {error}", "fetch the file again") from error
     shape = facts.get("shape") if isinstance(facts, dict) else None
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise ModelError(f"{name}.{STATE} has no shape", "fetch the file again")

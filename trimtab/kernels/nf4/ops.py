@@ -1,6 +1,6 @@
-"""NF4's operators as torch knows them (schemas, shapes for tracing, gradients), and what the door calls.
+"""The NF4 torch operators (schemas, fakes, gradients) and the implementation of the public functions.
 
-The Triton versions are operators, so that `torch.compile` and fake tensors see through them; the reference is
+The Triton versions are operators, so that `torch.compile` and fake tensors can trace them; the reference is
 plain torch and needs none.
 """
 
@@ -112,14 +112,14 @@ def _(x: torch.Tensor, *state: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, *state = inputs
     ctx.save_for_backward(*state[:6])
     ctx.rest = state[6:]
 
 
 def _backward(ctx: Any, grad_MN: torch.Tensor) -> Any:
-    """d/dx of x · Wᵀ is grad · W; the weight is dequantized again rather than kept. Frozen: no gradient of it."""
+    """d/dx of x · Wᵀ is grad · W; the weight is dequantized again instead of saved. It is frozen: no gradient."""
     shape, block, nested_block = ctx.rest
     weight_NK = torch.ops.trimtab.nf4_dequantize(
         *ctx.saved_tensors, shape, grad_MN.dtype, block, nested_block, False
@@ -127,16 +127,16 @@ def _backward(ctx: Any, grad_MN: torch.Tensor) -> Any:
     return grad_MN @ weight_NK, *(None,) * 9
 
 
-torch.library.register_autograd("trimtab::nf4_matmul", _backward, setup_context=_save)
+torch.library.register_autograd("trimtab::nf4_matmul", _backward, setup_context=_setup_context)
 
 
 _constants: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
 
 def constants(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The 16 values, the 256 of scales, and the quantizer's bins, made once a device (a copy waits for it).
+    """The 16 values, the 256 of scales, and the quantizer's bins, created once per device (a copy synchronizes).
 
-    For a tensor that is only traced they are made anew: a fake one may not meet real ones, nor be kept.
+    Created anew for a traced tensor: fake tensors may not mix with real ones, nor be cached.
     """
     plain = type(like) is torch.Tensor
     if plain and like.device in _constants:
@@ -153,11 +153,13 @@ def constants(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def quantize(
     weight: torch.Tensor, block: int, double: bool, check: bool, zero_code: int, impl: str
 ) -> NF4Weight:
-    """See the door; `impl` is resolved."""
+    """See `trimtab.kernels.nf4.quantize`; `impl` is resolved."""
     if block not in spec.BLOCKS:
-        raise RecipeError(f"NF4 has no blocks of {block}", f"one of {', '.join(map(str, spec.BLOCKS))}")
+        raise RecipeError(
+            f"NF4 does not support blocks of {block}", f"use one of {', '.join(map(str, spec.BLOCKS))}"
+        )
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise RecipeError(f"NF4 quantizes fp32, fp16 and bf16, not {weight.dtype}", "cast it first")
+        raise RecipeError(f"NF4 quantizes fp32, fp16 and bf16, not {weight.dtype}", "cast the tensor first")
     assert 0 <= zero_code < 16, zero_code
     weight = weight.detach()
     quant_map, nested_map, bins = constants(weight)
@@ -169,7 +171,7 @@ def quantize(
     if not double:
         result = NF4Weight(codes, absmax, quant_map, shape, weight.dtype, block)
     else:
-        # torch's own mean, whose order of summation is part of the bits that bitsandbytes writes
+        # torch's own mean, whose order of summation determines the last bits that bitsandbytes writes
         offset = absmax.mean()
         if impl == "triton":
             scales, nested = torch.ops.trimtab.nf4_quantize_scales(
@@ -220,9 +222,9 @@ def _state(weight: NF4Weight) -> State:
 def dequantize(
     weight: NF4Weight, dtype: torch.dtype, transposed: bool, out: torch.Tensor | None, impl: str
 ) -> torch.Tensor:
-    """See the door; `impl` is resolved."""
+    """See `trimtab.kernels.nf4.dequantize`; `impl` is resolved."""
     if transposed and len(weight.shape) < 2:
-        raise RecipeError(f"a tensor of shape {weight.shape} has no transpose", "ask for it as it is")
+        raise RecipeError(f"a tensor of shape {weight.shape} has no transpose", "omit transposed=True")
     if out is not None:
         check_out(weight, out, transposed)
         rest = (weight.block, weight.nested_block, transposed)
@@ -238,7 +240,7 @@ def dequantize(
 
 
 def check_out(weight: NF4Weight, out: torch.Tensor, transposed: bool) -> None:
-    """That a tensor can take the values: the shape, contiguous, on the weight's device."""
+    """Asserts that `out` has the result's shape, is contiguous, and is on the weight's device."""
     shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2]) if transposed else weight.shape
     assert tuple(out.shape) == shape, (out.shape, shape)
     assert out.is_contiguous(), out.stride()
@@ -246,7 +248,7 @@ def check_out(weight: NF4Weight, out: torch.Tensor, transposed: bool) -> None:
 
 
 def matmul(x_MK: torch.Tensor, weight: NF4Weight, impl: str) -> torch.Tensor:
-    """See the door; `impl` is resolved."""
+    """See `trimtab.kernels.nf4.matmul`; `impl` is resolved."""
     assert weight.shape[1:] == x_MK.shape[-1:], (x_MK.shape, weight.shape)
     if impl == "triton":
         return torch.ops.trimtab.nf4_matmul(x_MK, *_state(weight), weight.block, weight.nested_block)

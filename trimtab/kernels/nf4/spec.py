@@ -1,9 +1,9 @@
-"""What NF4 is, promises and costs; no torch at import.
+"""Tables, test cases and costs of NF4; does not import torch.
 
-The tables are bitsandbytes' own numbers, so that bytes written by either are read by both.
+The tables have bitsandbytes' exact values, so that bytes written by either are read by both.
 """
 
-# N values, B values a block, K = ⌈N/B⌉ blocks
+# N values, B values per block, K = ⌈N/B⌉ blocks
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ THRESHOLDS = (
     0.64278692007064820,
     0.86147838830947880,
 )
-"""The code of x is the number of thresholds below it: a tie goes down. They are the midpoints of neighbours,
+"""The code of x is the number of thresholds below it: a tie rounds down. They are the midpoints of neighbours,
 four of them an ulp off (indices 0, 8, 12, 14): read from the machine code of bitsandbytes' CUDA library, where
 a decimal constant was rounded the other way than the CPU rounds the midpoint."""
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED_BLOCK = 256
 FUSED_ROWS = 2
-"""Rows of x up to which `matmul` dequantizes inside the product."""
+"""Maximum rows of x for which `matmul` dequantizes inside the product."""
 SMALLEST_NORMAL = 2.0**-126
 """bitsandbytes is compiled with subnormals flushed to zero: below this a scale or a result is 0."""
 
@@ -70,16 +70,16 @@ CASES: tuple[tuple[tuple[int, ...], int], ...] = (
     ((2, 5000), 2048),
     ((300, 64), 64),  # more than one nested block
 )
-"""(shape, block) that tests run; past 2³¹ elements only on a GPU."""
+"""(shape, block) of the tests; beyond 2³¹ elements only on a GPU."""
 
 LARGE_CASE: tuple[tuple[int, ...], int] = ((2**16 + 1, 2**15 + 8), 64)
 
 
 def dynamic_map() -> tuple[float, ...]:
-    """The 256 values of the 8-bit code of block scales, ascending ("dynamic" in bitsandbytes): 7 decades,
+    """The 256 values of the 8-bit map of block scales, ascending ("dynamic" in bitsandbytes): 7 decades,
     each with twice as many steps as the one below.
 
-    Made in fp32 with fused products, as torch.linspace makes them on the CPUs that wrote people's files;
+    Computed in fp32 with fused multiply-adds, as torch.linspace does on the CPUs that wrote existing files;
     without the fusion 42 of the values would be off by their last bit.
 
     Example:
@@ -99,7 +99,7 @@ def dynamic_map() -> tuple[float, ...]:
         downward = (np.float64(high) - width * (steps - index)).astype(np.float32)
         edges = np.where(index < (steps + 1) // 2, upward, downward)
         means = (edges[:-1] + edges[1:]) / np.float32(2.0)
-        # the power is rounded to fp32 before the product, as a Python number is when it meets a tensor
+        # the power is rounded to fp32 before the product, as a Python scalar is in an operation with a tensor
         scaled = (np.float32(10.0 ** (decade - 6)) * means).tolist()
         values += scaled + [-value for value in scaled]
     return tuple(sorted(values))
@@ -109,9 +109,9 @@ NUM_BINS = 32
 
 
 def bins() -> tuple[float, ...]:
-    """For each of 32 bins of a scaled value, bin round(15 x) + 16: a threshold, then how many lie below it.
+    """For each of 32 bins of a scaled value, bin round(15 x) + 16: a threshold, then how many are below it.
 
-    A bin is 1/15 wide and the closest thresholds are 0.0805 apart, so none holds two. A bin without one gets the
+    A bin is 1/15 wide and the closest thresholds are 0.0805 apart, so none contains two. A bin without one gets the
     last threshold below it.
 
     Example:
@@ -125,15 +125,15 @@ def bins() -> tuple[float, ...]:
 
 
 def num_blocks(count: int, block: int) -> int:
-    """Blocks of so many values, the last of them perhaps shorter."""
+    """Number of blocks; the last may be shorter."""
     return -(-count // block)
 
 
 def weight_bytes(shape: tuple[int, ...], block: int = 64, double: bool = True) -> int:
-    """Bytes of a quantized weight: half a byte a value, and the scales.
+    """Bytes of a quantized weight: half a byte per value, plus the scales.
 
     Example:
-        >>> weight_bytes((4096, 4096)) / 4096**2  # 0.516 bytes, 4.13 bits a value
+        >>> weight_bytes((4096, 4096)) / 4096**2  # 0.516 bytes, 4.13 bits per value
         0.5159342288970947
     """
     count = math.prod(shape)
@@ -145,14 +145,14 @@ def weight_bytes(shape: tuple[int, ...], block: int = 64, double: bool = True) -
 def dequantize_bytes_moved(
     shape: tuple[int, ...], out_bytes: int = 2, block: int = 64, double: bool = True
 ) -> int:
-    """Each code and scale read once, each value written once."""
+    """Bytes moved by dequantizing: each code and scale read once, each value written once."""
     return weight_bytes(shape, block, double) + out_bytes * math.prod(shape)
 
 
 def quantize_bytes_moved(
     shape: tuple[int, ...], in_bytes: int = 2, block: int = 64, double: bool = True
 ) -> int:
-    """Each value read once, each code written once; double quantization writes and reads fp32 scales too."""
+    """Bytes moved by quantizing: values read, codes written; double quantization also writes and reads fp32 scales."""
     scales = num_blocks(math.prod(shape), block)
     return in_bytes * math.prod(shape) + weight_bytes(shape, block, double) + (12 * scales if double else 0)
 
@@ -160,12 +160,12 @@ def quantize_bytes_moved(
 def matmul_bytes_moved(
     rows: int, shape: tuple[int, int], value_bytes: int = 2, block: int = 64, double: bool = True
 ) -> int:
-    """x [rows, K] · dequantized W [N, K]ᵀ without the dequantized weight in memory."""
+    """Bytes moved by x [rows, K] · W [N, K]ᵀ without the dequantized weight in memory."""
     return weight_bytes(shape, block, double) + rows * value_bytes * sum(shape)
 
 
 def matmul_flops(rows: int, shape: tuple[int, int]) -> int:
-    """Of x [rows, K] · W [N, K]ᵀ."""
+    """FLOPs of x [rows, K] · W [N, K]ᵀ."""
     return 2 * rows * math.prod(shape)
 
 
@@ -174,14 +174,14 @@ SAVED_FOR_BACKWARD = 0
 
 
 def scratch_bytes(shape: tuple[int, int], rows: int, value_bytes: int = 2) -> int:
-    """What `matmul` holds besides arguments and result: the dequantized weight, where rows are many."""
+    """Temporary memory of `matmul`: the dequantized weight, above `FUSED_ROWS` rows."""
     return 0 if rows <= FUSED_ROWS else value_bytes * math.prod(shape)
 
 
 def make_inputs(
     case: tuple[tuple[int, ...], int], *, seed: int = 0, dtype: str = "fp32", device: str = "cpu"
 ) -> Any:
-    """A weight like trained ones (normal, rows of different size), with some exact zeros."""
+    """A weight like trained ones (normal, rows of different magnitude), with some exact zeros."""
     import torch
 
     shape, _ = case

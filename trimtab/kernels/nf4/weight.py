@@ -1,4 +1,4 @@
-"""A tensor in NF4: packed codes, the scale of each block, and what is needed to read them."""
+"""A tensor in NF4: packed codes, the scale of each block, and the metadata to dequantize them."""
 
 # N values, K = ⌈N/block⌉ blocks, J = ⌈K/nested_block⌉ blocks of scales
 
@@ -15,7 +15,7 @@ from trimtab.kernels.nf4 import spec
 
 @dataclass(frozen=True)
 class NF4Weight:
-    """A quantized tensor of `shape`, flattened in row-major order and cut into blocks.
+    """A quantized tensor of `shape`, flattened in row-major order and split into blocks.
 
     Single quantization: `absmax` is fp32 [K], the other scale tensors are None. Double: `absmax` is uint8 [K],
     and block k's scale is nested_quant_map[absmax[k]] · nested_absmax[k // nested_block] + offset.
@@ -34,14 +34,14 @@ class NF4Weight:
     """fp32 [16]: `spec.TABLE` on the weight's device."""
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """Of the tensor that was quantized, and of the one that comes back unless another is asked for."""
+    """The original's dtype, and the default dtype of dequantization."""
     block: int = 64
     nested_absmax: torch.Tensor | None = None
     """fp32 [J]."""
     nested_quant_map: torch.Tensor | None = None
     """fp32 [256]."""
     offset: torch.Tensor | None = None
-    """fp32 []: the mean of all scales, taken off before they are quantized."""
+    """fp32 []: the mean of all scales, subtracted before they are quantized."""
     nested_block: int = spec.NESTED_BLOCK
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class NF4Weight:
 
     @property
     def numel(self) -> int:
-        """Values of the weight."""
+        """Number of values."""
         count = 1
         for size in self.shape:
             count *= size
@@ -75,16 +75,16 @@ class NF4Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Of all its tensors."""
+        """Bytes of all its tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name; None is left out."""
+        """The tensors by name, without those that are None."""
         names = ("codes", "absmax", "quant_map", "nested_absmax", "nested_quant_map", "offset")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def to(self, device: torch.device | str) -> NF4Weight:
-        """The same on another device; bytes stay bytes."""
+        """A copy on another device, bitwise identical."""
         return replace(self, **{name: value.to(device) for name, value in self.tensors().items()})  # type: ignore[arg-type]
 
     def to_bitsandbytes(self, name: str = "weight") -> dict[str, torch.Tensor]:
@@ -102,10 +102,10 @@ class NF4Weight:
 
 
 def check_finite(weights: Mapping[str, NF4Weight]) -> None:
-    """Raises if a tensor held NaN or infinity when it was quantized, or finite values whose scales overflow.
+    """Raises if a tensor contained NaN or infinity when it was quantized, or finite values whose scales overflow.
 
-    One wait for the device, however many. A block's scale is its largest magnitude, NaN included, so the scales tell
-    (and with double quantization their mean alone does).
+    One device synchronization for any number of weights. A block's scale is its largest magnitude, NaN included, so
+    checking the scales (with double quantization their mean alone) is enough.
     """
     if not weights:
         return
@@ -132,7 +132,7 @@ def check_finite(weights: Mapping[str, NF4Weight]) -> None:
 
 
 def _mean_overflowed(weight: NF4Weight) -> bool:
-    """Whether finite scales have an infinite mean: less that mean they are −inf, and NaN only where one is infinite."""
+    """Whether finite scales have an infinite mean: minus it they are −inf, and NaN only where one is infinite."""
     if weight.offset is None or weight.nested_absmax is None:
         return False
     return bool(weight.offset.isposinf()) and not bool(weight.nested_absmax.isnan().any())

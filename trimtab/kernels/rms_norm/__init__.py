@@ -5,12 +5,13 @@ r_n = 1 / sqrt(mean_d h_nd² + eps)
 y_nd = h_nd · r_n · (w_d + offset)                   (fp32 or wider inside, rounded once; offset 1 in Gemma, else 0)
 
 ∂L/∂w_d  = Σ_n g_nd · h_nd · r_n                                                 with g = ∂L/∂y
-∂L/∂h_nd = r_n · (g_nd w_d − h_nd r_n · mean_e(g_ne w_e h_ne r_n)) + ∂L/∂h from outside      (w for w + offset)
+∂L/∂h_nd = r_n · (g_nd w_d − h_nd r_n · mean_e(g_ne w_e h_ne r_n)) + other ∂L/∂h      (w for w + offset)
 
-Where a model norms a branch before it is added (Gemma 2 and 3, OLMo 2): h = residual + norm₁(branch), then norm₂(h).
+Where a model normalizes a branch before the residual addition (Gemma 2 and 3, OLMo 2): h = residual + norm₁(branch),
+then norm₂(h).
 """
 
-# N rows (any leading shape), D numbers in a row
+# N rows (any leading shape), D elements per row
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def rms_norm(
 
         return fused(x, weight_D, eps, offset)
     else:
-        raise _unknown(impl)
+        raise _unknown_impl_error(impl)
 
 
 def add_rms_norm(
@@ -66,10 +67,10 @@ def add_rms_norm(
     offset: float = 0.0,
     impl: str = "reference",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of h, h) with h = x + residual: a block's addition to the stream and the norm that follows it.
+    """Returns (norm of h, h) with h = x + residual: the residual addition and the norm that follows it.
 
     Args:
-        x, residual: […, D], the same shape and dtype; what a layer adds, and the stream it is added to.
+        x, residual: […, D], the same shape and dtype; a layer's output and the residual stream.
         weight_D, eps, offset, impl: As for `rms_norm`.
 
     Example:
@@ -88,7 +89,7 @@ def add_rms_norm(
 
         return fused(x, residual, weight_D, eps, offset)
     else:
-        raise _unknown(impl)
+        raise _unknown_impl_error(impl)
 
 
 def norm_add(
@@ -100,10 +101,10 @@ def norm_add(
     offset: float = 0.0,
     impl: str = "reference",
 ) -> torch.Tensor:
-    """residual + norm(branch): what a layer adds is normed before its addition to the stream.
+    """residual + norm(branch): a branch is normalized before the residual addition.
 
     Args:
-        branch, residual: […, D], the same shape and dtype; what a layer computed, and the stream.
+        branch, residual: […, D], the same shape and dtype; the branch's output and the residual stream.
         weight_D, eps, offset, impl: As for `rms_norm`.
 
     Example:
@@ -122,7 +123,7 @@ def norm_add(
 
         return fused(branch, residual, weight_D, eps, offset)
     else:
-        raise _unknown(impl)
+        raise _unknown_impl_error(impl)
 
 
 def norm_add_norm(
@@ -135,7 +136,7 @@ def norm_add_norm(
     offset: float = 0.0,
     impl: str = "reference",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of h, h) with h = residual + norm(branch): `norm_add` and the norm that follows it.
+    """Returns (norm of h, h) with h = residual + norm(branch): `norm_add` and the norm that follows it.
 
     Args:
         branch, residual: As for `norm_add`.
@@ -160,7 +161,7 @@ def norm_add_norm(
 
         return fused(branch, residual, weight_D, next_weight_D, eps, offset)
     else:
-        raise _unknown(impl)
+        raise _unknown_impl_error(impl)
 
 
 def _check(x: torch.Tensor, weight_D: torch.Tensor) -> None:
@@ -172,7 +173,7 @@ def _check_residual(x: torch.Tensor, residual: torch.Tensor) -> None:
     assert x.dtype == residual.dtype, f"x is {x.dtype}, residual {residual.dtype}"
 
 
-def _unknown(impl: str) -> Exception:
+def _unknown_impl_error(impl: str) -> Exception:
     from trimtab.facts.errors import ModelError
 
-    return ModelError(f"there is no rms norm called {impl!r}", f"use one of {', '.join(IMPLS)}")
+    return ModelError(f"unknown RMSNorm implementation {impl!r}", f"use one of {', '.join(IMPLS)}")

@@ -1,6 +1,6 @@
-"""The norm in torch, as the decoder computes it; autograd has the gradients."""
+"""The norm in torch, as the decoder computes it; autograd computes the gradients."""
 
-# D numbers in a row
+# D elements per row
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
     """See the package."""
-    if offset:  # w + 1 in bf16 would keep 7 bits of it: the sum is taken in fp32
+    if offset:  # w + 1 has 7 bits of mantissa in bf16: the sum is computed in fp32
         wide = torch.promote_types(torch.promote_types(x.dtype, weight_D.dtype), torch.float32)
         weight_D = weight_D.to(wide) + offset
     if x.dtype == weight_D.dtype:

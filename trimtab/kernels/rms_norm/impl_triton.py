@@ -1,10 +1,10 @@
-"""The norm in Triton: a tile of whole rows in registers, each number read once and written once.
+"""The norm in Triton: a tile of whole rows in registers, each element read once and written once.
 
-The backward runs a fixed number of programs; each walks over its tiles, keeps its part of the weight's gradient
-in registers, and writes it once. The parts are added up in a fixed order, so two runs give the same bits.
+The backward runs a fixed number of programs; each loops over its tiles, accumulates its partial sum of the weight's
+gradient in registers and writes it once. The partial sums are reduced in a fixed order, so results are deterministic.
 """
 
-# N rows, D numbers in a row, R rows and C ≥ D columns of a tile, P programs
+# N rows, D elements per row, R rows and C ≥ D columns of a tile, P programs
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ import triton.language as tl
 
 from trimtab.facts.errors import ModelError
 from trimtab.kernels.launching import as_rows, capability_of, check_device, once_differentiable
-from trimtab.kernels.partial_sums import summed
-from trimtab.kernels.rms_norm.spec import WIDEST, backward_configuration, forward_configuration
+from trimtab.kernels.partial_sums import sum_partials
+from trimtab.kernels.rms_norm.spec import MAX_COLUMNS, backward_configuration, forward_configuration
 
 
 @triton.jit
-def _forward_kernel(  # type: ignore[no-untyped-def]
+def _rms_norm_forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, w_ptr, y_ptr, h_ptr, scale_ptr, N, D, stride_x, stride_residual, eps,
     HAS_RESIDUAL: tl.constexpr, OFFSET: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * R + tl.arange(0, R)
     columns = tl.arange(0, C)[None, :]
-    wide = rows.to(tl.int64)[:, None]  # row · stride passes 2³¹ in a large tensor
+    wide = rows.to(tl.int64)[:, None]  # row · stride exceeds 2³¹ in a large tensor
     inside = (rows < N)[:, None] & (columns < D)
     x = tl.load(x_ptr + wide * stride_x + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + wide * stride_residual + columns, mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(h_ptr.dtype.element_ty)
         tl.store(h_ptr + wide * D + columns, rounded, mask=inside)
-        x = rounded.to(tl.float32)  # the norm is of the stream as it is kept
+        x = rounded.to(tl.float32)  # the norm is of the rounded residual stream
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
     w = tl.load(w_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
     if OFFSET != 0:
@@ -44,7 +44,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_kernel(  # type: ignore[no-untyped-def]
+def _rms_norm_backward_kernel(  # type: ignore[no-untyped-def]
     gy_ptr, gh_ptr, h_ptr, w_ptr, scale_ptr, out_ptr, parts_ptr, N, D, P, stride_gy, stride_gh, stride_h,
     HAS_GH: tl.constexpr, WEIGHT_GRAD: tl.constexpr, OFFSET: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -75,17 +75,17 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def check_width(D: int) -> None:
-    """Refuses rows that do not fit the registers of one program."""
-    if D > WIDEST:
+    """Raises for rows that do not fit into the registers of one program."""
+    if D > MAX_COLUMNS:
         raise ModelError(
-            f"the fused norm takes rows of up to {WIDEST:,} numbers, not {D:,}", "use 'reference'"
+            f"the fused norm supports rows of up to {MAX_COLUMNS:,} elements, not {D:,}", "use 'reference'"
         )
 
 
 def _forward(
     x: torch.Tensor, residual: torch.Tensor | None, w_D: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, ...]:
-    check_device(_forward_kernel, x)
+    check_device(_rms_norm_forward_kernel, x)
     x_ND, w_D = as_rows(x), w_D.contiguous()
     residual_ND = None if residual is None else as_rows(residual)
     N, D = x_ND.shape
@@ -95,7 +95,7 @@ def _forward(
     scale_N = torch.empty(N, dtype=torch.float32, device=x.device)
     if N and D:
         chosen = forward_configuration(D, capability_of(x))
-        _forward_kernel[(triton.cdiv(N, chosen.rows),)](
+        _rms_norm_forward_kernel[(triton.cdiv(N, chosen.rows),)](
             x_ND, residual_ND, w_D, y, h, scale_N, N, D, x_ND.stride(0),
             0 if residual_ND is None else residual_ND.stride(0), eps,
             HAS_RESIDUAL=residual is not None, OFFSET=offset, R=chosen.rows, C=chosen.columns, num_warps=chosen.warps,
@@ -116,7 +116,7 @@ def _backward(
     weight_grad: bool,
     offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_device(_backward_kernel, h)
+    check_device(_rms_norm_backward_kernel, h)
     gy_ND, h_ND, w_D = as_rows(gy), as_rows(h), w_D.contiguous()
     gh_ND = None if gh is None else as_rows(gh)
     N, D = h_ND.shape
@@ -126,13 +126,13 @@ def _backward(
     chosen = backward_configuration(D, capability_of(h))
     P = min(chosen.programs, triton.cdiv(N, chosen.rows))
     parts_PD = torch.empty(P if weight_grad else 0, D, dtype=torch.float32, device=h.device)
-    _backward_kernel[(P,)](
+    _rms_norm_backward_kernel[(P,)](
         gy_ND, gh_ND, h_ND, w_D, scale_N, out, parts_PD, N, D, P, gy_ND.stride(0),
         0 if gh_ND is None else gh_ND.stride(0), h_ND.stride(0),
         HAS_GH=gh is not None, WEIGHT_GRAD=weight_grad, OFFSET=offset,
         R=chosen.rows, C=chosen.columns, num_warps=chosen.warps,
     )  # fmt: skip
-    return out, summed(parts_PD, w_D.dtype) if weight_grad else w_D.new_empty(0)
+    return out, sum_partials(parts_PD, w_D.dtype) if weight_grad else w_D.new_empty(0)
 
 
 torch.library.define(
@@ -153,8 +153,8 @@ torch.library.impl("trimtab::rms_norm_backward", ("cpu", "cuda"), _backward)
 
 
 def row_scales(x: torch.Tensor) -> torch.Tensor:
-    """Memory for the scale of each row."""
-    # Not shape.numel(): that would fix a length that torch.compile leaves open.
+    """An empty fp32 tensor for the scale of each row."""
+    # Not shape.numel(): that would specialize a dimension that is dynamic under torch.compile.
     return x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32)
 
 
@@ -173,7 +173,7 @@ def _(gy, gh, h, w, scale, weight_grad, offset=0.0):  # type: ignore[no-untyped-
     return h.new_empty(h.shape), w.new_empty(w.shape if weight_grad else 0)
 
 
-def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, w, _, ctx.offset = inputs
     ctx.save_for_backward(x, w, output[1])
     ctx.set_materialize_grads(False)
@@ -188,7 +188,7 @@ def _differentiate(ctx, gy, _):  # type: ignore[no-untyped-def]
     return out, gw if weight_grad else None, None, None
 
 
-def _keep_sum(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_sum_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     _, _, w, _, ctx.offset = inputs
     ctx.save_for_backward(output[1], w, output[2])
     ctx.set_materialize_grads(False)
@@ -203,8 +203,8 @@ def _differentiate_sum(ctx, gy, gh, _):  # type: ignore[no-untyped-def]
     return out, out, gw if weight_grad else None, None, None
 
 
-torch.library.register_autograd("trimtab::rms_norm", _differentiate, setup_context=_keep)
-torch.library.register_autograd("trimtab::add_rms_norm", _differentiate_sum, setup_context=_keep_sum)
+torch.library.register_autograd("trimtab::rms_norm", _differentiate, setup_context=_setup_context)
+torch.library.register_autograd("trimtab::add_rms_norm", _differentiate_sum, setup_context=_setup_sum_context)
 torch.library.register_autograd("trimtab::rms_norm_backward", once_differentiable)
 
 

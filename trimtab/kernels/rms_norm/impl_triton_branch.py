@@ -1,10 +1,11 @@
-"""The norm of a branch before its addition to the stream, and the norm that follows, in Triton.
+"""The norm of a branch before the residual addition, and the norm that follows, in Triton.
 
-One kernel forward. The backward of norm and addition alone is `rms_norm`'s; with a norm after them, one kernel carries
-the gradient through both norms. Parts of the weights' gradients are added up in a fixed order, as in `impl_triton`.
+One kernel in the forward. The backward of norm and addition alone is `rms_norm`'s; with a norm after them, one kernel
+computes the gradient of both norms. Partial sums of the weights' gradients are reduced in a fixed order, as in
+`impl_triton`.
 """
 
-# N rows, D numbers in a row, R rows and C ≥ D columns of a tile, P programs; 1 the branch's norm, 2 the next one
+# N rows, D elements per row, R rows and C ≥ D columns of a tile, P programs; 1 the branch's norm, 2 the next one
 
 from __future__ import annotations
 
@@ -13,20 +14,20 @@ import triton
 import triton.language as tl
 
 from trimtab.kernels.launching import as_rows, capability_of, check_device, once_differentiable
-from trimtab.kernels.partial_sums import summed
+from trimtab.kernels.partial_sums import sum_partials
 from trimtab.kernels.rms_norm.impl_triton import check_width, row_scales
 from trimtab.kernels.rms_norm.spec import backward_configuration, forward_configuration
 
 
 @triton.jit
-def _forward_kernel(  # type: ignore[no-untyped-def]
+def _rms_norm_branch_forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, w1_ptr, w2_ptr, h_ptr, y_ptr, scale1_ptr, scale2_ptr,
     N, D, stride_x, stride_residual, eps,
     NEXT: tl.constexpr, OFFSET: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * R + tl.arange(0, R)
     columns = tl.arange(0, C)[None, :]
-    wide = rows.to(tl.int64)[:, None]  # row · stride passes 2³¹ in a large tensor
+    wide = rows.to(tl.int64)[:, None]  # row · stride exceeds 2³¹ in a large tensor
     inside = (rows < N)[:, None] & (columns < D)
     x = tl.load(x_ptr + wide * stride_x + columns, mask=inside, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + wide * stride_residual + columns, mask=inside, other=0.0).to(tl.float32)
@@ -36,7 +37,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     tl.store(h_ptr + wide * D + columns, rounded, mask=inside)
     tl.store(scale1_ptr + rows, scale1, mask=rows < N)
     if NEXT:
-        h = rounded.to(tl.float32)  # the norm is of the stream as it is kept
+        h = rounded.to(tl.float32)  # the norm is of the rounded residual stream
         scale2 = tl.rsqrt(tl.sum(h * h, axis=1) / D + eps)
         w2 = tl.load(w2_ptr + columns, mask=columns < D, other=0.0).to(tl.float32) + OFFSET
         tl.store(y_ptr + wide * D + columns, h * scale2[:, None] * w2, mask=inside)
@@ -44,7 +45,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_kernel(  # type: ignore[no-untyped-def]
+def _rms_norm_branch_backward_kernel(  # type: ignore[no-untyped-def]
     gy_ptr, gh_ptr, x_ptr, h_ptr, w1_ptr, w2_ptr, scale1_ptr, scale2_ptr, x_out_ptr, h_out_ptr, parts_ptr,
     N, D, P, stride_gy, stride_gh, stride_x, stride_h,
     HAS_GH: tl.constexpr, WEIGHT_GRAD: tl.constexpr, OFFSET: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -63,7 +64,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         unit *= scale
         if WEIGHT_GRAD:
             sums2 += gy * unit
-        # weights come from the cache for each tile: registers hold both sums instead
+        # weights are read from the cache for each tile: registers hold both partial sums instead
         gy *= tl.load(w2_ptr + columns, mask=columns < D, other=0.0).to(tl.float32) + OFFSET
         g = (gy - unit * (tl.sum(gy * unit, axis=1)[:, None] / D)) * scale
         if HAS_GH:
@@ -91,7 +92,7 @@ def _forward(
     eps: float,
     offset: float,
 ) -> tuple[torch.Tensor, ...]:
-    check_device(_forward_kernel, x)
+    check_device(_rms_norm_branch_forward_kernel, x)
     x_ND, residual_ND, w1_D = as_rows(x), as_rows(residual), w1_D.contiguous()
     N, D = x_ND.shape
     check_width(D)
@@ -101,7 +102,7 @@ def _forward(
     scale2_N = None if w2_D is None else torch.empty_like(scale1_N)
     if N and D:
         chosen = forward_configuration(D, capability_of(x))
-        _forward_kernel[(triton.cdiv(N, chosen.rows),)](
+        _rms_norm_branch_forward_kernel[(triton.cdiv(N, chosen.rows),)](
             x_ND, residual_ND, w1_D, None if w2_D is None else w2_D.contiguous(), h, y, scale1_N, scale2_N,
             N, D, x_ND.stride(0), residual_ND.stride(0), eps,
             NEXT=w2_D is not None, OFFSET=offset, R=chosen.rows, C=chosen.columns, num_warps=chosen.warps,
@@ -138,7 +139,7 @@ def _backward(
     weight_grad: bool,
     offset: float = 0.0,
 ) -> tuple[torch.Tensor, ...]:
-    check_device(_backward_kernel, h)
+    check_device(_rms_norm_branch_backward_kernel, h)
     gy_ND, x_ND, h_ND = as_rows(gy), as_rows(x), as_rows(h)
     gh_ND = None if gh is None else as_rows(gh)
     N, D = h_ND.shape
@@ -149,7 +150,7 @@ def _backward(
     chosen = backward_configuration(D, capability_of(h))
     P = min(chosen.programs, triton.cdiv(N, chosen.rows))
     parts_2PD = torch.empty(2, P if weight_grad else 0, D, dtype=torch.float32, device=h.device)
-    _backward_kernel[(P,)](
+    _rms_norm_branch_backward_kernel[(P,)](
         gy_ND, gh_ND, x_ND, h_ND, w1_D.contiguous(), w2_D.contiguous(), scale1_N, scale2_N,
         x_out, h_out, parts_2PD, N, D, P,
         gy_ND.stride(0), 0 if gh_ND is None else gh_ND.stride(0), x_ND.stride(0), h_ND.stride(0),
@@ -158,7 +159,7 @@ def _backward(
     )  # fmt: skip
     if not weight_grad:
         return x_out, h_out, w1_D.new_empty(0), w2_D.new_empty(0)
-    return x_out, h_out, summed(parts_2PD[0], w1_D.dtype), summed(parts_2PD[1], w2_D.dtype)
+    return x_out, h_out, sum_partials(parts_2PD[0], w1_D.dtype), sum_partials(parts_2PD[1], w2_D.dtype)
 
 
 torch.library.define(
@@ -196,7 +197,7 @@ def _(gy, gh, x, h, w1, w2, scale1, scale2, weight_grad, offset=0.0):  # type: i
     return x.new_empty(x.shape), x.new_empty(x.shape), *weights
 
 
-def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, _, w, _, ctx.offset = inputs
     ctx.save_for_backward(x, w, output[1])
     ctx.set_materialize_grads(False)
@@ -211,7 +212,7 @@ def _differentiate(ctx, gh, _):  # type: ignore[no-untyped-def]
     return gx, gh, gw if weight_grad else None, None, None
 
 
-def _keep_both(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_both_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, _, w1, w2, _, ctx.offset = inputs
     _, h, scale1, scale2 = output
     ctx.save_for_backward(x, h, w1, w2, scale1, scale2)
@@ -226,15 +227,17 @@ def _differentiate_both(ctx, gy, gh, *_):  # type: ignore[no-untyped-def]
         gx, gh, gw1, gw2 = torch.ops.trimtab.norm_add_norm_backward(
             gy, gh, x, h, w1, w2, scale1, scale2, first or second, ctx.offset
         )
-    elif gh is not None:  # nothing came through the norm that follows
+    elif gh is not None:  # the norm that follows has no gradient
         gx, gw1 = torch.ops.trimtab.rms_norm_backward(gh, None, x, w1, scale1, first, ctx.offset)
     else:
         gx = None
     return gx, gh, gw1 if first else None, gw2 if second else None, None, None
 
 
-torch.library.register_autograd("trimtab::norm_add", _differentiate, setup_context=_keep)
-torch.library.register_autograd("trimtab::norm_add_norm", _differentiate_both, setup_context=_keep_both)
+torch.library.register_autograd("trimtab::norm_add", _differentiate, setup_context=_setup_context)
+torch.library.register_autograd(
+    "trimtab::norm_add_norm", _differentiate_both, setup_context=_setup_both_context
+)
 torch.library.register_autograd("trimtab::norm_add_norm_backward", once_differentiable)
 
 

@@ -1,6 +1,6 @@
-"""What the norm is tested on, how it is laid out on a chip, and what it costs; no torch at import."""
+"""Test cases, launch configurations per GPU and costs of the norm; does not import torch."""
 
-# N rows, D numbers in a row
+# N rows, D elements per row
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 
 IMPLS = ("reference", "triton")
 
-WIDEST = 16_384
-"""Numbers in the longest row that fits the registers of one program (Llama 405B's rows have as many)."""
+MAX_COLUMNS = 16_384
+"""Elements of the longest row that fits into the registers of one program (the hidden size of Llama 405B)."""
 
 PROGRAMS = {75: 80, 80: 216, 86: 168, 89: 256, 90: 264, 100: 296, 120: 340}
-"""Programs of the backward by capability: two for each multiprocessor of the largest common card. Each keeps one
-part of the weight's gradient, so the sum's order, and with it the last bits, is fixed for a kind of chip."""
+"""Programs of the backward by compute capability: two per multiprocessor of the largest common card. Each writes one
+partial sum of the weight's gradient, so the order of the reduction, and with it the last bits, is fixed per
+capability."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a kernel is laid out: rows and columns of a tile, warps, programs (of the backward)."""
+    """Launch configuration: rows and columns of a tile, warps, programs (of the backward)."""
 
     rows: int
     columns: int
@@ -33,7 +34,7 @@ class Configuration:
 
 
 def programs(capability: int) -> int:
-    """Of the backward; a chip that is not listed gets those of the one before it.
+    """Number of programs of the backward; an unlisted capability uses the next lower one's.
 
     Example:
         >>> programs(90), programs(87)
@@ -43,7 +44,7 @@ def programs(capability: int) -> int:
 
 
 def forward_configuration(D: int, capability: int) -> Configuration:
-    """A whole number of rows, about 4096 numbers a tile, 32 a thread.
+    """Whole rows, about 4096 elements per tile, 32 per thread.
 
     Example:
         >>> forward_configuration(4096, 90)
@@ -55,7 +56,7 @@ def forward_configuration(D: int, capability: int) -> Configuration:
 
 
 def backward_configuration(D: int, capability: int) -> Configuration:
-    """Three tiles of fp32 (input, gradient, the weight's sums) are held at once: 16 numbers a thread of each.
+    """Three fp32 tiles (input, gradient, the weight's partial sums) are live at once: 16 elements per thread of each.
 
     Example:
         >>> backward_configuration(4096, 90)
@@ -67,8 +68,8 @@ def backward_configuration(D: int, capability: int) -> Configuration:
 
 
 def configurations(capability: int) -> list[tuple[str, Configuration]]:
-    """Every one that is used on a chip: ("forward" or "backward", configuration)."""
-    widths = [1 << power for power in range(4, WIDEST.bit_length())]
+    """All configurations used on a GPU: ("forward" or "backward", configuration)."""
+    widths = [1 << power for power in range(4, MAX_COLUMNS.bit_length())]
     return [("forward", forward_configuration(D, capability)) for D in widths] + [
         ("backward", backward_configuration(D, capability)) for D in widths
     ]
@@ -76,7 +77,7 @@ def configurations(capability: int) -> list[tuple[str, Configuration]]:
 
 @dataclass(frozen=True)
 class Case:
-    """One shape to be right on."""
+    """A shape that is tested."""
 
     name: str
     N: int
@@ -86,9 +87,9 @@ class Case:
     eps: float = 1e-6
     offset: float = 0.0
     branch: bool = False
-    """Whether x is a branch that is normed before its addition (`norm_add`); it always has a residual."""
+    """Whether x is a branch that is normalized before the residual addition (`norm_add`); requires `residual`."""
     next_norm: bool = False
-    """Whether a norm follows a branch's addition (`norm_add_norm`)."""
+    """Whether a norm follows the addition of a branch (`norm_add_norm`)."""
 
 
 CASES = (
@@ -126,21 +127,21 @@ LARGE_CASES = (
     Case("16384x576 residual", N=16_384, D=576, residual=True),
     Case("4096x1024 residual", N=4096, D=1024, residual=True),
     Case("131072x128", N=131_072, D=128),
-    Case("widest", N=300, D=WIDEST),
+    Case("widest", N=300, D=MAX_COLUMNS),
 )
 """For a GPU; all but the last are also timed."""
 LARGE_OFFSET_CASES = (Case("8192x3584 offset, residual", N=8192, D=3584, residual=True, offset=1.0),)
 LARGE_BRANCH_CASES = (
     Case("8192x4096 branch", N=8192, D=4096, residual=True, branch=True),
     Case("8192x3584 branch, next norm, offset", 8192, 3584, True, offset=1.0, branch=True, next_norm=True),
-    Case("widest branch, next norm", N=300, D=WIDEST, residual=True, branch=True, next_norm=True),
+    Case("widest branch, next norm", N=300, D=MAX_COLUMNS, residual=True, branch=True, next_norm=True),
 )
 """For a GPU."""
 
 
 def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tensor]:
     """x, weight (around 1, the offset included) and, where the case has one, residual and next_weight: the same
-    bf16 numbers in every dtype."""
+    bf16 values in every dtype."""
     import torch
 
     generator = torch.Generator(device).manual_seed(seed)
@@ -163,8 +164,8 @@ def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> d
 
 
 def flops(N: int, D: int, *, branch: bool = False, next_norm: bool = False, backward: bool = False) -> int:
-    """Additions and products of a norm: square, sum, scale, weight forward; three times as many backward. And the
-    addition of a branch forward, of its gradient backward where a norm follows."""
+    """Additions and multiplications of a norm: square, sum, scale, weight in the forward; three times as many in the
+    backward. Plus the addition of a branch in the forward, and of its gradient in the backward where a norm follows."""
     norms = 2 if next_norm else 1
     return N * D * (norms * (12 if backward else 4) + (next_norm if backward else branch))
 
@@ -179,7 +180,7 @@ def bytes_moved(
     next_norm: bool = False,
     backward: bool = False,
 ) -> int:
-    """The least: everything read once, everything written once, the fp32 scale of each row and norm.
+    """Lower bound: every tensor read or written once, plus the fp32 scale per row and norm.
 
     Example:
         >>> rows = 8192 * 4096 * 2
@@ -199,11 +200,11 @@ def bytes_moved(
 def saved_bytes(
     N: int, D: int, dtype: str, *, impl: str = "triton", branch: bool = False, next_norm: bool = False
 ) -> int:
-    """Kept for the backward beyond the input (or h) itself: the scale of each row and norm. A branch counts too: nobody
-    else keeps what a projection gave."""
+    """Bytes saved for the backward in addition to the input (or h): the scale per row and norm. A branch counts too: no
+    other operation saves a projection's output."""
     return 4 * N * (2 if next_norm else 1) + (N * D * BYTES[dtype] if branch else 0)
 
 
 def scratch_bytes(N: int, D: int, dtype: str, capability: int = 90, *, next_norm: bool = False) -> int:
-    """The programs' parts of the weights' gradients, in the backward."""
+    """The programs' partial sums of the weights' gradients, in the backward."""
     return 4 * D * programs(capability) * (2 if next_norm else 1)

@@ -1,15 +1,15 @@
-"""Rotary positions for queries and keys in one pass, with the norm of each head before it where a model has one.
+"""RoPE for queries and keys in one pass, fused with query and key norms where a model has them.
 
-    a, b = numbers f and f + R/2 of a head, or 2 f and 2 f + 1 where pairs are interleaved
+    a, b = elements f and f + R/2 of a head, or 2 f and 2 f + 1 where pairs are interleaved
     out  = (a · cos − b · sin,  b · cos + a · sin)   with the cosines and sines of the token's position
 
-The first R of a head's D numbers are rotated, all of them in most models; the rest passes through. With weights, each
-head is normed first: x · (w + offset) / sqrt(mean x² + eps) (query and key norms of Qwen3 and Gemma 3), or all heads of
-a token at once (OLMo 2). The inverse of a rotation is the rotation by the negative angle, so the backward of the plain
-form keeps nothing but cosines and sines.
+The first R of a head's D elements are rotated, all of them in most models; the rest passes through. With weights,
+each head is normalized first: x · (w + offset) / sqrt(mean x² + eps) (query and key norms of Qwen3 and Gemma 3), or
+all heads of a token together (OLMo 2). The inverse of a rotation is the rotation by the negative angle, so the
+backward without norms saves nothing but cosines and sines.
 """
 
-# B batch, T tokens, H query heads, K key heads, D head size, R rotated numbers of a head, F = R / 2 frequencies
+# B batch, T tokens, H query heads, K key heads, D head size, R rotated elements per head, F = R / 2 frequencies
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def rope(
     interleaved: bool = False,
     impl: str = "reference",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys turned to their positions, new tensors of the same shape and dtype.
+    """Applies RoPE to queries and keys; returns new tensors of the same shape and dtype.
 
     Args:
-        q_BTHD, k_BTKD: In one dtype.
-        cos_BTF, sin_BTF: fp32 (or wider) of each token's position; no gradient flows to them.
+        q_BTHD, k_BTKD: Queries and keys, in the same dtype.
+        cos_BTF, sin_BTF: Of each token's position, in fp32 or wider; they get no gradient.
         q_weight_D, k_weight_D: Weights of the norms; both or neither. [D] for a norm over each head, [H·D] and [K·D]
             for one over all heads.
-        eps: Of the norms.
+        eps: Epsilon of the norms.
         offset: Added to the weights in fp32 or wider (1 in Gemma).
-        norm_all_heads: Whether one norm goes over the numbers of all heads (OLMo 2).
-        rotary_dim: R, even; all D numbers of a head if not given.
+        norm_all_heads: Whether one norm is over the elements of all heads of a token (OLMo 2).
+        rotary_dim: R, even; all D elements of a head if not given.
         interleaved: Whether pairs are neighbours (GLM, GPT-J), not R/2 apart.
         impl: "reference" (torch) or "triton".
 
@@ -75,7 +75,7 @@ def rope(
     else:
         from trimtab.facts.errors import ModelError
 
-        raise ModelError(f"there is no rope called {impl!r}", f"use one of {', '.join(IMPLS)}")
+        raise ModelError(f"unknown RoPE implementation {impl!r}", f"use one of {', '.join(IMPLS)}")
 
 
 def _check(
@@ -87,9 +87,9 @@ def _check(
 ) -> None:
     D = q_BTHD.shape[-1]
     R = D if rotary_dim is None else rotary_dim
-    assert D % 2 == 0, f"a head of {D} numbers has no halves"
-    assert R % 2 == 0, f"{R} numbers have no pairs"
-    assert 0 < R <= D, f"{R} of {D} numbers cannot be rotated"
+    assert D % 2 == 0, f"head size {D} is odd"
+    assert R % 2 == 0, f"rotary_dim {R} is odd"
+    assert 0 < R <= D, f"rotary_dim {R} is not within 1…{D}"
     assert q_BTHD.shape[:2] == k_BTKD.shape[:2], f"{tuple(q_BTHD.shape)} against {tuple(k_BTKD.shape)}"
     assert k_BTKD.shape[-1] == D, f"heads of {D} against {k_BTKD.shape[-1]}"
     assert cos_BTF.shape == sin_BTF.shape == (*q_BTHD.shape[:2], R // 2), f"cos is {tuple(cos_BTF.shape)}"
@@ -107,5 +107,5 @@ def _check_weights(
     for x, weight in ((q_BTHD, q_weight), (k_BTKD, k_weight)):
         width = x.shape[2] * x.shape[3] if norm_all_heads else x.shape[3]
         assert weight is None or weight.shape == (width,), (
-            f"weights {tuple(weight.shape)} for {width} numbers"
+            f"weights {tuple(weight.shape)} for {width} elements"
         )

@@ -1,6 +1,6 @@
-"""Rotary positions in torch, as the decoder computes them; autograd has the gradients."""
+"""RoPE in torch, as the decoder computes it; autograd computes the gradients."""
 
-# B batch, T tokens, H query heads, K key heads, D head size, F frequencies, R = 2 F numbers of a head rotated
+# B batch, T tokens, H query heads, K key heads, D head size, F frequencies, R = 2 F rotated elements per head
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from trimtab.kernels.rms_norm import rms_norm
 def rotate(
     x_BTHD: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, interleaved: bool = False
 ) -> torch.Tensor:
-    """x with its pairs rotated by the positions' angles, in the cosines' dtype, rounded once; what lies behind the
-    first R = 2 F numbers of a head passes through."""
+    """Rotates the pairs of x by the positions' angles, in the cosines' dtype, rounded once; elements after the first
+    R = 2 F of a head pass through."""
     cos_BT1F, sin_BT1F = cos_BTF[:, :, None], sin_BTF[:, :, None]
     R = 2 * cos_BTF.shape[-1]
     is_partial = x_BTHD.shape[-1] > R
     x_BTHR = (x_BTHD[..., :R] if is_partial else x_BTHD).to(cos_BTF.dtype)
     a_BTHF, b_BTHF = (x_BTHR[..., 0::2], x_BTHR[..., 1::2]) if interleaved else x_BTHR.chunk(2, dim=-1)
-    # Not named, so that the halves are freed before the result is cast: the plan counts on it.
+    # Unnamed, so that the halves are freed before the result is cast: the memory plan relies on it.
     if interleaved:
-        out_BTHR = torch.stack(_rotated(a_BTHF, b_BTHF, cos_BT1F, sin_BT1F), dim=-1).flatten(-2)
+        out_BTHR = torch.stack(_rotate_pairs(a_BTHF, b_BTHF, cos_BT1F, sin_BT1F), dim=-1).flatten(-2)
     else:
-        out_BTHR = torch.cat(_rotated(a_BTHF, b_BTHF, cos_BT1F, sin_BT1F), dim=-1)
+        out_BTHR = torch.cat(_rotate_pairs(a_BTHF, b_BTHF, cos_BT1F, sin_BT1F), dim=-1)
     out_BTHR = out_BTHR.to(x_BTHD.dtype)
     return torch.cat((out_BTHR, x_BTHD[..., R:]), dim=-1) if is_partial else out_BTHR
 
 
-def _rotated(
+def _rotate_pairs(
     a_BTHF: torch.Tensor, b_BTHF: torch.Tensor, cos_BT1F: torch.Tensor, sin_BT1F: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return a_BTHF * cos_BT1F - b_BTHF * sin_BT1F, b_BTHF * cos_BT1F + a_BTHF * sin_BT1F

@@ -1,11 +1,11 @@
-"""Rotary positions in Triton: a program per token, queries and keys in one launch, pairs held side by side.
+"""RoPE in Triton: one program per token, queries and keys in one launch, both elements of a pair in one thread.
 
-The backward of the plain form is the same kernel with the sine's sign turned. With norms, a fixed number of
-programs walks over the tokens and keeps its part of the weights' gradients in registers, as in `rms_norm`.
+The backward without norms is the same kernel with the sign of the sine flipped. With norms, a fixed number of programs
+loops over the tokens and accumulates partial sums of the weights' gradients in registers, as in `rms_norm`.
 """
 
 # N tokens, H query heads, K key heads, D head size, F = D / 2 pairs (all rotated, or the first ROTATED of them);
-# BH, BK, BF the same, of a tile
+# BH, BK, BF: H, K and F of a tile
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ NORMED_BACKWARD_SCHEMA = (
 
 @triton.jit
 def _halves(f, F, ROTATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the first member of pair f lies in a head, and how far behind it the second.
+    """Offset of the first element of pair f in a head, and the distance to the second.
 
-    Pairs from ROTATED on are not rotated: they are the halves of the rest.
+    Pairs from ROTATED on are not rotated: they are the two halves of the rest.
     """
     if ROTATED:
         first = f + tl.where(f < ROTATED, 0, ROTATED)
@@ -47,8 +47,8 @@ def _halves(f, F, ROTATED: tl.constexpr):  # type: ignore[no-untyped-def]
 def _load_pairs(  # type: ignore[no-untyped-def]
     ptr, head, H, stride_h, F, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BF: tl.constexpr
 ):
-    """Both members of the pairs of heads [rows, 1]: two tensors [rows, BF] of fp32."""
-    if INTERLEAVED:  # read as it lies, in whole vectors, and taken apart in registers
+    """Loads both elements of the pairs of heads [rows, 1]: two tensors [rows, BF] of fp32."""
+    if INTERLEAVED:  # read as whole vectors and separated in registers
         d = tl.arange(0, 2 * BF)[None, :]
         x = tl.load(ptr + head * stride_h + d, mask=(head < H) & (d < 2 * F), other=0.0).to(tl.float32)
         a, b = tl.split(tl.reshape(x, (x.shape[0], BF, 2)))
@@ -71,7 +71,7 @@ def _store_interleaved(row_ptr, inside_row, a, b, F, BF: tl.constexpr):  # type:
 
 @triton.jit
 def _angles(cos_ptr, sin_ptr, n, f, F, ROTATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A token's cosines and sines; of pairs that are not rotated 1 and 0."""
+    """A token's cosines and sines; 1 and 0 for pairs that are not rotated."""
     if ROTATED:
         cos = tl.load(cos_ptr + n * ROTATED + f, mask=f < ROTATED, other=1.0)
         sin = tl.load(sin_ptr + n * ROTATED + f, mask=f < ROTATED, other=0.0)
@@ -86,7 +86,7 @@ def _weigh(  # type: ignore[no-untyped-def]
     a, b, scale, w_ptr, head, H, F,
     OFFSET: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """Pairs times their row's scale and their weights: those of each head, or head 0's for all."""
+    """Multiplies pairs by their row's scale and their weights: each head's own, or head 0's for all."""
     if INTERLEAVED:
         wa, wb = _load_pairs(w_ptr, head, H, 2 * F, F, ROTATED, INTERLEAVED, BF)
         a *= scale * (wa + OFFSET)
@@ -96,7 +96,7 @@ def _weigh(  # type: ignore[no-untyped-def]
         inside = (head < H) & (f < F)
         first, gap = _halves(f, F, ROTATED)
         at = w_ptr + head * (2 * F) + first
-        # one weight after the other, the order that was measured; `_load_weights` here would change it
+        # one weight after the other, the order that was timed; `_load_weights` here would change it
         wa = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         if OFFSET != 0:
             wa += OFFSET
@@ -114,7 +114,7 @@ def _turn(  # type: ignore[no-untyped-def]
     NORM: tl.constexpr, OFFSET: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, BH: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token of one tensor; with ALL_HEADS they are one tile."""
+    """Rotates all heads of one token of one tensor; with ALL_HEADS they are one tile."""
     f = tl.arange(0, BF)[None, :]
     for first in range(0, H, BH):
         head = first + tl.arange(0, BH)[:, None]
@@ -165,7 +165,7 @@ def _load_weights(  # type: ignore[no-untyped-def]
     w_ptr, H, F, OFFSET: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     BH: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """Weights of pairs: [BH, BF] of each head, or [1, BF] of all."""
+    """Loads the weights of pairs: [BH, BF] for each head, or [1, BF] for all."""
     if ALL_HEADS:
         wa, wb = _load_pairs(w_ptr, tl.arange(0, BH)[:, None], H, 2 * F, F, ROTATED, INTERLEAVED, BF)
     elif INTERLEAVED:
@@ -187,7 +187,7 @@ def _turn_back(  # type: ignore[no-untyped-def]
     program, P, N, H, F, OFFSET: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, BH: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """One program's tokens of one tensor: the gradient before turning and norm, and a part of the weight's."""
+    """One program's tokens of one tensor: the gradient before norm and rotation, and a partial sum of the weight's."""
     f = tl.arange(0, BF)[None, :]
     wa, wb = _load_weights(w_ptr, H, F, OFFSET, ALL_HEADS, ROTATED, INTERLEAVED, BH, BF)
     sum_a = tl.zeros((BH, BF), tl.float32)
@@ -233,7 +233,7 @@ def _store_sums(  # type: ignore[no-untyped-def]
     part_ptr, sum_a, sum_b, H, F,
     ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BH: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """A program's part of the weight's gradient: of each head its own, or of all together."""
+    """Stores a program's partial sum of the weight's gradient: per head, or over all heads."""
     f = tl.arange(0, BF)
     at, gap = _halves(f, F, ROTATED)
     if ALL_HEADS:
@@ -283,14 +283,14 @@ def _normed_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def _tokens(x_BTHD: torch.Tensor) -> torch.Tensor:
-    """[N, H, D] whose last stride is 1; a copy only where there is no such view."""
+    """Views x as [N, H, D] with last stride 1; copies only where no such view exists."""
     B, T, H, D = x_BTHD.shape
     x_NHD = x_BTHD.reshape(B * T, H, D)
     return x_NHD if x_NHD.stride(2) == 1 else x_NHD.contiguous()
 
 
-def _rotated(cos: torch.Tensor, D: int) -> int:
-    """Frequencies where a part of a head is rotated; 0 where all of it is."""
+def _num_rotated(cos: torch.Tensor, D: int) -> int:
+    """Number of rotated frequencies where rotation is partial; 0 where the whole head is rotated."""
     return 0 if 2 * cos.shape[-1] == D else cos.shape[-1]
 
 
@@ -308,7 +308,7 @@ def _launch(  # type: ignore[no-untyped-def]
         _rope_kernel[(N,)](
             q_NHD, k_NKD, cos.contiguous(), sin.contiguous(), q_weight, k_weight, q_out, k_out,
             *q_NHD.stride()[:2], *k_NKD.stride()[:2], eps, H, K, D // 2, BACK=back, NORM=q_weight is not None,
-            OFFSET=offset, ALL_HEADS=all_heads, ROTATED=_rotated(cos, D), INTERLEAVED=interleaved,
+            OFFSET=offset, ALL_HEADS=all_heads, ROTATED=_num_rotated(cos, D), INTERLEAVED=interleaved,
             BH=of_q.heads, BK=of_k.heads, BF=of_q.frequencies, num_warps=of_q.warps,
         )  # fmt: skip
     return q_out, k_out
@@ -343,14 +343,14 @@ def _normed_backward(  # type: ignore[no-untyped-def]
             gq_NHD, gk_NKD, q_NHD, k_NKD, cos.contiguous(), sin.contiguous(),
             q_weight.contiguous(), k_weight.contiguous(), q_out, k_out, parts,
             *gq_NHD.stride()[:2], *gk_NKD.stride()[:2], *q_NHD.stride()[:2], *k_NKD.stride()[:2], eps,
-            N, H, K, D // 2, OFFSET=offset, ALL_HEADS=all_heads, ROTATED=_rotated(cos, D), INTERLEAVED=interleaved,
+            N, H, K, D // 2, OFFSET=offset, ALL_HEADS=all_heads, ROTATED=_num_rotated(cos, D), INTERLEAVED=interleaved,
             BH=of_q.heads, BK=of_k.heads, BF=of_q.frequencies, num_warps=of_q.warps,
         )  # fmt: skip
     if all_heads:
         gqw, gkw = parts[: P * q_width].view(P, q_width).sum(0), parts[P * q_width :].view(P, k_width).sum(0)
     else:
         gqw, gkw = parts.view(2, P, D).sum(1)
-    # two outputs of an operator may not share memory, which a cast that changes nothing would let them
+    # two outputs of an operator may not share memory, as they would after a cast to the same dtype
     return q_out, k_out, gqw.to(q_weight.dtype, copy=True), gkw.to(k_weight.dtype, copy=True)
 
 
@@ -362,36 +362,36 @@ torch.library.impl("trimtab::normed_rope", ("cpu", "cuda"), _normed_rope)
 torch.library.impl("trimtab::normed_rope_backward", ("cpu", "cuda"), _normed_backward)
 
 
-def _same(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _empty_like_each(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in tensors)
 
 
 @torch.library.register_fake("trimtab::rope")
 def _(q, k, cos, sin, back, interleaved=False):  # type: ignore[no-untyped-def]
-    return _same(q, k)
+    return _empty_like_each(q, k)
 
 
 @torch.library.register_fake("trimtab::normed_rope")
 def _(q, k, cos, sin, q_weight, k_weight, eps, offset=0.0, all_heads=False, interleaved=False):  # type: ignore[no-untyped-def]
-    return _same(q, k)
+    return _empty_like_each(q, k)
 
 
 @torch.library.register_fake("trimtab::normed_rope_backward")
 def _(gq, gk, q, k, cos, sin, q_weight, k_weight, eps, offset=0.0, all_heads=False, interleaved=False):  # type: ignore[no-untyped-def]
-    return _same(q, k, q_weight, k_weight)
+    return _empty_like_each(q, k, q_weight, k_weight)
 
 
-def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     _, _, cos, sin, ctx.back, ctx.interleaved = inputs
     ctx.save_for_backward(cos, sin)
 
 
 def _differentiate(ctx, gq, gk):  # type: ignore[no-untyped-def]
-    turned = torch.ops.trimtab.rope(gq, gk, *ctx.saved_tensors, not ctx.back, ctx.interleaved)
-    return *turned, None, None, None, None
+    rotated = torch.ops.trimtab.rope(gq, gk, *ctx.saved_tensors, not ctx.back, ctx.interleaved)
+    return *rotated, None, None, None, None
 
 
-def _keep_normed(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_normed_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs[:6])
     ctx.options = inputs[6:]
 
@@ -401,8 +401,10 @@ def _differentiate_normed(ctx, gq, gk):  # type: ignore[no-untyped-def]
     return gq, gk, None, None, gqw, gkw, None, None, None, None
 
 
-torch.library.register_autograd("trimtab::rope", _differentiate, setup_context=_keep)
-torch.library.register_autograd("trimtab::normed_rope", _differentiate_normed, setup_context=_keep_normed)
+torch.library.register_autograd("trimtab::rope", _differentiate, setup_context=_setup_context)
+torch.library.register_autograd(
+    "trimtab::normed_rope", _differentiate_normed, setup_context=_setup_normed_context
+)
 torch.library.register_autograd("trimtab::normed_rope_backward", once_differentiable)
 
 

@@ -1,6 +1,6 @@
-"""What rotary positions are tested on, how they are laid out on a chip, and what they cost; no torch at import."""
+"""Test cases, launch configurations per GPU and costs of RoPE; does not import torch."""
 
-# N = B · T tokens, H query heads, K key heads, D head size, R rotated numbers of a head, F = R / 2 frequencies
+# N = B · T tokens, H query heads, K key heads, D head size, R rotated elements per head, F = R / 2 frequencies
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 IMPLS = ("reference", "triton")
 
 TILE, WARPS = 1024, 4
-"""Pairs of numbers in a tile: 8 a thread. With eight warps the normed backward takes 141 µs instead of 96 (16,384
+"""Pairs per tile: 8 per thread. With eight warps the backward with norms takes 141 µs instead of 96 (16,384
 tokens, 16/8 heads of 128, H200); tiles of 2048 are no faster, and spill on Blackwell with heads of 256."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a kernel is laid out: heads and pairs (frequencies) of a tile, warps, programs (of the normed backward)."""
+    """Launch configuration: heads and pairs (frequencies) of a tile, warps, programs (of the backward with norms)."""
 
     heads: int
     frequencies: int
@@ -31,8 +31,8 @@ class Configuration:
 
 
 def configuration(heads: int, D: int, capability: int, *, all_heads: bool = False) -> Configuration:
-    """Of a token's heads, as many at once as make a tile; all of them where one norm goes over them, with as many
-    pairs per thread, up to 16 warps.
+    """Launch configuration for a token's heads: as many heads per tile as fit, or all of them where one norm is over
+    all heads, with the same number of pairs per thread, up to 16 warps.
 
     Example:
         >>> configuration(32, 128, 90)
@@ -51,7 +51,7 @@ def configuration(heads: int, D: int, capability: int, *, all_heads: bool = Fals
 
 @dataclass(frozen=True)
 class Case:
-    """One shape to be right on."""
+    """A shape that is tested."""
 
     name: str
     B: int
@@ -122,7 +122,7 @@ LARGE_OPTION_CASES = (
 
 
 def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tensor]:
-    """q, k, cos, sin and, where the case has norms, q_weight and k_weight; positions start anew in each row."""
+    """q, k, cos, sin and, where the case has norms, q_weight and k_weight; positions restart in each row."""
     import torch
 
     generator = torch.Generator(device).manual_seed(seed)
@@ -140,7 +140,7 @@ def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> d
     inputs = {
         "q": place(draw(B, T, case.H, D)),
         "k": place(draw(B, T, case.K, D)),
-        # rounded to fp32 in every dtype, so that fp64 truth starts from the same numbers
+        # rounded to fp32 in every dtype, so that the fp64 truth starts from the same values
         "cos": angles_BTF.cos().float().to(device, wide),
         "sin": angles_BTF.sin().float().to(device, wide),
     }
@@ -154,7 +154,7 @@ def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> d
 def flops(
     N: int, H: int, K: int, D: int, *, R: int | None = None, norm: bool = False, backward: bool = False
 ) -> int:
-    """Three per rotated number; for the norm, four more forward and twelve more backward per number."""
+    """Three per rotated element; for the norm, four more per element in the forward and twelve in the backward."""
     return N * (H + K) * (3 * (R or D) + D * (12 if backward else 4) * norm)
 
 
@@ -169,14 +169,14 @@ def bytes_moved(
     norm: bool = False,
     backward: bool = False,
 ) -> int:
-    """The least: heads read and written once (read twice for the normed backward), cosines and sines. The same whether
-    norms go over each head or over all, and whichever pairs are rotated: what passes through is copied too."""
+    """Lower bound: heads read and written once (read twice in the backward with norms), cosines and sines. The same for
+    norms per head and over all heads, and for any rotary_dim: elements that pass through are copied too."""
     tensors = 3 if norm and backward else 2
     return tensors * N * (H + K) * D * BYTES[dtype] + 4 * N * (R or D)
 
 
 def saved_bytes(N: int, H: int, K: int, D: int, dtype: str, *, norm: bool = False) -> int:
-    """Kept for the backward beyond cosines and sines, which all layers share: the heads before a norm."""
+    """Bytes saved for the backward in addition to the shared cosines and sines: the heads before a norm."""
     return N * (H + K) * D * BYTES[dtype] if norm else 0
 
 
@@ -189,6 +189,6 @@ def scratch_bytes(
     K: int = 1,
     all_heads: bool = False,
 ) -> int:
-    """The programs' parts of both weights' gradients, in the backward; heads count where a norm goes over all."""
+    """Partial sums of both weights' gradients, in the backward; H and K count where a norm is over all heads."""
     widths = (H + K) * D if all_heads else 2 * D
     return 4 * widths * programs(capability) if norm else 0

@@ -1,12 +1,12 @@
-"""fp32 → bf16 by stochastic rounding, with random bits that are a pure function of where they are used.
+"""fp32 → bf16 by stochastic rounding, with counter-based random bits.
 
 A value x between its two bf16 neighbours a < b becomes b with probability (x − a)/(b − a), else a, so that
-E[round(x)] = x and updates far smaller than half a bf16 step still move a weight on average. The bits come
-from an integer hash of (seed, step, parameter index, element index): nothing random has to be saved, and a
-shard that knows the offset of its first element rounds exactly as the whole tensor would.
+E[round(x)] = x and updates far smaller than half a bf16 step still change a weight on average. The bits come
+from an integer hash of (seed, step, parameter index, element index): there is no generator state to save, and a
+shard that knows the offset of its first element rounds exactly as the unsharded tensor does.
 """
 
-# N numbers, in any shape; element i of the flattened tensor has index offset + i
+# N elements, in any shape; element i of the flattened tensor has index offset + i
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def stochastic_round_(
     offset: int = 0,
     impl: str = "reference",
 ) -> torch.Tensor:
-    """Round fp32 `value_N` into bf16 `out_N` (same shape, contiguous) stochastically; returns `out_N`.
+    """Rounds fp32 `value_N` into bf16 `out_N` (same shape, contiguous) stochastically; returns `out_N`.
 
-    Exact values, infinities and NaN stay what they are, and a finite value stays finite: what lies beyond the
-    largest bf16 becomes the largest bf16. `offset` is the index of the first element on the unsharded tensor;
+    Exact values, infinities and NaN are unchanged, and a finite value stays finite: values beyond the largest bf16
+    become the largest bf16. `offset` is the index of the first element in the unsharded tensor;
     `stream` separates tensors that belong to one parameter (weight 0, first moment 1, second moment 2).
 
     Example:
@@ -61,7 +61,7 @@ def random_bits(
     offset: int = 0,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """`count` hashed words as int32 [count] (all 32 bits are good), for elements offset … offset + count − 1.
+    """`count` hashed words as int32 [count] (all 32 bits are usable), for elements offset … offset + count − 1.
 
     Example:
         >>> a = random_bits(8, seed=0, step=1, param_index=2)
@@ -79,7 +79,7 @@ def random_bits(
 def words_at(
     index_N: torch.Tensor, *, seed: int, step: int, param_index: int, stream: int = 0
 ) -> torch.Tensor:
-    """`random_bits` of the elements whose int64 indices are given, in any order: int32, same shape.
+    """`random_bits` of the elements with the given int64 indices, in any order: int32, same shape.
 
     Example:
         >>> import torch
@@ -93,7 +93,7 @@ def words_at(
 
 
 def round_with_(out_N: torch.Tensor, value_N: torch.Tensor, words_N: torch.Tensor) -> torch.Tensor:
-    """`stochastic_round_` with random words of one's own: the low half of each int32 decides.
+    """`stochastic_round_` with given random words: the low half of each int32 decides.
 
     `words_N` (same shape) is overwritten.
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding in torch: int32 arithmetic that wraps, in chunks that stay in the cache on a CPU."""
+"""Stochastic rounding in torch: wrapping int32 arithmetic, in chunks that stay in a CPU's cache."""
 
 # N elements of a flattened tensor
 
@@ -22,7 +22,7 @@ def _signed(word: int) -> int:
 
 
 def _xorshift_(h_N: torch.Tensor, shift: int, scratch_N: torch.Tensor) -> None:
-    # int32 shifts are arithmetic: the mask takes away the copies of the sign bit
+    # int32 shifts are arithmetic: the mask clears the copies of the sign bit
     torch.bitwise_right_shift(h_N, shift, out=scratch_N)
     h_N.bitwise_xor_(scratch_N.bitwise_and_((1 << (32 - shift)) - 1))
 
@@ -44,7 +44,7 @@ def _hash_(h_N: torch.Tensor, key0: int, key1: int | torch.Tensor, scratch_N: to
 def _hashed_chunks(
     count: int, offset: int, key0: int, key1: int, device: torch.device
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The words of each chunk, in a buffer that the next one overwrites; none crosses a multiple of 2³²."""
+    """Yields the words of each chunk, in a buffer that the next one overwrites; none crosses a multiple of 2³²."""
     size = min(count, CHUNK["cpu" if device.type == "cpu" else "cuda"])
     ramp_N = torch.arange(size, dtype=torch.int32, device=device)
     words_N, scratch_N = torch.empty_like(ramp_N), torch.empty_like(ramp_N)
@@ -63,14 +63,14 @@ def _hashed_chunks(
 def _round_bits(value_N: torch.Tensor, fraction_N: torch.Tensor) -> torch.Tensor:
     """fp32 bits and random 16-bit fractions (overwritten) → bf16 bits, both as int32.
 
-    Masks by arithmetic shift: on a CPU `isfinite` and `where` alone would take as long as all the rest.
+    Masks by arithmetic shift: on a CPU `isfinite` and `where` alone would take as long as everything else.
     """
     size_N = value_N.bitwise_and(0x7FFFFFFF)
     finite_N = size_N.sub(INFINITY).bitwise_right_shift_(31)  # all ones where finite, else zero
     nan_N = size_N.neg().add_(INFINITY).bitwise_right_shift_(31)
-    # a NaN whose payload lies in the lower half alone would be cut to infinity: set the quiet bit
+    # a NaN whose payload is in the lower half only would be truncated to infinity: set the quiet bit
     size_N.bitwise_or_(nan_N.bitwise_and_(QUIET_BIT)).add_(fraction_N.bitwise_and_(finite_N))
-    # finite stays finite: at most the largest below infinity
+    # finite values stay finite: clamp to the largest below infinity
     limit_N = finite_N.bitwise_and_(-EXPONENT_STEP).add_(0x7FFFFFFF)
     torch.minimum(size_N, limit_N, out=size_N)
     return size_N.bitwise_or_(value_N.bitwise_and(-(1 << 31))).bitwise_right_shift_(16)
@@ -104,7 +104,7 @@ def words_at(
 
 
 def round_with_(out_N: torch.Tensor, value_N: torch.Tensor, words_N: torch.Tensor) -> torch.Tensor:
-    """`value_N` into bf16 `out_N`, the low halves of int32 `words_N` deciding; `words_N` is overwritten."""
+    """Rounds `value_N` into bf16 `out_N` by the low halves of int32 `words_N`; `words_N` is overwritten."""
     rounded_N = _round_bits(value_N.contiguous().view(torch.int32), words_N.bitwise_and_(0xFFFF))
     out_N.view(torch.int16).copy_(rounded_N)
     return out_N
@@ -120,7 +120,7 @@ def stochastic_round_(
     stream: int = 0,
     offset: int = 0,
 ) -> torch.Tensor:
-    """See the door. The 16 bits below bf16's last are the fraction of its step: add random bits, truncate."""
+    """See the package. The 16 bits below bf16's last are the fraction of its spacing: add random bits, truncate."""
     assert (out_N.dtype, value_N.dtype) == (torch.bfloat16, torch.float32), (out_N.dtype, value_N.dtype)
     assert out_N.shape == value_N.shape, (out_N.shape, value_N.shape)
     assert out_N.is_contiguous(), out_N.stride()

@@ -47,7 +47,7 @@ def rounded_bits(value, word):  # type: ignore[no-untyped-def]
     return tl.where(finite, up, special).to(tl.int16)
 
 
-# not specialised: a key or an offset that happens to be 1 would become a constant and compile anew
+# not specialised: a key or an offset that happens to be 1 would become a constant and trigger a recompilation
 @triton.jit(do_not_specialize=["count", "offset", "key0", "key1"])
 def _round_kernel(out_ptr, value_ptr, count, offset, key0, key1, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -67,7 +67,7 @@ def stochastic_round_(
     stream: int = 0,
     offset: int = 0,
 ) -> torch.Tensor:
-    """See the door. The output goes through an int16 view: casts to bf16 would round a second time."""
+    """See the package. The output is written through an int16 view: a cast to bf16 would round a second time."""
     assert (out_N.dtype, value_N.dtype) == (torch.bfloat16, torch.float32), (out_N.dtype, value_N.dtype)
     assert out_N.shape == value_N.shape, (out_N.shape, value_N.shape)
     assert out_N.is_contiguous(), out_N.stride()

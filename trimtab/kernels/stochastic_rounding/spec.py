@@ -1,4 +1,4 @@
-"""What stochastic rounding promises and costs; no torch at import.
+"""Definition, test cases and costs of stochastic rounding; does not import torch.
 
 The hash is written here once, in Python integers, as the definition that the torch and Triton versions must
 equal bit for bit.
@@ -19,17 +19,17 @@ GOLDEN = 0x9E3779B9  # spreads the high word of an element index (tensors beyond
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
-BYTES_MOVED = 6  # an element: 4 read, 2 written; the bits are computed, not stored
+BYTES_MOVED = 6  # per element: 4 read, 2 written; the bits are computed, not stored
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
-"""Elements that are worked on at once. On one core 2¹⁸ takes 3.5 ns an element, 2¹⁶ 4.5 and 2¹⁴ 8.9: calls
-into torch cost more than leaving the cache. On a GPU it bounds the scratch."""
+"""Elements per chunk. On one core 2¹⁸ takes 3.5 ns per element, 2¹⁶ 4.5 and 2¹⁴ 8.9: calls into torch cost more than
+leaving the cache. On a GPU it bounds the temporary memory."""
 
 CASES: tuple[tuple[int, ...], ...] = ((0,), (1,), (7,), (255, 3), (300, 257), ((1 << 18) + 3, 2))
-"""Shapes that tests run: empty, tiny, odd, and longer than one chunk."""
+"""Shapes of the tests: empty, tiny, odd, and longer than one chunk."""
 
 
 def keys(seed: int, step: int, param_index: int, stream: int = 0) -> tuple[int, int]:
-    """Two 32-bit keys from what does not vary inside a tensor (splitmix64, chained).
+    """Two 32-bit keys from the values that are constant within a tensor (splitmix64, chained).
 
     Example:
         >>> keys(0, 1, 2) == keys(0, 1, 2), keys(0, 1, 2) == keys(0, 2, 1)
@@ -47,8 +47,8 @@ def keys(seed: int, step: int, param_index: int, stream: int = 0) -> tuple[int, 
 def word(key0: int, key1: int, index: int) -> int:
     """The 32-bit word of one element: the definition, in Python integers.
 
-    The second key enters between the multiplications: entering only by `index ^ key0`, two steps would draw
-    one sequence in another order.
+    The second key enters between the multiplications: if it entered only through `index ^ key0`, two steps would draw
+    the same sequence in another order.
     """
     h = (index & _MASK32) ^ key0
     h ^= h >> SHIFTS[0]

@@ -1,4 +1,4 @@
-"""A weighted sum over each row: the smallest operation here, and the pattern for a new one.
+"""A weighted sum over each row: the smallest operation here, and the template for a new one.
 
 For contributors who read or copy it (docs/writing-a-kernel.md); no recipe and no model uses it.
 
@@ -6,7 +6,7 @@ y_n = Σ_d x_nd · w_d
 ∂L/∂x_nd = g_n · w_d            ∂L/∂w_d = Σ_n g_n · x_nd            with g = ∂L/∂y
 """
 
-# N rows (any leading shape), D numbers in a row
+# N rows (any leading shape), D elements per row
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["IMPLS", "weighted_sum"]
 
 
 def weighted_sum(x_ND: torch.Tensor, w_D: torch.Tensor, *, impl: str = "reference") -> torch.Tensor:
-    """Σ_d x[…, d] · w[d], added up in fp32 or wider and rounded once.
+    """Σ_d x[…, d] · w[d], accumulated in fp32 or wider and rounded once.
 
     Args:
         x_ND: […, D], any strides.
@@ -49,4 +49,4 @@ def weighted_sum(x_ND: torch.Tensor, w_D: torch.Tensor, *, impl: str = "referenc
     else:
         from trimtab.facts.errors import ModelError
 
-        raise ModelError(f"there is no weighted sum called {impl!r}", f"use one of {', '.join(IMPLS)}")
+        raise ModelError(f"unknown weighted sum implementation {impl!r}", f"use one of {', '.join(IMPLS)}")

@@ -1,6 +1,6 @@
-"""The weighted sum in torch: what the kernel must do, in the fewest words; autograd has the gradients."""
+"""The weighted sum in torch: the definition that the kernel is tested against. Autograd computes the gradients."""
 
-# N rows, D numbers in a row
+# N rows, D elements per row
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import torch
 
 
 def reference(x_ND: torch.Tensor, w_D: torch.Tensor) -> torch.Tensor:
-    """See the door."""
+    """See `trimtab.kernels.weighted_sum.weighted_sum`."""
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     return (x_ND.to(wide) * w_D.to(wide)).sum(-1).to(x_ND.dtype)

@@ -1,6 +1,6 @@
-"""The weighted sum in Triton: a program a tile of rows forward, a tile of a chunk of rows backward."""
+"""The weighted sum in Triton: a program per tile of rows (forward) or per column tile of a row chunk (backward)."""
 
-# N rows, D numbers in a row, R rows and C columns of a tile, P chunks of rows
+# N rows, D elements per row, R rows and C columns of a tile, P chunks of rows
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trimtab.kernels.weighted_sum.spec import COLUMNS, ROWS, chunk_rows
 
 @triton.jit
 def _forward_kernel(x_ptr, w_ptr, y_ptr, N, D, stride, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """y of R rows: walk along them, a tile of C columns at a time, and add up in fp32."""
+    """y of R rows: loops over tiles of C columns and accumulates in fp32."""
     rows = tl.program_id(0) * R + tl.arange(0, R)
-    # 64 bits: row · stride passes 2³¹ in a tensor of 4 GiB
+    # 64 bits: row · stride exceeds 2³¹ in a tensor of 4 GiB
     starts = x_ptr + rows.to(tl.int64)[:, None] * stride
     sums = tl.zeros((R,), tl.float32)
     for first in range(0, D, C):
@@ -42,7 +42,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """C columns of CHUNK rows: x's gradient at once, w's as one row of the parts that are added up after."""
+    """C columns of CHUNK rows: writes x's gradient, and one row of partial sums of w's, which are reduced later."""
     chunk = tl.program_id(0)
     columns = tl.program_id(1) * C + tl.arange(0, C)
     w = tl.load(w_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)
@@ -71,7 +71,7 @@ def _forward(x: torch.Tensor, w_D: torch.Tensor) -> torch.Tensor:
 
 def _backward(g: torch.Tensor, x: torch.Tensor, w_D: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     check_device(_backward_kernel, x)
-    # the gradient of a sum arrives as one number with strides of 0: made a plain row of numbers here
+    # the gradient of a sum is one element expanded with strides of 0: materialize it
     g_N, x_ND, w_D = g.reshape(-1).contiguous(), as_rows(x), w_D.contiguous()
     N, D = x_ND.shape
     gx_ND = torch.empty(N, D, dtype=x.dtype, device=x.device)
@@ -85,8 +85,8 @@ def _backward(g: torch.Tensor, x: torch.Tensor, w_D: torch.Tensor) -> tuple[torc
     return gx_ND.view(x.shape), parts_PD.sum(0).to(w_D.dtype)
 
 
-# Operators of torch: what they take and give (define), how (impl), the shapes without the work (fake), and
-# each one's derivative. torch.compile and fake tensors see them as single calls.
+# torch operators: schema (define), implementation (impl), shapes for tracing (fake) and the derivative.
+# torch.compile and fake tensors see each as a single call.
 torch.library.define("trimtab::weighted_sum", "(Tensor x, Tensor w) -> Tensor")
 torch.library.define("trimtab::weighted_sum_backward", "(Tensor g, Tensor x, Tensor w) -> (Tensor, Tensor)")
 torch.library.impl("trimtab::weighted_sum", ("cpu", "cuda"), _forward)
@@ -103,7 +103,7 @@ def _(g: torch.Tensor, x: torch.Tensor, w_D: torch.Tensor) -> tuple[torch.Tensor
     return x.new_empty(x.shape), w_D.new_empty(w_D.shape)
 
 
-def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs)
 
 
@@ -111,11 +111,11 @@ def _differentiate(ctx, g):  # type: ignore[no-untyped-def]
     return torch.ops.trimtab.weighted_sum_backward(g, *ctx.saved_tensors)
 
 
-torch.library.register_autograd("trimtab::weighted_sum", _differentiate, setup_context=_keep)
+torch.library.register_autograd("trimtab::weighted_sum", _differentiate, setup_context=_setup_context)
 torch.library.register_autograd("trimtab::weighted_sum_backward", once_differentiable)
 
 
 def weighted_sum(x_ND: torch.Tensor, w_D: torch.Tensor) -> torch.Tensor:
-    """See the door."""
+    """See `trimtab.kernels.weighted_sum.weighted_sum`."""
     out: torch.Tensor = torch.ops.trimtab.weighted_sum(x_ND, w_D)
     return out

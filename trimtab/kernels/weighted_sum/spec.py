@@ -1,6 +1,6 @@
-"""What the weighted sum is tested on and what it costs; no torch at import."""
+"""Test cases and costs of the weighted sum; does not import torch."""
 
-# N rows, D numbers in a row
+# N rows, D elements per row
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 IMPLS = ("reference", "triton")
 
 ROWS, COLUMNS = 4, 1024
-"""A tile: 4096 numbers, 32 a thread with four warps. Wide, so that a row is read in long pieces: on an H200 29 and 46
-µs forward and backward at 8192 × 4096, against 37 and 67 with 32 × 128."""
-MOST_CHUNKS = 128
-"""Parts in which the rows are added up for w's gradient: enough programs for the widest chips."""
+"""A tile: 4096 elements, 32 per thread with four warps. Wide, so that rows are read in long contiguous pieces: on an
+H200 29 and 46 µs forward and backward at 8192 × 4096, against 37 and 67 with 32 × 128."""
+MAX_CHUNKS = 128
+"""Chunks of rows, each with its partial sum of w's gradient: enough programs to fill the largest GPUs."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape to be right on."""
+    """A shape that is tested."""
 
     name: str
     N: int
@@ -46,7 +46,7 @@ LARGE_CASES = (Case("model sized", N=8192, D=4096), Case("past 2^31 numbers", N=
 def make_inputs(
     case: Case, dtype: str, device: str = "cpu", seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x_ND, w_D), the same numbers in every dtype: they are bf16 numbers."""
+    """Returns (x_ND, w_D), the same bf16 values in every dtype."""
     import torch
 
     generator = torch.Generator(device).manual_seed(seed)
@@ -59,32 +59,32 @@ def make_inputs(
 
 
 def chunk_rows(N: int) -> int:
-    """Rows that one program of the backward adds up: whole tiles.
+    """Rows that one program of the backward reduces: a multiple of a tile's rows.
 
     Example:
         >>> chunk_rows(1), chunk_rows(8192), chunk_rows(100_000)
         (4, 64, 784)
     """
     tiles = -(-N // ROWS)
-    return max(-(-tiles // MOST_CHUNKS), 1) * ROWS
+    return max(-(-tiles // MAX_CHUNKS), 1) * ROWS
 
 
 def flops(N: int, D: int, *, backward: bool = False) -> int:
-    """A product and a sum for each number; in the backward for each of two gradients, less one sum."""
+    """A multiply and an add per element; in the backward for each of two gradients, minus one add."""
     return 3 * N * D if backward else 2 * N * D
 
 
 def bytes_moved(N: int, D: int, dtype: str, *, backward: bool = False) -> int:
-    """The least: everything read once, everything written once."""
+    """Lower bound: every tensor is read or written once."""
     forward = N * D + D + N
     return BYTES[dtype] * (2 * N * D + 2 * D + N if backward else forward)
 
 
 def saved_bytes(N: int, D: int, dtype: str) -> int:
-    """Kept for the backward beyond x and w themselves: nothing."""
+    """Bytes saved for the backward in addition to x and w: none."""
     return 0
 
 
 def scratch_bytes(N: int, D: int, dtype: str) -> int:
-    """The chunks' parts of w's gradient, in fp32, in the backward."""
+    """The chunks' partial sums of w's gradient, in fp32, in the backward."""
     return 4 * D * -(-N // chunk_rows(N))

@@ -1,4 +1,4 @@
-"""Weights kept unpacked on a CUDA device: the bits of the packed ones, plainly, compiled, and with one row."""
+"""Dequantized copies on a CUDA device: bitwise identical to packed weights, eager, compiled, and with one row."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trimtab.adapt import (
     add_adapters,
     compile_regions,
     init_adapters,
-    keep_unpacked,
     quantize_layout,
     recompute,
+    set_dequantized_copies,
     trained_parameters,
     workspace,
 )
@@ -58,7 +58,7 @@ def results(decoder: Decoder) -> list[torch.Tensor]:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("policy", ["none", "block"])
 @pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("nf4", False), ("int8", False)])
-def test_bits_are_the_same_with_and_without(kind: str, double: bool, policy: str, compiled: bool) -> None:
+def test_bitwise_identical_with_and_without(kind: str, double: bool, policy: str, compiled: bool) -> None:
     dynamo.reset()
     decoder = recompute.apply(made(kind, double), [policy] * 2)
     if compiled:
@@ -66,6 +66,6 @@ def test_bits_are_the_same_with_and_without(kind: str, double: bool, policy: str
     expected = results(decoder)
     for layers in (1, 2):
         workspace.release()
-        found = results(keep_unpacked(decoder, layers))
+        found = results(set_dequantized_copies(decoder, layers))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert workspace.held_bytes("cuda") == 0, "nothing was dequantized"
+    assert workspace.allocated_bytes("cuda") == 0, "nothing was dequantized"

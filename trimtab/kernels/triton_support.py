@@ -1,4 +1,4 @@
-"""Whether this library's Triton kernels run on a device; asking imports no Triton."""
+"""Whether trimtab's Triton kernels run on a device; importing this module does not import Triton."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from trimtab.facts.devices import triton_runs
 
 
-@cache  # asked for every weight
+@cache  # called for every weight
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton is installed and compiles for the device: a CUDA one that is not too old.
+    """Whether Triton is installed and supports the device: CUDA with a sufficient compute capability.
 
     Example:
         >>> runs_triton(torch.device("cpu"))
@@ -21,5 +21,5 @@ def runs_triton(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     if not torch.cuda.is_available():
-        return True  # laid out for another machine, of which nothing is known
+        return True  # built for another machine whose GPU is unknown
     return triton_runs(find_spec("triton") is not None, torch.cuda.get_device_capability(device))

@@ -1,0 +1,101 @@
+"""Modules that adapters fully replace (`modules_to_save`): switched with the adapter; the base's own are stored.
+
+A parameter has the values of the active adapter or the base; those of the others are stored here, as they were when
+they were switched off: trained, moved to another device or cast since they were loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from trimtab.facts.errors import RecipeError
+
+BASE = ""
+"""Stands for the base model instead of an adapter's name."""
+
+
+@dataclass
+class _SavedModules:
+    """The replaced modules of a decoder."""
+
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=lambda: {BASE: {}})
+    """Stored tensors by adapter, then by parameter."""
+    rounded: dict[str, list[str]] = field(default_factory=dict)
+    """By adapter: parameters that lost precision when they were loaded."""
+    active: dict[str, str] = field(default_factory=dict)
+    """By parameter: the adapter whose values it has; the base's if absent."""
+
+
+def _saved_modules(decoder: nn.Module) -> _SavedModules:
+    found: _SavedModules = decoder.__dict__.setdefault("saved_modules", _SavedModules())
+    return found
+
+
+def store_modules(decoder: nn.Module, adapter: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Stores an adapter's tensors for parameters of the model, to be used from its next `use_adapters` on."""
+    parameters, saved = dict(decoder.named_parameters()), _saved_modules(decoder)
+    mine = {
+        name: tensor.to(parameters[name].device, parameters[name].dtype) for name, tensor in tensors.items()
+    }
+    saved.tensors[adapter] = mine
+    saved.rounded[adapter] = [name for name, tensor in tensors.items() if _lost_precision(mine[name], tensor)]
+    for name in tensors:
+        saved.tensors[BASE].setdefault(name, parameters[name].data)
+
+
+def resolve_modules(decoder: nn.Module, wanted: Sequence[str]) -> dict[str, str]:
+    """The adapter of each replaceable parameter with these active; raises RecipeError where two replace it."""
+    tensors, chosen = _saved_modules(decoder).tensors, {}
+    for name in tensors[BASE]:
+        having = [adapter for adapter in wanted if name in tensors.get(adapter, {})]
+        if len(having) > 1:
+            raise RecipeError(
+                f"adapters {' and '.join(having)} both replace {name.removesuffix('.weight')}",
+                "use one at a time",
+            )
+        chosen[name] = having[0] if having else BASE
+    return chosen
+
+
+def switch_modules(decoder: nn.Module, chosen: Mapping[str, str]) -> None:
+    """Switches parameters to these adapters' values, and stores the current ones."""
+    parameters, saved = dict(decoder.named_parameters()), _saved_modules(decoder)
+    for name, adapter in chosen.items():
+        parameter, before = parameters[name], saved.active.get(name, BASE)
+        if adapter != before:
+            saved.tensors[before][name] = parameter.data
+            parameter.data = saved.tensors[adapter][name].to(parameter.device, parameter.dtype)
+            saved.active[name] = adapter
+
+
+def drop_modules(decoder: nn.Module, adapter: str) -> None:
+    """Removes the tensors of an inactive adapter."""
+    saved = _saved_modules(decoder)
+    saved.tensors.pop(adapter, None)
+    saved.rounded.pop(adapter, None)
+
+
+def discard_stored_modules(decoder: nn.Module) -> None:
+    """Makes the current values permanent: there is nothing to switch back to."""
+    decoder.__dict__.pop("saved_modules", None)
+
+
+def replaced_modules(decoder: nn.Module) -> dict[str, torch.Tensor]:
+    """The base's values, by name, of the parameters that an active adapter replaces."""
+    saved = _saved_modules(decoder)
+    return {name: saved.tensors[BASE][name] for name, adapter in saved.active.items() if adapter != BASE}
+
+
+def rounded_modules(decoder: nn.Module, adapter: str) -> list[str]:
+    """Parameters that an adapter replaces and that lost precision, since the model's dtype is narrower."""
+    return _saved_modules(decoder).rounded.get(adapter, [])
+
+
+def _lost_precision(stored: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values changed in the dtype that they are stored in."""
+    both = torch.promote_types(stored.dtype, tensor.dtype)
+    return both != stored.dtype and not torch.equal(stored.to(tensor.device, both), tensor.to(both))
