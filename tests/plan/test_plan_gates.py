@@ -65,7 +65,7 @@ def test_a_step_with_fused_kernels_holds_what_is_planned(
     name: str, formats: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_out_launches(monkeypatch)
-    for module in (lora_dropout, spec_linears):  # as small beside a layer as on a GPU
+    for module in (lora_dropout, spec_linears):  # as small relative to a layer as on a GPU
         monkeypatch.setattr(module, "DROPOUT_CHUNK", 1 << 13)
     job = dataclasses.replace(CASES[name], **formats)
     step = Step(job)

@@ -39,7 +39,7 @@ def test_arithmetic_is_a_share_of_forward_and_backward() -> None:
     job = JOBS["full"]
     of = {row.policy: row for row in policy_costs(job, H200)}
     assert of["none"].arithmetic == of["pointwise"].arithmetic == 0
-    # A block computed again is its forward pass without the last product.
+    # Recomputing a block costs its forward pass without the last matmul.
     shape = job.shape
     head = 2.0 * shape.vocab_size * shape.hidden_size
     down = 2.0 * shape.hidden_size * shape.intermediate_size

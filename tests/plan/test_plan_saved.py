@@ -21,7 +21,7 @@ from tests.plan.declared import blocks_by_layer, full_training  # noqa: E402
 from trimtab.adapt import LoraSettings, recompute  # noqa: E402
 from trimtab.adapt.spec_quantized import Quantization  # noqa: E402
 from trimtab.adapt.spec_recompute import POLICIES, saved_under  # noqa: E402
-from trimtab.facts.operations import Part, bytes_by_part, total_bytes  # noqa: E402
+from trimtab.facts.operations import BLOCK_PARTS, bytes_by_part, total_bytes  # noqa: E402
 from trimtab.facts.shapes import ModelShape, uniform_shape  # noqa: E402
 from trimtab.plan.job import Job  # noqa: E402
 from trimtab.trainer.memory import LiveBytes  # noqa: E402
@@ -156,4 +156,4 @@ def test_parts_add_up() -> None:
         saved = saved_under(block, "none")
         parts = bytes_by_part(saved)
         assert sum(parts.values()) == total_bytes(saved)
-        assert all(parts[part] for part in Part)
+        assert all(parts[part] for part in BLOCK_PARTS)

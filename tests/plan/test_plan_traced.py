@@ -133,6 +133,27 @@ CASES |= {
 }
 
 
+LAST = {"lora": LoraSettings(r=4, target_modules=r".*\.layers\.[23]\..*proj"), "accumulation": 1}
+AUTOCAST = {**ADAPTED, "dtype": "bf16"}
+CASES |= {
+    "adapters on the last layers": vary(FEW, **LAST),
+    "adapters on the last layers, recomputed": vary(FEW, **LAST, policies=("block",) * 4),
+    "adapters on the last layers, packed": vary(FEW, **LAST, **NF4, policies=("block",) * 4),
+    "adapters on the last layers, in tiles": vary(
+        FEW, **LAST, policies=("block",) * 4, mlp_tiles=4, tokens=512
+    ),
+    "adapters, autocast": vary(FEW, **AUTOCAST),
+    "adapters, autocast, whole vocabulary": vary(**AUTOCAST),
+    "adapters, autocast, recomputed": vary(FEW, **AUTOCAST, policies=("block",) * 4),
+    "adapters, autocast, selective": vary(FEW, **AUTOCAST, policies=("selective",) * 4),
+    "adapters, autocast, few tokens": vary(WIDE, **AUTOCAST, batch=1, tokens=16),
+    "narrow, selective, in tiles, bf16, no accumulation": vary(
+        NARROW, **TILES, policies=("selective",) * 4, accumulation=1, **BF16
+    ),
+    "narrow, kept, in tiles, bf16, no accumulation": vary(NARROW, **TILES, accumulation=1, **BF16),
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_predicted_peak_is_what_a_step_allocates(name: str) -> None:
     job, memory = CASES[name], predict(CASES[name])

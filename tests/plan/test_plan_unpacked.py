@@ -11,7 +11,7 @@ from plan_jobs import H200 as GPU
 from plan_jobs import LLAMA_8B
 
 from trimtab.adapt.spec import LoraSettings
-from trimtab.adapt.spec_quantized import unpacked_bytes
+from trimtab.adapt.spec_quantized import dequantized_bytes
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.plan import Plan, check_fits, longest_context
@@ -72,9 +72,13 @@ def test_more_memory_unpacks_more() -> None:
 
 def test_their_bytes_stand_with_the_weights() -> None:
     packed, both = predict(JOB), predict(JOB.changed(unpacked_layers=32))
-    assert both.before.weights - packed.before.weights == unpacked_bytes(LLAMA_8B, 32, "bf16")
-    assert both.needed - packed.needed == unpacked_bytes(LLAMA_8B, 32, "bf16")
-    assert unpacked_bytes(LLAMA_8B, 32, "bf16") / 2**30 == pytest.approx(13.0, abs=0.01)
+    assert both.before.weights - packed.before.weights == dequantized_bytes(LLAMA_8B, 32, "bf16")
+    # Then no product needs the workspace, one dequantized weight.
+    workspace = 14_336 * 4096 * 2
+    assert both.needed - packed.needed == dequantized_bytes(LLAMA_8B, 32, "bf16") - workspace
+    most = predict(JOB.changed(unpacked_layers=31))
+    assert most.needed - packed.needed == dequantized_bytes(LLAMA_8B, 31, "bf16")
+    assert dequantized_bytes(LLAMA_8B, 32, "bf16") / 2**30 == pytest.approx(13.0, abs=0.01)
     assert predict(JOB.changed(unpacked_layers=16)).before.weights == (
         (packed.before.weights + both.before.weights) // 2
     )
@@ -102,29 +106,29 @@ def test_only_where_nothing_is_computed_again() -> None:
 def test_the_choice_is_said() -> None:
     made = plan()
     assert made.job.unpacked_layers == 32
-    assert made.resolved.memory_plan.description == "none in all 32 layers; weights of 32 also unpacked"
+    assert made.resolved.memory_plan.description == "none in all 32 layers; weights of 32 also dequantized"
     assert made.resolved.memory_plan.reason.startswith("everything fits the")
     check_fits(made)
-    assert plan("unpacked_layers=0").resolved.memory_plan.description == "none in all 32 layers"
+    assert plan("dequantized_layers=0").resolved.memory_plan.description == "none in all 32 layers"
 
 
 def test_a_number_by_hand_is_taken_from_what_layers_keep() -> None:
-    made = plan("unpacked_layers=32", "memory_limit=24GB")
+    made = plan("dequantized_layers=32", "memory_limit=24GB")
     assert made.job.unpacked_layers == 32
     assert made.memory.needed <= 24 * 10**9
     assert set(made.job.layers) != {"none"}
-    assert made.resolved.memory_plan.description.endswith("; weights of 32 also unpacked")
-    assert plan("unpacked_layers=4", "recompute=block").job.unpacked_layers == 4
-    assert plan("unpacked_layers=4", device=LAPTOP).job.unpacked_layers == 4
+    assert made.resolved.memory_plan.description.endswith("; weights of 32 also dequantized")
+    assert plan("dequantized_layers=4", "recompute=block").job.unpacked_layers == 4
+    assert plan("dequantized_layers=4", device=LAPTOP).job.unpacked_layers == 4
 
 
 def test_a_number_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ResourceError) as caught:
-        check_fits(plan("unpacked_layers=32", "memory_limit=16GB"))
+        check_fits(plan("dequantized_layers=32", "memory_limit=16GB"))
     assert "memory_limit: 16GB allows" in caught.value.cause
-    assert "unpacked_layers: 0 (saves 13.0 GiB)" in (caught.value.remedy or "")
-    with pytest.raises(RecipeError, match="unpacked_layers names 33 layers and the model has 32"):
-        plan("unpacked_layers=33")
+    assert "dequantized_layers: 0 (saves 12.9 GiB)" in (caught.value.remedy or "")
+    with pytest.raises(RecipeError, match="dequantized_layers names 33 layers and the model has 32"):
+        plan("dequantized_layers=33")
 
 
 def test_memory_plans_of_before_mean_none() -> None:
@@ -138,12 +142,12 @@ def test_the_longest_window_unpacks_nothing() -> None:
 
 
 def test_recipes() -> None:
-    assert loads(RECIPE).unpacked_layers == "auto"
+    assert loads(RECIPE).dequantized_layers == "auto"
     for bad in ("-1", "some", "1.5", "true"):
-        with pytest.raises(RecipeError, match="unpacked_layers"):
-            loads(RECIPE, [f"unpacked_layers={bad}"])
-    with pytest.raises(RecipeError, match="unpacked_layers: 4 has no effect without quantized weights"):
-        loads(RECIPE, ["unpacked_layers=4", "load_in_4bit=false"])
-    loads(RECIPE, ["unpacked_layers=0", "load_in_4bit=false"])
-    loads(RECIPE, ["unpacked_layers=4", "load_in_4bit=false", "load_in_8bit=true"])
-    check_resume(loads(RECIPE), loads(RECIPE, ["unpacked_layers=4"]))
+        with pytest.raises(RecipeError, match="dequantized_layers"):
+            loads(RECIPE, [f"dequantized_layers={bad}"])
+    with pytest.raises(RecipeError, match="dequantized_layers: 4 has no effect without quantized weights"):
+        loads(RECIPE, ["dequantized_layers=4", "load_in_4bit=false"])
+    loads(RECIPE, ["dequantized_layers=0", "load_in_4bit=false"])
+    loads(RECIPE, ["dequantized_layers=4", "load_in_4bit=false", "load_in_8bit=true"])
+    check_resume(loads(RECIPE), loads(RECIPE, ["dequantized_layers=4"]))

@@ -10,11 +10,21 @@ if TYPE_CHECKING:
     from trimtab.plan.attention import AttentionRow, attention_table
     from trimtab.plan.data import DataFacts, steps_per_epoch, total_steps
     from trimtab.plan.disk import check_disk
-    from trimtab.plan.fit import check_fits, remedies
+    from trimtab.plan.fit import check_fits, fits, remedies
     from trimtab.plan.longest import Longest, longest_context
     from trimtab.plan.make import Plan, make_plan
     from trimtab.plan.memory import Buckets, Memory
     from trimtab.plan.policies import PolicyCost, policy_costs
+    from trimtab.plan.solve import (
+        Answer,
+        solve_batch_size,
+        solve_cheapest,
+        solve_fastest,
+        solve_max_seq_length,
+        solve_smallest_gpu,
+    )
+    from trimtab.plan.table import Cell, make_table
+    from trimtab.plan.what_if import Effect, list_effects
 
 _MODULES = {
     "AttentionRow": "attention",
@@ -24,6 +34,7 @@ _MODULES = {
     "total_steps": "data",
     "check_disk": "disk",
     "check_fits": "fit",
+    "fits": "fit",
     "remedies": "fit",
     "Longest": "longest",
     "longest_context": "longest",
@@ -33,6 +44,16 @@ _MODULES = {
     "Memory": "memory",
     "PolicyCost": "policies",
     "policy_costs": "policies",
+    "Answer": "solve",
+    "solve_batch_size": "solve",
+    "solve_cheapest": "solve",
+    "solve_fastest": "solve",
+    "solve_max_seq_length": "solve",
+    "solve_smallest_gpu": "solve",
+    "Cell": "table",
+    "make_table": "table",
+    "Effect": "what_if",
+    "list_effects": "what_if",
 }
 
 __all__ = [  # noqa: RUF022 (in the order of the dictionary above)
@@ -43,6 +64,7 @@ __all__ = [  # noqa: RUF022 (in the order of the dictionary above)
     "total_steps",
     "check_disk",
     "check_fits",
+    "fits",
     "remedies",
     "Longest",
     "longest_context",
@@ -52,6 +74,16 @@ __all__ = [  # noqa: RUF022 (in the order of the dictionary above)
     "Memory",
     "PolicyCost",
     "policy_costs",
+    "Answer",
+    "solve_batch_size",
+    "solve_cheapest",
+    "solve_fastest",
+    "solve_max_seq_length",
+    "solve_smallest_gpu",
+    "Cell",
+    "make_table",
+    "Effect",
+    "list_effects",
 ]
 
 __getattr__ = lazily(__name__, _MODULES)

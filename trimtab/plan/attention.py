@@ -1,7 +1,7 @@
-"""What attention holds for the backward pass by length: the plain matrices against a tiled kernel's O and L.
+"""What attention saves for backward, by sequence length: full matrices or a tiled kernel's O and L.
 
-Figures of this kind are often quoted for a single head. A model holds them for every head of every layer, so
-both are given, labelled; the planner itself only ever uses the true ones.
+Such figures are often quoted for a single head. A model saves them for every head of every layer, so both are
+given, with labels; the planner only uses the ones of the whole model.
 """
 
 # B batch, T tokens, H query heads, D head size
@@ -43,10 +43,10 @@ class AttentionRow:
 def attention_table(
     shape: ModelShape, batch: int, lengths: Sequence[int] = LENGTHS, dtype: str = "bf16"
 ) -> list[AttentionRow]:
-    """One row a length. Queries, keys and values are held in either case and left out.
+    """One row per length. Queries, keys and values are saved in both cases and left out.
 
-    Plain attention holds scores and weights, two [T, T] matrices a head; a tiled kernel holds its output O,
-    [T, D] a head, and one fp32 log-sum-exp L a query and head.
+    Attention without tiling saves scores and weights, two [T, T] matrices per head. A tiled kernel saves its
+    output O, [T, D] per head, and one fp32 log-sum-exp L per query and head.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -56,9 +56,9 @@ def attention_table(
         (470, 7.5, 477)
     """
     width = BYTES[dtype]
-    heads = sum(block.attention.num_heads for block in shape.blocks)
-    dims = sum(block.attention.head_dim for block in shape.blocks)
-    outputs = sum(block.attention.q_size for block in shape.blocks)
+    heads = sum(block.mixer.num_heads for block in shape.blocks)
+    dims = sum(block.mixer.value_head_dim for block in shape.blocks)
+    outputs = sum(block.mixer.num_heads * block.mixer.value_head_dim for block in shape.blocks)
     return [
         AttentionRow(
             tokens=T,

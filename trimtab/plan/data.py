@@ -1,4 +1,4 @@
-"""From windows to steps: how long a run is."""
+"""From sequences to steps: how long a run is."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.recipe.keys import Recipe
+from trimtab.recipe.rules import has_domain_set
 
 
 @dataclass(frozen=True)
 class DataFacts:
     """What is known of the packed training data of one epoch."""
 
-    windows: int | None
-    """Windows of an epoch, over all devices; None while streaming."""
+    sequences: int | None
+    """Sequences of an epoch, over all devices; None while streaming."""
     tokens: int | None
     """Tokens in them, padding not counted."""
     fill: float | None
-    """Share of the windows' places that tokens fill."""
+    """Share of the sequences' places that tokens fill."""
+    attended_share: float | None = None
+    """Of the query–key pairs of causal sequences those that lie within one document; None if unknown."""
 
 
-def steps_per_epoch(windows: int, recipe: Recipe, num_devices: int = 1) -> int:
-    """Updates of the weights in an epoch; the last may hold fewer windows.
+def steps_per_epoch(sequences: int, recipe: Recipe, num_devices: int = 1) -> int:
+    """Updates of the weights in an epoch; the last may hold fewer sequences.
 
     Example:
         >>> from trimtab.recipe import loads
-        >>> steps_per_epoch(100, loads("model: a\\ndata: {train: x}"))  # 4 × 4 windows a step
+        >>> steps_per_epoch(100, loads("model: a\\ndata: {train: x}"))  # 4 × 4 sequences a step
         7
     """
-    return math.ceil(windows / windows_per_step(recipe, num_devices))
+    return math.ceil(sequences / sequences_per_step(recipe, num_devices))
 
 
-def windows_per_step(recipe: Recipe, num_devices: int = 1) -> int:
+def sequences_per_step(recipe: Recipe, num_devices: int = 1) -> int:
     """The global batch."""
     return recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps * num_devices
 
@@ -43,28 +46,28 @@ def total_steps(recipe: Recipe, data: DataFacts | None, num_devices: int = 1) ->
     Example:
         >>> from trimtab.recipe import loads
         >>> recipe = loads("model: a\\ndata: {train: x}\\nnum_train_epochs: 1.5")
-        >>> total_steps(recipe, DataFacts(windows=100, tokens=None, fill=None))
+        >>> total_steps(recipe, DataFacts(sequences=100, tokens=None, fill=None))
         11
     """
     if recipe.max_steps > 0:
         return recipe.max_steps
-    if data is None or data.windows is None:
+    if data is None or data.sequences is None:
         return None
     assert recipe.num_train_epochs is not None
     # 2 × 7 steps are 14 also where 2.0 × 7 comes out a hair above in floating point.
-    steps = recipe.num_train_epochs * steps_per_epoch(data.windows, recipe, num_devices)
+    steps = recipe.num_train_epochs * steps_per_epoch(data.sequences, recipe, num_devices)
     return max(math.ceil(steps - 1e-9), 1)
 
 
 def describe(recipe: Recipe, data: DataFacts | None, num_devices: int = 1) -> dict[str, Any]:
-    """The plan's `data`: windows, tokens and fill of an epoch, steps and tokens of the run."""
+    """The plan's `data`: sequences, tokens and fill of an epoch, steps and tokens of the run."""
     steps = total_steps(recipe, data, num_devices)
     known = data or DataFacts(None, None, None)
     trained = None
-    if steps is not None and known.windows and known.tokens is not None:
-        trained = round(processed_windows(recipe, data, num_devices) / known.windows * known.tokens)
+    if steps is not None and known.sequences and known.tokens is not None:
+        trained = round(processed_sequences(recipe, data, num_devices) / known.sequences * known.tokens)
     return {
-        "windows": known.windows,
+        "windows": known.sequences,
         "tokens": known.tokens,
         "fill": known.fill,
         "steps": steps,
@@ -72,25 +75,48 @@ def describe(recipe: Recipe, data: DataFacts | None, num_devices: int = 1) -> di
     }
 
 
+def evaluations(recipe: Recipe, steps: int | None) -> int:
+    """How often a run evaluates: before the first step, every `eval_steps`, and after the last.
+
+    Example:
+        >>> from trimtab.recipe import loads
+        >>> evaluations(loads("model: a\\ndata: {train: x, eval: {general: y}}\\neval_steps: 10"), 25)
+        4
+    """
+    if steps is None or not _num_sets(recipe):
+        return 0
+    between = 0 if recipe.eval_steps is None else (steps - 1) // recipe.eval_steps
+    return 2 + between
+
+
+def evaluation_tokens(recipe: Recipe) -> int:
+    """Tokens of one evaluation at most: `data.eval_sequences` sequences of each set."""
+    return _num_sets(recipe) * recipe.data.eval_sequences * recipe.max_seq_length
+
+
+def _num_sets(recipe: Recipe) -> int:
+    return int(has_domain_set(recipe)) + int(bool(recipe.data.eval.general))
+
+
 def mean_length(recipe: Recipe, data: DataFacts | None) -> float:
-    """Tokens of a window that pass through the model, padding included.
+    """Tokens of a sequence that pass through the model, padding included.
 
     Example:
         >>> from trimtab.recipe import loads
         >>> text = "model: a\\ndata: {train: x}\\npacking: false\\ngroup_by_length: true"
-        >>> mean_length(loads(text), DataFacts(windows=100, tokens=9000, fill=0.9))
+        >>> mean_length(loads(text), DataFacts(sequences=100, tokens=9000, fill=0.9))
         100.0
     """
-    if not recipe.group_by_length or data is None or not (data.windows and data.tokens and data.fill):
+    if not recipe.group_by_length or data is None or not (data.sequences and data.tokens and data.fill):
         return float(recipe.max_seq_length)
-    return data.tokens / data.fill / data.windows
+    return data.tokens / data.fill / data.sequences
 
 
-def processed_windows(recipe: Recipe, data: DataFacts | None, num_devices: int = 1) -> float:
-    """Windows that pass through the model in the whole run; needs a known number of steps."""
+def processed_sequences(recipe: Recipe, data: DataFacts | None, num_devices: int = 1) -> float:
+    """Sequences that pass through the model in the whole run; needs a known number of steps."""
     steps = total_steps(recipe, data, num_devices)
     assert steps is not None
-    if data is None or data.windows is None:
-        return float(steps * windows_per_step(recipe, num_devices))
-    # The short last step of each epoch makes fewer windows than steps × batch.
-    return steps / steps_per_epoch(data.windows, recipe, num_devices) * data.windows
+    if data is None or data.sequences is None:
+        return float(steps * sequences_per_step(recipe, num_devices))
+    # The short last step of each epoch makes fewer sequences than steps × batch.
+    return steps / steps_per_epoch(data.sequences, recipe, num_devices) * data.sequences

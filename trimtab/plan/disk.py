@@ -13,7 +13,7 @@ from trimtab.facts.units import format_bytes
 
 @dataclass(frozen=True)
 class Saving:
-    """When a run saves and what it keeps, as its recipe has it."""
+    """When a run saves and what it keeps, as in its recipe."""
 
     keep: int
     """`save_total_limit`: the newest so many checkpoints."""
@@ -41,8 +41,8 @@ class Saving:
     def standing(self, keep: int | None = None) -> int:
         """Checkpoints that are on the disk at once, the one being written included, where `keep` are kept.
 
-        The oldest goes only after the newest is complete. The best one is kept besides where evaluations between saves
-        can find one.
+        The oldest goes only after the newest is complete. The best one is kept besides, where others are saved after
+        it: with `save_steps` unset each save but the last is the best so far, and so among the newest.
 
         Example:
             >>> Saving(keep=2, save_steps=10, best_steps=None, total_steps=100).standing()
@@ -50,8 +50,20 @@ class Saving:
             >>> Saving(keep=2, save_steps=None, best_steps=None, total_steps=100).standing()
             1
         """
-        most = (self.keep if keep is None else keep) + 1 + int(self.best_steps is not None)
+        keep = self.keep if keep is None else keep
+        most = keep + 1 + int(self._best_is_older(keep))
         return most if self.saves is None else min(self.saves, most)
+
+    def _best_is_older(self, keep: int) -> bool:
+        """Whether the best checkpoint can be older than the newest `keep` while another one is written."""
+        if self.best_steps is None or self.save_steps is None:
+            return False
+        total, every = self.total_steps, self.save_steps
+        if total is None:
+            return True
+        # The first evaluation finds the best of all; this many are saved after it whatever their loss.
+        later = total // every - self.best_steps // every + int(total % every > 0)
+        return self.best_steps <= total and later > keep
 
 
 @dataclass(frozen=True)
@@ -88,7 +100,7 @@ def estimate(weights: int, states: int, num_tensors: int, saving: Saving) -> Dis
 
 
 def check_disk(disk: Disk, free_bytes: int, folder: str, *, resumed: bool = False) -> None:
-    """Raise a ResourceError if the checkpoints do not fit beside what is on the disk already.
+    """Raise a ResourceError if the checkpoints do not fit in the free disk space.
 
     For a resumed run `free_bytes` includes its own checkpoints, which later ones replace; its folder can only move as
     a whole.

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trimtab.adapt import spec_quantized
-from trimtab.adapt.spec import LoraSettings
-from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.devices import DeviceFacts
-from trimtab.facts.errors import RecipeError, ResourceError
-from trimtab.facts.units import format_bytes
-from trimtab.kernels.adamw8bit.choice import choose_adamw8bit
+from trimtab.facts.errors import ResourceError
+from trimtab.facts.phases import OWN_STEP, RunPhase
+from trimtab.facts.units import format_bytes, format_seconds
+from trimtab.plan.changes import Change, savings
 from trimtab.plan.job import Job
 from trimtab.plan.make import Plan
-from trimtab.plan.memory import predict
-from trimtab.plan.memory_search import tile_counts
-from trimtab.recipe.keys import Recipe
+from trimtab.plan.phases import PHASE_REMEDIES
+from trimtab.plan.what_if import effects
 from trimtab.recipe.resume import CHANGEABLE_ON_RESUME
-
-SHORTEST = 256
-"""Shorter windows are not suggested."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +23,8 @@ class Remedy:
     change: str
     needed: int
     saving: int
+    seconds: float | None = None
+    """What an optimizer step of as many tokens takes longer; None where the device's rates are not known."""
 
 
 def check_fits(plan: Plan, device: DeviceFacts | None = None, *, resumed: bool = False) -> None:
@@ -43,19 +37,36 @@ def check_fits(plan: Plan, device: DeviceFacts | None = None, *, resumed: bool =
     device = device or plan.device
     there = min(device.available_bytes, plan.limit)
     _check_host(plan, device)
-    if plan.memory.needed <= there:
+    if _needed(plan) <= there:
+        _check_phases(plan, device, there)
         return
     remedy = _for_a_resumed_run(plan, device, there) if resumed else _for_a_new_run(plan, there)
-    raise ResourceError(f"training needs {_needs(plan)} and {_has(plan, device, there)}", remedy)
+    weights, has = plan.memory.before.weights, _has(plan, device, there)
+    if weights > there:
+        raise ResourceError(f"the weights alone take {format_bytes(weights)} and {has}", remedy)
+    raise ResourceError(f"training needs {_needs(plan)} and {has}", remedy)
+
+
+def fits(plan: Plan) -> bool:
+    """Whether the device has the memory that every phase of the run needs, and the host that for offloading.
+
+    Example:
+        >>> fits(make_plan(recipe, shape, resolved, device=gpu))  # doctest: +SKIP
+        True
+    """
+    pinnable = plan.device.pinnable_bytes
+    on_host = pinnable is None or plan.memory.host <= pinnable
+    needed = max(plan.memory.needed, plan.phases.peak.needed)
+    return on_host and needed <= min(plan.device.available_bytes, plan.limit)
 
 
 def _for_a_new_run(plan: Plan, there: int) -> str:
-    enough = [remedy for remedy in remedies(plan) if remedy.needed <= there]
+    enough = _one_per_key([remedy for remedy in remedies(plan) if remedy.needed <= there])
     if enough:
         return "set " + ", or ".join(_sentence(one) for one in enough[:3])
-    together, fits = _together(plan, there)
+    together, enough_together = _together(plan, there)
     listed = ", and ".join(_sentence(one) for one in together)
-    if fits:
+    if enough_together:
         return f"set {listed}: together {format_bytes(together[-1].needed)}"
     if together:
         return (
@@ -66,13 +77,13 @@ def _for_a_new_run(plan: Plan, there: int) -> str:
 
 
 def _for_a_resumed_run(plan: Plan, device: DeviceFacts, there: int) -> str:
-    """A run that has begun goes on with the same batch, formats and optimizer: what is left is what layers keep."""
+    """A resumed run keeps its batch, dtypes and optimizer: only activation checkpointing can change."""
     may = [remedy for remedy in remedies(plan) if remedy.change.split(":")[0] in CHANGEABLE_ON_RESUME]
     enough = [remedy for remedy in may if remedy.needed <= there]
     if enough:
         return "set " + ", or ".join(_sentence(one) for one in enough)
     smallest = min(may, key=lambda remedy: remedy.needed, default=None)
-    least, first = plan.memory.needed, ""
+    least, first = _needed(plan), ""
     if smallest is not None:
         least, first = smallest.needed, f"set {smallest.change} and "
     how = "raise memory_limit to" if least <= device.available_bytes else "continue on a device with"
@@ -81,11 +92,26 @@ def _for_a_resumed_run(plan: Plan, device: DeviceFacts, there: int) -> str:
 
 def _needs(plan: Plan) -> str:
     """What the run needs, and, where nothing was named, that no other setting needs less."""
-    peak = f"{format_bytes(plan.memory.needed, up=True)} at its peak ({plan.memory.moment.describe()})"
+    moment = plan.memory.moment.describe()
+    if copy := _checkpoint_copy(plan):
+        moment += f"; {format_bytes(copy)} of it for writing checkpoints meanwhile"
+    peak = f"{format_bytes(_needed(plan), up=True)} at its peak ({moment})"
     auto = plan.recipe.recompute == "auto" and plan.recipe.gradient_checkpointing is None
-    if not auto or set(plan.job.layers) & {"none", "pointwise", "selective"}:
+    if not auto or plan.memory.needed <= plan.limit:  # a search that finds nothing answers with the least
         return peak
     return f"at least {peak}, with recompute: {plan.resolved.memory_plan.description},"
+
+
+def _needed(plan: Plan) -> int:
+    """What training needs of its device; on a CPU checkpoints are written from a copy in the same memory."""
+    return plan.memory.needed + _checkpoint_copy(plan)
+
+
+def _checkpoint_copy(plan: Plan) -> int:
+    checkpoint = plan.phases.of(RunPhase.CHECKPOINT)
+    if plan.job.device != "cpu" or plan.disk.saving.saves == 1 or checkpoint is None:
+        return 0
+    return checkpoint.needed - plan.memory.needed
 
 
 def _has(plan: Plan, device: DeviceFacts, there: int) -> str:
@@ -95,6 +121,11 @@ def _has(plan: Plan, device: DeviceFacts, there: int) -> str:
 
 
 def _check_host(plan: Plan, device: DeviceFacts) -> None:
+    if device.unified and plan.memory.host:
+        raise ResourceError(
+            f"recompute: offload gains nothing on {device.name}, whose GPU and CPU share one memory",
+            "set recompute: auto",
+        )
     free, pinnable = device.host_free_bytes, device.pinnable_bytes
     if free is None or pinnable is None or plan.memory.host <= pinnable:
         return
@@ -105,68 +136,48 @@ def _check_host(plan: Plan, device: DeviceFacts) -> None:
     )
 
 
+def _check_phases(plan: Plan, device: DeviceFacts, there: int) -> None:
+    """Raise a ResourceError for a phase besides the training step that needs more than there is."""
+    phase = plan.phases.peak
+    if phase.phase in OWN_STEP or phase.needed <= there:
+        return
+    needs = f"{phase.phase.value} needs {format_bytes(phase.needed, up=True)} ({phase.note})"
+    raise ResourceError(f"{needs} and {_has(plan, device, there)}", PHASE_REMEDIES[phase.phase])
+
+
 def remedies(plan: Plan) -> list[Remedy]:
-    """Every single change that saves memory; those first that leave what is computed as it is."""
-    return [remedy for _, remedy in _variants(plan, plan.job) if remedy.saving > 0]
+    """Every single change that saves memory: first those that leave the training as it is, the fastest first."""
+    found = [(change, remedy) for change, remedy in _options(plan, plan.job) if remedy.saving > 0]
+    found.sort(key=lambda one: (not one[0].same_training, one[1].seconds or 0.0))
+    return [remedy for _, remedy in found]
+
+
+def _one_per_key(found: list[Remedy]) -> list[Remedy]:
+    """The first remedy of each recipe key."""
+    by_key: dict[str, Remedy] = {}
+    for remedy in found:
+        by_key.setdefault(remedy.change.split(":")[0], remedy)
+    return list(by_key.values())
 
 
 def _sentence(remedy: Remedy) -> str:
-    return f"{remedy.change} (saves {format_bytes(remedy.saving)})"
+    cost = ""
+    if remedy.seconds is not None and remedy.seconds > 0.0005:
+        cost = f", costs {format_seconds(remedy.seconds)} per step"
+    return f"{remedy.change} (saves {format_bytes(remedy.saving)}{cost})"
 
 
-def _variants(plan: Plan, job: Job) -> Iterator[tuple[Job, Remedy]]:
-    now = predict(job).needed
-    for changed, words in _changes(job, plan.device, plan.recipe):
-        if plan.recipe.mlp_tiles == "auto":  # fewer tokens are cut into fewer tiles
-            changed = changed.changed(mlp_tiles=min(changed.mlp_tiles, max(tile_counts(changed, None))))
-        needed = predict(changed).needed
-        yield changed, Remedy(words, needed, now - needed)
+def _options(plan: Plan, job: Job) -> list[tuple[Change, Remedy]]:
+    suggested = [change for change in savings(plan, job) if change.suggested]
+    copy = _checkpoint_copy(plan)  # that of a changed run is no larger
+    return [
+        (one.change, Remedy(_words(one.change), one.needed + copy, one.saved, one.seconds))
+        for one in effects(plan, suggested, job)
+    ]
 
 
-def _changes(job: Job, device: DeviceFacts, recipe: Recipe) -> Iterator[tuple[Job, str]]:
-    """(changed job, the recipe's words for it), as far as the recipe's other keys let it be changed."""
-    if job.batch > 1 and not job.in_backward:
-        batch = job.batch // 2 if job.batch % 2 == 0 else 1
-        accumulation = job.accumulation * job.batch // batch
-        yield (
-            dataclasses.replace(job, batch=batch, accumulation=accumulation),
-            f"per_device_train_batch_size: {batch} with gradient_accumulation_steps: {accumulation}",
-        )
-    if job.unpacked_layers:
-        yield dataclasses.replace(job, unpacked_layers=0), "unpacked_layers: 0"
-    thrifty = {"cuda": ("block", "offload"), "cpu": ("block",)}[job.device]
-    for policy in thrifty[thrifty.index(job.layers[0]) + 1 if job.layers[0] in thrifty else 0 :]:
-        yield dataclasses.replace(job, policies=(policy,) * len(job.layers)), f"recompute: {policy}"
-    if job.optimizer != "adamw_8bit":
-        impl = choose_adamw8bit(device=device.kind, triton=device.runs_triton, requested="auto").impl
-        yield dataclasses.replace(job, optimizer="adamw_8bit", optimizer_impl=impl), "optim: adamw_8bit"
-    if job.weights_dtype == "fp32" and job.bf16:
-        yield dataclasses.replace(job, dtype="bf16", weights_dtype="bf16"), "dtype: bf16, weights_dtype: bf16"
-    if job.weights_dtype == "bf16" and job.gradient_dtype == "fp32":
-        yield dataclasses.replace(job, gradient_dtype="bf16"), "gradient_dtype: bf16"
-    if job.lora is not None and job.quantization is None and _can_be_packed(job):
-        yield dataclasses.replace(job, quantization=_nf4(device)), "load_in_4bit: true"
-    if job.tokens >= 2 * SHORTEST:
-        yield dataclasses.replace(job, tokens=job.tokens // 2), f"max_seq_length: {job.tokens // 2}"
-    # Last, since it trains something else.
-    narrow = min(min(linear.out_features, linear.in_features) for _, linear in job.shape.linears())
-    free = not job.in_backward and recipe.embedding_learning_rate is None
-    if job.lora is None and free and narrow >= LoraSettings().r:
-        yield dataclasses.replace(job, lora=LoraSettings()), "lora: {r: 16}, which trains adapters only"
-
-
-def _can_be_packed(job: Job) -> bool:
-    """Whether no linear layer of the blocks is trained whole."""
-    try:
-        spec_quantized.check_whole(job.shape, (parameter.name for parameter in job.trained.parameters))
-    except RecipeError:
-        return False
-    return True
-
-
-def _nf4(device: DeviceFacts) -> Quantization:
-    impl = spec_quantized.choose_quantized_kernels(device=device.kind, triton=device.runs_triton).impl
-    return Quantization("nf4", double=True, impl=impl)
+def _words(change: Change) -> str:
+    return f"{change.text}, which trains adapters only" if change.name == "LoRA" else change.text
 
 
 def _together(plan: Plan, there: int) -> tuple[list[Remedy], bool]:
@@ -174,14 +185,22 @@ def _together(plan: Plan, there: int) -> tuple[list[Remedy], bool]:
     job = plan.job
     steps: list[Remedy] = []
     while True:
-        options = [(changed, remedy) for changed, remedy in _variants(plan, job) if remedy.saving > 0]
+        options = [(change.job, remedy) for change, remedy in _options(plan, job) if remedy.saving > 0]
         if not options:
             return steps, False
         job, step = options[0]
         key = step.change.split(":")[0]
         if steps and steps[-1].change.split(":")[0] == key:
             # The same key once more: only where it ends is worth saying, and what it saved in all.
-            step = dataclasses.replace(step, saving=step.saving + steps.pop().saving)
+            before = steps.pop()
+            step = Remedy(
+                step.change, step.needed, step.saving + before.saving, _sum(before.seconds, step.seconds)
+            )
         steps.append(step)
         if step.needed <= there:
             return steps, True
+
+
+def _sum(*seconds: float | None) -> float | None:
+    known = [one for one in seconds if one is not None]
+    return sum(known) if len(known) == len(seconds) else None

@@ -19,9 +19,9 @@ class Job:
 
     shape: ModelShape
     batch: int
-    """Windows of a microbatch."""
+    """Sequences per microbatch."""
     tokens: int
-    """Tokens of a window."""
+    """Tokens per sequence."""
     accumulation: int
     dtype: str
     weights_dtype: str
@@ -34,26 +34,29 @@ class Job:
     """Whether the device computes bf16 in hardware."""
     packed: bool = True
     policies: tuple[str, ...] = ()
-    """What each layer keeps, the first layer's first (`trimtab.adapt.recompute`); empty where all keep everything."""
+    """The recompute policy of each layer (`trimtab.adapt.recompute`); empty if all save everything."""
     mlp_tiles: int = 1
     """Parts of the tokens that feed-forward halves are computed in."""
     pointwise: str = "reference"
     optimizer_impl: str = "reference"
     loss_impl: str = "chunked"
     loss_memory: int | None = None
-    """Bytes that the loss "triton" may hold beyond inputs and gradients."""
+    """Bytes that the loss "triton" may allocate beyond inputs and gradients."""
     in_backward: bool = False
     """Whether backward itself updates each weight and frees its gradient."""
     compiled: bool = False
-    """Whether layers are compiled whole, so that nothing inside one can be sent to the host."""
+    """Whether whole layers are compiled, so that nothing inside one can be offloaded to host memory."""
     lora: LoraSettings | None = None
     """The adapters' settings, where adapters are trained and all else is frozen."""
     quantization: Quantization | None = None
     """How frozen weights are quantized."""
     layer_attention: tuple[str, ...] = ()
     """Of each layer, where they differ."""
+    attended_share: float = 1.0
+    """Of the query–key pairs of a causal sequence those that lie within one document: less than 1 where sequences are
+    packed with several."""
     unpacked_layers: int = 0
-    """Layers whose packed weights are kept unpacked as well (`trimtab.adapt.unpacked`)."""
+    """Layers whose quantized weights also have dequantized copies (`trimtab.adapt.dequantized`)."""
 
     @cached_property
     def trained(self) -> Trained:

@@ -1,7 +1,7 @@
-"""What the blocks of a job hold between their passes, and in each one's backward pass. Imports no torch.
+"""Memory of a job's blocks between forward and backward, and in the backward of each. Imports no torch.
 
-Everything is summed over the operations that the blocks declare (`trimtab.model.spec_block`); what is saved of them
-under a recompute policy is `trimtab.adapt.spec_recompute`'s.
+Everything is summed over the operations that the blocks declare (`trimtab.model.spec_block`).
+`trimtab.adapt.spec_recompute` defines which activations a recompute policy saves.
 """
 
 from __future__ import annotations
@@ -9,30 +9,34 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from trimtab.adapt import spec_quantized
 from trimtab.adapt.spec_linears import AdaptedProjections
 from trimtab.adapt.spec_recompute import (
-    HOST,
     IN_HALVES,
+    OFFLOADING,
     last_recomputed,
     saved_under,
     tile_rows,
 )
 from trimtab.facts.dtypes import BYTES, nbytes
-from trimtab.facts.operations import Activation, saved_activations, total_bytes
+from trimtab.facts.operations import Activation, Operation, Part, saved_activations, total_bytes
 from trimtab.model.spec_block import BETWEEN, BLOCK_INPUT, DeclaredBlock, declare_block
 from trimtab.model.spec_operations import Execution
-from trimtab.plan.backward import (
+from trimtab.plan.job import Job
+from trimtab.plan.liveness import (
+    Instant,
     ParameterGradients,
+    activation_gradients,
     branch_gradient,
     gradient_bytes,
+    parameter_gradients,
     walk_backward,
     walk_forward,
 )
-from trimtab.plan.job import Job
 
 Segments = Sequence[tuple[str, int]]
 """(policy, how many layers have it), the first layers first."""
@@ -55,20 +59,36 @@ class LayerMemory:
 
 
 def declared_blocks(job: Job) -> list[tuple[DeclaredBlock, range]]:
-    """(operations, the layers that have them) for each run of equal layers."""
-    return [(declare_layer(job, run[0]), run) for run in layer_runs(job)]
+    """(operations, the layers that have them) for each run of equal layers; runs of the same kind share theirs."""
+    kinds = layer_kinds(job)
+    found: dict[int, DeclaredBlock] = {}
+    for layer, kind in enumerate(kinds):
+        if kind not in found:
+            found[kind] = declare_layer(job, layer)
+    return [(found[kinds[run[0]]], run) for run in _runs(kinds)]
 
 
 def layer_runs(job: Job) -> Iterator[range]:
     """Runs of layers that are equal in their blocks and backends, in what is trained and in whether their input has a
     gradient."""
-    requires_grad = list(inputs_require_grad(job))
+    yield from _runs(layer_kinds(job))
+
+
+def _runs(kinds: Sequence[int]) -> Iterator[range]:
     start = 0
-    kinds = zip(job.shape.blocks, job.attention_backends, job.trained.layers, requires_grad, strict=True)
     for _, run in itertools.groupby(kinds):
         stop = start + len(list(run))
         yield range(start, stop)
         start = stop
+
+
+def layer_kinds(job: Job) -> list[int]:
+    """A number for each layer that is the same for equal ones, wherever they are."""
+    kinds = zip(
+        job.shape.blocks, job.attention_backends, job.trained.layers, inputs_require_grad(job), strict=True
+    )
+    numbers: dict[object, int] = {}
+    return [numbers.setdefault(kind, len(numbers)) for kind in kinds]
 
 
 def inputs_require_grad(job: Job) -> Iterator[bool]:
@@ -103,6 +123,7 @@ def declare_layer(job: Job, layer: int) -> DeclaredBlock:
             job.device,
             job.pointwise,
             {one.name: one.gradient for one in job.trained.layers[layer]},
+            job.attended_share,
         ),
         adapted,
         input_requires_grad=next(itertools.islice(inputs_require_grad(job), layer, None)),
@@ -118,48 +139,79 @@ def layer_memory(job: Job, block: DeclaredBlock, policy: str) -> LayerMemory:
     kept = saved_under(block, policy)
     size = total_bytes(kept)
     left = gradient_bytes(block.operations) if _parameter_gradients(job).pile_up else 0
-    offloaded = policy in HOST and job.device != "cpu"
-    peak, forward = _backward_peak(job, block, policy, kept), _forward_peak(block, kept)
-    if offloaded:
-        # Meanwhile what the layer below offloaded is on its way to the host, or back.
+    peak = max((one.total for one in backward_instants(job, block, policy)), default=0)
+    forward = max(one.total for one in forward_instants(block, policy))
+    if is_offloaded(job, policy):
+        # Meanwhile the offloaded activations of the layer below are being copied to the host, or back.
         return LayerMemory(0, peak + size, forward + size, left, size)
     return LayerMemory(size, peak, forward, left)
 
 
-def _forward_peak(block: DeclaredBlock, kept: list[Activation]) -> int:
-    """The most bytes during a layer's forward pass."""
+def is_offloaded(job: Job, policy: str) -> bool:
+    """Whether what a layer saves under a policy is in host memory between forward and backward."""
+    return policy in OFFLOADING and job.device != "cpu"
+
+
+def forward_instants(block: DeclaredBlock, policy: str) -> Iterator[Instant]:
+    """Live tensors during a layer's forward pass, its input and saved activations included."""
+    kept = saved_under(block, policy)
     operations = block.attention if block.tile else block.operations
     x, wanted = operations[0].inputs[0], {one.name for one in kept}
-    held = [total for total, _ in walk_forward(operations, block.requires_grad, [x], wanted)]
-    if not block.tile:
-        return max(held)
-    between, output = block.tile[0].inputs[0], block.feed_forward[-1].outputs[0]
-    tile = [total for total, _ in walk_forward(block.tile, frozenset(), [between], set())]
-    return max(max(held), total_bytes(kept) + 2 * output.nbytes + max(tile))
-
-
-def _backward_peak(job: Job, block: DeclaredBlock, policy: str, kept: list[Activation]) -> int:
-    """The most bytes during a layer's backward pass, the gradient of its output included."""
-    if not block.differentiates:
-        return 0
+    yield from walk_forward(operations, block.requires_grad, [x], wanted)
     if block.tile:
-        return _tiled_peak(job, block, policy, kept)
+        between, output = block.tile[0].inputs[0], block.feed_forward[-1].outputs[0]
+        whole = [*kept, output]
+        if BETWEEN not in wanted:
+            whole.append(dataclasses.replace(output, name=f"{BETWEEN}.whole"))
+        for one in walk_forward(block.tile, frozenset(), [between], set()):
+            yield _beside(one, whole, "tile.")
+
+
+def backward_instants(job: Job, block: DeclaredBlock, policy: str) -> Iterator[Instant]:
+    """Live tensors during a layer's backward pass: saved activations, recomputed or reloaded ones, and gradients
+    from that of its output on."""
+    if not block.differentiates:
+        return
+    kept = saved_under(block, policy)
+    if block.tile:
+        yield from _tiled_instants(job, block, policy, kept)
+        return
     operations, requires_grad = block.operations, block.requires_grad
     output = operations[-1].outputs[0]
-    held = {one.name: one for one in kept}
-    peaks = [total_bytes(kept)]
+    given = _given_gradients(operations[-1])
+    yield _beside(Instant(None, 0, list), [*kept, *given])
+    held: Mapping[str, Activation] = {one.name: one for one in kept}
     if policy != "none":
         again = operations[: last_recomputed(block, policy) + 1]
         wanted = {BLOCK_INPUT, *(one.name for one in saved_activations(operations, requires_grad))}
-        for total, live in walk_forward(again, requires_grad, kept, wanted):
-            peaks.append(total)
-            held = live
-    peaks = [peak + output.nbytes + branch_gradient(operations[-1]) for peak in peaks]
+        for one in walk_forward(again, requires_grad, kept, wanted):
+            yield _beside(one, given)
+            held = one.after
     overwrites = policy != "none" and not job.compiled
-    walk = walk_backward(
+    yield from walk_backward(
         operations, requires_grad, held, output, _parameter_gradients(job), recomputed=overwrites
     )
-    return max(peaks + [total for _, total in walk])
+
+
+def _beside(instant: Instant, others: Sequence[Activation], prefix: str = "") -> Instant:
+    """The same with other tensors that are alive; the instant's own get a prefix to their names."""
+    total = instant.total + sum(one.nbytes for one in others)
+    return instant._replace(total=total, tensors=partial(_joined, instant, others, prefix))
+
+
+def _joined(instant: Instant, others: Sequence[Activation], prefix: str) -> list[Activation]:
+    own = instant.tensors()
+    if prefix:
+        own = [dataclasses.replace(one, name=prefix + one.name) for one in own]
+    return [*others, *own]
+
+
+def _given_gradients(addition: Operation) -> list[Activation]:
+    """The gradient of a residual addition's output, and that of what it adds where that has another dtype."""
+    output = addition.outputs[0]
+    found = activation_gradients({output.name: output.nbytes})
+    branch = branch_gradient(addition)
+    return found + (activation_gradients({f"{output.name}.branch": branch}) if branch else [])
 
 
 def _parameter_gradients(job: Job) -> ParameterGradients:
@@ -168,61 +220,73 @@ def _parameter_gradients(job: Job) -> ParameterGradients:
     )
 
 
-def _tiled_peak(job: Job, block: DeclaredBlock, policy: str, kept: list[Activation]) -> int:
+def _tiled_instants(
+    job: Job, block: DeclaredBlock, policy: str, kept: Sequence[Activation]
+) -> Iterator[Instant]:
     """The same for a layer whose feed-forward runs in tiles: the tiles first, then the attention half."""
     requires_grad = block.requires_grad
     saved = {one.name: one for one in saved_activations(block.attention, requires_grad)}
     between = block.attention[-1].outputs[0]
     wanted = {BLOCK_INPUT, *saved}
-    held, peaks = {one.name: one for one in kept}, [0]
+    held: Mapping[str, Activation] = {one.name: one for one in kept}
     recompute = policy != "none"
     again = block.attention[: last_recomputed(block, policy) + 1]
+    output_gradient = activation_gradients({f"{BETWEEN}.output": between.nbytes})
     if recompute and policy not in IN_HALVES:  # all of the first half comes back before the tiles run
-        for total, live in walk_forward(again, requires_grad, kept, wanted | {BETWEEN}):
-            peaks.append(total + between.nbytes)
-            held = live
-    given = between.nbytes + branch_gradient(block.attention[-1])
-    standing = total_bytes(list(held.values())) + 2 * between.nbytes  # the gradients of output and input
-    peaks.append(standing + _tile_peak(block))
+        for one in walk_forward(again, requires_grad, kept, wanted | {BETWEEN}):
+            yield _beside(one, output_gradient)
+            held = one.after
+    # The gradients of output and input of the whole half, and one tile.
+    both = [*output_gradient, *activation_gradients({between.name: between.nbytes})]
+    for one in _tile_instants(block):
+        yield _beside(one, [*held.values(), *both])
+    pile_up = _parameter_gradients(job).pile_up
+    done = [gradient for one in block.feed_forward for gradient in one.gradients] if pile_up else []
+    left = parameter_gradients(done)
     if recompute and policy in IN_HALVES:
-        for total, live in walk_forward(again, requires_grad, kept, wanted):
-            peaks.append(total + given)
-            held = live
+        given = [*_given_gradients(block.attention[-1]), *left]
+        for one in walk_forward(again, requires_grad, kept, wanted):
+            yield _beside(one, given)
+            held = one.after
     held = {name: one for name, one in held.items() if name in saved or name == BLOCK_INPUT}
-    walk = walk_backward(block.attention, requires_grad, held, between, _parameter_gradients(job))
-    left = gradient_bytes(block.feed_forward) if _parameter_gradients(job).pile_up else 0
-    return max(peaks + [total + left for _, total in walk])
+    for one in walk_backward(block.attention, requires_grad, held, between, _parameter_gradients(job)):
+        yield _beside(one, left)
 
 
-def _tile_peak(block: DeclaredBlock) -> int:
-    """What the tiles hold besides the whole input's gradient: sums of weights' gradients in fp32, and one tile.
+def _tile_instants(block: DeclaredBlock) -> Iterator[Instant]:
+    """Memory of the tiles besides the input's gradient: fp32 sums of weight gradients, and one tile.
 
     A tile reads its part of the stream where it lies, and its weights' gradients stay until all are made.
     """
     requires_grad = block.requires_grad
     saved = {one.name: one for one in saved_activations(block.tile, requires_grad) if one.name != BETWEEN}
     output = block.tile[-1].outputs[0]
-    sums = sum(4 * math.prod(gradient.dims) for one in block.tile for gradient in one.gradients)
-    walk = walk_backward(block.tile, requires_grad, saved, output, ParameterGradients())
-    return sums + max([total for _, total in walk], default=0)
+    sums = [
+        Activation(f"{gradient.name}.sum", 4 * math.prod(gradient.dims), Part.PARAMETER_GRADIENTS)
+        for one in block.tile
+        for gradient in one.gradients
+    ]
+    yield _beside(Instant(None, 0, list), sums)
+    for one in walk_backward(block.tile, requires_grad, saved, output, ParameterGradients()):
+        yield _beside(one, sums, "tile.")
 
 
 @dataclass(frozen=True)
 class Held:
-    """What all layers of a job hold under their policies."""
+    """Memory of all layers of a job under their policies."""
 
     kept: int
     """On the device, from forward to backward."""
     host: int
     """Pinned bytes of the host."""
     forward: tuple[tuple[int, int], ...]
-    """(layer, bytes held in its forward pass) where that may be the most: at the end of alike layers."""
+    """(layer, bytes live in its forward pass) where the peak may be: at the end of a run of equal layers."""
     backward: tuple[tuple[int, int], ...]
-    """(layer, bytes held in its backward pass) where that may be the most: at both ends of alike layers."""
+    """(layer, bytes live in its backward pass) where the peak may be: at both ends of a run of equal layers."""
 
 
 class Layers:
-    """What the blocks of a job hold, whichever policies they have: worked out when it is asked for, and once."""
+    """Memory of a job's blocks under any policies, computed on demand and cached."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -232,15 +296,17 @@ class Layers:
         """The residual stream, and the gradient of it."""
         self._reading = unpacking_bytes(job)
         self._found: dict[tuple[int, str], LayerMemory] = {}
+        """By the identity of the operations, which runs of the same kind share, and by policy."""
 
     def of(self, run: int, policy: str) -> LayerMemory:
-        """Bytes of a layer of one run of equal layers under a policy; reading packed weights included."""
-        found = self._found.get((run, policy))
+        """Bytes of a layer of one run of equal layers under a policy; dequantizing weights included."""
+        block = self.blocks[run][0]
+        found = self._found.get((id(block), policy))
         if found is None:
-            found = layer_memory(self.job, self.blocks[run][0], policy)
+            found = layer_memory(self.job, block, policy)
             if found.peak:
                 found = dataclasses.replace(found, peak=found.peak + self._reading)
-            self._found[run, policy] = found
+            self._found[id(block), policy] = found
         return found
 
     def gradients(self) -> int:
@@ -262,21 +328,26 @@ class Layers:
                 run += start == end
 
     def held(self, segments: Segments) -> Held:
-        """What layers with these policies hold."""
+        """Memory of layers with these policies."""
         pieces = [(self.of(run, policy), layers) for policy, run, layers in self.pieces(segments)]
-        # What was offloaded last is still on the device, and used from there.
+        # The activations offloaded last are still on the device, and are used from there.
         resident = next((one.host for one, _ in reversed(pieces) if one.host), 0)
+        # Below the first offloaded layer, no copy to or from the host is in flight.
+        first = next((layers[0] for one, layers in pieces if one.host), None)
         forward, backward, kept = [], [], 0
         for one, layers in pieces:
-            forward.append((layers[-1], kept + one.kept * (len(layers) - 1) + one.forward))
+            total = kept + one.kept * (len(layers) - 1) + one.forward
+            forward.append((layers[-1], total - (one.host if layers[-1] == first else 0)))
             kept += one.kept * len(layers)
         below, gradients = kept + resident, 0
         for one, layers in reversed(pieces):
             # Of inputs from the host, the one in use and the one on its way are counted with what comes back.
             under = below - (resident if one.host else 0)
-            for step in {0, len(layers) - 1}:
+            ends = {0, len(layers) - 1} | ({max(len(layers) - 2, 0)} if layers[0] == first else set())
+            for step in sorted(ends):
                 total = under - one.kept * (step + 1) + one.peak + gradients + one.gradients * step
-                backward.append((layers[-1 - step], total))
+                layer = layers[-1 - step]
+                backward.append((layer, total - (one.host if layer == first else 0)))
             below -= one.kept * len(layers)
             gradients += one.gradients * len(layers)
         host = sum(one.host * len(layers) for one, layers in pieces)
@@ -299,9 +370,14 @@ def made_gradient(job: Job, count: int) -> int:
     return made if job.weights_dtype == job.gradient_dtype else made + nbytes(job.gradient_dtype, count)
 
 
+def reads_packed_weights(job: Job) -> bool:
+    """Whether a step dequantizes weights: not if all layers keep dequantized copies."""
+    return job.quantization is not None and job.unpacked_layers < job.shape.num_layers
+
+
 def unpacking_bytes(job: Job) -> int:
-    """Temporary bytes of reading packed weights, besides the workspace."""
-    if job.quantization is None:
+    """Temporary bytes of dequantizing weights, besides the workspace."""
+    if job.quantization is None or not reads_packed_weights(job):
         return 0
     packed = job.quantization
     return spec_quantized.scratch_bytes(
@@ -314,8 +390,8 @@ def unpacking_bytes(job: Job) -> int:
 
 
 def workspace_bytes(job: Job) -> int:
-    """One dequantized weight, from the first product on."""
-    return 0 if job.quantization is None else spec_quantized.workspace_bytes(job.shape, job.dtype)
+    """One dequantized weight, from the first matmul on."""
+    return spec_quantized.workspace_bytes(job.shape, job.dtype) if reads_packed_weights(job) else 0
 
 
 def update_scratch(job: Job) -> int:

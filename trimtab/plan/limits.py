@@ -87,7 +87,7 @@ def resolve_memory_plan(
         setting, fits = memory_search.with_policies(
             job, device, limit, named, tiles=tiles, fixed_loss=fixed_loss
         )
-    if fits and recipe.unpacked_layers == "auto":
+    if fits and recipe.dequantized_layers == "auto":
         setting = unpacked.unpack(job, setting, limit)
     return MemoryPlan(
         recompute=tuple(setting.policies),

@@ -1,11 +1,12 @@
-"""The longest window that a job can be trained on within a limit: everything else as it is."""
+"""The longest sequence that a job can be trained on within a limit, everything else as it is. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.adapt.spec_recompute import counted
+from trimtab.adapt.spec_recompute import count_policies
 from trimtab.facts.devices import DeviceFacts
 from trimtab.kernels.linear_cross_entropy.choice import SHARE
 from trimtab.plan import memory_search
@@ -19,7 +20,7 @@ MOST = 1 << 26
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest window, and how it runs."""
+    """The longest sequence, and the memory setting that it runs with."""
 
     tokens: int
     """0 where not even the shortest fits."""
@@ -31,17 +32,72 @@ class Longest:
             return {"tokens": 0}
         return {
             "tokens": self.tokens,
-            "recompute": counted(self.setting.policies),
+            "recompute": count_policies(self.setting.policies),
             "mlp_tiles": self.setting.mlp_tiles,
             "needed": self.setting.needed,
             "host": self.setting.host,
         }
 
 
-def longest_context(job: Job, device: DeviceFacts, limit: int) -> Longest:
-    """The most tokens a window can have: recomputing, tiles, the loss and the host's memory are used as they must.
+def largest_within(bytes_of: Callable[[int], int], within: int, most: int) -> int:
+    """The largest count from 1 to `most` whose bytes are within a limit, 0 where not even one is.
 
-    What a model was trained for (its `max_positions`) is another matter and not looked at.
+    Bytes grow with the count, in long stretches by the same amount: the next count to look at is where a straight
+    line meets the limit, so that a few steps find it.
+
+    Example:
+        >>> largest_within(lambda count: 1000 + 7 * count, 2000, 10**6)
+        142
+    """
+    low, low_bytes = 1, bytes_of(1)
+    if low_bytes > within:
+        return 0
+    high, high_bytes = 2, bytes_of(2) if most > 1 else within + 1
+    while high_bytes <= within and high < most:
+        slope = max((high_bytes - low_bytes) / (high - low), 1.0)
+        guess = high + int((within - high_bytes) / slope * 1.02) + 1
+        low, low_bytes = high, high_bytes
+        high = min(max(guess, high + 1), 64 * high, most)
+        high_bytes = bytes_of(high)
+    if high_bytes <= within:
+        return min(high, most)
+    while high - low > 1:
+        share = (within - low_bytes) / (high_bytes - low_bytes)
+        # A little below the line first, and never so near an end that the other stays far away.
+        edge = max((high - low) // 16, 1)
+        middle = min(max(low + int((high - low) * share), low + edge), high - edge)
+        found = bytes_of(middle)
+        if found <= within:
+            low, low_bytes = middle, found
+        else:
+            high, high_bytes = middle, found
+    return low
+
+
+def largest_fitting(job_of: Callable[[int], Job], device: DeviceFacts, within: int, most: int) -> int:
+    """The largest count whose job can be run within a limit at all.
+
+    Most tiles nearly always need least, so that they alone are looked at first; only where fewer tiles would allow
+    more is the search repeated with all numbers of them.
+    """
+
+    def most_tiles(count: int) -> int:
+        job = job_of(count)
+        return memory_search.least(job, device, tiles=max(memory_search.tile_counts(job, None)))
+
+    def any_tiles(count: int) -> int:
+        return memory_search.least(job_of(count), device)
+
+    found = largest_within(most_tiles, within, most)
+    if found == most or any_tiles(found + 1) > within:
+        return found
+    return largest_within(any_tiles, within, most)
+
+
+def longest_context(job: Job, device: DeviceFacts, limit: int) -> Longest:
+    """The longest sequence that fits, with recomputation, tiles, loss chunks and offloading as it needs them.
+
+    The model's own positions are not a limit here.
 
     Args:
         job: the rest of what is trained; its batch is kept, its own length, policies, tiles and unpacked layers are
@@ -62,23 +118,18 @@ def longest_context(job: Job, device: DeviceFacts, limit: int) -> Longest:
         >>> longest_context(job, gpu, 24 * 10**9).tokens > 100_000
         True
     """
+    tokens = longest_tokens(job, device, limit)
+    if tokens == 0:
+        return Longest(0, None)
+    setting, _ = memory_search.find_setting(_at(job.changed(unpacked_layers=0), tokens, limit), device, limit)
+    return Longest(tokens, setting)
+
+
+def longest_tokens(job: Job, device: DeviceFacts, limit: int) -> int:
+    """The length alone, which takes less time to find; 0 where not even `STEP` tokens fit."""
     job = job.changed(unpacked_layers=0)
     within = memory_search.within_limit(job, limit)
-
-    def fits(steps: int) -> bool:
-        return memory_search.least(_at(job, steps * STEP, limit), device) <= within
-
-    if not fits(1):
-        return Longest(0, None)
-    low, high = 1, 2
-    while fits(high) and high * STEP < MOST:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    tokens = low * STEP
-    setting, _ = memory_search.find_setting(_at(job, tokens, limit), device, limit)
-    return Longest(tokens, setting)
+    return STEP * largest_fitting(lambda steps: _at(job, steps * STEP, limit), device, within, MOST // STEP)
 
 
 def _at(job: Job, tokens: int, limit: int) -> Job:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from trimtab.facts.devices import DeviceFacts
@@ -11,10 +12,12 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.plan import data as plan_data
 from trimtab.plan import disk as plan_disk
 from trimtab.plan import memory as plan_memory
+from trimtab.plan import phases as plan_phases
 from trimtab.plan import time as plan_time
 from trimtab.plan.data import DataFacts
 from trimtab.plan.job import Job
 from trimtab.plan.limits import limit_of
+from trimtab.plan.reserved import Reserved, reserved_memory
 from trimtab.plan.resolved import Resolved
 from trimtab.plan.resolved_json import resolved_to_dict
 from trimtab.recipe.keys import Recipe
@@ -41,13 +44,26 @@ class Plan:
     limit: int
     """Bytes that the run may take on its device."""
 
+    @cached_property
+    def phases(self) -> plan_phases.RunMemory:
+        """Memory of every phase of the run, and of a step over time; worked out when it is asked for."""
+        return plan_phases.run_memory(self.recipe, self.job, self.memory, self.disk)
+
+    @cached_property
+    def reserved(self) -> Reserved | None:
+        """What torch's allocator and the whole process take of a GPU in training; None on a CPU."""
+        if self.job.device == "cpu":
+            return None
+        return reserved_memory(self.job, graphs=self.resolved.graphs.enabled)
+
     def with_data(self, data: DataFacts) -> Plan:
         """The plan once the data was read: with steps, time and disk; what was predicted for memory stays."""
         return dataclasses.replace(
             self,
             data=plan_data.describe(self.recipe, data, self.num_devices),
-            time=_time(self.recipe, self.job, self.device, data, self.num_devices),
-            disk=_disk(self.recipe, self.job, self.memory, data, self.num_devices),
+            **_with_data(
+                self.recipe, self.job, self.resolved, self.device, self.memory, data, self.num_devices
+            ),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,6 +86,8 @@ class Plan:
                 "limit": self.limit,
                 "host": self.memory.host,
             },
+            "phases": self.phases.to_dict(),
+            "reserved": None if self.reserved is None else self.reserved.to_dict(),
             "data": self.data,
             "time": self.time.to_dict(),
             "disk": self.disk.to_dict(),
@@ -122,34 +140,47 @@ def make_plan(
         job=job,
         memory=memory,
         data=plan_data.describe(recipe, data, num_devices),
-        time=_time(recipe, job, device, data, num_devices),
-        disk=_disk(recipe, job, memory, data, num_devices),
+        **_with_data(recipe, job, resolved, device, memory, data, num_devices),
         resolved=resolved,
         notes=tuple(_notes(recipe, job, device)),
         limit=limit_of(recipe, device)[0],
     )
 
 
-def _disk(
-    recipe: Recipe, job: Job, memory: plan_memory.Memory, data: DataFacts | None, num_devices: int
-) -> plan_disk.Disk:
-    return plan_disk.estimate(
+def _with_data(
+    recipe: Recipe,
+    job: Job,
+    resolved: Resolved,
+    device: DeviceFacts,
+    memory: plan_memory.Memory,
+    data: DataFacts | None,
+    num_devices: int,
+) -> dict[str, Any]:
+    """The parts of a plan that depend on how much data there is: disk and time."""
+    steps = plan_data.total_steps(recipe, data, num_devices)
+    disk = plan_disk.estimate(
         job.trained.trained_bytes,
         memory.peak.optimizer,
         3 * len(job.trained.parameters),  # a weight and two moments; 8-bit scales are small
-        _saving(recipe, plan_data.total_steps(recipe, data, num_devices)),
+        _saving(recipe, steps),
     )
-
-
-def _time(
-    recipe: Recipe, job: Job, device: DeviceFacts, data: DataFacts | None, num_devices: int
-) -> plan_time.Time:
-    steps = plan_data.total_steps(recipe, data, num_devices)
     processed = None
     if steps is not None:
         length = plan_data.mean_length(recipe, data)
-        processed = round(plan_data.processed_windows(recipe, data, num_devices) * length)
-    return plan_time.estimate(job, device, processed=processed, num_devices=num_devices)
+        processed = round(plan_data.processed_sequences(recipe, data, num_devices) * length)
+    if data is not None and data.attended_share is not None and recipe.packing:
+        job = job.changed(attended_share=data.attended_share)
+    work = plan_time.Work(
+        steps,
+        processed,
+        evaluations=plan_data.evaluations(recipe, steps),
+        evaluation_tokens=plan_data.evaluation_tokens(recipe),
+        checkpoints=disk.saving.saves or 0,
+        checkpoint_bytes=disk.checkpoint_bytes,
+    )
+    graphs = resolved.graphs.enabled
+    time = plan_time.estimate(job, device, work, graphs=graphs, num_devices=num_devices)
+    return {"time": time, "disk": disk}
 
 
 def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved) -> Job:
@@ -193,7 +224,11 @@ def _saving(recipe: Recipe, steps: int | None) -> plan_disk.Saving:
 
 
 def _notes(recipe: Recipe, job: Job, device: DeviceFacts) -> list[str]:
-    notes = []
+    notes = [*device.assumptions, *(said for said in (device.bound, device.shared) if said is not None)]
+    if device.unified:
+        notes.append(
+            f"CPU and GPU share one memory on {device.name}: offloading gains nothing, and other programs use it too"
+        )
     if device.cores is not None and (recipe.num_threads or 0) > device.cores:
         notes.append(
             f"num_threads: {recipe.num_threads} is more than this machine's {device.cores} cores: as many threads as "

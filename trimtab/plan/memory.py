@@ -10,26 +10,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from trimtab.adapt import spec_quantized
-from trimtab.adapt.targets import EMBEDDING
-from trimtab.data import spec as data_spec
-from trimtab.facts.dtypes import BYTES, nbytes
-from trimtab.facts.operations import saved_activations, total_bytes
-from trimtab.kernels.linear_cross_entropy import spec as loss_spec
-from trimtab.model import spec as model_spec
-from trimtab.model.spec_operations import Execution
-from trimtab.plan.backward import ParameterGradients, walk_backward
+from trimtab.facts.operations import Activation
+from trimtab.plan.around import Around, tensors_around
 from trimtab.plan.job import Job
-from trimtab.plan.layers import (
-    Held,
-    Layers,
-    made_gradient,
-    segments_of,
-    update_scratch,
-    workspace_bytes,
-)
+from trimtab.plan.layers import Held, Layers, segments_of
 
 CONTEXT = {"cuda": 890_000_000, "cpu": 600_000_000}
 """Bytes of a process besides what its allocator holds. On a GPU the CUDA context and loaded kernels: 0.88 GB measured
@@ -157,7 +143,9 @@ def predict(job: Job) -> Memory:
 
 def weight_bytes(job: Job) -> int:
     """Bytes of all weights, trained and frozen, those that are kept unpacked beside the packed ones included."""
-    return job.trained.weight_bytes + spec_quantized.unpacked_bytes(job.shape, job.unpacked_layers, job.dtype)
+    return job.trained.weight_bytes + spec_quantized.dequantized_bytes(
+        job.shape, job.unpacked_layers, job.dtype
+    )
 
 
 def gradient_bytes(job: Job) -> int:
@@ -186,66 +174,11 @@ def _moments(job: Job, gradients: int, layers: Layers, held: Held) -> Iterator[t
 
 def phases_around(job: Job, gradients: int, layers: Layers) -> dict[Phase, int]:
     """Bytes above weights and optimizer states in each phase, less those of the blocks."""
-    workspace = workspace_bytes(job)
-    return {phase: held + workspace for phase, held in _phases_around(job, gradients, layers)}
+    found = tensors_around(job, gradients, layers)
+    return {phase: sum(one.nbytes for one in phase_tensors(found, phase)) for phase in Phase}
 
 
-def _phases_around(job: Job, gradients: int, layers: Layers) -> Iterator[tuple[Phase, int]]:
-    shape, N = job.shape, job.batch * job.tokens
-    earlier = gradients if job.accumulation > 1 else 0
-    run = Execution(
-        job.batch, job.tokens, job.dtype, job.attention, job.weights_dtype, job.device, job.pointwise,
-        {"norm.weight": final} if (final := job.trained.final_norm) is not None else {},
-    )  # fmt: skip
-    # A loader hands over the whole step's batches on the host; the microbatch at work is on the device.
-    shared = model_spec.shared_bytes(shape, run, job.attention_backends, packed=job.packed)
-    kept = shared + data_spec.batch_bytes(job.batch, job.tokens)
-    dims = (N, shape.hidden_size, shape.vocab_size)
-    adapted = _adapted_head(job)
-    head_gradient = job.weights_dtype if adapted else job.gradient_dtype
-    options: dict[str, Any] = {
-        "memory_bytes": job.loss_memory,
-        "gradient_dtype": job.dtype if run.autocast else head_gradient,
-        "weight_grad": job.trained.head > 0 or adapted > 0,
-    }
-    loss = loss_spec.saved_bytes(job.loss_impl, *dims, job.dtype, **options)
-    chunk = loss_spec.scratch_bytes(job.loss_impl, *dims, job.dtype, **options)
-    if run.autocast:  # it copies hidden states and head for the loss
-        chunk += (N + shape.vocab_size) * shape.hidden_size * BYTES[job.dtype]
-    ready = loss_spec.with_loss(job.loss_impl, *dims, job.dtype, **options)
-    head, embedding = job.trained.head, job.trained.named(EMBEDDING)
-    stream = layers.stream
-
-    norm = model_spec.final_norm(shape, run)
-    saved = {one.name: one for one in saved_activations([norm], {norm.inputs[0].name})}
-    whole = earlier + kept + total_bytes(list(saved.values())) + loss + adapted
-    yield Phase.LAYERS_FORWARD, earlier + kept
-    yield Phase.LOSS_FORWARD, whole + stream + chunk
-    # Gradients that were computed with the loss wait, "triton"'s in the dtype they stay in; else the logits come
-    # once more, from the hidden states that were kept for it.
-    made = max(head, adapted) + stream
-    if ready and job.loss_impl == "triton" and not run.autocast:
-        made = 0
-    yield Phase.LOSS_BACKWARD, whole + made + (0 if ready else stream + chunk)
-    # From here on the head's gradient is there too. A tied one waits beside the others for the embedding's.
-    held = head if shape.tie_embeddings else (0 if earlier or job.in_backward else head)
-    requires_grad = frozenset({norm.inputs[0].name})
-    walk = walk_backward([norm], requires_grad, saved, norm.outputs[0], ParameterGradients(pile_up=False))
-    yield Phase.FINAL_NORM_BACKWARD, earlier + kept + held + max(total for _, total in walk)
-    yield Phase.LAYERS_BACKWARD, earlier + kept + held
-    # The embedding's gradient is dense, made in the weights' dtype, and added to what is there.
-    dense = made_gradient(job, shape.vocab_size * shape.hidden_size) if embedding else 0
-    update = update_scratch(job) if job.in_backward else 0
-    yield (
-        Phase.EMBEDDING_BACKWARD,
-        (earlier or layers.gradients()) + held + max(dense, update) + stream + kept,
-    )
-    yield Phase.OPTIMIZER_STEP, 0 if job.in_backward else gradients + update_scratch(job)
-
-
-def _adapted_head(job: Job) -> int:
-    """Bytes of the head with its adapter in it, made anew for each loss; one for each scaling of it (DoRA) as well."""
-    if not job.trained.adapts_head:
-        return 0
-    copies = 2 if job.lora is not None and job.lora.use_dora else 1
-    return copies * nbytes(job.weights_dtype, job.shape.vocab_size * job.shape.hidden_size)
+def phase_tensors(around: Around, phase: Phase) -> list[Activation]:
+    """The tensors of one phase besides those of the blocks."""
+    found: list[Activation] = getattr(around, phase.name.lower())
+    return found

@@ -8,6 +8,7 @@ from typing import Any
 from trimtab.adapt.spec_recompute import POLICIES, recomputation
 from trimtab.facts.devices import DeviceFacts
 from trimtab.plan import memory_search
+from trimtab.plan.device_rates import rates_of
 from trimtab.plan.job import Job
 from trimtab.plan.layers import declared_blocks, layer_memory, num_tiles
 from trimtab.plan.time import training_flops
@@ -57,8 +58,8 @@ def policy_costs(job: Job, device: DeviceFacts) -> list[PolicyCost]:
     block = blocks[most][0]
     plain = layer_memory(job, block, "none").kept
     whole = training_flops([block])
-    known = device.ceiling(job.dtype) is not None
-    seconds = memory_search.policy_seconds(job, memory_search.rates_of(device, job.dtype))[most]
+    known = rates_of(device, job.dtype) is not None
+    seconds = memory_search.policy_seconds(job, memory_search.search_rates(device, job.dtype))[most]
     rows = []
     for policy in POLICIES:
         held = layer_memory(job, block, policy)

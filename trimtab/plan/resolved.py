@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.spec_quantized import Quantization
-from trimtab.adapt.spec_recompute import counted
+from trimtab.adapt.spec_recompute import count_policies
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,14 @@ class MemoryPlan:
             >>> MemoryPlan(("block", "none", "none"), mlp_tiles=4).description
             '1 layer block, 2 none; feed-forward in 4 tiles'
             >>> MemoryPlan(("none",) * 3, unpacked_layers=2).description
-            'none in all 3 layers; weights of 2 also unpacked'
+            'none in all 3 layers; weights of 2 also dequantized'
         """
         text = _describe_policies(self.recompute)
         if self.mlp_tiles > 1:
             text += f"; feed-forward in {self.mlp_tiles} tiles"
-        return text + (f"; weights of {self.unpacked_layers} also unpacked" if self.unpacked_layers else "")
+        return text + (
+            f"; weights of {self.unpacked_layers} also dequantized" if self.unpacked_layers else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ class Resolved:
 
 
 def _describe_policies(policies: tuple[str, ...]) -> str:
-    counts = counted(policies)
+    counts = count_policies(policies)
     if len(counts) == 1:
         return f"{next(iter(counts))} in all {len(policies)} layers"
     first, *others = [f"{count} {policy}" for policy, count in counts.items()]

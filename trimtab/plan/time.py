@@ -1,36 +1,88 @@
-"""Arithmetic of a run, and its seconds where they can be told honestly."""
+"""Time of a run before it happens: steps, evaluations and checkpoints, at the rates of a device. No torch."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from trimtab.adapt.spec_recompute import recomputation
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.operations import Kind
 from trimtab.model.spec_block import DeclaredBlock
+from trimtab.plan.device_rates import rates_of
 from trimtab.plan.job import Job
 from trimtab.plan.layers import declared_blocks, num_tiles
+from trimtab.plan.step_time import StepTime, forward_seconds, step_time_at
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run does, as far as it is known before."""
+
+    steps: int | None = None
+    """Optimizer steps; None where the size of the data is not known yet."""
+    processed: int | None = None
+    """Tokens that pass through the model in training, padding included."""
+    evaluations: int = 0
+    evaluation_tokens: int = 0
+    """Per evaluation."""
+    checkpoints: int = 0
+    checkpoint_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Time:
-    """FLOPs a token, forward and backward with attention and head, and what they take."""
+    """Time of a step and of a run; None where it is not known, and `basis` says why."""
 
     flops_per_token: float
+    """Forward and backward with attention and head."""
     flops: float | None
-    """Of the whole run; None where the number of tokens is unknown."""
-    floor_seconds: float | None
-    """The device's ceiling all the time: no run can be faster."""
-    seconds: float | None
-    """An estimate; None unless it was measured which share of the ceiling training reaches."""
+    """Of training; None where the number of tokens is unknown."""
     basis: str
-    """Where `seconds` and `floor_seconds` come from, or why there are none."""
+    """Where the seconds come from, or why there are none."""
+    step: StepTime | None = None
+    tokens_per_second: float | None = None
+    """In training, padding included."""
+    training_seconds: float | None = None
+    evaluation_seconds: float | None = None
+    checkpoint_seconds: float | None = None
+    """None where the speed of the disk was not measured."""
+    floor_seconds: float | None = None
+    """Of training with every kernel at the device's ceilings: no run can be faster."""
+    low_seconds: float | None = None
+    high_seconds: float | None = None
+    """The range in which the run's time is expected."""
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of one optimizer step."""
+        return None if self.step is None else self.step.seconds
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the whole run: training, evaluations and checkpoints as far as they are known."""
+        if self.training_seconds is None:
+            return None
+        return self.training_seconds + (self.evaluation_seconds or 0.0) + (self.checkpoint_seconds or 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return asdict(self)
+        return {
+            "flops_per_token": self.flops_per_token,
+            "flops": self.flops,
+            "floor_seconds": self.floor_seconds,
+            "seconds": self.seconds,
+            "low_seconds": self.low_seconds,
+            "high_seconds": self.high_seconds,
+            "training_seconds": self.training_seconds,
+            "evaluation_seconds": self.evaluation_seconds,
+            "checkpoint_seconds": self.checkpoint_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "step": None if self.step is None else self.step.to_dict(),
+            "basis": self.basis,
+        }
 
 
 def flops_per_token(job: Job) -> float:
@@ -72,29 +124,60 @@ def training_flops(blocks: Iterable[DeclaredBlock]) -> float:
     return total
 
 
-def estimate(job: Job, device: DeviceFacts, *, processed: int | None, num_devices: int = 1) -> Time:
+def estimate(
+    job: Job, device: DeviceFacts, work: Work, *, graphs: bool = False, num_devices: int = 1
+) -> Time:
     """Time of a run.
 
     Args:
-        job: what is trained and how; attention is counted as if each sequence were one document, the most it can be.
-        device: with a measured or known ceiling, or without.
-        processed: tokens that pass through the model in the whole run, padding included; None if unknown.
-        num_devices: devices that share the work.
+        job: what is trained and how.
+        device: with a calibration, a known data sheet, or neither.
+        work: how much there is to do.
+        graphs: whether microbatches are captured as CUDA graphs.
+        num_devices: devices that share the batch.
+
+    Example:
+        >>> from trimtab.facts.shapes import uniform_shape
+        >>> shape = uniform_shape("qwen3", 151936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
+        ...                       tie_embeddings=True, qk_norm=True)
+        >>> job = Job(shape, batch=4, tokens=1024, accumulation=1, dtype="bf16", weights_dtype="bf16",
+        ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="sdpa_cudnn", device="cuda",
+        ...           pointwise="triton", optimizer_impl="triton", loss_impl="triton", loss_memory=2**31)
+        >>> gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
+        >>> time = estimate(job, gpu, Work(steps=1000, processed=4 * 1024 * 1000), graphs=True)
+        >>> 30 < time.seconds < 45
+        True
     """
-    dtype, per_token = job.dtype, flops_per_token(job)
-    flops = None if processed is None else per_token * processed
-    ceiling = device.ceiling(dtype)
-    if ceiling is None:
-        return Time(per_token, flops, None, None, f"no known {dtype} arithmetic rate of {device.name}")
-    rate, source = ceiling
-    named = f"{rate / 1e12:.3g} TFLOP/s in {dtype} ({source})"
-    if flops is None:
-        return Time(per_token, None, None, None, f"{named}; the number of tokens is not known yet")
-    floor = flops / (rate * num_devices)
-    if device.utilization is None:
-        return Time(
-            per_token, flops, floor, None, f"{named}; which share of it training reaches is not measured"
-        )
-    where = f" ({device.utilization_basis})" if device.utilization_basis else ""
-    basis = f"{device.utilization:.0%} of {named}, as measured{where}"
-    return Time(per_token, flops, floor, floor / device.utilization, basis)
+    per_token = flops_per_token(job)
+    flops = None if work.processed is None else per_token * work.processed
+    rates = rates_of(device, job.dtype)
+    if rates is None:
+        return Time(per_token, flops, _unknown(job, device))
+    step = step_time_at(job, rates, graphs=graphs)
+    tokens = job.batch * job.tokens * job.accumulation * num_devices
+    time = Time(per_token, flops, rates.basis, step, tokens / step.seconds)
+    if work.processed is None:
+        return time
+    share = work.processed / tokens  # steps, the last of an epoch counted by its windows
+    evaluation = work.evaluations * forward_seconds(job, rates, work.evaluation_tokens)
+    checkpoints = None
+    if rates.disk_write is not None:
+        checkpoints = work.checkpoints * work.checkpoint_bytes / rates.disk_write
+    around = evaluation + (checkpoints or 0.0)
+    return dataclasses.replace(
+        time,
+        training_seconds=share * step.seconds,
+        evaluation_seconds=evaluation,
+        checkpoint_seconds=checkpoints,
+        floor_seconds=share * step.floor_seconds,
+        low_seconds=share * step.low_seconds + around,
+        high_seconds=share * step.high_seconds + around,
+    )
+
+
+def _unknown(job: Job, device: DeviceFacts) -> str:
+    if device.kind == "cpu":
+        return f"the speed of {device.name} is not known; `trimtab plan --calibrate` measures it in a minute"
+    return (
+        f"no {job.dtype} rate of {device.name} is known; `trimtab plan --calibrate` measures it in a minute"
+    )

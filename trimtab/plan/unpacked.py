@@ -14,13 +14,13 @@ from trimtab.recipe.keys import Recipe
 
 def by_hand(recipe: Recipe, shape: ModelShape) -> int:
     """Layers as the recipe names them; 0 where it leaves the choice."""
-    wish = recipe.unpacked_layers
+    wish = recipe.dequantized_layers
     if wish == "auto":
         return 0
     if wish > shape.num_layers:
         raise RecipeError(
-            f"unpacked_layers names {wish} layers and the model has {shape.num_layers}",
-            f"set unpacked_layers to at most {shape.num_layers}",
+            f"dequantized_layers names {wish} layers and the model has {shape.num_layers}",
+            f"set dequantized_layers to at most {shape.num_layers}",
         )
     return wish
 

@@ -1,11 +1,13 @@
-"""What the backward pass of a layer holds, operation by operation: a walk over the layer's declaration. No torch."""
+"""Which tensors of a layer are alive in forward and backward: walks over its declared operations. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
-from trimtab.facts.operations import Activation, Kind, Operation, Part
+from trimtab.facts.operations import Activation, Gradient, Kind, Operation, Part
 
 
 @dataclass(frozen=True)
@@ -18,17 +20,31 @@ class ParameterGradients:
     """Temporary bytes of an optimizer that steps in the backward pass."""
 
 
-@dataclass
+class Instant(NamedTuple):
+    """What is alive while one operation runs."""
+
+    operation: Operation | None
+    total: int
+    """Bytes."""
+    tensors: Callable[[], list[Activation]]
+    """Each tensor with the part it belongs to; together `total`. To be called before the walk goes on."""
+    after: Mapping[str, Activation] = {}
+    """Of a forward walk: what stays alive after the operation, by name."""
+
+
 class _Gradients:
     """Gradients of activations that are held; names of one tensor share it."""
 
-    owner: dict[str, int] = field(default_factory=dict)
-    nbytes: dict[int, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.owner: dict[str, str] = {}
+        self.nbytes: dict[str, int] = {}
 
     def put(self, name: str, size: int) -> None:
         """A new tensor; it is added in place to one that is there, unless that is another activation's as well."""
         if name not in self.owner or self._is_shared(name):
-            key = max(self.nbytes, default=0) + 1
+            key = name
+            while key in self.nbytes:
+                key += "'"
             self.nbytes[key] = size
             self._drop(name)
             self.owner[name] = key
@@ -54,6 +70,25 @@ class _Gradients:
             del self.nbytes[key]
 
 
+def activation_gradients(sizes: Mapping[str, int]) -> list[Activation]:
+    """Gradients of activations as tensors of their own, by the activations' names."""
+    return [Activation(f"{name}.grad", size, Part.GRADIENTS) for name, size in sizes.items()]
+
+
+def parameter_gradients(gradients: Iterable[Gradient], *, made: bool = False) -> list[Activation]:
+    """Gradients of trained tensors as they are kept, or as the backward pass makes them."""
+    suffix = ".grad_made" if made else ".grad"
+    return [
+        Activation(one.name + suffix, one.made if made else one.kept, Part.PARAMETER_GRADIENTS)
+        for one in gradients
+    ]
+
+
+def workspace(name: str, size: int) -> list[Activation]:
+    """Temporary bytes of an operation; nothing where there are none."""
+    return [Activation(f"{name}.workspace", size, Part.WORKSPACE)] if size else []
+
+
 def walk_backward(
     operations: Sequence[Operation],
     requires_grad: frozenset[str],
@@ -62,8 +97,8 @@ def walk_backward(
     parameters: ParameterGradients,
     *,
     recomputed: bool = False,
-) -> Iterator[tuple[Operation, int]]:
-    """(operation, bytes held while its gradients are computed), from the last operation to the first.
+) -> Iterator[Instant]:
+    """What is held while each operation's gradients are computed, from the last operation to the first.
 
     Args:
         operations: in the order of the forward pass.
@@ -78,34 +113,68 @@ def walk_backward(
     for one in active:
         for activation in one.saved_for(requires_grad):
             users[activation.name] = users.get(activation.name, 0) + 1
-    live = {name: activation.nbytes for name, activation in held.items()}
-    gradients, piled = _Gradients(), 0
+    live = dict(held)
+    gradients, piled, pile = _Gradients(), 0, list[Gradient]()
     gradients.put(output.name, output.nbytes)
     for one in reversed(active):
-        before = gradients.total()
+        before, fresh = dict(gradients.nbytes), dict[str, int]()
         over = one.in_place if recomputed else frozenset()
-        fresh = 0
-        wanted = [activation for activation in one.inputs if activation.name in requires_grad]
-        for activation in wanted:
+        for activation in one.inputs:
+            if activation.name not in requires_grad:
+                continue
             if one.shared_gradient and activation.nbytes == one.outputs[0].nbytes:
                 gradients.share(activation.name, one.outputs[0].name)
                 continue
-            fresh += 0 if activation.name in over else activation.nbytes
+            if activation.name not in over:
+                fresh[activation.name] = activation.nbytes
             gradients.put(activation.name, activation.nbytes)
         made = sum(gradient.made for gradient in one.gradients)
-        total = before + fresh + piled + made + one.backward.scratch
-        yield one, sum(live.values()) + max(total, before + fresh + piled + parameters.update)
+        saved = sum(activation.nbytes for activation in live.values())
+        common = saved + sum(before.values()) + sum(fresh.values()) + piled
+        extra = max(made + one.backward.scratch, parameters.update)
+        yield Instant(
+            one, common + extra, partial(_backward_tensors, one, live, before, fresh, pile, parameters.update)
+        )
         for activation in one.outputs:
             gradients.take(activation.name)
         for activation in one.saved_for(requires_grad):
             users[activation.name] -= 1
-            if not users[activation.name] and activation.name in live:
-                del live[activation.name]
-        casts = [gradient.kept for gradient in one.gradients if gradient.kept != gradient.made]
+            if not users[activation.name]:
+                live.pop(activation.name, None)
+        casts = [gradient for gradient in one.gradients if gradient.kept != gradient.made]
         if casts:  # when what the operation saved is freed
-            yield one, sum(live.values()) + gradients.total() + piled + made + sum(casts)
+            saved = sum(activation.nbytes for activation in live.values())
+            total = saved + gradients.total() + piled + made + sum(gradient.kept for gradient in casts)
+            yield Instant(one, total, partial(_cast_tensors, one, live, gradients, pile))
         if parameters.pile_up:
+            pile.extend(one.gradients)
             piled += sum(gradient.kept for gradient in one.gradients)
+
+
+def _backward_tensors(
+    one: Operation,
+    live: Mapping[str, Activation],
+    before: Mapping[str, int],
+    fresh: Mapping[str, int],
+    pile: Sequence[Gradient],
+    update: int,
+) -> list[Activation]:
+    # A gradient that is added to one that is there, is a tensor of its own until then.
+    names = {f"{name}.part" if name in before else name: size for name, size in fresh.items()}
+    found = [*live.values(), *activation_gradients(before), *activation_gradients(names)]
+    found += parameter_gradients(pile)
+    own = parameter_gradients(one.gradients, made=True)
+    if update > sum(gradient.nbytes for gradient in own) + one.backward.scratch:
+        return found + workspace("optimizer", update)
+    return found + own + workspace(one.name, one.backward.scratch)
+
+
+def _cast_tensors(
+    one: Operation, live: Mapping[str, Activation], gradients: _Gradients, pile: Sequence[Gradient]
+) -> list[Activation]:
+    casts = [gradient for gradient in one.gradients if gradient.kept != gradient.made]
+    found = [*live.values(), *activation_gradients(gradients.nbytes), *parameter_gradients(pile)]
+    return found + parameter_gradients(one.gradients, made=True) + parameter_gradients(casts)
 
 
 def branch_gradient(addition: Operation) -> int:
@@ -154,8 +223,8 @@ def walk_forward(
     requires_grad: frozenset[str],
     kept: Sequence[Activation],
     wanted: Collection[str],
-) -> Iterator[tuple[int, dict[str, Activation]]]:
-    """(bytes held, the activations that are held after it) of each operation, in the order of the forward pass.
+) -> Iterator[Instant]:
+    """What is held while each operation runs, in the order of the forward pass.
 
     In a recomputation, results that were kept are read instead of computed, and freed when nothing reads them any more.
 
@@ -177,6 +246,11 @@ def walk_forward(
         for activation in made:
             live.setdefault(activation.name, activation)
         total = sum(activation.nbytes for activation in live.values()) + one.forward.scratch
+        during = dict(live)
         for name in [name for name in live if name not in saves and until.get(name, -1) <= index]:
             del live[name]
-        yield total, dict(live)
+        yield Instant(one, total, partial(_forward_tensors, one, during), dict(live))
+
+
+def _forward_tensors(one: Operation, during: Mapping[str, Activation]) -> list[Activation]:
+    return [*during.values(), *workspace(one.name, one.forward.scratch)]

@@ -1,0 +1,169 @@
+"""Searches: what they answer fits, and a little more does not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.errors import RecipeError, ResourceError
+from trimtab.facts.gpus import find_gpu
+from trimtab.facts.shapes import uniform_shape
+from trimtab.plan import (
+    Plan,
+    fits,
+    make_plan,
+    make_table,
+    solve_batch_size,
+    solve_cheapest,
+    solve_fastest,
+    solve_max_seq_length,
+    solve_smallest_gpu,
+)
+from trimtab.plan.longest import STEP, largest_within
+from trimtab.plan.solve import changed_recipe, check_question
+from trimtab.recipe import Recipe, loads
+from trimtab.run.resolve import resolve_recipe
+
+SHAPE = uniform_shape("llama", 32_000, 1024, 2816, 6, num_heads=16, num_kv_heads=8, head_dim=64,
+                      max_positions=1 << 20)  # fmt: skip
+GPU = dataclasses.replace(find_gpu("rtx4090"), memory_bytes=4 * 10**9, host_free_bytes=16 * 2**30)
+RECIPE = "model: q\ndata: {train: x}\noptim: adamw_8bit\nmax_seq_length: 1024\n"
+
+
+def planner(recipe: Recipe, device: DeviceFacts) -> Plan:
+    return make_plan(recipe, SHAPE, resolve_recipe(recipe, SHAPE, device, 4), device=device)
+
+
+def plan(more: str = "", device: DeviceFacts = GPU) -> Plan:
+    return planner(loads(RECIPE + more), device)
+
+
+@given(st.integers(1, 10**7), st.integers(0, 10**4), st.integers(0, 10**9), st.integers(1, 10**6))
+def test_the_largest_count_within_a_limit(base: int, slope: int, within: int, most: int) -> None:
+    def bytes_of(count: int) -> int:
+        return base + slope * count + (slope * count * count) // 1000  # bends, as with tiles
+
+    found = largest_within(bytes_of, within, most)
+    assert 0 <= found <= most
+    assert found == 0 or bytes_of(found) <= within
+    assert found == most or bytes_of(found + 1) > within
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
+    answer = solve_max_seq_length(plan("recompute: none\nmlp_tiles: 2\n"), planner)
+    assert answer.plan is not None
+    assert fits(answer.plan)
+    assert answer.keys["recompute"] == answer.keys["mlp_tiles"] == "auto", "the search chose them"
+    assert f"max_seq_length: {answer.keys['max_seq_length']}" in answer.lines
+    longer = {**answer.keys, "max_seq_length": int(1.1 * answer.keys["max_seq_length"]) // STEP * STEP}
+    assert not fits(planner(changed_recipe(answer.plan.recipe, longer), GPU))
+
+
+def test_a_model_with_few_positions_bounds_the_length() -> None:
+    short = dataclasses.replace(SHAPE, max_positions=2048)
+
+    def of_short(recipe: Recipe, device: DeviceFacts) -> Plan:
+        return make_plan(recipe, short, resolve_recipe(recipe, short, device, 4), device=device)
+
+    answer = solve_max_seq_length(of_short(loads(RECIPE), GPU), of_short)
+    assert answer.keys == {"max_seq_length": 2048}
+    assert "the model has 2,048 positions" in answer.sentence
+
+
+def test_the_largest_batch_keeps_the_global_batch() -> None:
+    made = plan("per_device_train_batch_size: 4\ngradient_accumulation_steps: 6\n")
+    answer = solve_batch_size(made, planner)
+    assert answer.plan is not None
+    batch, accumulation = (
+        answer.keys[key] for key in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    )
+    assert batch * accumulation == 24
+    assert all(fits(option.plan) for option in answer.options)
+    most = max(option.plan.job.batch for option in answer.options)
+    more = changed_recipe(made.recipe, {"per_device_train_batch_size": int(1.1 * most) + 1})
+    assert not fits(planner(more, GPU))
+
+
+def test_the_fastest_is_the_fastest_of_those_that_fit() -> None:
+    made = plan()
+    seen: list[str] = []
+    answer = solve_fastest(made, planner, lambda what, done, total: seen.append(f"{done} of {total}"))
+    rates = [option.tokens_per_second for option in answer.options]
+    assert None not in rates
+    assert rates == sorted(rates, key=lambda rate: -(rate or 0.0))
+    assert answer.plan is answer.options[0].plan
+    assert made.time.tokens_per_second is not None
+    assert (rates[0] or 0.0) >= made.time.tokens_per_second
+    assert len(seen) == 5, "1, 2, 4, 8 and 16 at once"
+    for option in answer.options:
+        job = option.plan.job
+        assert (job.batch * job.accumulation, fits(option.plan)) == (16, True)
+
+
+def test_without_rates_there_is_no_fastest() -> None:
+    unknown = dataclasses.replace(GPU, name="a GPU nobody measured", sheet=None)
+    with pytest.raises(
+        ResourceError, match="the speed of a GPU nobody measured is not known; measure it with"
+    ):
+        solve_fastest(plan(device=unknown), planner)
+
+
+def test_the_smallest_gpu_and_the_next_ones() -> None:
+    gpus = [find_gpu(name) for name in ("h200", "t4", "rtx4090", "a100-80gb", "rtx3060-12gb")]
+    answer = solve_smallest_gpu(plan(), planner, gpus)
+    memories = [option.plan.device.memory_bytes for option in answer.options]
+    assert memories == sorted(memories)
+    assert answer.plan is not None
+    assert answer.plan.device.name == find_gpu("rtx3060-12gb").name
+    large = plan("per_device_train_batch_size: 4000\nrecompute: none\nmlp_tiles: 1\n", find_gpu("h200"))
+    nothing = solve_smallest_gpu(large, planner, gpus)
+    assert (nothing.plan, nothing.options) == (None, ())
+
+
+def test_the_cheapest_by_price_and_speed() -> None:
+    fast, slow = find_gpu("h200"), find_gpu("t4")
+    answer = solve_cheapest(plan(), planner, [(slow, 1.0, "mine"), (fast, 1.0, "mine")])
+    assert [option.name for option in answer.options] == ["h200", "t4"]
+    best = answer.options[0]
+    assert best.tokens_per_second is not None
+    assert best.dollars_per_million_tokens == pytest.approx(1e6 / best.tokens_per_second / 3600)
+    free = solve_cheapest(plan(), planner, [(slow, 0.0, "mine"), (fast, 1.0, "mine")])
+    assert free.options[0].name == "t4"
+    assert free.to_dict()["options"][0]["dollars_per_million_tokens"] == 0.0
+
+
+def test_where_nothing_fits_the_answer_says_so() -> None:
+    tiny = dataclasses.replace(GPU, memory_bytes=10**9)
+    for solve in (solve_max_seq_length, solve_batch_size, solve_fastest):
+        answer = solve(plan(device=tiny), planner)
+        assert (answer.plan, answer.keys) == (None, {})
+        assert "fit" in answer.sentence
+
+
+def test_unknown_questions_are_refused() -> None:
+    with pytest.raises(RecipeError, match="choose one of max_seq_length, batch_size"):
+        check_question("longest")
+
+
+def test_a_table_has_a_cell_for_each_combination() -> None:
+    def cell(model: str, method: str, device: DeviceFacts) -> Plan:
+        if model == "unknown":
+            raise RecipeError("no such model", "give another")
+        return plan("lora: {}\n" if method == "lora" else "", device)
+
+    gpus = [("4GB", GPU), ("h200", find_gpu("h200"))]
+    cells = make_table(["tiny", "unknown"], gpus, ["full", "lora"], cell, longest=True)
+    assert [(c.model, c.method, c.gpu) for c in cells[:3]] == [
+        ("tiny", "full", "4GB"), ("tiny", "full", "h200"), ("tiny", "lora", "4GB"),
+    ]  # fmt: skip
+    assert len(cells) == 8
+    small, large = cells[0], cells[1]
+    assert small.longest is not None
+    assert large.longest is not None
+    assert small.longest < large.longest
+    assert (cells[-1].fits, cells[-1].problem) == (False, "no such model; give another")
+    assert cells[-1].to_dict()["problem"]

@@ -1,0 +1,287 @@
+"""Changes of a recipe that save memory or give it back: one list for errors, what-if tables and searches.
+
+Each change is the recipe's own keys together with the job that they lead to; everything else stays as it is, the
+memory plan included. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.adapt import spec_quantized
+from trimtab.adapt.spec import LoraSettings
+from trimtab.adapt.spec_quantized import Quantization
+from trimtab.adapt.spec_recompute import canonical
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.errors import RecipeError
+from trimtab.kernels.adamw8bit.choice import choose_adamw8bit
+from trimtab.plan.job import Job
+from trimtab.plan.make import Plan
+from trimtab.plan.memory_search import tile_counts
+from trimtab.recipe.keys import Recipe
+
+SHORTEST = 256
+"""Shorter sequences are not suggested."""
+POLICIES = {
+    "cuda": ("pointwise", "selective", "block", "offload"),
+    "cpu": ("pointwise", "selective", "block"),
+}
+"""Recompute policies that are suggested for all layers, from the one that saves least."""
+QUANTIZED = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}
+"""The recipe's keys for kinds of quantized weights."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A technique, the recipe keys that turn it on (or off, where it is `in_use`), and the job that follows.
+
+    Example:
+        >>> Change("LoRA", {"lora": {"r": 16}}, job=None, same_training=False).text
+        'lora: {r: 16}'
+    """
+
+    name: str
+    keys: dict[str, Any]
+    """Recipe keys to set; empty where the planner decides it by itself under `memory_limit`."""
+    job: Job
+    same_training: bool = True
+    """Whether the same updates are computed, up to rounding."""
+    suggested: bool = True
+    """Whether an error about memory names it."""
+    technique: bool = True
+    """Whether a what-if table lists it; false for what only trains on less."""
+    in_use: bool = False
+    """Whether the job uses the technique now, so that the keys turn it off."""
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The recipe lines to paste."""
+        return tuple(recipe_line(key, value) for key, value in self.keys.items())
+
+    @property
+    def text(self) -> str:
+        """The recipe's words for it, for a sentence."""
+        return " with ".join(self.lines)
+
+
+def recipe_line(key: str, value: Any) -> str:
+    """A key and its value as a recipe has them, on one line.
+
+    Example:
+        >>> recipe_line("load_in_4bit", True), recipe_line("recompute", {"block": 3}), recipe_line("lora", None)
+        ('load_in_4bit: true', 'recompute: {block: 3}', 'lora: null')
+    """
+    return f"{key}: {_yaml(value)}"
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_yaml(inner)}" for key, inner in value.items()) + "}"
+    return (
+        {True: "true", False: "false", None: "null"}[value]
+        if value is None or isinstance(value, bool)
+        else str(value)
+    )
+
+
+def savings(plan: Plan, job: Job) -> Iterator[Change]:
+    """Changes that may save memory, as far as the recipe's other keys let it be changed.
+
+    Args:
+        plan: recipe, device and resolved configuration.
+        job: the plan's, or one that was changed already.
+    """
+    device, recipe = plan.device, plan.recipe
+    yield from _smaller_microbatch(job)
+    yield from _activations(job, device)
+    yield from _optimizer(job, device, recipe)
+    yield from _number_formats(job, device)
+    yield from _quantized(job, device)
+    if job.tokens >= 2 * SHORTEST:
+        half = job.tokens // 2
+        changed = dataclasses.replace(job, tokens=half)
+        keys = {"max_seq_length": half}
+        yield Change("shorter sequences", keys, changed, same_training=False, technique=False)
+    if not job.packed:
+        yield Change("packing", _packing_keys(recipe, True), _packed(plan, job, True), suggested=False)
+    yield from _adapters(job, device, recipe)
+
+
+def reversals(plan: Plan) -> Iterator[Change]:
+    """What the plan's job does to save memory now, each turned off."""
+    job = plan.job
+    yield from _reversed_activations(job)
+    yield from _reversed_states(job)
+    if job.packed:
+        yield Change("packing", _packing_keys(plan.recipe, False), _packed(plan, job, False), in_use=True)
+
+
+def _packing_keys(recipe: Recipe, on: bool) -> dict[str, Any]:
+    return {"packing": on} | ({"group_by_length": False} if on and recipe.group_by_length else {})
+
+
+def _packed(plan: Plan, job: Job, on: bool) -> Job:
+    """The job with packed or unpacked sequences, and the attention that was resolved for these."""
+    attention = tuple(one.packed if on else one.unpacked for one in plan.resolved.attention.layers)
+    return job.changed(
+        packed=on, attention=attention[0], layer_attention=attention if len(set(attention)) > 1 else ()
+    )
+
+
+def _reversed_activations(job: Job) -> Iterator[Change]:
+    policies = set(job.layers)
+    if policies != {"none"}:
+        none = job.changed(policies=("none",) * len(job.layers))
+        yield Change(_recompute_name(policies), {"recompute": "none"}, none, in_use=True)
+    if job.mlp_tiles > 1:
+        yield Change("feed-forward in tiles", {"mlp_tiles": 1}, job.changed(mlp_tiles=1), in_use=True)
+    if job.accumulation > 1:
+        batch = job.batch * job.accumulation
+        keys = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 1}
+        yield Change("gradient accumulation", keys, job.changed(batch=batch, accumulation=1), in_use=True)
+
+
+def _reversed_states(job: Job) -> Iterator[Change]:
+    """Optimizer states, gradients and weights."""
+    if job.optimizer in ("adamw_8bit", "adamw_bf16"):
+        wide = job.changed(optimizer="adamw_torch", optimizer_impl="torch")
+        name = {"adamw_8bit": "8-bit optimizer states", "adamw_bf16": "bf16 optimizer states"}[job.optimizer]
+        yield Change(name, {"optim": "adamw_torch"}, wide, same_training=False, in_use=True)
+    if job.in_backward:
+        later = job.changed(in_backward=False)
+        yield Change("optimizer in backward", {"optim_in_backward": False}, later, in_use=True)
+    if job.gradient_dtype == "bf16":
+        wide = dataclasses.replace(job, gradient_dtype="fp32")
+        yield Change("bf16 gradients", {"gradient_dtype": "fp32"}, wide, same_training=False, in_use=True)
+    if job.quantization is not None:
+        key = QUANTIZED[job.quantization.kind]
+        wide = dataclasses.replace(job, quantization=None, unpacked_layers=0)
+        yield Change(
+            f"{job.quantization.kind.upper()} weights", {key: False}, wide, same_training=False, in_use=True
+        )
+    if job.lora is not None:
+        keys: dict[str, Any] = {"lora": None}
+        if job.quantization is not None:
+            keys[QUANTIZED[job.quantization.kind]] = False
+        whole = dataclasses.replace(job, lora=None, quantization=None, unpacked_layers=0)
+        yield Change("LoRA", keys, whole, same_training=False, in_use=True)
+
+
+def _recompute_name(policies: set[str]) -> str:
+    return (
+        "activation offloading"
+        if any(p.startswith("offload") for p in policies)
+        else "activation checkpointing"
+    )
+
+
+def _smaller_microbatch(job: Job) -> Iterator[Change]:
+    if job.batch == 1 or job.in_backward:
+        return
+    batch = job.batch // 2 if job.batch % 2 == 0 else 1
+    accumulation = job.accumulation * job.batch // batch
+    keys = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+    yield Change("smaller microbatch", keys, dataclasses.replace(job, batch=batch, accumulation=accumulation))
+
+
+def _activations(job: Job, device: DeviceFacts) -> Iterator[Change]:
+    """What layers keep of their activations, tiles of the feed-forward, chunks of the loss."""
+    layers = len(job.layers)
+    if job.unpacked_layers:
+        yield Change(
+            "no dequantized copies", {"dequantized_layers": 0}, dataclasses.replace(job, unpacked_layers=0)
+        )
+    policies = tuple(p for p in POLICIES[job.device] if p != "offload" or not device.unified)
+    stronger = policies[policies.index(job.layers[0]) + 1 :] if job.layers[0] in policies else policies
+    if set(job.layers) & {"offload_half", "offload_attention"}:
+        stronger = tuple(policy for policy in stronger if policy in ("block", "offload"))
+    for policy in stronger:
+        changed = job.changed(policies=(policy,) * layers)
+        kind = "activation offloading" if policy == "offload" else "activation checkpointing"
+        yield Change(kind, {"recompute": policy}, changed)
+    if layers > 1 and set(job.layers) == {"none"}:
+        counts = {"block": layers // 2, "none": layers - layers // 2}
+        changed = job.changed(policies=canonical(counts))
+        yield Change("checkpointing half the layers", {"recompute": counts}, changed, suggested=False)
+    more = next((count for count in tile_counts(job, None) if count > job.mlp_tiles), None)
+    if more is not None:
+        changed = job.changed(mlp_tiles=more)
+        yield Change("feed-forward in tiles", {"mlp_tiles": more}, changed, suggested=False)
+    if job.loss_impl == "triton" and job.loss_memory is not None:
+        yield Change("loss in smaller chunks", {}, job.changed(loss_memory=None), suggested=False)
+
+
+def _optimizer(job: Job, device: DeviceFacts, recipe: Recipe) -> Iterator[Change]:
+    if job.optimizer != "adamw_8bit":
+        impl = choose_adamw8bit(device=device.kind, triton=device.runs_triton, requested="auto").impl
+        changed = dataclasses.replace(job, optimizer="adamw_8bit", optimizer_impl=impl)
+        yield Change("8-bit optimizer states", {"optim": "adamw_8bit"}, changed, same_training=False)
+    if job.optimizer == "adamw_torch":
+        changed = dataclasses.replace(job, optimizer="adamw_bf16", optimizer_impl="torch")
+        yield Change(
+            "bf16 optimizer states", {"optim": "adamw_bf16"}, changed, same_training=False, suggested=False
+        )
+    if not job.in_backward and job.dtype != "fp16":
+        keys: dict[str, Any] = {"optim_in_backward": True}
+        if recipe.max_grad_norm > 0:
+            keys["max_grad_norm"] = 0
+        if job.accumulation > 1:
+            keys["gradient_accumulation_steps"] = 1
+        changed = dataclasses.replace(job, in_backward=True, accumulation=1)
+        yield Change("optimizer in backward", keys, changed, same_training=False, suggested=False)
+
+
+def _number_formats(job: Job, device: DeviceFacts) -> Iterator[Change]:
+    if job.weights_dtype == "fp32" and job.bf16:
+        keys = {"dtype": "bf16", "weights_dtype": "bf16"}
+        changed = dataclasses.replace(job, dtype="bf16", weights_dtype="bf16")
+        yield Change("bf16 weights", keys, changed, same_training=False)
+    if job.weights_dtype == "bf16" and job.gradient_dtype == "fp32":
+        changed = dataclasses.replace(job, gradient_dtype="bf16")
+        yield Change("bf16 gradients", {"gradient_dtype": "bf16"}, changed, same_training=False)
+
+
+def _quantized(job: Job, device: DeviceFacts) -> Iterator[Change]:
+    if job.lora is None or not _can_be_quantized(job):
+        return
+    now = job.quantization.kind if job.quantization is not None else None
+    if now is None:
+        changed = dataclasses.replace(job, quantization=_quantization("int8", device))
+        yield Change("INT8 weights", {"load_in_8bit": True}, changed, same_training=False, suggested=False)
+    if now != "nf4":
+        keys = {"load_in_4bit": True} | ({"load_in_8bit": False} if now else {})
+        changed = dataclasses.replace(job, quantization=_quantization("nf4", device), unpacked_layers=0)
+        yield Change("NF4 weights", keys, changed, same_training=False)
+
+
+def _adapters(job: Job, device: DeviceFacts, recipe: Recipe) -> Iterator[Change]:
+    """Last, since they train something else."""
+    narrow = min(min(linear.out_features, linear.in_features) for _, linear in job.shape.linears())
+    free = not job.in_backward and recipe.embedding_learning_rate is None
+    if job.lora is None and free and narrow >= LoraSettings().r:
+        changed = dataclasses.replace(job, lora=LoraSettings())
+        yield Change("LoRA", {"lora": {"r": 16}}, changed, same_training=False)
+        quantized = dataclasses.replace(changed, quantization=_quantization("nf4", device))
+        keys = {"lora": {"r": 16}, "load_in_4bit": True}
+        yield Change("QLoRA", keys, quantized, same_training=False, suggested=False)
+
+
+def _can_be_quantized(job: Job) -> bool:
+    """Whether no linear layer of the blocks is trained whole."""
+    try:
+        spec_quantized.check_not_quantized(
+            job.shape, (parameter.name for parameter in job.trained.parameters)
+        )
+    except RecipeError:
+        return False
+    return True
+
+
+def _quantization(kind: str, device: DeviceFacts) -> Quantization:
+    impl = spec_quantized.choose_quantized_kernels(device=device.kind, triton=device.runs_triton).impl
+    if kind == "int8":
+        return Quantization("int8", block=0, double=False, impl=impl)
+    return Quantization("nf4", double=True, impl=impl)

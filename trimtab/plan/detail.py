@@ -1,0 +1,66 @@
+"""A plan as plain data with everything that reports show: whether it fits, activations by part, the memory of a step
+over time, and its time by operation. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trimtab.plan.fit import fits
+from trimtab.plan.make import Plan
+from trimtab.plan.step_time import OperationTime
+
+
+def detailed(plan: Plan, *, timeline: bool = False) -> dict[str, Any]:
+    """What `Plan.to_dict` says, and `fits`, `device`, `job`, `operations` and the model's active parameters besides.
+
+    Args:
+        plan: of any device.
+        timeline: also every moment of a step, for a picture; `phases` has those between which memory bends.
+
+    Example:
+        >>> detailed(make_plan(recipe, shape, resolved, device=gpu))["fits"]  # doctest: +SKIP
+        True
+    """
+    job, device = plan.job, plan.device
+    plain = plan.to_dict()
+    plain["model"] |= {"active": plan.shape.num_active_parameters}
+    plain |= {
+        "fits": fits(plan),
+        "device": {"name": device.name, "kind": device.kind, "memory_bytes": device.memory_bytes},
+        "job": {
+            "per_device_train_batch_size": job.batch,
+            "gradient_accumulation_steps": job.accumulation,
+            "max_seq_length": job.tokens,
+            "packing": job.packed,
+            "method": method_of(plan),
+            "layers": job.shape.num_layers,
+        },
+        "operations": _operations(plan),
+    }
+    return plain | ({"timeline": [point.to_dict() for point in plan.phases.timeline]} if timeline else {})
+
+
+def method_of(plan: Plan) -> str:
+    """How the model is trained, in the words of `--method`."""
+    if plan.job.lora is None:
+        return "full"
+    if plan.job.quantization is None:
+        return "lora"
+    return {"nf4": "qlora", "int8": "int8"}[plan.job.quantization.kind]
+
+
+def _operations(plan: Plan) -> list[dict[str, Any]]:
+    """Seconds of an optimizer step by operation, the longest first; empty where no rates are known."""
+    time = plan.time.step
+    if time is None:
+        return []
+    totals: dict[tuple[str, str], list[OperationTime]] = {}
+    for one in time.operations:
+        totals.setdefault((one.name, one.kind.value), []).append(one)
+    rows = []
+    for (name, kind), found in totals.items():
+        by_phase: dict[str, float] = {}
+        for one in found:
+            by_phase[one.phase] = by_phase.get(one.phase, 0.0) + one.total
+        rows.append({"name": name, "kind": kind, "seconds": sum(by_phase.values()), "phases": by_phase})
+    return sorted(rows, key=lambda row: -float(str(row["seconds"])))

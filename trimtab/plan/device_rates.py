@@ -1,0 +1,102 @@
+"""The rates of a device: calibrated on this machine, measured on such a device, or by its data sheet. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import cache
+from importlib.resources import files
+
+from trimtab.facts.calibration import Calibration
+from trimtab.facts.devices import DeviceFacts
+from trimtab.plan.rates import Rates
+
+SHIPPED = "nvidia-h200"
+"""The device whose measurements ship with the package; others borrow its efficiencies."""
+GAP = 7.6e-7
+"""Device seconds between two kernels of a CUDA graph: 35.8 − 34.7 ms over 1472 kernels and 237.8 − 234.3 ms over 4569
+(benchmarks/results/step-profiles-h200.txt)."""
+TINY = 2.6e-6
+"""Device seconds of a kernel that casts, scales or adds up a small tensor: 1.42 ms over 448, 1.14 ms over 512."""
+BORROWED_RANGE = (0.8, 1.6)
+"""The range around an estimate for a device that was never measured, as factors: its kernels may reach a larger or a
+smaller share of its ceilings than the measured device's do."""
+MEASURED_RANGE = (0.9, 1.15)
+"""The range around an estimate from measured kernels, calibrated here or shipped."""
+
+
+def rates_of(device: DeviceFacts, dtype: str) -> Rates | None:
+    """What is known of a device's speed; None where that is nothing.
+
+    Example:
+        >>> h200 = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
+        >>> rates_of(h200, "bf16").basis
+        'measured on an NVIDIA H200'
+        >>> rates_of(DeviceFacts("a CPU", "cpu", 2**33), "fp32") is None
+        True
+    """
+    if device.calibration is not None:
+        return _calibrated(device, device.calibration, dtype)
+    if device.kind != "cuda":
+        return None
+    measured = shipped_calibration()
+    if device.name == measured.device:
+        return dataclasses.replace(
+            _calibrated(device, measured, dtype), basis=f"measured on an {measured.device}"
+        )
+    known = _ceilings(device, dtype)
+    return None if known is None else _borrowed(device, measured, dtype, *known)
+
+
+def _ceilings(device: DeviceFacts, dtype: str) -> tuple[float, float] | None:
+    ceiling, bandwidth = device.ceiling(dtype), device.bandwidth
+    return None if ceiling is None or bandwidth is None else (ceiling[0], bandwidth)
+
+
+def _calibrated(device: DeviceFacts, measured: Calibration, dtype: str) -> Rates:
+    when = measured.measured_at.partition("T")[0]
+    return Rates(
+        flops=measured.flops,
+        copy=measured.copy,
+        measured=measured,
+        ceilings=_ceilings(device, dtype),
+        launch=measured.launch_seconds if device.kind == "cuda" else 0.0,
+        gap=GAP if device.kind == "cuda" else 0.0,
+        tiny=TINY if device.kind == "cuda" else 0.0,
+        to_host=measured.to_host or device.host_link,
+        from_host=measured.from_host or device.host_link,
+        disk_write=measured.disk_write,
+        basis=f"calibrated on this machine{f' on {when}' if when else ''}",
+        spread=MEASURED_RANGE,
+    )
+
+
+def _borrowed(
+    device: DeviceFacts, measured: Calibration, dtype: str, flops: float, bandwidth: float
+) -> Rates:
+    """A data sheet's rates, of which products and copies reach the share that they reach on the measured device."""
+    sheet = DeviceFacts(measured.device, "cuda", 1)
+    known = _ceilings(sheet, "bf16")
+    assert known is not None, "the measured device has a data sheet"
+    products, copies = measured.flops["bf16"] / known[0], measured.copy / known[1]
+    return Rates(
+        flops={dtype: flops * products},
+        copy=bandwidth * copies,
+        measured=measured,
+        ceilings=(flops, bandwidth),
+        launch=measured.launch_seconds,
+        gap=GAP,
+        tiny=TINY,
+        to_host=device.host_link,
+        from_host=device.host_link,
+        basis=f"the data sheet of {device.name} and the efficiencies measured on an {measured.device}; "
+        "not measured on this device",
+        spread=BORROWED_RANGE,
+    )
+
+
+@cache
+def shipped_calibration() -> Calibration:
+    """The measurements that ship with the package."""
+    text = files("trimtab.facts").joinpath("catalogue", "calibrations", f"{SHIPPED}.json").read_text("utf-8")
+    return Calibration.from_dict(json.loads(text))

@@ -1,0 +1,231 @@
+"""Memory of passes without gradients: the loss on evaluation text, the probe, generation. Imports no torch.
+
+The blocks' operations are those that training declares. Nothing is saved for backward, so each layer only
+allocates its own temporary tensors. Legend: B rows, T tokens of a pass, S tokens in the cache, N = B · T, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from trimtab.data import spec as data_spec
+from trimtab.facts.blocks import AttentionShape, BlockShape
+from trimtab.facts.dtypes import BYTES, nbytes
+from trimtab.facts.operations import Activation, Kind, Operation, Part
+from trimtab.kernels.attention import spec as attention_spec
+from trimtab.kernels.linear_cross_entropy import schedule as loss_schedule
+from trimtab.kernels.linear_cross_entropy import spec as loss_spec
+from trimtab.model import spec as model_spec
+from trimtab.model.spec_block import BLOCK_INPUT, DeclaredBlock
+from trimtab.model.spec_operations import Execution
+from trimtab.plan.job import Job
+from trimtab.plan.layers import declared_blocks, stream_dtype, unpacking_bytes, workspace_bytes
+from trimtab.plan.liveness import walk_forward
+
+Tensors = list[Activation]
+
+CACHE_BLOCK = 256
+"""Tokens by which the key/value cache grows (`trimtab.generate.cache`)."""
+PREFILL_TOKENS = 8192
+"""Tokens of several prompts that are read in one pass (`trimtab.generate.loop`)."""
+
+
+def total(tensors: Tensors) -> int:
+    """Bytes of all of them."""
+    return sum(one.nbytes for one in tensors)
+
+
+def loss_tensors(job: Job) -> Tensors:
+    """Peak bytes of a per-token loss over one batch of the job, without weights and optimizer states."""
+    forward = [*_inputs(job), *_shared(job), *_layer(job)]
+    # The angles of RoPE are freed with the forward pass; the layout of the documents is the caller's.
+    masks = _shared(job)[0].nbytes - _shared(job.changed(**_UNMASKED))[0].nbytes
+    loss = [*_inputs(job), Activation("masks", masks, Part.INPUTS), *_loss(job)]
+    return max(forward, loss, key=total) + _dequantized(job)
+
+
+_UNMASKED = {"attention": "triton", "layer_attention": (), "packed": False}
+"""Attention that reads no mask."""
+
+
+def generation_tensors(job: Job, rows: int, prompt: int, new_tokens: int) -> Tensors:
+    """Peak bytes of generation from prompts, without weights and optimizer states.
+
+    Args:
+        job: the model and how it runs; its batch and tokens are not used.
+        rows: prompts of a batch.
+        prompt: tokens of the longest one.
+        new_tokens: the most tokens that are generated.
+    """
+    chunk = prompt if rows == 1 else min(prompt, max(PREFILL_TOKENS // rows, 1))
+    held = cache_tokens(rows, prompt, prompt)
+    reading = job.changed(batch=rows, tokens=chunk, packed=False, mlp_tiles=1, policies=())
+    cache = _cache(job, rows, held)
+    last = []
+    if chunk == prompt:  # a layer's part of the cache is made when it has its keys and values
+        size = rows * held * cached_width(job.shape.blocks[-1]) * BYTES[job.dtype]
+        last = [Activation("cache.last", size, Part.CACHE)]
+        cache = [Activation("cache", total(cache) - size, Part.CACHE)]
+    mask = _mask(reading, min(prompt, held), padded=rows > 1)
+    prefill = [*cache, *_inputs(reading), *_shared(reading), *mask, *_layer(reading, last)]
+    writing = job.changed(batch=rows, tokens=1, packed=False, mlp_tiles=1, policies=())
+    grown = cache_tokens(rows, prompt, prompt + new_tokens)
+    longer = _cache(job, rows, grown)
+    if grown > held:  # one layer's keys, or values, are copied to where there is more room
+        widest = max(cached_width(block) for block in job.shape.blocks)
+        size = rows * held * widest * BYTES[job.dtype] // 2
+        longer = [*longer, Activation("cache.copied", size, Part.CACHE)]
+    step = [*longer, *_inputs(writing), *_mask(writing, grown, padded=rows > 1), *_layer(writing)]
+    logits = [*longer, *_inputs(writing), *_logits(writing)]
+    return max(prefill, step, logits, key=total) + _dequantized(job)
+
+
+def cache_tokens(rows: int, prompt: int, tokens: int) -> int:
+    """Tokens that a key/value cache has room for when a prompt was read and text written up to `tokens` in all.
+
+    It grows to what is needed or by half, rounded up to blocks.
+
+    Example:
+        >>> cache_tokens(64, 100, 164), cache_tokens(1, 300, 428), cache_tokens(1, 300, 600)
+        (256, 512, 768)
+    """
+    chunk = prompt if rows == 1 else max(PREFILL_TOKENS // rows, 1)
+    room = length = 0
+    while length < tokens:
+        needed = min(length + chunk, prompt) if length < prompt else room + 1
+        if needed > tokens:
+            break
+        if needed > room:
+            before = length if length < prompt else room
+            room = -(-max(needed, before + before // 2) // CACHE_BLOCK) * CACHE_BLOCK
+        length = needed if length < prompt else room
+    return room
+
+
+def cached_width(block: BlockShape) -> int:
+    """Elements that a layer caches per token: keys and values, or the latent of both (MLA).
+
+    Example:
+        >>> from trimtab.facts.blocks import FeedForwardShape
+        >>> cached_width(BlockShape(AttentionShape(32, 8, 128), FeedForwardShape(14336)))
+        2048
+    """
+    mixer = block.mixer
+    if isinstance(mixer, AttentionShape):
+        return 2 * mixer.kv_size
+    return mixer.kv_rank + mixer.rope_head_dim
+
+
+def _inputs(job: Job) -> Tensors:
+    size = data_spec.batch_bytes(job.batch, job.tokens)
+    return [Activation("batch", size, Part.INPUTS)]
+
+
+def _shared(job: Job) -> Tensors:
+    run = Execution(job.batch, job.tokens, job.dtype, job.attention)
+    size = model_spec.shared_bytes(job.shape, run, job.attention_backends, packed=job.packed)
+    return [Activation("positions and masks", size, Part.INPUTS)]
+
+
+def _dequantized(job: Job) -> Tensors:
+    size = workspace_bytes(job) + unpacking_bytes(job)
+    return [Activation("dequantized weight", size, Part.WORKSPACE)] if size else []
+
+
+def _layer(job: Job, from_attention: Sequence[Activation] = ()) -> Tensors:
+    """The live tensors at the layer and operation with the highest memory."""
+    blocks = declared_blocks(job)
+    return max((found for block, _ in blocks for found in _instants(block, from_attention)), key=total)
+
+
+def _instants(block: DeclaredBlock, from_attention: Sequence[Activation]) -> Iterator[Tensors]:
+    """Live tensors of a block during each operation; the caller keeps its input alive until the block ends.
+
+    Args:
+        block: its operations.
+        from_attention: other tensors that are there from attention on.
+    """
+    begun = False
+    operations = block.attention if block.tile else block.operations
+    x = operations[0].inputs[0]
+    for one in walk_forward(operations, frozenset(), [x], {BLOCK_INPUT}):
+        assert one.operation is not None
+        begun |= one.operation.kind is Kind.ATTENTION
+        own = one.tensors() + _made_inside(one.operation, one.tensors())
+        yield [*own, *from_attention] if begun else own
+    if not block.tile:
+        return
+    between, output = block.tile[0].inputs[0], block.feed_forward[-1].outputs[0]
+    whole = [x, Activation("between.whole", output.nbytes, Part.RESIDUAL), output]
+    for one in walk_forward(block.tile, frozenset(), [], set()):
+        assert one.operation is not None
+        tile = [
+            Activation(f"tile.{tensor.name}", tensor.nbytes, tensor.part)
+            for tensor in one.tensors() + _made_inside(one.operation, one.tensors())
+            if tensor.name != between.name  # a slice of the whole
+        ]
+        yield whole + tile
+
+
+def _made_inside(one: Operation, alive: Tensors) -> Tensors:
+    """What training would save of an operation beyond its inputs and outputs: here it is freed with the operation."""
+    if one.kind is Kind.ATTENTION and not one.results:
+        # Not tiled: the matrices are its scratch; keys and values are repeated for all query heads.
+        return [Activation("repeated keys and values", 2 * one.outputs[0].nbytes, Part.ATTENTION)]
+    names = {tensor.name for tensor in alive} | {tensor.name for tensor in one.inputs}
+    own = {
+        saved.activation.name: saved.activation for saved in one.saved if saved.activation.name not in names
+    }
+    return list(own.values())
+
+
+def _loss(job: Job) -> Tensors:
+    """Hidden states, and the logits of one chunk of tokens."""
+    N, C, V = job.batch * job.tokens, job.shape.hidden_size, job.shape.vocab_size
+    width = BYTES[job.dtype]
+    hidden = Activation("norm", N * C * BYTES[stream_dtype(job)], Part.NORMS)
+    if job.loss_impl == "reference":
+        size = loss_spec.scratch_bytes("reference", N, C, V, job.dtype)
+    elif job.loss_impl == "triton":
+        plan = loss_schedule.schedule(
+            N, C, V, width, BYTES[job.gradient_dtype],
+            memory_bytes=job.loss_memory, weight_grad=job.trained.head > 0 or job.trained.adapts_head,
+        )  # fmt: skip
+        size = plan.rows * loss_schedule.row_stride(V) * width + 12 * N
+    else:
+        # Logits and log-probabilities of a chunk, and five numbers for each of its tokens; labels, which of them count,
+        # losses, log-probabilities and log-sum-exps of all tokens.
+        size = loss_spec.chunk_tokens(N, V) * (V * (width + 4) + 20) + N * (8 + 1 + 12)
+    if stream_dtype(job) != job.dtype:  # autocast copies hidden states and head
+        size += (N + V) * C * width
+    return [hidden, Activation("logits", size, Part.LOSS), *_adapted_head(job)]
+
+
+def _adapted_head(job: Job) -> Tensors:
+    if not job.trained.adapts_head:
+        return []
+    size = nbytes(job.weights_dtype, job.shape.vocab_size * job.shape.hidden_size)
+    return [Activation("head with its adapter", size, Part.LOSS)]
+
+
+def _cache(job: Job, rows: int, tokens: int) -> Tensors:
+    """Keys and values of all layers; layers with sliding-window attention need no more than this."""
+    width = sum(cached_width(block) for block in job.shape.blocks)
+    return [Activation("cache", rows * tokens * width * BYTES[job.dtype], Part.CACHE)]
+
+
+def _mask(job: Job, keys: int, *, padded: bool) -> Tensors:
+    """Of backends that read one, where prompts are padded; made for each layer."""
+    if job.attention not in attention_spec.MASKED or not padded:
+        return []
+    size = job.batch * job.tokens * (-(-keys // 8) * 8) * BYTES[job.dtype]
+    return [Activation("mask", size, Part.INPUTS)]
+
+
+def _logits(job: Job) -> Tensors:
+    """Of the last token of each row: as the product gives them, in fp32, and those of the token before."""
+    V, width = job.shape.vocab_size, BYTES[job.dtype]
+    size = job.batch * V * (4 + width + (4 if width < 4 else 0))
+    if stream_dtype(job) != job.dtype:  # autocast copies the head
+        size += (job.batch + V) * job.shape.hidden_size * width
+    return [Activation("logits", size, Part.LOSS), *_adapted_head(job)]

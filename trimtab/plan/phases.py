@@ -1,0 +1,279 @@
+"""Memory of every phase of a run: loading, the parts of a step, evaluation, samples, checkpoints, merge and export.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.checkpoint import spec as checkpoint_spec
+from trimtab.data import spec as data_spec
+from trimtab.facts.dtypes import nbytes
+from trimtab.facts.operations import Part, bytes_by_part
+from trimtab.facts.phases import RunPhase
+from trimtab.plan import exporting, inference
+from trimtab.plan.disk import Disk
+from trimtab.plan.job import Job
+from trimtab.plan.memory import CONTEXT, OUTSIDE, Buckets, Memory, Phase
+from trimtab.plan.timeline import Parts, Point, activation_parts, step_timeline
+from trimtab.recipe.keys import Recipe
+from trimtab.recipe.rules import has_domain_set
+
+ROWS = 64
+"""Texts of a batch of the probe and of generation."""
+PROBE_TOKENS = 104
+"""Tokens of the probe's longest text at most: its bytes, and one."""
+PROMPT_TOKENS = 128
+"""Tokens of a problem's prompt at most."""
+ANSWER_TOKENS, SAMPLE_TOKENS = 64, 48
+"""Tokens that are written for a problem and for a prompt (`trimtab.run.evaluation`)."""
+SAVED_DTYPE = "bf16"
+"""What `trimtab merge` and `trimtab export hf` write unless they are told otherwise."""
+
+
+AFTERWARDS = (RunPhase.MERGE, RunPhase.EXPORT)
+"""Commands of their own, which may run on another machine."""
+
+
+PHASE_REMEDIES = {
+    RunPhase.LOAD: "take a smaller model or a larger device",
+    RunPhase.EVALUATION: "set a smaller per_device_train_batch_size, which is that of evaluation too, with more "
+    "gradient_accumulation_steps, or a shorter max_seq_length",
+    RunPhase.PROBE: "set probe: false",
+    RunPhase.GENERATION: "set fewer prompts and a smaller number of answers, which are generated at once",
+    RunPhase.CHECKPOINT: "take a smaller model or a larger device",
+}
+"""What makes a phase besides the training step smaller."""
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Memory of one phase.
+
+    Example:
+        >>> PhaseMemory(RunPhase.LOAD, "cuda", Buckets(5, 0, 0, 0, 1), host=2, outside=3).needed
+        9
+    """
+
+    phase: RunPhase
+    device: str
+    """Where the tensors are: "cuda" or "cpu"."""
+    buckets: Buckets
+    """Bytes of tensors on that device at the phase's peak."""
+    host: int
+    """Bytes of host memory, the process included; on a CPU the tensors too."""
+    outside: int = 0
+    """Bytes of the device besides tensors."""
+    note: str = ""
+    parts: Mapping[Part, int] | None = None
+    """The activations bucket by part; None where there are no activations."""
+
+    @property
+    def needed(self) -> int:
+        """What the device must have: on a CPU everything."""
+        return self.host if self.device == "cpu" else self.buckets.total + self.outside
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        parts = {part.value: size for part, size in (self.parts or {}).items() if size}
+        return {
+            "phase": self.phase.value,
+            "device": self.device,
+            **self.buckets.to_dict(),
+            "parts": parts,
+            "needed": self.needed,
+            "host": self.host,
+            "note": self.note,
+        }
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """Memory of all phases of a run, and of a step over time."""
+
+    phases: tuple[PhaseMemory, ...]
+    timeline: tuple[Point, ...]
+    activations: Mapping[Part, int]
+    """The activations bucket of the predicted peak, by part."""
+
+    def of(self, phase: RunPhase) -> PhaseMemory | None:
+        """One phase; None where the run does not have it."""
+        return next((one for one in self.phases if one.phase is phase), None)
+
+    @property
+    def during_run(self) -> tuple[PhaseMemory, ...]:
+        """Without what comes afterwards."""
+        return tuple(one for one in self.phases if one.phase not in AFTERWARDS)
+
+    @property
+    def peak(self) -> PhaseMemory:
+        """The phase of the run that needs most of its device."""
+        return max(self.during_run, key=lambda one: one.needed)
+
+    @property
+    def host(self) -> int:
+        """The most host memory that the run takes."""
+        return max(one.host for one in self.during_run)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON. Points of the timeline between which memory grows evenly are left out."""
+        return {
+            "phases": [one.to_dict() for one in self.phases],
+            "peak": self.peak.phase.value,
+            "host": self.host,
+            "activations": {part.value: size for part, size in self.activations.items() if size},
+            "timeline": [{"at": at, **point.to_dict()} for at, point in corners(self.timeline)],
+        }
+
+
+def corners(points: tuple[Point, ...]) -> Iterator[tuple[int, Point]]:
+    """(place, point) of a timeline's points, without those that lie on the line between their neighbours."""
+    for at, point in enumerate(points):
+        around = points[at - 1 : at + 2] if at else ()
+        if len(around) < 3 or not _on_line(*around):
+            yield at, point
+
+
+def _on_line(before: Point, point: Point, after: Point) -> bool:
+    if not before.moment.phase is point.moment.phase is after.moment.phase:
+        return False
+    values = [
+        tuple(one.buckets.to_dict().values()) + tuple(one.parts.values()) for one in (before, point, after)
+    ]
+    return all(b - a == c - b for a, b, c in zip(*values, strict=True))
+
+
+def run_memory(recipe: Recipe, job: Job, memory: Memory, disk: Disk) -> RunMemory:
+    """Memory of every phase of a run.
+
+    Args:
+        recipe: what is evaluated, sampled and saved.
+        job: what decides the memory of a step.
+        memory: as predicted for the job.
+        disk: its checkpoints.
+    """
+    timeline = step_timeline(job)
+    phases = _Phases(recipe, job, memory, disk)
+    found = [phases.load(), *phases.step(timeline), *phases.without_gradients(), phases.checkpoint()]
+    return RunMemory((*found, *phases.afterwards()), timeline, activation_parts(job, memory))
+
+
+STEP_PHASES = {
+    RunPhase.FORWARD: (Phase.LAYERS_FORWARD,),
+    RunPhase.LOSS: (Phase.LOSS_FORWARD, Phase.LOSS_BACKWARD),
+    RunPhase.BACKWARD: (Phase.FINAL_NORM_BACKWARD, Phase.LAYERS_BACKWARD, Phase.EMBEDDING_BACKWARD),
+    RunPhase.OPTIMIZER_STEP: (Phase.OPTIMIZER_STEP,),
+}
+
+
+class _Phases:
+    """Puts the phases of one run together."""
+
+    def __init__(self, recipe: Recipe, job: Job, memory: Memory, disk: Disk) -> None:
+        self.recipe, self.job, self.memory, self.disk = recipe, job, memory, disk
+        batches = data_spec.batch_bytes(job.batch, job.tokens) * job.accumulation
+        # What layers offload lies in pages of its own; a microbatch's tensors in torch's pinned allocator.
+        self.host = CONTEXT["cpu"] + batches + memory.host + pinned_batch_bytes(job)
+
+    def make(self, phase: RunPhase, buckets: Buckets, note: str = "", **more: Any) -> PhaseMemory:
+        extra = more.pop("host", 0)
+        # On a CPU the interpreter is what the process takes besides its tensors.
+        host = self.host + extra + (buckets.total if self.job.device == "cpu" else 0)
+        return PhaseMemory(phase, self.job.device, buckets, host, OUTSIDE[self.job.device], note, **more)
+
+    def load(self) -> PhaseMemory:
+        work = exporting.loading_memory(self.job)
+        what = "one weight at a time is quantized" if self.job.quantization else "weights are read in pieces"
+        return self.make(
+            RunPhase.LOAD,
+            Buckets(work.model, 0, 0, 0, work.temporary),
+            f"{what}; files are memory-mapped",
+            host=exporting.loading_host_bytes(self.job),
+        )
+
+    def step(self, timeline: tuple[Point, ...]) -> Iterator[PhaseMemory]:
+        for phase, moments in STEP_PHASES.items():
+            points = [point for point in timeline if point.moment.phase in moments]
+            most = max(points, key=lambda point: point.buckets.total)
+            yield self.make(phase, most.buckets, most.moment.describe(), parts=most.parts)
+
+    def without_gradients(self) -> Iterator[PhaseMemory]:
+        recipe, job = self.recipe, self.job
+        if has_domain_set(recipe) or recipe.data.eval.general:
+            note = f"{job.batch} × {job.tokens} tokens at once, losses by token"
+            yield self.forward_only(RunPhase.EVALUATION, inference.loss_tensors(job), note)
+        if recipe.probe:
+            tokens = min(PROBE_TOKENS, job.shape.max_positions)
+            texts = job.changed(batch=ROWS, tokens=tokens, packed=True)
+            note = f"{ROWS} texts of at most {tokens} tokens at once"
+            yield self.forward_only(RunPhase.PROBE, inference.loss_tensors(texts), note)
+        written = [(len(recipe.prompts), self._prompt_tokens(), SAMPLE_TOKENS)] if recipe.prompts else []
+        if recipe.answers:
+            written.append((recipe.answers, PROMPT_TOKENS, ANSWER_TOKENS))
+        found = []
+        for count, prompt, new in written:
+            rows = min(count, ROWS)
+            tensors = inference.generation_tensors(job, rows, prompt, new)
+            found.append(
+                (tensors, f"{rows} texts of at most {prompt} + {new} tokens at once, with their cache")
+            )
+        if found:
+            tensors, note = max(found, key=lambda one: inference.total(one[0]))
+            yield self.forward_only(RunPhase.GENERATION, tensors, note)
+
+    def _prompt_tokens(self) -> int:
+        """Tokens of the longest prompt at most: its bytes, and one."""
+        return min(max(len(text.encode()) for text in self.recipe.prompts) + 1, self.job.shape.max_positions)
+
+    def forward_only(self, phase: RunPhase, tensors: inference.Tensors, note: str) -> PhaseMemory:
+        before = self.memory.before
+        parts: Parts = bytes_by_part(tensors)
+        buckets = Buckets(before.weights, 0, before.optimizer, sum(parts.values()), 0)
+        return self.make(phase, buckets, note, parts=parts)
+
+    def checkpoint(self) -> PhaseMemory:
+        """A copy of the state in host memory, written by a thread while the steps go on, in files of bounded size."""
+        parameters = self.job.trained.parameters
+        largest = max(nbytes(one.dtype, one.count) for one in parameters)
+        copy = checkpoint_spec.host_bytes(self.disk.checkpoint_bytes, largest)
+        if self.disk.saving.saves == 1:
+            return self.make(
+                RunPhase.CHECKPOINT, self.memory.before, "once, at the end of the run", host=copy
+            )
+        note = "a copy of the state, which stays, and two files of it, while training goes on"
+        return self.make(RunPhase.CHECKPOINT, self.memory.peak, note, host=copy)
+
+    def afterwards(self) -> Iterator[PhaseMemory]:
+        job = self.job
+        if job.lora is not None:
+            work = exporting.merge_memory(job, SAVED_DTYPE)
+            note = f"in fp32 on the CPU, saved in {SAVED_DTYPE}: base and merged weights at once"
+            yield self._on_cpu(RunPhase.MERGE, work, note)
+        else:
+            work = exporting.export_memory(job.shape, SAVED_DTYPE)
+            note = f"in fp32 on the CPU, saved in {SAVED_DTYPE}, read back and compared"
+            yield self._on_cpu(RunPhase.EXPORT, work, note)
+
+    def _on_cpu(self, phase: RunPhase, work: exporting.FileWork, note: str) -> PhaseMemory:
+        buckets = Buckets(work.model, 0, 0, 0, work.temporary)
+        return PhaseMemory(phase, "cpu", buckets, CONTEXT["cpu"] + work.total, OUTSIDE["cpu"], note)
+
+
+def pinned_batch_bytes(job: Job) -> int:
+    """Pinned host memory of a microbatch: torch's pinned allocator rounds each tensor up to a power of two.
+
+    (`CachingHostAllocator.h` of torch 2.11 to 2.13: `PowerOf2Ceil`, without a threshold by default.)
+
+    Example:
+        >>> from trimtab.facts.shapes import uniform_shape
+        >>> tiny = uniform_shape("llama", 512, 64, 128, 2, num_heads=4, num_kv_heads=2, head_dim=16)
+        >>> pinned_batch_bytes(Job(tiny, 3, 100, 1, "bf16", "bf16", "bf16", "adamw_8bit", "triton", "cuda"))
+        14336
+    """
+    if job.device == "cpu":
+        return 0
+    N = job.batch * job.tokens
+    return sum(1 << (size - 1).bit_length() for size in (8 * N, 8 * N, 8 * N, 4 * N))

@@ -1,0 +1,248 @@
+"""How long one kernel takes on a device: a roofline with measured efficiencies. No torch.
+
+A kernel takes at least max(FLOPs / rate, bytes / bandwidth). What it takes beyond that depends on its kind, its
+implementation and its size, and was measured (`trimtab.facts.calibration.KernelSample`):
+
+- kernels bound by memory traffic: a line, `overhead + roofline / efficiency`, fitted to the samples of their kind;
+- products, attention and the loss: an efficiency that is interpolated between samples of similar sizes.
+
+A device that was never measured borrows the efficiencies of one that was, with its own data sheet's rates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from trimtab.facts.calibration import Calibration, KernelSample
+from trimtab.facts.operations import Kernel, Kind
+
+INTERPOLATED = (Kind.PRODUCT, Kind.ATTENTION, Kind.LOSS)
+"""Kinds whose efficiency depends on their dimensions and not only on how much there is to do."""
+NEIGHBOURS = 4
+"""Samples that an efficiency is interpolated from."""
+BEST = 1.25
+"""The largest efficiency: kernels that find their input in a cache beat the roofline of the device's memory."""
+
+
+Efficiencies = tuple[tuple[tuple[int, ...], float], ...]
+"""(dimensions, efficiency) of samples."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds as a function of the roofline's: `overhead + roofline / efficiency`."""
+
+    overhead: float
+    efficiency: float
+
+    def seconds(self, roofline: float) -> float:
+        """Of a kernel that takes so long at the device's ceilings."""
+        return self.overhead + roofline / self.efficiency
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> Line:
+    """The line through (roofline seconds, measured seconds) with the least relative errors.
+
+    Example:
+        >>> line = fit_line([(8e-6, 12.7e-6), (64e-6, 70e-6)])
+        >>> round(line.overhead * 1e6, 1), round(line.efficiency, 2)
+        (4.5, 0.98)
+    """
+    assert points, "a line needs a sample"
+    best = min(1 / BEST, min(measured / roofline for roofline, measured in points if roofline > 0))
+    # Relative errors: both sides are divided by what was measured, 1 = overhead / y + slope · x / y.
+    rows = [(1 / y, x / y) for x, y in points]
+    aa = sum(a * a for a, _ in rows)
+    ab = sum(a * b for a, b in rows)
+    bb = sum(b * b for _, b in rows)
+    sa, sb = sum(a for a, _ in rows), sum(b for _, b in rows)
+    determinant = aa * bb - ab * ab
+    if len(points) > 1 and determinant > 1e-12 * aa * bb:
+        overhead = (sa * bb - sb * ab) / determinant
+        slope = (aa * sb - ab * sa) / determinant
+        if overhead >= 0 and slope >= best:
+            return Line(overhead, 1 / slope)
+    return Line(0.0, bb / sb)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second, and how well each kind of kernel uses it."""
+
+    flops: Mapping[str, float]
+    """Of matrix products, by dtype."""
+    copy: float
+    """Bytes read and written per second."""
+    measured: Calibration
+    """Where the efficiencies are from; its own rates may be another device's."""
+    ceilings: tuple[float, float] | None = None
+    """(FLOP/s, bytes/s) by the data sheet, where it is known: no kernel can be faster."""
+    launch: float = 0.0
+    """Host seconds per kernel in eager mode."""
+    gap: float = 0.0
+    """Device seconds between two kernels of a CUDA graph."""
+    tiny: float = 0.0
+    """Device seconds of a kernel that has next to nothing to do."""
+    to_host: float = 0.0
+    from_host: float = 0.0
+    """Bytes per second over the host link."""
+    disk_write: float | None = None
+    basis: str = ""
+    """Where the rates are from, in words."""
+    spread: tuple[float, float] = (1.0, 1.0)
+    """Factors on an estimate that give the range it may lie in."""
+    _found: dict[tuple[Kind, str, str, bool, bool], Line | Efficiencies] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _spent: dict[tuple[Kernel, str, str, bool], float] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def roofline(self, kernel: Kernel, dtype: str) -> float:
+        """Seconds of a kernel at the best measured rates."""
+        arithmetic = kernel.flops / self._rate(dtype) if kernel.kind in INTERPOLATED else 0.0
+        return max(arithmetic, kernel.moved / self.copy)
+
+    def floor(self, kernel: Kernel, dtype: str) -> float:
+        """The least seconds of a kernel by the data sheet, or by the best that was measured."""
+        flops, copy = self.ceilings or (self._rate(dtype), self.copy)
+        return max(kernel.flops / flops if kernel.kind in INTERPOLATED else 0.0, kernel.moved / copy)
+
+    def _rate(self, dtype: str) -> float:
+        return self.flops.get(dtype) or max(self.flops.values())
+
+    def seconds(self, kernel: Kernel, dtype: str, *, impl: str = "", backward: bool = False) -> float:
+        """Estimated seconds of a kernel.
+
+        Example:
+            >>> sample = KernelSample(Kind.NORM, "bf16", 0.0, 1e6, 2e-6)
+            >>> rates = Rates({"bf16": 1e14}, 1e12, Calibration("a GPU", {"bf16": 1e14}, 1e12, 0.0, (sample,)))
+            >>> rates.seconds(Kernel(Kind.NORM, 0.0, 3e6), "bf16")
+            6e-06
+        """
+        asked = (kernel, dtype, impl, backward)
+        if asked not in self._spent:
+            self._spent[asked] = self._estimate(*asked)
+        return self._spent[asked]
+
+    def _estimate(self, kernel: Kernel, dtype: str, impl: str, backward: bool) -> float:
+        roofline = self.roofline(kernel, dtype)
+        if roofline == 0:
+            return 0.0
+        key = (kernel.kind, dtype, impl, backward, self._by_arithmetic(kernel, dtype))
+        model = self._found.get(key)
+        if model is None:
+            model = self._found[key] = self._model(*key)
+        if isinstance(model, Line):
+            return model.seconds(roofline)
+        return roofline / interpolate(model, kernel.dims)
+
+    def _model(self, kind: Kind, dtype: str, impl: str, backward: bool, bound: bool) -> Line | Efficiencies:
+        near = self._samples(kind, dtype, impl, backward, True) if bound else ()
+        return near or self._fit(kind, dtype, impl, backward, bound)
+
+    def _by_arithmetic(self, kernel: Kernel, dtype: str) -> bool:
+        return kernel.kind in INTERPOLATED and kernel.flops / self._rate(dtype) >= kernel.moved / self.copy
+
+    def _fit(self, kind: Kind, dtype: str, impl: str, backward: bool, bound: bool) -> Line:
+        pairs = [
+            (seconds, sample.seconds) for seconds, sample in self._pairs(kind, dtype, impl, backward, bound)
+        ]
+        if pairs:
+            return fit_line(pairs)
+        everything = [(seconds, sample.seconds) for seconds, sample in self._all_memory_bound]
+        return fit_line(everything) if everything else Line(0.0, 1.0)
+
+    @cached_property
+    def _all_memory_bound(self) -> list[tuple[float, KernelSample]]:
+        """For kinds that were never measured."""
+        return [
+            pair for pair in self._with_roofline(self.measured.samples) if pair[1].kind not in INTERPOLATED
+        ]
+
+    def _samples(self, kind: Kind, dtype: str, impl: str, backward: bool, bound: bool) -> Efficiencies:
+        """Of the samples that a kernel is most like."""
+        return tuple(
+            (sample.dims, min(seconds / sample.seconds, BEST))
+            for seconds, sample in self._pairs(kind, dtype, impl, backward, bound)
+            if sample.dims
+        )
+
+    def _pairs(
+        self, kind: Kind, dtype: str, impl: str, backward: bool, bound: bool
+    ) -> list[tuple[float, KernelSample]]:
+        """(roofline seconds, sample) of the same kind; of the same dtype, implementation and direction if there are
+        any, in this order of importance from the last."""
+        found = [
+            (seconds, sample)
+            for seconds, sample in self._with_roofline(self.measured.samples)
+            if sample.kind is kind and (kind not in INTERPOLATED or self._is_bound(sample) == bound)
+        ]
+        for same in (
+            lambda sample: sample.backward == backward,
+            lambda sample: sample.impl.partition(" ")[0] == impl.partition(" ")[0],
+            lambda sample: sample.impl == impl,
+            lambda sample: sample.dtype == dtype,
+        ):
+            found = [pair for pair in found if same(pair[1])] or found
+        return found
+
+    def _is_bound(self, sample: KernelSample) -> bool:
+        rate = self.measured.flops.get(sample.dtype) or max(self.measured.flops.values())
+        return sample.flops / rate >= sample.moved / self.measured.copy
+
+    def _with_roofline(self, samples: Iterable[KernelSample]) -> list[tuple[float, KernelSample]]:
+        """By the ceilings of the device that they were measured on."""
+        found = []
+        for sample in samples:
+            rate = self.measured.flops.get(sample.dtype) or max(self.measured.flops.values())
+            arithmetic = sample.flops / rate if sample.kind in INTERPOLATED else 0.0
+            found.append((max(arithmetic, sample.moved / self.measured.copy), sample))
+        return found
+
+
+def interpolate(near: Efficiencies, dims: tuple[int, ...]) -> float:
+    """The efficiency between samples: along the first of two dimensions, or weighted by the distance of three.
+
+    Distances are those of logarithms. Beyond the last sample an efficiency stays what it is there.
+
+    Example:
+        >>> interpolate((((1024, 1024, 1024), 0.5), ((4096, 4096, 4096), 0.9)), (4096, 4096, 4096))
+        0.9
+        >>> round(interpolate((((512, 128), 0.4), ((2048, 128), 0.6)), (1024, 128)), 3)
+        0.5
+    """
+    assert all(len(other) == len(dims) for other, _ in near), "samples of one kind have the same dimensions"
+    return _along_length(near, dims) if len(dims) == 2 else _by_distance(near, dims)
+
+
+def _along_length(near: Efficiencies, dims: tuple[int, ...]) -> float:
+    """Between the neighbours in length, of the samples with the most similar head size."""
+    length, head = dims
+    apart = min(abs(math.log(other[1] / head)) for other, _ in near)
+    alike = sorted((other[0], e) for other, e in near if abs(math.log(other[1] / head)) < apart + 1e-9)
+    below = [pair for pair in alike if pair[0] <= length]
+    above = [pair for pair in alike if pair[0] >= length]
+    if not below or not above:
+        return (below[-1] if below else above[0])[1]
+    (low, first), (high, last) = below[-1], above[0]
+    if low == high:
+        return first
+    share = math.log(length / low) / math.log(high / low)
+    return first + share * (last - first)
+
+
+def _by_distance(near: Efficiencies, dims: tuple[int, ...]) -> float:
+    """The mean of the nearest samples, each by the inverse of its squared distance."""
+    distances = []
+    for other, efficiency in near:
+        squared = sum(math.log(max(a, 1) / max(b, 1)) ** 2 for a, b in zip(dims, other, strict=True))
+        distances.append((squared, efficiency))
+    distances.sort()
+    if distances[0][0] < 1e-6:
+        return distances[0][1]
+    weights = [(1 / squared, efficiency) for squared, efficiency in distances[:NEIGHBOURS]]
+    return sum(w * e for w, e in weights) / sum(w for w, _ in weights)

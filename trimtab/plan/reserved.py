@@ -1,0 +1,85 @@
+"""What torch's allocator reserves for a training step, and the whole process on the device. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.plan.allocations import Event, standing_sizes, step_allocations
+from trimtab.plan.allocator import CachingAllocator
+from trimtab.plan.job import Job
+from trimtab.plan.memory import CONTEXT, LIBRARIES
+
+STEPS = 2
+"""Later steps reserve nothing new."""
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Device memory of a process by who holds it.
+
+    Example:
+        >>> Reserved(allocated=10, reserved=12, context=3).process
+        15
+    """
+
+    allocated: int
+    """Bytes of blocks in use at the peak: tensors, rounded to 512 bytes, and cuBLAS's workspaces."""
+    reserved: int
+    """Bytes that the allocator has from the driver."""
+    context: int
+    """The CUDA context and loaded kernels."""
+
+    @property
+    def process(self) -> int:
+        """All that the process has of the device."""
+        return self.reserved + self.context
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        names = ("allocated", "reserved", "context", "process")
+        return {name: getattr(self, name) for name in names}
+
+
+def reserved_memory(job: Job, *, graphs: bool = False, expandable: bool = True) -> Reserved:
+    """What the allocator reserves for a job on a GPU, its weights and states included.
+
+    Args:
+        job: what is trained.
+        graphs: whether forward and backward are captured as CUDA graphs. Their memory is a pool of its own, which the
+            optimizer step cannot use.
+        expandable: whether segments grow (`expandable_segments:True`).
+
+    Example:
+        >>> from trimtab.facts.shapes import uniform_shape
+        >>> tiny = uniform_shape("llama", 512, 64, 128, 2, num_heads=4, num_kv_heads=2, head_dim=16)
+        >>> job = Job(tiny, 2, 64, 1, "bf16", "bf16", "bf16", "adamw_8bit", "triton", "cuda", pointwise="triton")
+        >>> reserved_memory(job).reserved // 2**20
+        82
+    """
+    default = CachingAllocator(expandable=expandable)
+    for standing in standing_sizes(job):
+        default.allocate(standing)
+    pool = CachingAllocator(expandable=expandable) if graphs else default
+    for _ in range(2):  # of the forward and the backward pass's thread
+        pool.allocate(LIBRARIES["cuda"] // 2)
+    events = list(step_allocations(job))
+    update = _begin_of_update(events) if graphs else len(events)
+    peak = 0
+    for _ in range(STEPS):
+        numbers: dict[int, tuple[CachingAllocator, int]] = {}
+        for place, (number, size) in enumerate(events):
+            if size is None:
+                allocator, block = numbers.pop(number)
+                allocator.free(block)
+                continue
+            allocator = pool if place < update else default
+            numbers[number] = (allocator, allocator.allocate(size))
+            peak = max(peak, default.allocated + (pool.allocated if graphs else 0))
+        assert not numbers, "a step leaves something behind"
+    return Reserved(peak, default.reserved + (pool.reserved if graphs else 0), CONTEXT["cuda"])
+
+
+def _begin_of_update(events: list[Event]) -> int:
+    """Where the last allocation is that of the optimizer."""
+    return max((place for place, event in enumerate(events) if event.size is not None), default=len(events))

@@ -1,0 +1,303 @@
+"""Inverse questions: the longest sequence, the largest batch, the fastest setting, the smallest or cheapest GPU.
+
+Each answer holds the recipe keys to set and the plan that they lead to, so that what is printed was planned and not
+extrapolated. How a recipe is resolved for a device is passed in (`Planner`): this package plans and resolves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.errors import RecipeError, ResourceError, TrimtabError
+from trimtab.facts.units import format_bytes, format_rate
+from trimtab.kernels.linear_cross_entropy.choice import SHARE
+from trimtab.plan import memory_search
+from trimtab.plan.changes import recipe_line
+from trimtab.plan.fit import fits
+from trimtab.plan.job import Job
+from trimtab.plan.limits import limit_of
+from trimtab.plan.longest import STEP, largest_fitting, longest_tokens
+from trimtab.plan.make import Plan
+from trimtab.recipe import build
+from trimtab.recipe.keys import Recipe
+
+QUESTIONS = ("max_seq_length", "batch_size", "fastest", "smallest_gpu", "cheapest")
+LARGEST_BATCH = 1 << 16
+"""Larger per-device batches are not looked at."""
+MOST_BATCHES = 12
+"""Divisors of the global batch that `fastest` plans; the largest ones that fit."""
+NEXT_GPUS = 4
+"""GPUs that are listed after the smallest one."""
+
+Planner = Callable[[Recipe, DeviceFacts], Plan]
+"""Resolves a recipe for a device and plans it."""
+Progress = Callable[[str, int, int], None]
+"""What is looked at, how many are done, and of how many."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One candidate that was planned."""
+
+    name: str
+    """The setting in words, or a GPU as `--gpu` takes it."""
+    keys: dict[str, Any]
+    """Recipe keys that lead to it; empty for a GPU."""
+    plan: Plan
+    tokens_per_second: float | None
+    dollars_per_million_tokens: float | None = None
+    price_source: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "name": self.name,
+            "recipe": dict(self.keys),
+            "needed": self.plan.memory.needed,
+            "available": min(self.plan.limit, self.plan.device.available_bytes),
+            "tokens_per_second": self.tokens_per_second,
+            "dollars_per_million_tokens": self.dollars_per_million_tokens,
+            "recompute": self.plan.resolved.memory_plan.description,
+        }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one question, in words, as recipe keys, and with the candidates that were compared."""
+
+    question: str
+    sentence: str
+    keys: dict[str, Any] = field(default_factory=dict)
+    """Recipe keys to set; empty where nothing fits, or where the answer is a GPU."""
+    plan: Plan | None = None
+    """The plan with these keys, or on that GPU; None where nothing fits."""
+    options: tuple[Option, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The recipe lines to paste."""
+        return tuple(recipe_line(key, value) for key, value in self.keys.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "question": self.question,
+            "answer": self.sentence,
+            "recipe": dict(self.keys),
+            "plan": None if self.plan is None else self.plan.to_dict(),
+            "options": [option.to_dict() for option in self.options],
+        }
+
+
+def changed_recipe(recipe: Recipe, keys: dict[str, Any]) -> Recipe:
+    """The recipe with other values of some keys, checked as a file is.
+
+    Example:
+        >>> from trimtab.recipe import loads
+        >>> changed_recipe(loads("model: a\\ndata: {train: x}"), {"max_seq_length": 64}).max_seq_length
+        64
+    """
+    plain = recipe.model_dump(mode="json", exclude_unset=True)
+    if "recompute" in keys:
+        plain.pop("gradient_checkpointing", None)
+    return build(plain | keys)
+
+
+def solve_max_seq_length(plan: Plan, planner: Planner) -> Answer:
+    """The longest `max_seq_length` that fits, with recomputation, tiles and offloading chosen for it."""
+    recipe, device = plan.recipe, plan.device
+    limit, words = limit_of(recipe, device)
+    found = longest_tokens(plan.job, device, limit)
+    if found == 0:
+        sentence = f"not even {STEP} tokens per sequence fit {words}"
+        return Answer("max_seq_length", sentence)
+    positions = plan.shape.max_positions
+    tokens = min(found, positions)
+    keys = {"max_seq_length": tokens} | _automatic(recipe)
+    best = planner(changed_recipe(recipe, keys), device)
+    sentence = f"sequences of up to {tokens:,} tokens fit {words}"
+    if found > positions:
+        sentence = f"memory has room for {found:,} tokens per sequence; the model has {positions:,} positions"
+    return Answer("max_seq_length", sentence, keys, best, (_option(f"{tokens:,} tokens", keys, best),))
+
+
+def solve_batch_size(plan: Plan, planner: Planner) -> Answer:
+    """The largest per-device batch that fits; of those that divide the recipe's global batch, so that each optimizer
+    step trains on as many tokens as before."""
+    recipe, device = plan.recipe, plan.device
+    words = limit_of(recipe, device)[1]
+    most = largest_batch(plan)
+    if most == 0:
+        return Answer("batch_size", f"not even one sequence of {plan.job.tokens} tokens fits {words}")
+    total = plan.job.batch * plan.job.accumulation
+    batch = max(one for one in range(1, min(most, total) + 1) if total % one == 0)
+    keys = _batch_keys(batch, total) | _automatic(recipe)
+    best = planner(changed_recipe(recipe, keys), device)
+    sentence = f"up to {most:,} sequences at once fit {words}"
+    if batch < most:
+        sentence += f"; {batch} keep the global batch of {total}"
+    options = [_option(f"{batch} per device", keys, best)]
+    if most > batch:
+        more = {"per_device_train_batch_size": most, "gradient_accumulation_steps": 1} | _automatic(recipe)
+        options.append(_option(f"{most:,} per device", more, planner(changed_recipe(recipe, more), device)))
+    return Answer("batch_size", sentence, keys, best, tuple(options))
+
+
+def solve_fastest(plan: Plan, planner: Planner, progress: Progress | None = None) -> Answer:
+    """The per-device batch with the most tokens per second for the same global batch, memory keys chosen for it."""
+    recipe, device = plan.recipe, plan.device
+    _need_time(plan)
+    words = limit_of(recipe, device)[1]
+    most, total = largest_batch(plan), plan.job.batch * plan.job.accumulation
+    batches = [one for one in range(min(most, total), 0, -1) if total % one == 0][:MOST_BATCHES]
+    options = []
+    for done, batch in enumerate(batches):
+        _report(progress, f"{batch} sequences at once", done, len(batches))
+        keys = _batch_keys(batch, total) | _automatic(recipe)
+        made = planner(changed_recipe(recipe, keys), device)
+        if fits(made):
+            options.append(_option(f"{batch} × {total // batch}", keys, made))
+    if not options:
+        return Answer("fastest", f"no setting fits {words}")
+    options.sort(key=lambda one: -(one.tokens_per_second or 0.0))
+    best = options[0]
+    now = plan.time.tokens_per_second
+    sentence = f"{format_rate(best.tokens_per_second or 0.0)} tokens per second"
+    if now is not None and fits(plan):
+        sentence += f"; the recipe as it is reaches {format_rate(now)}"
+    return Answer("fastest", sentence, best.keys, best.plan, tuple(options))
+
+
+def solve_smallest_gpu(
+    plan: Plan, planner: Planner, gpus: Sequence[DeviceFacts], progress: Progress | None = None
+) -> Answer:
+    """The GPU with the least memory that the job fits, and the next ones; of equal memory the fastest first."""
+    ordered = sorted(gpus, key=lambda gpu: (gpu.memory_bytes, -_speed(gpu)))
+    options: list[Option] = []
+    for option in _fitting(plan, planner, ordered, progress):
+        options.append(option)
+        if len(options) > NEXT_GPUS:
+            break
+    if not options:
+        return Answer("smallest_gpu", "no GPU of the data sheets has enough memory for this job")
+    best = options[0]
+    memory = format_bytes(best.plan.device.memory_bytes)
+    sentence = f"{best.name} ({memory}): the job needs {format_bytes(best.plan.memory.needed)}"
+    return Answer("smallest_gpu", sentence, {}, best.plan, tuple(options))
+
+
+def solve_cheapest(
+    plan: Plan,
+    planner: Planner,
+    prices: Iterable[tuple[DeviceFacts, float, str]],
+    progress: Progress | None = None,
+) -> Answer:
+    """The GPU with the lowest price per million tokens.
+
+    Args:
+        plan: the job, planned for any device.
+        planner: plans it for others.
+        prices: (GPU, dollars per hour, where the price is from).
+        progress: called for each GPU.
+    """
+    known = list(prices)
+    options = []
+    for option in _fitting(plan, planner, [gpu for gpu, _, _ in known], progress):
+        per_hour, source = next((p, s) for gpu, p, s in known if gpu == option.plan.device)
+        if option.tokens_per_second:
+            dollars = per_hour / 3600 / option.tokens_per_second * 1e6
+            options.append(Option(option.name, {}, option.plan, option.tokens_per_second, dollars, source))
+    if not options:
+        return Answer("cheapest", "the job fits no GPU with a known price and speed")
+    options.sort(key=lambda one: one.dollars_per_million_tokens or 0.0)
+    best = options[0]
+    sentence = f"{best.name}: ${best.dollars_per_million_tokens:.3g} per million tokens"
+    return Answer("cheapest", sentence, {}, best.plan, tuple(options))
+
+
+def largest_batch(plan: Plan) -> int:
+    """The most sequences at once that fit, memory keys chosen as they must; 0 where not even one does."""
+    device, limit = plan.device, limit_of(plan.recipe, plan.device)[0]
+    job = plan.job.changed(unpacked_layers=0)
+    within = memory_search.within_limit(job, limit)
+
+    return largest_fitting(lambda batch: _thrifty(job, batch, limit), device, within, LARGEST_BATCH)
+
+
+def _thrifty(job: Job, batch: int, limit: int) -> Job:
+    memory = limit // SHARE if job.loss_impl == "triton" else job.loss_memory
+    return job.changed(batch=batch, loss_memory=memory, policies=(), mlp_tiles=1)
+
+
+def _fitting(
+    plan: Plan, planner: Planner, gpus: Sequence[DeviceFacts], progress: Progress | None
+) -> Iterator[Option]:
+    """The GPUs that the job fits and can run on; number formats that a GPU does not have rule it out."""
+    least = plan.job.trained.weight_bytes if plan.job.weights_dtype == "bf16" else 0
+    for done, gpu in enumerate(gpus):
+        _report(progress, gpu.name, done, len(gpus))
+        if gpu.memory_bytes < least:
+            continue
+        try:
+            made = planner(plan.recipe, gpu)
+        except TrimtabError:
+            continue
+        if fits(made):
+            yield _option(gpu_name(gpu), {}, made)
+
+
+def gpu_name(gpu: DeviceFacts) -> str:
+    """What `--gpu` takes for a device of the data sheets; the driver's name for another.
+
+    Example:
+        >>> gpu_name(DeviceFacts("a GPU", "cuda", 24 * 10**9))
+        'a GPU'
+    """
+    return gpu.name if gpu.sheet is None else gpu.sheet.id
+
+
+def _batch_keys(batch: int, total: int) -> dict[str, Any]:
+    return {"per_device_train_batch_size": batch, "gradient_accumulation_steps": total // batch}
+
+
+def _automatic(recipe: Recipe) -> dict[str, Any]:
+    """Memory keys that the recipe sets by hand, left to the planner again: the search chose them anew."""
+    keys: dict[str, Any] = {}
+    if recipe.recompute != "auto" or recipe.gradient_checkpointing is not None:
+        keys["recompute"] = "auto"
+    for key in ("mlp_tiles", "dequantized_layers"):
+        if getattr(recipe, key) != "auto":
+            keys[key] = "auto"
+    return keys
+
+
+def _option(name: str, keys: dict[str, Any], plan: Plan) -> Option:
+    return Option(name, keys, plan, plan.time.tokens_per_second)
+
+
+def _speed(gpu: DeviceFacts) -> float:
+    ceiling = gpu.ceiling("bf16") or gpu.ceiling("fp16") or gpu.ceiling("fp32")
+    return ceiling[0] if ceiling is not None else 0.0
+
+
+def _need_time(plan: Plan) -> None:
+    if plan.time.tokens_per_second is None:
+        raise ResourceError(
+            f"the speed of {plan.device.name} is not known",
+            "measure it with `trimtab plan --calibrate`, or name a GPU of the data sheets with --gpu",
+        )
+
+
+def _report(progress: Progress | None, what: str, done: int, total: int) -> None:
+    if progress is not None:
+        progress(what, done, total)
+
+
+def check_question(question: str) -> str:
+    """The question if it is one of `QUESTIONS`; RecipeError with the list otherwise."""
+    if question not in QUESTIONS:
+        raise RecipeError(f"--solve {question} is not known", f"choose one of {', '.join(QUESTIONS)}")
+    return question

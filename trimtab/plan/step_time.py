@@ -1,0 +1,405 @@
+"""Time of an optimizer step, operation by operation: what the blocks declare, at the rates of a device. No torch.
+
+A step is the sum of its kernels on the device. Copies to and from the host run beside them and count as far as they
+take longer; without CUDA graphs the host launches kernels one by one, and a step takes at least as long as that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.adapt.spec_recompute import OFFLOADING, recomputed_operations, saved_under
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.dtypes import BYTES
+from trimtab.facts.operations import Kernel, Kind, Operation, Pass, total_bytes
+from trimtab.kernels.attention import spec as attention_spec
+from trimtab.kernels.linear_cross_entropy import spec as loss_spec
+from trimtab.kernels.linear_cross_entropy.schedule import schedule
+from trimtab.model import spec as model_spec
+from trimtab.model.spec_block import BETWEEN, FEED_FORWARD_RESIDUAL, DeclaredBlock
+from trimtab.model.spec_operations import Execution
+from trimtab.optim import spec as optim_spec
+from trimtab.plan.device_rates import rates_of
+from trimtab.plan.job import Job
+from trimtab.plan.layers import declared_blocks, num_tiles
+from trimtab.plan.rates import Rates
+
+FORWARD, BACKWARD, RECOMPUTE, UPDATE = "forward", "backward", "recompute", "update"
+"""Phases of a step."""
+
+
+@dataclass(frozen=True)
+class OperationTime:
+    """Time of one declared operation in one phase of an optimizer step."""
+
+    name: str
+    kind: Kind
+    phase: str
+    count: int
+    """How often it runs in the step: layers × tiles × microbatches."""
+    seconds: float
+    """Each time."""
+    launches: int = 0
+    """Kernels, each time."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of all of them."""
+        return self.count * self.seconds
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Time of one optimizer step: all microbatches and the update."""
+
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    """The range in which the step is expected; a wide one where the device was never measured."""
+    floor_seconds: float
+    """All kernels at the device's ceilings: no step can be faster."""
+    operations: tuple[OperationTime, ...]
+    exposed_copies: float
+    """Seconds of copies to and from the host that computation does not hide."""
+    host_seconds: float
+    """Time the host needs to launch all kernels; 0 where a CUDA graph does it."""
+    basis: str
+    """Where the rates are from, in words."""
+
+    def by_kind(self) -> dict[str, float]:
+        """Seconds of each kind of operation, the longest first."""
+        found: dict[str, float] = {}
+        for one in self.operations:
+            found[one.kind.value] = found.get(one.kind.value, 0.0) + one.total
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def by_phase(self) -> dict[str, float]:
+        """Seconds of each phase."""
+        found: dict[str, float] = {}
+        for one in self.operations:
+            found[one.phase] = found.get(one.phase, 0.0) + one.total
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "seconds": self.seconds,
+            "low_seconds": self.low_seconds,
+            "high_seconds": self.high_seconds,
+            "floor_seconds": self.floor_seconds,
+            "by_phase": self.by_phase(),
+            "by_kind": self.by_kind(),
+            "exposed_copies": self.exposed_copies,
+            "host_seconds": self.host_seconds,
+            "basis": self.basis,
+        }
+
+
+def step_time(job: Job, device: DeviceFacts, *, graphs: bool = False) -> StepTime | None:
+    """Predict the time of one optimizer step.
+
+    Args:
+        job: what is trained and how; `attended_share` says how much of attention packed documents leave.
+        device: with a calibration, or one whose data sheet is known.
+        graphs: whether forward and backward are captured as CUDA graphs.
+
+    Returns:
+        None where nothing is known of the device's rates.
+
+    Example:
+        >>> from trimtab.facts.calibration import Calibration
+        >>> from trimtab.facts.shapes import uniform_shape
+        >>> tiny = uniform_shape("llama", 512, 64, 128, 2, num_heads=4, num_kv_heads=2, head_dim=16)
+        >>> job = Job(tiny, batch=1, tokens=128, accumulation=1, dtype="fp32", weights_dtype="fp32",
+        ...           gradient_dtype="fp32", optimizer="adamw_torch_fused", attention="sdpa_flash", device="cpu")
+        >>> cpu = DeviceFacts("a CPU", "cpu", 2**33, calibration=Calibration("a CPU", {"fp32": 1e11}, 2e10, 5e-6))
+        >>> step = step_time(job, cpu)
+        >>> step.floor_seconds <= step.seconds
+        True
+        >>> step_time(job, DeviceFacts("a CPU", "cpu", 2**33)) is None
+        True
+    """
+    rates = rates_of(device, job.dtype)
+    return None if rates is None else step_time_at(job, rates, graphs=graphs)
+
+
+def step_time_at(job: Job, rates: Rates, *, graphs: bool = False) -> StepTime:
+    """The same at known rates."""
+    found = [*_microbatch(job, rates), *update_times(job, rates)]
+    floor = sum(
+        one.total for one in [*_microbatch(job, rates, floor=True), *update_times(job, rates, floor=True)]
+    )
+    device = sum(one.total for one in found)
+    launches = sum(one.count * one.launches for one in found)
+    copies = job.accumulation * exposed_copies(job, rates)
+    host = 0.0 if graphs else launches * rates.launch
+    seconds = max(device + copies + (launches * rates.gap if graphs else 0.0), host)
+    low, high = rates.spread
+    return StepTime(
+        seconds, max(seconds * low, floor), seconds * high, floor, tuple(found), copies, host, rates.basis
+    )
+
+
+def forward_seconds(job: Job, rates: Rates, tokens: int) -> float:
+    """Seconds of an evaluation of so many tokens: forward passes and the loss, without gradients."""
+    if not tokens:
+        return 0.0
+    clock = _Clock(job, rates, False)
+    microbatch = loss_time(job, rates, training=False).seconds
+    for block, layers in declared_blocks(job):
+        operations = (*block.attention, *block.feed_forward)
+        spent = sum(
+            clock.spent(one, _fused_work(one, job.pointwise == "triton", backward=False))
+            for one in operations
+        )
+        microbatch += len(layers) * spent
+    return microbatch * tokens / (job.batch * job.tokens)
+
+
+class _Clock:
+    """Seconds of passes at some rates; of a `floor` at the device's ceilings."""
+
+    def __init__(self, job: Job, rates: Rates, floor: bool) -> None:
+        self.job, self.rates, self.floor = job, rates, floor
+
+    def kernel(self, one: Kernel, dtype: str, impl: str, backward: bool) -> float:
+        if self.floor:
+            return self.rates.floor(one, dtype)
+        return self.rates.seconds(one, dtype, impl=impl, backward=backward)
+
+    def spent(
+        self, operation: Operation, work: Pass, *, backward: bool = False, unpacked: bool = False
+    ) -> float:
+        """Seconds of one pass of an operation; without dequantizing where the weights are there unpacked."""
+        kernels = work.kernels or (Kernel(operation.kind, work.flops, work.moved),)
+        total = 0.0
+        for one in kernels:
+            if one.kind is Kind.DEQUANTIZE:
+                assert self.job.quantization is not None
+                if not unpacked:
+                    total += self.kernel(
+                        one, self.job.quantization.kind, self.job.quantization.impl, backward
+                    )
+            else:
+                total += self.kernel(one, operation.dtype, self._impl(one.kind), backward)
+        if not self.floor and work.kernels:  # casts and sums of small tensors are counted, not listed
+            total += max(work.launches - len(work.kernels), 0) * self.rates.tiny
+        return total
+
+    def _impl(self, kind: Kind) -> str:
+        if kind is Kind.ATTENTION:
+            masked = self.job.packed and self.job.attention not in attention_spec.SKIPS_DOCUMENTS
+            return f"{self.job.attention} packed" if masked else self.job.attention
+        return self.job.pointwise if kind in (Kind.NORM, Kind.ROPE, Kind.GATE) else ""
+
+
+def _microbatch(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[OperationTime]:
+    """All microbatches of a step."""
+    clock = _Clock(job, rates, floor)
+    yield from _around_times(job, clock)
+    for block, layers in declared_blocks(job):
+        for policy in dict.fromkeys(job.layers[i] for i in layers):
+            mine = [i for i in layers if job.layers[i] == policy]
+            unpacked = sum(1 for i in mine if i < job.unpacked_layers)
+            for times, is_unpacked in ((unpacked, True), (len(mine) - unpacked, False)):
+                if times:
+                    for one in _layer_times(job, clock, block, policy, unpacked=is_unpacked):
+                        yield _repeated(one, times * job.accumulation)
+
+
+def _repeated(one: OperationTime, times: int) -> OperationTime:
+    return OperationTime(one.name, one.kind, one.phase, one.count * times, one.seconds, one.launches)
+
+
+def layer_seconds(
+    job: Job, rates: Rates, block: DeclaredBlock, policy: str, *, unpacked: bool = False
+) -> float:
+    """Seconds of one layer in one microbatch under a recompute policy, copies to the host not included."""
+    clock = _Clock(job, rates, False)
+    times = _layer_times(job, clock, block, policy, unpacked=unpacked)
+    return sum(one.total for one in times)
+
+
+def _layer_times(
+    job: Job, clock: _Clock, block: DeclaredBlock, policy: str, *, unpacked: bool
+) -> Iterator[OperationTime]:
+    """One layer in one microbatch."""
+    fused = job.pointwise == "triton"
+    tiles = num_tiles(job) if block.tile else 1
+
+    def timed(one: Operation, phase: str, count: int, work: Pass, backward: bool = False) -> OperationTime:
+        seconds = clock.spent(one, work, backward=backward, unpacked=unpacked)
+        return OperationTime(one.name, one.kind, phase, count, seconds, work.launches)
+
+    halves = [(block.attention, 1), (block.tile or block.feed_forward, tiles)]
+    for operations, count in halves:
+        for one in operations:
+            yield timed(one, FORWARD, count, _fused_work(one, fused, backward=False))
+    if not block.differentiates:
+        return
+    for one in recomputed_operations(block, policy):
+        yield timed(one, RECOMPUTE, 1, one.recompute or _fused_work(one, fused, backward=False))
+    for one in block.tile:
+        if one.name != FEED_FORWARD_RESIDUAL:
+            yield timed(one, RECOMPUTE, tiles, one.recompute or _fused_work(one, fused, backward=False))
+    for operations, count in halves:
+        for one in operations:
+            work = _backward_work(one, block, fused)
+            if work is not None:
+                yield timed(one, BACKWARD, count, work, backward=True)
+    yield from _accumulation_times(block, clock, fused)
+    yield from _tile_sum_times(job, clock, block, tiles)
+
+
+def _fused_work(one: Operation, fused: bool, *, backward: bool) -> Pass:
+    """A pass as it runs: the addition between the halves is part of the norm behind it where kernels are fused."""
+    work = one.backward if backward else one.forward
+    if not fused or one.name != BETWEEN or backward:
+        return work
+    written = one.outputs[0].nbytes
+    return Pass(work.flops, work.moved - written, 0)
+
+
+def _backward_work(one: Operation, block: DeclaredBlock, fused: bool) -> Pass | None:
+    """Gradients of an operation's inputs and of its parameters, as far as they are wanted."""
+    wants_input = any(activation.name in block.requires_grad for activation in one.inputs)
+    if one.kind is Kind.ADD:
+        return None
+    passes = []
+    if wants_input:
+        passes.append(_fused_work(one, fused, backward=True))
+    if one.gradients and one.parameter_backward.launches:
+        passes.append(one.parameter_backward)
+    if not passes:
+        return one.backward if one.gradients else None
+    kernels = tuple(k for p in passes for k in p.kernels or (Kernel(one.kind, p.flops, p.moved),))
+    return Pass.of(*kernels, launches=sum(p.launches for p in passes))
+
+
+def _accumulation_times(block: DeclaredBlock, clock: _Clock, fused: bool) -> Iterator[OperationTime]:
+    """Gradients of activations that several operations read are added up, a pass over memory for each but the first."""
+    readers: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for one in block.operations:
+        for activation in one.inputs:
+            if activation.name in block.requires_grad:
+                readers[activation.name] = readers.get(activation.name, 0) + 1
+                sizes[activation.name] = activation.nbytes
+    for name, count in readers.items():
+        if count > 1 and not (fused and name == BETWEEN):
+            kernel = Kernel(Kind.ADD, 0.0, 3.0 * sizes[name])
+            seconds = clock.kernel(kernel, clock.job.dtype, "", True)
+            yield OperationTime(f"{name}.grad", Kind.ADD, BACKWARD, count - 1, seconds, 1)
+
+
+def _tile_sum_times(job: Job, clock: _Clock, block: DeclaredBlock, tiles: int) -> Iterator[OperationTime]:
+    """Gradients of a trained feed-forward are added up over its tiles, in fp32."""
+    trained = sum(_elements(gradient.dims) for one in block.tile for gradient in one.gradients)
+    if trained:
+        moved = trained * (BYTES[job.gradient_dtype] + 2 * BYTES["fp32"])
+        seconds = clock.kernel(Kernel(Kind.ADD, 0.0, float(moved)), "fp32", "", True)
+        yield OperationTime("mlp.tile_gradients", Kind.ADD, BACKWARD, tiles, seconds, 3)
+
+
+def _elements(dims: tuple[int, ...]) -> int:
+    count = 1
+    for dim in dims:
+        count *= dim
+    return count
+
+
+def _around_times(job: Job, clock: _Clock) -> Iterator[OperationTime]:
+    """Embedding, final norm, head and loss of all microbatches."""
+    shape, N, times = job.shape, job.batch * job.tokens, job.accumulation
+    run = Execution(
+        job.batch, job.tokens, job.dtype, job.attention, job.weights_dtype, job.device, job.pointwise
+    )
+    stream = N * shape.hidden_size * BYTES[run.stream_dtype]
+
+    def simple(name: str, kind: Kind, phase: str, moved: float, launches: int = 1) -> OperationTime:
+        seconds = clock.kernel(Kernel(kind, 0.0, moved), job.dtype, "", phase == BACKWARD)
+        return OperationTime(name, kind, phase, times, seconds, launches)
+
+    yield simple("embed_tokens", Kind.EMBEDDING, FORWARD, 2.0 * stream)
+    if job.trained.trains_embedding:
+        table = shape.vocab_size * shape.hidden_size * BYTES[job.weights_dtype]
+        yield simple("embed_tokens", Kind.EMBEDDING, BACKWARD, 2.0 * stream + 2.0 * table, 4)
+    norm = model_spec.final_norm(shape, run)
+    for phase, work in ((FORWARD, norm.forward), (BACKWARD, norm.backward)):
+        seconds = clock.spent(norm, work, backward=phase == BACKWARD)
+        yield OperationTime(norm.name, norm.kind, phase, times, seconds, 1)
+    yield loss_time(job, clock.rates, times, floor=clock.floor)
+
+
+def loss_time(
+    job: Job, rates: Rates, times: int = 1, *, floor: bool = False, training: bool = True
+) -> OperationTime:
+    """Head and cross-entropy with their gradients; without, where nothing is trained."""
+    shape, N = job.shape, job.batch * job.tokens
+    dims = (N, shape.hidden_size, shape.vocab_size)
+    trained = job.trained.head > 0 or job.trained.adapts_head
+    flops = 2.0 * N * shape.hidden_size * shape.vocab_size
+    if training:
+        flops = loss_spec.flops(
+            *dims, weight_grad=trained, impl=job.loss_impl, dtype=job.dtype, memory_bytes=job.loss_memory
+        )
+    moved = float(loss_spec.bytes_moved(*dims, job.dtype))
+    kernel = Kernel(Kind.LOSS, flops, moved, (N, shape.vocab_size, shape.hidden_size))
+    if floor:
+        return OperationTime("loss", Kind.LOSS, FORWARD, times, rates.floor(kernel, job.dtype))
+    impl = job.loss_impl if trained else f"{job.loss_impl} frozen head"
+    seconds, chunks = rates.seconds(kernel, job.dtype, impl=impl), 1
+    if training and job.loss_impl == "triton":
+        widths = BYTES[job.dtype], BYTES[job.gradient_dtype]
+        rows = schedule(*dims, *widths, memory_bytes=job.loss_memory, weight_grad=trained).rows
+        chunks = -(-N // rows)
+        # Each chunk of rows after the first reads the head once more, and its gradient both ways.
+        head = shape.hidden_size * shape.vocab_size * (widths[0] + (2 * widths[1] if trained else 0))
+        seconds += (chunks - 1) * head / rates.copy
+    return OperationTime("loss", Kind.LOSS, FORWARD, times, seconds, 8 * chunks)
+
+
+def update_times(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[OperationTime]:
+    """Gradients added up over microbatches, clipping, the optimizer."""
+    gradients = float(job.trained.gradient_bytes)
+
+    def moving(name: str, kind: Kind, phase: str, moved: float, count: int, impl: str = "") -> OperationTime:
+        kernel = Kernel(kind, 0.0, moved)
+        seconds = rates.floor(kernel, "fp32") if floor else rates.seconds(kernel, "fp32", impl=impl)
+        return OperationTime(name, kind, phase, count, seconds, 2)
+
+    if job.accumulation > 1:
+        yield moving("gradients", Kind.ADD, BACKWARD, 2.5 * gradients, job.accumulation - 1)
+    if not job.in_backward:
+        yield moving("gradient norm", Kind.NORM, UPDATE, gradients, 1)
+    moved = sum(
+        optim_spec.bytes_moved(job.optimizer, one.dims, one.dtype, one.gradient_dtype)
+        for one in job.trained.parameters
+    )
+    impl = job.optimizer_impl if job.optimizer == "adamw_8bit" else job.optimizer
+    yield moving("optimizer", Kind.OPTIMIZER, UPDATE, float(moved), 1, impl)
+
+
+def exposed_copies(job: Job, rates: Rates) -> float:
+    """Seconds per microbatch that copies of offloaded activations take beyond the computation that hides them."""
+    if job.device == "cpu" or not set(job.layers) & set(OFFLOADING):
+        return 0.0
+    total = 0.0
+    for block, layers in declared_blocks(job):
+        for policy in set(OFFLOADING) & {job.layers[i] for i in layers}:
+            count = sum(1 for i in layers if job.layers[i] == policy)
+            total += count * layer_copies(job, rates, block, policy)
+    return total
+
+
+def layer_copies(job: Job, rates: Rates, block: DeclaredBlock, policy: str) -> float:
+    """Of one layer: out while it computes, back while the one above goes backward."""
+    size = total_bytes(saved_under(block, policy))
+    clock = _Clock(job, rates, False)
+    spent = {FORWARD: 0.0, RECOMPUTE: 0.0, BACKWARD: 0.0}
+    for one in _layer_times(job, clock, block, policy, unpacked=False):
+        spent[one.phase] += one.total
+    out, back = size / rates.to_host, size / rates.from_host
+    return max(out - spent[FORWARD], 0.0) + max(back - spent[RECOMPUTE] - spent[BACKWARD], 0.0)
