@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from trimtab.facts.errors import ResourceError
 from trimtab.report import read_run, write_page
-from trimtab.report.page import render, script_json
+from trimtab.report.html import script_json
+from trimtab.report.page import render
 
 MakeRun = Callable[..., Path]
 

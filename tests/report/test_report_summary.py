@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trimtab.report import read_run
-from trimtab.report.buckets import BUCKETS, Bar
-from trimtab.report.charts import MOST_POINTS, Chart, Line, _smoothed, _thinned, charts
+from trimtab.report.buckets import BUCKETS, bucket_bar
+from trimtab.report.charts import MOST_POINTS, Chart, Line, _smoothed, charts, thinned
 from trimtab.report.drawing import draw, ticks
 from trimtab.report.progress import Training, sparkline
 from trimtab.report.summary import memory_basis, memory_rows, memory_verdict, parameters, samples, speed
@@ -92,7 +92,7 @@ def test_a_log_without_results_by_item_claims_nothing(
 
 
 def test_other_items_than_before_are_not_compared(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
-    """As after a resume with another number of windows, or with problems of a newer version."""
+    """As after a resume with another number of sequences, or with problems of a newer version."""
     records = []
     for record in learnt:
         changed = dict(record)
@@ -155,14 +155,14 @@ def test_memory_predicted_beside_measured(make_run: MakeRun, learnt: list[dict[s
 @given(st.dictionaries(st.sampled_from(BUCKETS), st.integers(0, 2**50)), st.integers(1, 100))
 def test_a_bar_is_as_wide_as_asked(buckets: dict[str, int], width: int) -> None:
     whole = sum(buckets.values())
-    text = Bar(buckets, whole).text(width).plain
+    text = bucket_bar(buckets, whole).text(width).plain
     assert len(text) == width
     assert text == ("█" * width if whole else "·" * width)
-    assert len(Bar(buckets, 3 * whole).text(width).plain) == width
+    assert len(bucket_bar(buckets, 3 * whole).text(width).plain) == width
 
 
 def test_a_bar_shows_even_little() -> None:
-    assert Bar({"weights": 1}, 10_000).text(10).plain == "▏·········"
+    assert bucket_bar({"weights": 1}, 10_000).text(10).plain == "▏·········"
 
 
 @given(st.lists(st.floats(), max_size=200), st.integers(0, 40))
@@ -251,7 +251,7 @@ def test_long_curves_keep_their_spikes() -> None:
     points = [(i, 1.0) for i in range(100_000)]
     points[54_321] = (54_321, 99.0)
     points[77_777] = (77_777, math.nan)
-    thin = _thinned(points)
+    thin = thinned(points)
     assert len(thin) <= MOST_POINTS + 2
     assert (54_321, 99.0) in thin
     assert any(math.isnan(y) for _, y in thin)
@@ -261,7 +261,7 @@ def test_long_curves_keep_their_spikes() -> None:
 def test_long_curves_keep_their_last_point() -> None:
     points = [(i, float(i % 7)) for i in range(10_000)]
     points[-1] = (9_999, 3.5)  # neither the least nor the greatest of its stretch
-    assert _thinned(points)[-1] == (9_999, 3.5)
+    assert thinned(points)[-1] == (9_999, 3.5)
 
 
 def test_the_smoothed_curve_ends_in_a_mean() -> None:

@@ -252,6 +252,16 @@ def test_without_a_terminal_preparations_give_signs_of_life(monkeypatch: pytest.
     assert 4 <= len(lines) <= 6
 
 
+def receipt(*, predicted: int, measured: int, seconds: float) -> dict[str, Any]:
+    return {
+        "kind": "receipt",
+        "step": 3,
+        "device": {"kind": "cpu"},
+        "predicted": {"allocated": predicted, "step_seconds": None},
+        "measured": {"allocated": measured, "step_seconds": {"median": seconds}, "warm": True},
+    }
+
+
 def test_measurements_are_told_with_their_change() -> None:
     shown = console(100)
     view = LiveView(300, shown)
@@ -263,7 +273,7 @@ def test_measurements_are_told_with_their_change() -> None:
     view.record({"kind": "probe", "step": 50, "scores": scores, "items": items})
     view.record({"kind": "answers", "step": 50, "exact": 3, "total": 9, "by_topic": {}})
     view.record({"kind": "memory", "step": 1, "when": "peak", "weights": 2**20, "gradients": 2**20})
-    view.record({"kind": "memory", "step": 1, "when": "after", "weights": 2**20})
+    view.record(receipt(predicted=2**20, measured=2**21, seconds=0.231))
     view.record({"kind": "event", "step": 7, "message": "a file [of yours] vanished"})
     assert text_of(shown).split("╯\n")[1].splitlines() == [
         "step   0  domain loss 3.0000, perplexity 20.00",
@@ -271,7 +281,8 @@ def test_measurements_are_told_with_their_change() -> None:
         "step  50  probe: grammar 88%",
         "step  50  probe 9 of 12 right",
         "step  50  exact answers 3 of 9",
-        "step   1  memory at the peak 2.00 MiB measured, 1.00 MiB predicted, in tensors",
+        "step   3  memory: predicted 1.00 MiB, measured 2.00 MiB (+100.0 %), in tensors",
+        "step   3  step: measured 231 ms, not predicted",
         "a file [of yours] vanished",
     ]
 

@@ -1,4 +1,4 @@
-"""Pictures for people: the terminal while a run goes on, then one page of HTML, from data files alone."""
+"""What the user sees of a run: live output in the terminal, then one HTML page, from data files alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The four memory buckets as a person would draw them: bars, predicted above measured."""
+"""The four memory buckets as bars, predicted above measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,28 +45,28 @@ def shown_buckets(rows: list[Moment]) -> list[str]:
 
 
 class Bar:
-    """One stacked bar; `scale` bytes fill its whole width, which is what the terminal leaves it.
+    """One stacked bar of (value, colour); `scale` fills its whole width, which is what the terminal leaves it.
 
     Example:
-        >>> Bar({"weights": 50, "gradients": 25}, 100).text(8).plain
+        >>> Bar([(50, "blue"), (25, "magenta")], 100).text(8).plain
         '██████··'
     """
 
-    def __init__(self, buckets: dict[str, Any], scale: int) -> None:
-        self.buckets = buckets
-        self.scale = max(1, scale)
+    def __init__(self, parts: Sequence[tuple[float, str]], scale: float) -> None:
+        self.parts = parts
+        self.scale = scale if scale > 0 else 1
 
     def text(self, width: int) -> Text:
-        """The bar in `width` characters; a bucket that holds anything is at least a sliver."""
+        """The bar in `width` characters; whatever is not empty is at least a sliver."""
         text = Text()
         position = 0.0
-        for name in BUCKETS:
+        for value, color in self.parts:
             start = round(position)
-            position += width * int(self.buckets.get(name, 0)) / self.scale
-            text.append("█" * (min(width, round(position)) - start), style=COLORS[name])
+            position += width * (value / self.scale)
+            text.append("█" * (min(width, round(position)) - start), style=color)
         if not text.plain and position > 0:
-            largest = max(BUCKETS, key=lambda name: int(self.buckets.get(name, 0)))
-            text.append(EIGHTHS[max(1, round(position * 8))], style=COLORS[largest])
+            _, color = max(self.parts, key=lambda part: part[0])
+            text.append(EIGHTHS[max(1, round(position * 8))], style=color)
         text.append("·" * (width - len(text.plain)), style="bright_black")
         return text
 
@@ -74,8 +74,13 @@ class Bar:
         yield self.text(options.max_width)
 
 
+def bucket_bar(buckets: dict[str, Any], scale: int) -> Bar:
+    """A bar of all buckets, each in its colour."""
+    return Bar([(int(buckets.get(name, 0)), COLORS[name]) for name in BUCKETS], scale)
+
+
 def picture(rows: list[Moment]) -> RenderableType:
-    """A labelled stacked bar a row, and below them the bytes of each bucket, predicted beside measured."""
+    """A labelled stacked bar per row, and below them the bytes of each bucket, predicted next to measured."""
     scale = max((total(row.buckets) for row in rows), default=1)
     bars = Table.grid(padding=(0, 1), expand=True)
     bars.add_column(no_wrap=True)
@@ -88,7 +93,7 @@ def picture(rows: list[Moment]) -> RenderableType:
         last = row.when
         size = format_bytes(total(row.buckets))
         source = Text(row.source, "bright_black")
-        bars.add_row(Text(label, "bold"), source, Bar(row.buckets, scale), size)
+        bars.add_row(Text(label, "bold"), source, bucket_bar(row.buckets, scale), size)
     return Group(bars, Text(""), _numbers(rows))
 
 

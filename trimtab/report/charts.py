@@ -16,7 +16,7 @@ SMOOTH_FROM = 30
 EVAL_ROLES = 3
 """Colours of evaluated sets; further ones begin again."""
 
-Point = tuple[int, float]
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ def _smoothed(values: list[float]) -> list[float]:
 
 
 def _line(rows: list[dict[str, Any]], key: str, name: str, role: str, *, markers: bool = False) -> Line:
-    points = _thinned([(r["step"], r[key]) for r in rows])
+    points = thinned([(r["step"], r[key]) for r in rows])
     return Line(plain(name, keep_newlines=False), role, points, markers)
 
 
-def _thinned(points: list[Point]) -> list[Point]:
+def thinned(points: list[Point]) -> list[Point]:
     """At most about MOST_POINTS, with every spike still there."""
     if len(points) <= MOST_POINTS:
         return points

@@ -1,4 +1,4 @@
-"""The terminal as everything here prints to it."""
+"""The console that this package prints to."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rich.console import Console
 
 
 class PatientConsole(Console):
-    """A console that outlives its reader: behind `| head` or a closed terminal it falls silent, and work goes on."""
+    """A console that ignores a closed pipe or terminal: it then prints nothing, and work continues."""
 
     def on_broken_pipe(self) -> None:
-        """rich would end the program here; a day of training is worth more than its progress lines."""
+        """Ignores the broken pipe. rich would exit here, which would end the training run."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

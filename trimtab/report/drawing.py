@@ -31,6 +31,8 @@ class Tick:
     percent: float
     place: int
     anchor: str = "middle"
+    wide: bool = False
+    """Left out on narrow screens, where there is no room for it."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Stroke:
     path: str
     dots: str
     last: str
+    area: str = ""
+    """A closed path below the line, faintly filled; empty for a plain line."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Drawing:
     """The chart in words, for readers who do not see it."""
     figure: dict[str, Any]
     """For the script: ranges and points, rounded to what is shown."""
+    x_label: str = ""
+    y_label: str = ""
 
 
 def draw(chart: Chart) -> Drawing | None:
@@ -101,7 +107,7 @@ def draw(chart: Chart) -> Drawing | None:
     )
 
 
-def _x_range(values: list[int]) -> tuple[float, float]:
+def _x_range(values: list[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     return (low, high) if low < high else (low - 1, high + 1)
 
@@ -138,13 +144,27 @@ def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[fl
 
 
 def _tick(label: str, value: float, span: tuple[float, float], size: int, *, down: bool = False) -> Tick:
-    share = _share(value, span, down)
+    return tick_at(label, position(value, span, down), size)
+
+
+def tick_at(label: str, share: float, size: int) -> Tick:
+    """A tick at a share of its axis; labels at both ends stay inside.
+
+    Example:
+        >>> tick_at("10", 0.5, 2000).place, tick_at("0", 0.0, 2000).anchor
+        (1000, 'start')
+    """
     anchor = "start" if share < 0.03 else "end" if share > 0.97 else "middle"
     return Tick(label, round(100 * share, 2), round(size * share), anchor)
 
 
-def _share(value: float, span: tuple[float, float], down: bool = False) -> float:
-    """Where a value lies in its range, from 0 to 1; `down` for pictures, whose zero is at the top."""
+def position(value: float, span: tuple[float, float], down: bool = False) -> float:
+    """Where a value lies in its range, from 0 to 1; `down` for pictures, whose zero is at the top.
+
+    Example:
+        >>> position(1.0, (0.0, 4.0)), position(1.0, (0.0, 4.0), down=True)
+        (0.25, 0.75)
+    """
     low, high = span
     share = (value / 2 - low / 2) / (high / 2 - low / 2)
     return 1 - share if down else share
@@ -173,7 +193,7 @@ def _stroke(line: Line, x_range: tuple[float, float], y_range: tuple[float, floa
         if not math.isfinite(y):
             new = True
             continue
-        place = f"{round(WIDTH * _share(x, x_range))},{round(HEIGHT * _share(y, y_range, down=True))}"
+        place = f"{round(WIDTH * position(x, x_range))},{round(HEIGHT * position(y, y_range, down=True))}"
         path.append(f"{'M' if new else 'L'}{place}")
         dots.append(f"M{place}h0")
         new, last = False, number(y)

@@ -1,4 +1,4 @@
-"""The terminal while a run goes on: plan, progress, messages. Plain lines where there is no terminal."""
+"""Live output in the terminal during a run: plan, progress, messages. Plain lines if there is no terminal."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Literal
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
-from trimtab.facts.units import format_bytes, format_seconds
-from trimtab.report.buckets import total
+from trimtab.facts.units import format_seconds
 from trimtab.report.console import new_console
 from trimtab.report.example import example_view
 from trimtab.report.plain import as_text
 from trimtab.report.plan_panel import plan_panel
 from trimtab.report.progress import Training, Working
+from trimtab.report.receipt import receipt_lines
 from trimtab.report.rundata import section
 from trimtab.report.summary import signed
 
@@ -51,15 +51,10 @@ class LiveView:
         self._printed: dict[str, float] = {}
         self.first_losses: dict[str, float] = {}
         """First loss of each evaluated set, against which later ones are compared; a resumed run's are in its log."""
-        self._predicted_peak = 0
-        self._counted = ""
 
     def plan(self, plan: dict[str, Any]) -> None:
         """What will be trained and what it needs, before anything is trained."""
         self.close()
-        self._predicted_peak = total(section(section(plan, "memory"), "peak"))
-        # On a CPU tensors are counted, not what the process holds.
-        self._counted = ", in tensors" if section(plan, "choices").get("device") == "cpu" else ""
         if self.detail != "quiet":
             self.console.print(plan_panel(plan, self.console.width, full=self.detail == "full"))
 
@@ -100,11 +95,9 @@ class LiveView:
             self._at_step(record, f"exact answers {record['exact']} of {record['total']}")
         elif kind == "probe":
             self._at_step(record, self._probe(record))
-        elif kind == "memory" and record["when"] == "peak":
-            beside = f", {format_bytes(self._predicted_peak)} predicted" if self._predicted_peak else ""
-            self._at_step(
-                record, f"memory at the peak {format_bytes(total(record))} measured{beside}{self._counted}"
-            )
+        elif kind == "receipt":
+            for line in receipt_lines(record):
+                self._at_step(record, line)
         elif kind == "compile":
             programs = f"{record['count']} program{'s' if record['count'] != 1 else ''}"
             text = f"compiled {programs} in {format_seconds(record['seconds'])}"
@@ -166,7 +159,7 @@ class LiveView:
         self.console.print(as_text(text, style), soft_wrap=not self._moving)
 
     def _draw(self) -> None:
-        """Shows what is going on at the bottom of the terminal; takes it away when nothing is."""
+        """Shows current progress at the bottom of the terminal; removes it when nothing is in progress."""
         if not self._moving:
             return
         shown: list[RenderableType] = [*self._working.values(), *([self._training] if self._training else [])]

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import errno
-import hashlib
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trimtab.facts.errors import ResourceError
-from trimtab.facts.files import write_atomic
 from trimtab.facts.units import format_bytes, format_count, format_seconds
 from trimtab.report import summary, verdicts
 from trimtab.report.buckets import shown_buckets, total
 from trimtab.report.charts import charts
 from trimtab.report.drawing import draw
 from trimtab.report.example import shown_runs
-from trimtab.report.plain import plain
+from trimtab.report.html import figure_script, page_environment, policy, read_templates, write_html
+from trimtab.report.receipt import receipt_rows
 from trimtab.report.rundata import RunData, section
-
-if TYPE_CHECKING:
-    import jinja2
-
-TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_page(data: RunData, target: Path) -> None:
@@ -32,57 +22,17 @@ def write_page(data: RunData, target: Path) -> None:
     Example:
         >>> write_page(read_run(Path("runs/demo")), Path("report.html"))  # doctest: +SKIP
     """
-    text = render(data)
-    try:
-        # Newlines as they are: the policy's hashes are of the scripts as a browser reads them.
-        write_atomic(target, text)
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # the command line shortens it
-            raise
-        raise ResourceError(
-            f"{target} cannot be written: {error.strerror}", "give another place with --out"
-        ) from error
-
-
-def script_json(value: Any) -> str:
-    """JSON that may stand inside a script element: no `</script>`, no `<!--` can arise from data.
-
-    Example:
-        >>> script_json({"a": "</script>"})
-        '{"a":"\\\\u003c/script\\\\u003e"}'
-    """
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
-
-
-def policy(scripts: list[str], styles: str) -> str:
-    """The page's Content-Security-Policy: these inline scripts and styles by their hash, and nothing else.
-
-    Text that became a script or style element by a mistake of ours would still have no effect.
-    """
-    script_hashes = " ".join(map(_hash, scripts)) or "'none'"
-    return (
-        f"default-src 'none'; script-src {script_hashes}; style-src {_hash(styles)}; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    write_html(render(data), target, option="--out")
 
 
 def render(data: RunData) -> str:
     """The page's HTML."""
-    environment = _environment()
+    environment = page_environment()
     drawn = [picture for picture in map(draw, charts(data)) if picture is not None]
-    styles = (TEMPLATES / "page.css").read_text(encoding="utf-8")
+    styles = read_templates("page.css")
     scripts: list[str] = []
     if drawn:
-        figures = script_json({picture.id: picture.figure for picture in drawn})
-        script = (TEMPLATES / "hover.js").read_text(encoding="utf-8")
-        scripts = [f"const figures = {figures};\n{script}"]
+        scripts = [figure_script({picture.id: picture.figure for picture in drawn}, "hover.js")]
     return environment.get_template("page.html").render(
         policy=policy(scripts, styles),
         scripts=scripts,
@@ -93,23 +43,8 @@ def render(data: RunData) -> str:
     )
 
 
-def _environment() -> jinja2.Environment:
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    # Whatever is printed is plain, without the template having to remember it; `safe` marks what is not text.
-    environment.finalize = lambda value: plain(value) if type(value) is str else value
-    return environment
-
-
 def _contents(data: RunData) -> dict[str, Any]:
-    """What was learnt and what it took."""
+    """The results of training and what they cost."""
     model = section(data.plan, "model")
     name = str(model.get("name", data.folder.name))
     changes = verdicts.changes(data)
@@ -128,6 +63,7 @@ def _contents(data: RunData) -> dict[str, Any]:
         "first": verdicts.first_label(changes),
         "speed": summary.speed(data),
         "memory": _memory(data),
+        "receipt": receipt_rows(data),
         "example": _example(data),
         "samples": summary.samples(data),
         "answers": _answers(data),

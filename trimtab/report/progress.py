@@ -49,7 +49,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 @dataclass
 class Training:
-    """Where training stands; draws itself in two lines of any width.
+    """The progress of training; draws itself in two lines of any width.
 
     Example:
         >>> state = Training(total=4)

@@ -32,6 +32,10 @@ class RunData:
     recipe: str
     records: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     damaged_lines: int = 0
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    """Measured and predicted values of each start of the run (receipts/plan.json), in order."""
+    receipt_flaw: str | None = None
+    """Why receipts/plan.json could not be read."""
     environment_flaw: str | None = None
     """Why environment.json could not be read; the rest of the report does not need it."""
 
@@ -70,6 +74,8 @@ class RunData:
             one = missing.isdecimal()
             what, them = (f"step {missing}", "it is") if one else (f"steps {missing}", "they are")
             said.append(f"metrics.jsonl lacks {what} of {last}: {them} not shown")
+        if self.receipt_flaw:
+            said.append(f"{self.receipt_flaw}: predicted and measured are not compared")
         if self.environment_flaw:
             said.append(f"{self.environment_flaw}: versions and machine are not shown")
         return said
@@ -118,6 +124,10 @@ def read_run(folder: Path) -> RunData:
         environment={},
         recipe=_text(folder / "recipe.yaml"),
     )
+    try:
+        data.starts = _starts(folder / "receipts" / "plan.json")
+    except CheckpointError as error:
+        data.receipt_flaw = error.cause
     try:
         data.environment = _json(folder / "environment.json")
     except CheckpointError as error:
@@ -183,6 +193,23 @@ def _plan(path: Path) -> dict[str, Any]:
             f"{path} is damaged: {error}", "restore it from a copy, or remove it"
         ) from error
     return plan
+
+
+def _starts(path: Path) -> list[dict[str, Any]]:
+    """The entries whose predictions and measurements are numbers; a later format has none for this version."""
+    receipt = _json(path)
+    starts = receipt.get("starts")
+    if receipt.get("version") != VERSION or not isinstance(starts, list):
+        return []
+    return [start for start in starts if isinstance(start, dict) and _is_receipt(start)]
+
+
+def _is_receipt(start: dict[str, Any]) -> bool:
+    values = [*section(start, "predicted").values()]
+    for name, value in section(start, "measured").items():
+        spread = name.endswith("_seconds") and isinstance(value, dict)
+        values += value.values() if spread else [value]
+    return all(value is None or (isinstance(value, int | float) and math.isfinite(value)) for value in values)
 
 
 def _number(value: Any) -> float:

@@ -64,7 +64,7 @@ def parameters(model: dict[str, Any]) -> str:
 
 
 def speed(data: RunData) -> dict[str, str]:
-    """Steps, tokens, seconds and tokens a second, for people."""
+    """Steps, tokens, seconds and tokens per second, formatted."""
     train = data.of("train")
     if not train:
         return {}

@@ -1,4 +1,4 @@
-// Values under the pointer, or at a step chosen with the arrow keys; the charts themselves need no script.
+// Values under the pointer, or at a point chosen with the arrow keys; the charts themselves need no script.
 function nearest(xs, step) {
   let low = 0, high = xs.length - 1;
   while (high - low > 1) {
@@ -15,11 +15,26 @@ function element(parent, tag, name, text) {
   return made;
 }
 
+function tip_row(tip, role, name, value) {
+  const row = element(tip, "div", "");
+  element(row, "i", "swatch " + role);
+  element(row, "span", "", name);
+  element(row, "b", "", value);
+}
+
+// Beside the rule at x percent, on the side that has room; never beyond the chart.
+function place_tip(area, tip, x) {
+  const width = area.clientWidth, place = width * x / 100;
+  const wanted = place + 12 + tip.offsetWidth <= width ? place + 12 : place - 12 - tip.offsetWidth;
+  tip.style.left = Math.max(0, Math.min(wanted, width - tip.offsetWidth)) + "px";
+}
+
 function follow(area, figure) {
   const [left, right] = figure.x, [bottom, top] = figure.y;
   const steps = [...new Set(figure.lines.flatMap((line) => line.x))].sort((a, b) => a - b);
   const rule = element(area, "div", "rule"), tip = element(area, "div", "tip");
   const dots = figure.lines.map((line) => element(area, "div", "dot-at " + line.role));
+  const named = (i) => figure.titles ? figure.titles[i] : "step " + steps[i].toLocaleString("en");
   tip.setAttribute("role", "status");
   let at = steps.length - 1;
 
@@ -30,7 +45,7 @@ function follow(area, figure) {
     const step = steps[at], x = 100 * (step - left) / (right - left);
     rule.style.left = x + "%";
     tip.replaceChildren();
-    element(tip, "b", "", "step " + step.toLocaleString("en"));
+    element(tip, "b", "", named(at));
     figure.lines.forEach((line, i) => {
       const j = nearest(line.x, step), value = line.y[j];
       const known = value !== null && line.x.length > 0;
@@ -39,17 +54,13 @@ function follow(area, figure) {
         dots[i].style.left = 100 * (line.x[j] - left) / (right - left) + "%";
         dots[i].style.top = 100 * (top - value) / (top - bottom) + "%";
       }
-      const row = element(tip, "div", "");
-      element(row, "i", "swatch " + line.role);
-      const when = line.x[j] === step ? "" : " (step " + line.x[j].toLocaleString("en") + ")";
-      element(row, "span", "", line.name + when);
-      element(row, "b", "", known ? String(Number(value.toPrecision(4))) : "not finite");
+      if (line.x.length === 0) return;
+      const when = line.x[j] === step ? "" : " (" + named(nearest(steps, line.x[j])) + ")";
+      const number = known ? String(Number(value.toPrecision(4))) : "not finite";
+      tip_row(tip, line.role, line.name + when, line.text ? line.text[j] : number);
     });
     area.classList.add("shown");
-    // Beside the rule, on the side that has room; never beyond the chart.
-    const width = area.clientWidth, place = width * x / 100;
-    const wanted = place + 12 + tip.offsetWidth <= width ? place + 12 : place - 12 - tip.offsetWidth;
-    tip.style.left = Math.max(0, Math.min(wanted, width - tip.offsetWidth)) + "px";
+    place_tip(area, tip, x);
   }
 
   function point(event) {
@@ -71,4 +82,6 @@ function follow(area, figure) {
   });
 }
 
-for (const [id, figure] of Object.entries(figures)) follow(document.getElementById("chart-" + id), figure);
+for (const [id, figure] of Object.entries(figures)) {
+  if (figure.lines) follow(document.getElementById("chart-" + id), figure);
+}

@@ -1,0 +1,282 @@
+"""A document on a terminal: text, tables that fit its width, charts as bars and sparklines. Markdown elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table as Grid
+from rich.text import Text as Line
+
+from trimtab.report.axes import BYTES, show, unit_of
+from trimtab.report.buckets import Bar
+from trimtab.report.console import new_console
+from trimtab.report.document import BarChart, Block, Chart, Code, Document, Histogram, LineChart, Table, Text
+from trimtab.report.document_markdown import markdown
+from trimtab.report.draw_bars import part_names, part_value, scale
+from trimtab.report.draw_stack import Stack, moment_title, read_stack
+from trimtab.report.plain import as_text, plain
+from trimtab.report.progress import sparkline
+from trimtab.report.tables import ABSENT, FAILURES, numeric_columns, squared
+
+WIDEST = 120
+PROSE = 100
+MOST_SERIES = 12
+MOST_BARS = 16
+COLORS = ("blue", "yellow", "green", "magenta", "red", "cyan", "bright_blue", "bright_black")
+GAP = 3
+"""Between two columns of a table."""
+LONGEST_NAME = 40
+"""Characters of a name before a bar or a sparkline, on a terminal that is wide enough."""
+
+
+def print_document(document: Document, console: Console | None = None) -> None:
+    """Prints a document: for reading on a terminal, as Markdown into a file or a pipe.
+
+    Example:
+        >>> print_document(Document("A", (), (), "trimtab bench step"), Console(quiet=True))
+    """
+    console = console or new_console()
+    if not console.is_terminal:
+        console.print(Line(markdown(document)), soft_wrap=True, end="")
+        return
+    for part in console_parts(document, min(console.width, WIDEST)):
+        console.print(part, width=min(console.width, WIDEST))
+
+
+def console_parts(document: Document, width: int) -> Iterator[RenderableType]:
+    """What is printed on a terminal of this width, one after another."""
+    yield as_text(document.title, "bold", keep_newlines=False)
+    if document.facts:
+        yield as_text(" · ".join(document.facts), "bright_black", keep_newlines=False)
+    for section in document.sections:
+        yield Line("")
+        yield as_text(section.title, "bold cyan", keep_newlines=False)
+        for block in section.blocks:
+            yield Line("")
+            yield from _block(block, width)
+    yield Line("")
+
+
+def _block(block: Block, width: int) -> Iterator[RenderableType]:
+    if isinstance(block, Text):
+        yield from as_text(block.text.replace("`", "")).wrap(Console(width=width), min(width, PROSE))
+    elif isinstance(block, Code):
+        yield Padding(as_text(block.text), (0, 0, 0, 2))
+    elif isinstance(block, Table):
+        yield from console_tables(block, width)
+    else:
+        yield from _chart(block, width)
+
+
+def console_tables(table: Table, width: int) -> Iterator[RenderableType]:
+    """A table, in several parts where its columns do not fit side by side; each part begins with the first column."""
+    if table.title:
+        yield as_text(table.title, "bold", keep_newlines=False)
+    rows = [[plain(cell, keep_newlines=False) for cell in row] for row in squared(table).rows]
+    head = [plain(name, keep_newlines=False) for name in table.head]
+    for number, columns in enumerate(_fitting(head, rows, width)):
+        if number:
+            yield Line("")
+        yield _grid(head, rows, columns, numeric_columns(table), width)
+    if table.note:
+        yield as_text(table.note, "bright_black", keep_newlines=False)
+
+
+def _fitting(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[list[int]]:
+    """Groups of columns that fit; the first column is in each of them. Words of a head may be wrapped."""
+    if not head:
+        return
+    needs = [GAP + _least(head, rows, i) for i in range(len(head))]
+    first = min(needs[0], max(width // 2, 12))
+    group, used = [0], first
+    for i in range(1, len(head)):
+        need = min(needs[i], max(width - first, 8))
+        if used + need > width and len(group) > 1:
+            yield group
+            group, used = [0], first
+        group.append(i)
+        used += need
+    yield group
+
+
+def _widest(rows: Sequence[Sequence[str]], column: int) -> int:
+    return max((cell_len(row[column]) for row in rows), default=0)
+
+
+def _least(head: Sequence[str], rows: Sequence[Sequence[str]], column: int) -> int:
+    """The width at which no cell and no word of the head is broken."""
+    return max(_widest(rows, column), *(cell_len(word) for word in head[column].split() or [""]))
+
+
+def _widths(
+    head: Sequence[str], rows: Sequence[Sequence[str]], columns: Sequence[int], width: int
+) -> dict[int, int]:
+    """Of each column. rich would cut the last columns off where heads have to be wrapped to make room for them."""
+    first, *others = columns
+    widths = {i: _least(head, rows, i) for i in columns}
+    widths[first] = min(widths[first], max(width // 2, 12) - GAP)
+    for i in others:
+        widths[i] = min(widths[i], max(width - widths[first] - 2 * GAP, 8 - GAP))
+    spare = width - sum(widths.values()) - GAP * len(columns)
+    for i in columns:
+        more = max(0, min(cell_len(head[i]) - widths[i], spare))
+        widths[i], spare = widths[i] + more, spare - more
+    return widths
+
+
+def _grid(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    columns: Sequence[int],
+    right: Sequence[bool],
+    width: int,
+) -> Grid:
+    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), show_edge=False, header_style="bright_black")
+    widths = _widths(head, rows, columns, width)
+    for i in columns:
+        grid.add_column(
+            Line(head[i]),
+            justify="right" if right[i] else "left",
+            vertical="bottom" if right[i] else "top",
+            overflow="fold",
+            width=widths[i],
+        )
+    for row in rows:
+        grid.add_row(*(Line(row[i], _style(row[i], first=i == 0)) for i in columns))
+    return grid
+
+
+def _style(cell: str, *, first: bool) -> str:
+    text = cell.strip()
+    if text in FAILURES:
+        return "red"
+    if text and text in ABSENT:
+        return "bright_black"
+    return "bold" if first else ""
+
+
+def _chart(chart: Chart, width: int) -> Iterator[RenderableType]:
+    label = f" ({chart.y_label})" if isinstance(chart, LineChart) and chart.y_label else ""
+    yield as_text(chart.title + label, "bold", keep_newlines=False)
+    if isinstance(chart, BarChart):
+        drawn = _bars(chart, width)
+    elif isinstance(chart, LineChart):
+        drawn = _lines(chart, width)
+    elif isinstance(chart, Histogram):
+        drawn = _histogram(chart, width)
+    else:
+        drawn = _stack_lines(chart, width)
+    yield drawn or Line("There is no value to draw.", "bright_black")
+    if chart.note:
+        yield as_text(chart.note, "bright_black", keep_newlines=False)
+
+
+def _name(text: str, width: int) -> Line:
+    shown = as_text(text, keep_newlines=False)
+    shown.truncate(max(6, min(LONGEST_NAME, width // 3)), overflow="ellipsis")
+    return shown
+
+
+def _rows(*styles: str) -> Grid:
+    """A grid of a name and one column for each of the styles."""
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    for style in ("", *styles):
+        grid.add_column(no_wrap=True, style=style)
+    return grid
+
+
+def _lines(chart: LineChart, width: int) -> RenderableType | None:
+    """A sparkline for each series, from its first value to its last one."""
+    unit = unit_of(chart.y_label) if unit_of(chart.y_label) == BYTES else ""
+    rows = []
+    for series in chart.series[:MOST_SERIES]:
+        values = [math.nan if y is None or (chart.log_y and y <= 0) else y for _, y in series.points]
+        known = [(x, y) for (x, _), y in zip(series.points, values, strict=True) if math.isfinite(y)]
+        heights = [math.log(v) if chart.log_y and math.isfinite(v) else v for v in values]
+        ends = list(dict.fromkeys([known[0], known[-1]])) if known else []
+        shown = " → ".join(show(y, unit) for _, y in ends) or "no values"
+        rows.append((_name(series.name, width), heights, shown, " to ".join(show(x) for x, _ in ends)))
+    if all(shown == "no values" for _, _, shown, _ in rows):
+        return None
+    used = [max(cell_len(str(row[i])) for row in rows) for i in (0, 2, 3)]
+    room = width - sum(used) - 8
+    grid = _rows("cyan", "", "bright_black")
+    for name, heights, shown, places in rows:
+        grid.add_row(name, sparkline(heights, max(0, min(40, room))), shown, places if room >= 0 else "")
+    more = len(chart.series) - MOST_SERIES
+    parts: list[RenderableType] = [grid]
+    if more > 0:
+        parts.append(Line(f"{more} more are in the page.", "bright_black"))
+    return Group(*parts, as_text(f"over {chart.x_label}", "bright_black", keep_newlines=False))
+
+
+def _bars(chart: BarChart, width: int) -> RenderableType | None:
+    if not chart.bars:
+        return None
+    names = part_names(chart)
+    colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
+    whole = scale(chart)
+    grid = Grid.grid(padding=(0, 2, 0, 0), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1, min_width=4)
+    grid.add_column(no_wrap=True, justify="right")
+    for bar in chart.bars[:MOST_BARS]:
+        parts = [(part_value(value), colors[name]) for name, value in bar.parts]
+        grid.add_row(_name(bar.name, width), Bar(parts, whole), as_text(bar.label, keep_newlines=False))
+    found: list[RenderableType] = [grid]
+    if len(names) > 1:
+        legend = Line("  ").join(
+            Line(f"■ {plain(name, keep_newlines=False)}", colors[name]) for name in names
+        )
+        found.insert(0, legend)
+    if len(chart.bars) > MOST_BARS:
+        found.append(Line(f"{len(chart.bars) - MOST_BARS} more are in the page.", "bright_black"))
+    return Group(*found)
+
+
+def _histogram(chart: Histogram, width: int) -> RenderableType | None:
+    if len(chart.edges) < 2 or not any(any(counts) for _, counts in chart.counts):
+        return None
+    grid = _rows("cyan", "bright_black")
+    for name, counts in chart.counts:
+        columns = sparkline([float(count) for count in counts], max(8, min(60, width // 2)))
+        grid.add_row(_name(name, width), columns, f"{sum(counts):,} values")
+    unit = unit_of(chart.x_label)
+    over = f"{chart.x_label}, from {show(chart.edges[0], unit)} to {show(chart.edges[-1], unit)}"
+    return Group(grid, as_text(over, "bright_black", keep_newlines=False))
+
+
+def _stack_lines(chart: Chart, width: int) -> RenderableType | None:
+    assert not isinstance(chart, LineChart | BarChart | Histogram)
+    stack = read_stack(chart)
+    if stack is None:
+        return None
+    peak = show(stack.tops[stack.peak], chart.unit)
+    moment = moment_title(chart, stack.x, stack.peak)
+    parts = sorted(
+        ((values[stack.peak], band.name) for band, values in zip(chart.bands, stack.values, strict=True)),
+        reverse=True,
+    )
+    told = ", ".join(f"{name} {show(value, chart.unit)}" for value, name in parts if value > 0)
+    return Group(
+        Line(_over_time(stack, max(8, min(80, width - 2))), "cyan"),
+        as_text(f"at most {peak}, at {moment}: {told}", keep_newlines=False),
+        Line("The page shows it by part, with zoom.", "bright_black"),
+    )
+
+
+def _over_time(stack: Stack, width: int) -> str:
+    """The greatest value of each of so many equal stretches, from zero on."""
+    columns = [0.0] * width
+    span = stack.end - stack.x[0]
+    for start, end, top in zip(stack.x, [*stack.x[1:], stack.end], stack.tops, strict=True):
+        first = min(int((start - stack.x[0]) / span * width), width - 1)
+        last = min(max(math.ceil((end - stack.x[0]) / span * width), first + 1), width)
+        for i in range(first, last):
+            columns[i] = max(columns[i], top)
+    return sparkline([0.0, *columns], width + 1)[1:]

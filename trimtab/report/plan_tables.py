@@ -1,0 +1,179 @@
+"""Answers of the planner in the terminal: what-if, searches, and tables of many plans; from plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from trimtab.facts.units import format_bytes, format_rate, format_seconds
+from trimtab.report.plain import as_text, plain
+
+MOST_OPTIONS = 8
+"""Candidates of a search that are listed."""
+AUTOMATIC = "(automatic, by memory_limit)"
+"""In place of a recipe line, for what no key of the recipe sets."""
+
+
+def what_if_view(effects: list[dict[str, Any]]) -> RenderableType:
+    """Techniques with what each saves and costs; those in use with what turning them off would take."""
+    useful = [one for one in effects if not one["in_use"]]
+    used = [one for one in effects if one["in_use"]]
+    parts: list[RenderableType] = []
+    if useful:
+        parts += [
+            Text("What would save memory, the cheapest in time per saved GiB first:"),
+            _effects(useful, "saves"),
+        ]
+    if used:
+        parts += [Text(""), Text("In use now; turning each off:"), _effects(used, "memory")]
+    if any(one["seconds"] is None for one in effects):
+        parts.append(Text("Times are left out: the rates of this device are not known (--calibrate)."))
+    if any(not one["same_training"] for one in effects):
+        parts.append(Text("* trains something else, or in other number formats", style="bright_black"))
+    return Group(*parts)
+
+
+def _effects(effects: list[dict[str, Any]], heading: str) -> Table:
+    table = _table("technique", (heading, "right"), ("time per step", "right"), ("recipe", "left", True))
+    for one in effects:
+        name = one["technique"] + ("" if one["same_training"] else " *")
+        if one["host"] > 0:
+            name += f", {format_bytes(one['host'])} on the host"
+        saved = format_bytes(one["saved"]) if heading == "saves" else _signed_bytes(-one["saved"])
+        lines = recipe_lines(one["recipe"]) or [AUTOMATIC]
+        table.add_row(as_text(name), saved, signed_seconds(one["seconds"]), as_text("\n".join(lines)))
+    return table
+
+
+def answer_view(answer: dict[str, Any]) -> RenderableType:
+    """A search's answer: the sentence, the recipe lines to paste, and what was compared."""
+    parts: list[RenderableType] = [Text(plain(answer["answer"]), style="bold")]
+    if answer["recipe"]:
+        parts += [Text(""), *(Text(f"  {line}") for line in recipe_lines(answer["recipe"]))]
+    if answer["options"]:
+        parts += [Text(""), _options(answer["options"])]
+    return Group(*parts)
+
+
+def _options(options: list[dict[str, Any]]) -> RenderableType:
+    priced = any(one["dollars_per_million_tokens"] is not None for one in options)
+    headings: list[Any] = [("", "left", True), ("needs", "right"), ("of", "right"), ("tokens/s", "right")]
+    if priced:
+        headings.append(("$ / 1 M tokens", "right"))
+    table = _table(*headings, "recompute")
+    for one in options[:MOST_OPTIONS]:
+        rate = one["tokens_per_second"]
+        cells: list[str | Text] = [
+            as_text(one["name"]),
+            format_bytes(one["needed"], up=True),
+            format_bytes(one["available"]),
+            format_rate(rate) if rate else "–",
+        ]
+        if priced:
+            dollars = one["dollars_per_million_tokens"]
+            cells.append("–" if dollars is None else f"{dollars:.3g}")
+        table.add_row(*cells, as_text(one["recompute"]))
+    more = len(options) - MOST_OPTIONS
+    return Group(table, Text(f"and {more} more (--json lists all)", "bright_black")) if more > 0 else table
+
+
+def table_view(cells: list[dict[str, Any]]) -> RenderableType:
+    """Models and methods as rows, GPUs as columns."""
+    gpus = list(dict.fromkeys(cell["gpu"] for cell in cells))
+    table = _table(("model", "left", True), ("method", "left", True), *((gpu, "right") for gpu in gpus))
+    rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for cell in cells:
+        rows.setdefault((cell["model"], cell["method"]), {})[cell["gpu"]] = cell
+    last = None
+    for (model, method), found in rows.items():
+        name = "" if model == last else model.rpartition("/")[2]
+        last = model
+        table.add_row(as_text(name), method, *(_cell(found[gpu]) for gpu in gpus))
+    problems = list(dict.fromkeys(cell["problem"] for cell in cells if cell.get("problem")))
+    shown = "longest sequence" if any("longest" in cell for cell in cells) else "tokens/s"
+    key = f"Memory at the peak and {shown} where it fits; ✗ is the least that is needed where it does not."
+    return Group(table, Text(key, style="bright_black"), *(Text(f"– {plain(one)}") for one in problems))
+
+
+def _cell(cell: dict[str, Any]) -> Text:
+    if cell.get("problem"):
+        return Text("–", style="bright_black")
+    needed = format_bytes(cell["needed"], up=True)
+    if not cell["fits"]:
+        return Text(f"✗ {needed}", style="red")
+    if cell.get("longest") is not None:
+        return Text(f"{needed}\n{cell['longest']:,}")
+    rate = cell["tokens_per_second"]
+    return Text(f"{needed}\n{format_rate(rate)}/s" if rate else needed)
+
+
+def calibration_view(found: dict[str, Any], path: str) -> RenderableType:
+    """What `--calibrate` measured, and where it is kept."""
+    rows = [
+        (f"matrix products in {dtype}", f"{rate / 1e12:.3g} TFLOP/s")
+        for dtype, rate in found["flops"].items()
+    ]
+    rows.append(("copy", f"{found['copy'] / 1e9:.3g} GB/s"))
+    rows.append(("launch of an operation", f"{1e6 * found['launch_seconds']:.3g} µs"))
+    named = {
+        "to_host": "to the host",
+        "from_host": "from the host",
+        "disk_write": "disk, writing",
+        "disk_read": "disk, reading",
+    }
+    rows += [(name, f"{found[key] / 1e9:.3g} GB/s") for key, name in named.items() if found.get(key)]
+    table = _table("measured", ("", "right"))
+    for name, value in rows:
+        table.add_row(name, value)
+    threads = f" with {found['threads']} threads" if found.get("threads") else ""
+    head = f"{found['device']}{threads}: {len(found['samples'])} kernels measured, kept in {path}"
+    return Group(
+        as_text(head), Text(""), table, Text(""), Text("From now on plans for this device are based on it.")
+    )
+
+
+def signed_seconds(seconds: float | None) -> str:
+    """A difference of times; empty where it is not known.
+
+    Example:
+        >>> signed_seconds(0.25), signed_seconds(-2.0), signed_seconds(0.0), signed_seconds(None)
+        ('+ 250 ms', '− 2.0 s', '±0', '')
+    """
+    if seconds is None:
+        return ""
+    if abs(seconds) < 5e-5:
+        return "±0"
+    return f"{'+' if seconds > 0 else '−'} {format_seconds(abs(seconds))}"
+
+
+def _signed_bytes(count: int) -> str:
+    return f"{'−' if count < 0 else '+'} {format_bytes(abs(count))}"
+
+
+def recipe_lines(keys: dict[str, Any]) -> list[str]:
+    """Recipe keys as lines to paste.
+
+    Example:
+        >>> recipe_lines({"load_in_4bit": True, "lora": {"r": 16}})
+        ['load_in_4bit: true', 'lora: {r: 16}']
+    """
+    return [f"{key}: {_value(value)}" for key, value in keys.items()]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_value(inner)}" for key, inner in value.items()) + "}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def _table(*headings: Any) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bright_black")
+    for heading in headings:
+        name, justify, *whole = heading if isinstance(heading, tuple) else (heading, "left")
+        table.add_column(name, justify=justify, no_wrap=justify == "right" or bool(whole))
+    return table
