@@ -1,4 +1,4 @@
-"""The benchmark of whole steps: the same inputs for all, cases that go on where they ended, tables, a run on a CPU."""
+"""The benchmark of whole steps: equal inputs for all, cases that resume, tables, a run on a CPU."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_peers_that_round_weights_to_the_nearest_are_compared_with_ours_that_do(
 
 @pytest.mark.oracle
 def test_rounding_to_the_nearest_loses_what_rounding_by_chance_keeps(tmp_path: Path) -> None:
-    """Ours in bf16, by chance and to the nearest, beside transformers in fp32 and in bf16, with one optimizer."""
+    """Ours in bf16, stochastic rounding and to nearest, vs. transformers in fp32 and bf16; one optimizer."""
     import bitsandbytes
     from transformers import AutoModelForCausalLM
 

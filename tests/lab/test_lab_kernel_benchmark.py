@@ -1,4 +1,4 @@
-"""The runner of the kernels' benchmark: verified before timed, resumable, nobody's failure stops the others."""
+"""The runner of the kernel benchmark: verified before timed, resumable, no failure stops the other cases."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from benchmarks.kernels import __main__ as runner
-from benchmarks.kernels.case import Bench, Case, Contestant, disagreement, floor
 from benchmarks.kernels.table import markdown
+from trimtab.lab import contests
+from trimtab.lab.contests import Bench, Case, Contestant, disagreement, floor
 from trimtab.lab.timing import Ceilings, Timing
 
 CEILINGS = Ceilings(1e12, 1e14, "Some GPU", 90, "bfloat16")
@@ -40,14 +41,14 @@ def case(name: str, log: list[str], **contestants: Contestant) -> Case:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that takes 4 ms for everything, 8 for what is called slow."""
 
-    def together(runs: dict, *, rounds: int, budget_ms: float) -> dict[str, Timing]:
+    def together(runs: dict, *, device: str, rounds: int, budget_ms: float) -> dict[str, Timing]:
         return {name: Timing(8.0 if "slow" in name else 4.0, 3.9, 8.1, rounds, 0.1) for name in runs}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Some GPU")
     monkeypatch.setattr(runner, "ceilings", lambda: CEILINGS)
-    monkeypatch.setattr(runner, "peak_bytes", lambda run: 3 * 2**20)
-    monkeypatch.setattr(runner, "time_together", together)
+    monkeypatch.setattr(contests, "peak_bytes", lambda run, device: 3 * 2**20)
+    monkeypatch.setattr(contests, "time_together", together)
     monkeypatch.setattr(runner, "clean_up", lambda: None)
 
 

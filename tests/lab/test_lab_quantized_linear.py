@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from benchmarks import quantized_linear as bench
@@ -36,8 +35,3 @@ def test_an_adapter_that_is_off_is_told() -> None:
     with torch.no_grad():
         layer.adapted["up"].factors("default")[1].div_(1.5)
     assert right.check() is None
-
-
-@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA GeForce RTX 4090"])
-def test_devices_become_file_names(name: str) -> None:
-    assert " " not in bench._slug(name)

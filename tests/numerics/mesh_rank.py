@@ -1,7 +1,7 @@
-"""One process of a mesh: trains recipes through the same assembly and loop as a run of one.
+"""One process of a mesh: trains recipes with the same code as a single-process run.
 
 usage: mesh_rank.py FOLDER RANK SIZE
-FOLDER holds recipes train.yaml, dropout.yaml, signal.yaml and poison.yaml, trained one after the other. Prints a JSON
+FOLDER has the recipes train.yaml, dropout.yaml, signal.yaml and poison.yaml, trained one after the other. Prints a JSON
 object: how each ended.
 """
 
@@ -44,7 +44,7 @@ def poison(run: object, rank: int, at: int = 3) -> None:
 
 
 def train(recipe_path: Path, rank: int) -> dict[str, str]:
-    """One recipe, as `trimtab.launch` would go about it on a mesh."""
+    """Trains one recipe, as `trimtab.launch` does on a mesh."""
     mode = recipe_path.stem
     recipe = load(recipe_path)
     prepared = prepare(recipe)

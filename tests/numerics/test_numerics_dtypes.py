@@ -1,4 +1,4 @@
-"""What runs in which number format can be listed, and is what was resolved."""
+"""The listed dtypes of operations match the resolved ones."""
 
 from __future__ import annotations
 

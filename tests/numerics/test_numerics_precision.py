@@ -1,4 +1,4 @@
-"""Number formats through whole runs of a tiny model: what 16 bits change, and what must not change at all."""
+"""dtypes in whole runs of a tiny model: what 16 bits change, and what must not change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab import launch
 from trimtab.api import load
 from trimtab.recipe import load as load_recipe
 
-# Wide enough for the 8-bit optimizer to compress its matrices.
+# Wide enough for the 8-bit optimizer to quantize its states.
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 BRIEF: dict[str, object] = {
     "per_device_train_batch_size": 4,
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fp32(folder: Path) -> Path:
     done = run(folder, "fp32", **LEARN)
     curve = losses(done)
-    assert curve[0] - curve[-1] > 1.0, "it must learn for the comparisons to mean something"
+    assert curve[0] - curve[-1] > 1.0, "the loss must fall for the comparisons to be meaningful"
     return done
 
 
@@ -59,24 +59,24 @@ def test_it_follows_fp32(
     """The bounds are three to eight times what was measured (a few 1e-4); the curve itself falls by a third."""
     done = run(folder, name, **LEARN, **changes)
     curve, reference = losses(done), losses(fp32)
-    assert curve != reference, "the format must have had an effect"
+    assert curve != reference, "the dtype must have had an effect"
     assert relative(curve, reference) < bound
     ours, theirs = ([record["grad_norm"] for record in records(f, "train")] for f in (done, fp32))
     assert sum(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)) / len(ours) < 10 * bound
 
 
-def test_recomputing_changes_no_bit(folder: Path, fp32: Path) -> None:
+def test_recomputation_is_bitwise_identical(folder: Path, fp32: Path) -> None:
     done = run(folder, "recomputed", **LEARN, gradient_checkpointing=True)
     assert [x.hex() for x in losses(done)] == [x.hex() for x in losses(fp32)]
     peaks = {
         name: next(r["activations"] for r in records(f, "memory") if r["when"] == "peak")
         for name, f in (("kept", fp32), ("recomputed", done))
     }
-    assert peaks["recomputed"] < 0.8 * peaks["kept"], "and it must really have been switched on"
+    assert peaks["recomputed"] < 0.8 * peaks["kept"], "and it must have been enabled"
 
 
-def test_a_run_may_be_resumed_with_other_policies_bit_by_bit(folder: Path, fp32: Path) -> None:
-    """Stopped after six steps, then continued with something else kept; the tiles stay as they were."""
+def test_a_run_resumed_with_other_policies_is_bitwise_identical(folder: Path, fp32: Path) -> None:
+    """Stopped after six steps, then resumed with another policy; the tiles stay the same."""
     path = write_recipe(
         folder,
         output_dir=str(folder / "turned"),
@@ -99,8 +99,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in load(folder, device="cpu").opened.decoder.named_parameters()}
 
 
-def test_small_updates_of_bf16_weights_arrive_by_stochastic_rounding_alone(folder: Path) -> None:
-    """At learning rate 2e-5: measured along the path that fp32 weights take."""
+def test_small_updates_of_bf16_weights_need_stochastic_rounding(folder: Path) -> None:
+    """At learning rate 2e-5: measured along the trajectory of fp32 weights."""
     small: dict[str, object] = {**BRIEF, "learning_rate": 2e-5, "lr_scheduler_type": "constant"}
     runs = {
         "exact": run(folder, "small-fp32", **small),
@@ -122,14 +122,14 @@ def test_small_updates_of_bf16_weights_arrive_by_stochastic_rounding_alone(folde
     assert share["stochastic"] == pytest.approx(1.0, abs=0.1)
     assert share["compressed"] == pytest.approx(1.0, abs=0.15)
     assert share["nearest"] < 0.7
-    # Where weights are near 1, rounding to nearest leaves every one as it was.
+    # Where weights are near 1, rounding to nearest leaves every one unchanged.
     norm = "model.layers.0.input_layernorm.weight"
     assert not moved["nearest"][norm].any()
     assert moved["stochastic"][norm].any()
 
 
 def test_packed_and_single_documents_have_the_same_loss_and_gradient(folder: Path) -> None:
-    """All documents in one step: whatever shares a window with them, they add up to the same."""
+    """All documents in one step: their sum does not depend on how they are packed."""
     train = {"source": str(folder / "train.jsonl")}
     section = {
         "train": [train], "eval_share": 0.0, "cache_dir": str(folder / "cache"), "num_proc": 1

@@ -1,4 +1,4 @@
-"""fp16's loss scaling forgives overflows, and nothing else."""
+"""fp16's loss scaling tolerates overflows, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trimtab.trainer.microstep import LossSum
 from trimtab.trainer.scaling import LEAST
 
 
-def test_gradients_that_no_scale_mends_stop_the_run() -> None:
+def test_gradients_that_no_scale_fixes_stop_the_run() -> None:
     setup = tiny_setup(TinyLoader(), total_steps=12, loss_scale=4 * LEAST)
     calm, weight = setup.microstep.loss, next(iter(setup.parameters.values()))
     # A finite loss whose gradient is 0 · ∞, whatever the scale.

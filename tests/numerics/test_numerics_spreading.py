@@ -1,4 +1,4 @@
-"""However the windows of a step are spread over microbatches and processes, the curve is the same."""
+"""The loss curve does not depend on how a step's sequences are split over microbatches and processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
-    """16×1: each step one pass."""
+    """16×1: one microbatch per step."""
     return run(folder, "16x1", **ONCE, per_device_train_batch_size=16, gradient_accumulation_steps=1)
 
 
@@ -38,7 +38,7 @@ def test_the_curve_is_the_same(folder: Path, whole: Path, batch: int, accumulati
         folder, f"{batch}x{accumulation}", **ONCE,
         per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
     )  # fmt: skip
-    if batch * accumulation != 16:  # the control: other windows in a step give another curve
+    if batch * accumulation != 16:  # the control: other sequences in a step give another curve
         assert relative(losses(other)[:2], losses(whole)[:2]) > 1e-3
         return
     tokens = [record["tokens"] for record in records(whole, "train")]
@@ -80,7 +80,7 @@ def test_dropout_does_not_depend_on_the_split(folder: Path, memory: dict[str, ob
 def two(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[dict[str, dict[str, str]]]]:
-    """Two processes on gloo that meet at a file: their folder, and how each ended."""
+    """Two gloo processes with a file rendezvous: their folder, and how each ended."""
     work = tmp_path_factory.mktemp("two")
     for mode in ("train", "dropout", "signal", "poison"):
         recipe = write_recipe(
@@ -119,7 +119,7 @@ def two(
 
 
 def as_one_process(folder: Path, whole: Path) -> None:
-    """The recipe and choices of the run of one, beside the checkpoints of two."""
+    """The recipe and choices of the single-process run, with the checkpoints of two."""
     for name in ("recipe.yaml", "choices.json"):
         shutil.copy(whole / name, folder / name)
 
@@ -133,7 +133,7 @@ def test_two_processes_train_as_one(whole: Path, two: tuple[Path, list[Any]]) ->
     assert [r["step"] for r in records(both, "train")] == [r["step"] for r in records(whole, "train")]
     assert [r["tokens"] for r in records(both, "train")] == [r["tokens"] for r in records(whole, "train")]
     as_one_process(both, whole)
-    # One process reads what two have saved: the same weights as those of the run of one.
+    # One process loads what two have saved: the same weights as the single-process run.
     theirs = dict(load(whole, dtype="fp32", device="cpu").opened.decoder.named_parameters())
     ours = dict(load(both, dtype="fp32", device="cpu").opened.decoder.named_parameters())
     for name, parameter in ours.items():
@@ -141,7 +141,7 @@ def test_two_processes_train_as_one(whole: Path, two: tuple[Path, list[Any]]) ->
 
 
 @pytest.mark.slow
-def test_two_processes_drop_what_one_drops(folder: Path, two: tuple[Path, list[Any]]) -> None:
+def test_two_processes_have_the_dropout_masks_of_one(folder: Path, two: tuple[Path, list[Any]]) -> None:
     work, ended = two
     assert [rank["dropout"] for rank in ended] == [{"status": "finished"}] * 2
     batch = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
@@ -150,8 +150,8 @@ def test_two_processes_drop_what_one_drops(folder: Path, two: tuple[Path, list[A
 
 
 @pytest.mark.slow
-def test_one_process_goes_on_where_two_were_stopped(whole: Path, two: tuple[Path, list[Any]]) -> None:
-    """A signal to one process saved and stopped both; one process goes on, with all windows of a step."""
+def test_one_process_resumes_a_run_of_two(whole: Path, two: tuple[Path, list[Any]]) -> None:
+    """A signal to one process saved and stopped both; one process continues, with all sequences of a step."""
     work, ended = two
     stopped = work / "signal"
     assert [rank["signal"] for rank in ended] == [{"status": "interrupted"}] * 2

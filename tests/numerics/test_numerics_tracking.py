@@ -45,9 +45,7 @@ def test_tensorboard_shows_each_step_once_after_a_crash_and_resume(tmp_path: Pat
     assert [event.step for event in events.Scalars("eval/general/loss")] == general
 
 
-def test_a_missing_tracker_is_said_before_anything_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_tracker_raises_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingDependency, match=r"wandb") as caught:
         run(tmp_path, "run", report_to=["wandb"])

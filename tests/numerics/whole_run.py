@@ -1,4 +1,4 @@
-"""Whole runs of a recipe in this process, and what their logs say."""
+"""Whole runs of a recipe in this process, and their logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trimtab.recipe import load
 
 @dataclass
 class Silent:
-    """A view that shows nothing and remembers messages."""
+    """A view that prints nothing and records messages."""
 
     total_steps: int = 0
     messages: list[str] = field(default_factory=list)
@@ -40,7 +40,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def run(folder: Path, name: str, **changes: object) -> Path:
-    """Trains the tiny recipe with changes; the run folder."""
+    """Trains the tiny recipe with changes; returns the run folder."""
     path = write_recipe(
         folder, output_dir=str(folder / name), **{"eval_steps": None, "save_steps": None, **changes}
     )

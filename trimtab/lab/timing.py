@@ -1,9 +1,13 @@
-"""Time and memory of things that run on a CUDA device, and the device's own ceilings.
+"""Time of functions on a CPU or a CUDA GPU, and the device's own peak rates.
 
-Contestants are timed together: in every round each has its turn, so that a clock that drifts meets all of
-them. Before each run a buffer larger than the L2 cache is written, so that inputs come from memory (there is
-no need to rotate them), and the device is kept waiting for as long as the host takes to launch the run. So the
-times are the device's own, as in a training step whose host runs ahead; the host's are given beside them.
+Functions are timed in turns: each runs once per round, so that a drifting clock affects all of them alike. On a GPU a
+buffer larger than the L2 cache is written before each run, so that inputs come from memory, and the device waits until
+the host has launched the run. The times are then the device's own, as in a training step whose host runs ahead; host
+times are reported next to them. On a CPU nothing is evicted: there an operation usually reads what the previous one has
+just written.
+
+`time_together` compares functions; `time_samples` repeats one, keeps every time and lets each repetition prepare its
+run outside the timed part, as a backward pass needs a forward pass before it.
 """
 
 from __future__ import annotations
@@ -11,42 +15,68 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from trimtab.facts.devices import BF16_CAPABILITY
+from trimtab.facts.dtypes import TORCH_NAMES
+from trimtab.lab.samples import CacheState, Samples
 
 Run = Callable[[], object]
 
 CLEARED_BYTES = 256 * 2**20
 """More than any L2 cache (50 MiB on an H200, 96 MiB on an RTX 5090)."""
-
-
 CYCLES_PER_MS = 2_000_000
 LONGEST_WAIT_MS = 2.0
-"""A run that waits for the device itself would have it wait as long again."""
+"""The longest time that a GPU waits for the launch of a run: a run that synchronizes would wait as long itself."""
+MOST_RUNS = 200
+"""Per round."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a run: the median over all rounds, the 10th and 90th percentile, how many runs."""
+    """Milliseconds of a run: the median over all rounds, the 10th and 90th percentile, the number of runs."""
 
     median_ms: float
     low_ms: float
     high_ms: float
     runs: int
     host_ms: float = 0.0
-    """What the host takes to launch a run; more than `median_ms` and a short program waits for it."""
+    """Host time to launch a run; where it exceeds `median_ms`, a short program waits for the host."""
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return self.median_ms / 1e3
+
+    @property
+    def spread(self) -> float:
+        """From the 10th to the 90th percentile, as a share of the median.
+
+        Example:
+            >>> Timing(2.0, 1.9, 2.3, 9).spread
+            0.2
+        """
+        return round((self.high_ms - self.low_ms) / max(self.median_ms, 1e-9), 6)
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device was measured to do: bytes a second of a copy (read + written), FLOPs of a product."""
+    """What the device was measured to do: bytes per second of a copy (read + written), FLOPs of a product."""
 
     copy_bytes_per_s: float
     matmul_flops_per_s: float
     device: str
     capability: int
+    """10 · major + minor; 0 on a CPU."""
     matmul_dtype: str
+
+
+def synchronize(device: str) -> None:
+    """Waits until a CUDA device has finished; a CPU always has."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
 
 
 def summary(times_ms: list[float], host_ms: float = 0.0) -> Timing:
@@ -56,102 +86,223 @@ def summary(times_ms: list[float], host_ms: float = 0.0) -> Timing:
         >>> summary([1.0, 2.0, 9.0, 2.0, 3.0])
         Timing(median_ms=2.0, low_ms=1.0, high_ms=9.0, runs=5, host_ms=0.0)
     """
-    ordered = sorted(times_ms)
-    last = len(ordered) - 1
-    low, high = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
-    return Timing(statistics.median(ordered), low, high, len(ordered), host_ms)
+    found = Samples(tuple(times_ms))
+    return Timing(found.median_ms, found.low_ms, found.high_ms, found.repetitions, host_ms)
+
+
+def time_once(run: Run, device: str, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds of one run by a clock of the host, synchronized before and after.
+
+    Example:
+        >>> time_once(lambda: None, "cpu") < 1
+        True
+    """
+    synchronize(device)
+    start = clock()
+    run()
+    synchronize(device)
+    return clock() - start
 
 
 def time_together(
-    contestants: dict[str, Run], *, rounds: int = 5, budget_ms: float = 100
+    runs: dict[str, Run],
+    *,
+    device: str = "cuda",
+    rounds: int = 5,
+    budget_ms: float = 100,
+    warm_up: int = 2,
 ) -> dict[str, Timing]:
-    """Each contestant's time, measured in turns.
+    """The time of each function, measured in turns.
 
     Args:
-        contestants: what to run, by name; nothing is done with what they return.
-        rounds: how often everyone has a turn.
-        budget_ms: device time of one contestant over all rounds; at least one run a round.
+        runs: functions by name; what they return is discarded.
+        device: `cpu` or `cuda`, where the functions run.
+        rounds: how often each has a turn.
+        budget_ms: time of one function over all rounds; it runs at least once per round.
+        warm_up: runs before anything is timed.
 
     Example:
-        >>> x = torch.randn(4096, 4096, device="cuda")                                     # doctest: +SKIP
-        >>> time_together({"eager": lambda: x.relu(), "in place": lambda: x.relu_()})      # doctest: +SKIP
+        >>> x = torch.randn(64, 64)
+        >>> found = time_together({"relu": x.relu, "in place": x.relu_}, device="cpu", budget_ms=1)
+        >>> sorted(found), found["relu"].runs >= 5
+        (['in place', 'relu'], True)
     """
-    buffer = torch.empty(CLEARED_BYTES, dtype=torch.int8, device="cuda")
-    turns, waits, host_ms = {}, {}, {}
-    for name, run in contestants.items():
-        for _ in range(2):  # compilers and allocators have their say here
+    timer = _CudaTimer() if device.startswith("cuda") else _CpuTimer()
+    turns: dict[str, int] = {}
+    for name, run in runs.items():
+        for _ in range(warm_up):  # compilers and allocators
             run()
-        host_ms[name] = _host_ms(run)
-        waits[name] = round(min(1.5 * host_ms[name], LONGEST_WAIT_MS) * CYCLES_PER_MS)
-        once = statistics.median(_timed(run, buffer, waits[name], 3))
-        turns[name] = max(1, min(200, round(budget_ms / rounds / max(once, 1e-3))))
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    names = list(contestants)
+        timer.prepare(name, run)
+        once = statistics.median(timer.times(name, run, 3 if budget_ms > 3 else 1))
+        turns[name] = max(1, min(MOST_RUNS, round(budget_ms / rounds / max(once, 1e-3))))
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            times[name] += _timed(contestants[name], buffer, waits[name], turns[name])
-    return {name: summary(values, host_ms[name]) for name, values in times.items()}
+            times[name] += timer.times(name, runs[name], turns[name])
+    return {name: summary(values, timer.host_ms.get(name, 0.0)) for name, values in times.items()}
 
 
-def _host_ms(run: Run) -> float:
-    """Until a run returns, its work still going on: the median of five."""
-    times = []
-    for _ in range(5):
+def time_samples(
+    prepare: Callable[[], Run],
+    *,
+    device: str = "cuda",
+    repetitions: int = 100,
+    budget_ms: float = 1000,
+    warm_up: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Samples:
+    """Times of one function, run again and again; every time is kept.
+
+    Args:
+        prepare: returns the function to time. It is called before each repetition, outside the timed part: for a
+            backward pass it runs the forward pass, so that the time of backward has none of it.
+        device: `cpu` or `cuda`, where the function runs.
+        repetitions: how many are made, unless the budget ends before.
+        budget_ms: no repetition begins after so much time on the host's clock, preparations included; the first one
+            always does.
+        warm_up: repetitions before anything is timed, at least one; the budget limits them as well.
+        clock: seconds, for the budget.
+
+    Example:
+        >>> x = torch.ones(4, requires_grad=True)
+        >>> def prepare() -> Run:
+        ...     loss = (x * x).sum()             # forward: not timed
+        ...     return loss.backward             # backward: timed
+        >>> time_samples(prepare, device="cpu", repetitions=3).repetitions
+        3
+    """
+    assert min(repetitions, warm_up) >= 1, "at least one repetition, and one before it"
+    timer = _CudaTimer() if device.startswith("cuda") else _CpuTimer()
+    start = clock()
+    for number in range(warm_up):
+        if number == 0 or (clock() - start) * 1e3 < budget_ms:
+            timer.expect("", timer.launch(prepare()))  # the last launch counts: the first may compile
+    found: list[float] = []
+    start = clock()
+    while len(found) < repetitions and (not found or (clock() - start) * 1e3 < budget_ms):
+        found += timer.times("", prepare(), 1)
+    return Samples(tuple(found))
+
+
+def cache_state(device: str) -> CacheState:
+    """What the caches contain before each timed run on a device.
+
+    Example:
+        >>> cache_state("cuda").value, cache_state("cpu").value
+        ('cleared', 'as left')
+    """
+    return CacheState.CLEARED if device.startswith("cuda") else CacheState.AS_LEFT
+
+
+class _CpuTimer:
+    """Milliseconds of runs by the host's clock."""
+
+    def __init__(self) -> None:
+        self.host_ms: dict[str, float] = {}
+
+    def prepare(self, name: str, run: Run) -> None:
+        """Nothing is launched asynchronously."""
+
+    def launch(self, run: Run) -> float:
+        """Runs once; there is no launch to measure."""
+        run()
+        return 0.0
+
+    def expect(self, name: str, host_ms: float) -> None:
+        """Nothing waits for a launch."""
+
+    def times(self, name: str, run: Run, count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            start = time.perf_counter()
+            run()
+            found.append((time.perf_counter() - start) * 1e3)
+        return found
+
+
+class _CudaTimer:
+    """Milliseconds of runs by CUDA events, launched ahead, with a cold L2 cache."""
+
+    def __init__(self) -> None:
+        self.host_ms: dict[str, float] = {}
+        self.waits: dict[str, int] = {}
+        self.buffer = torch.empty(CLEARED_BYTES, dtype=torch.int8, device="cuda")
+
+    def prepare(self, name: str, run: Run) -> None:
+        """Measures how long the host takes to launch the run: the median of five."""
+        self.expect(name, statistics.median(self.launch(run) for _ in range(5)))
+
+    def launch(self, run: Run) -> float:
+        """Runs once; the milliseconds that the host took to launch it."""
         torch.cuda.synchronize()
         start = time.perf_counter()
         run()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+        return (time.perf_counter() - start) * 1e3
+
+    def expect(self, name: str, host_ms: float) -> None:
+        """Sets how long the device waits for the launch of a run."""
+        self.host_ms[name] = host_ms
+        self.waits[name] = round(min(1.5 * host_ms, LONGEST_WAIT_MS) * CYCLES_PER_MS)
+
+    def times(self, name: str, run: Run, count: int) -> list[float]:
+        events = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)
+        ]
+        torch.cuda.synchronize()
+        for start, stop in events:
+            self.buffer.zero_()
+            torch.cuda._sleep(self.waits[name])
+            start.record()
+            run()
+            stop.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(stop) for start, stop in events]
 
 
-def _timed(run: Run, buffer: torch.Tensor, wait: int, count: int) -> list[float]:
-    events = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)
-    ]
-    torch.cuda.synchronize()
-    for start, stop in events:
-        buffer.zero_()
-        torch.cuda._sleep(wait)
-        start.record()
-        run()
-        stop.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(stop) for start, stop in events]
+def ceilings(device: str = "cuda", precision: str | None = None) -> Ceilings:
+    """Measures the device with a copy and a product of random square matrices, in a second at most.
 
-
-def peak_bytes(run: Run) -> int:
-    """The most bytes of torch's allocator in use during a run, above those in use before it."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = run()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    del result
-    return peak - before
-
-
-def ceilings() -> Ceilings:
-    """Measures this device: a copy of up to 1 GiB, a product of random square matrices. A second at most."""
+    Args:
+        device: on a GPU the copy has up to 1 GiB, on a CPU 64 MiB.
+        precision: of a GPU's product: fp32, tf32, bf16 or fp16; 16 bits by default. A CPU's is always fp32.
+    """
+    if not device.startswith("cuda"):
+        return _measure_ceilings("cpu", 64 * 2**20, 1024, torch.float32, "cpu", 0)
     free, _ = torch.cuda.mem_get_info()
-    count = min(2**30, free // 8)
-    source = torch.empty(count, dtype=torch.int8, device="cuda").random_()
-    target = torch.empty_like(source)
-    # 16 bits that the chip multiplies in hardware; random numbers, since zeros draw less power and run faster
     major, minor = torch.cuda.get_device_capability()
-    dtype = torch.bfloat16 if (major, minor) >= (8, 0) else torch.float16
+    common = "bf16" if (major, minor) >= BF16_CAPABILITY else "fp16"
+    dtype = getattr(torch, TORCH_NAMES.get(precision or common, "float32"))
     size = 8192 if free > 2 * 2**30 else 4096
-    a = torch.randn(size, size, device="cuda", dtype=dtype)
-    b = torch.randn(size, size, device="cuda", dtype=dtype)
+    name = torch.cuda.get_device_name()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        found = _measure_ceilings("cuda", min(2**30, free // 8), size, dtype, name, 10 * major + minor)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return replace(found, matmul_dtype="tf32") if precision == "tf32" else found
+
+
+def _measure_ceilings(
+    device: str, count: int, size: int, dtype: torch.dtype, name: str, capability: int
+) -> Ceilings:
+    source = torch.empty(count, dtype=torch.int8, device=device).random_()
+    target = torch.empty_like(source)
+    # random values: zeros draw less power and run faster
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    b = torch.randn(size, size, device=device, dtype=dtype)
     out = torch.empty_like(a)
-    times = time_together(
-        {"copy": lambda: target.copy_(source), "matmul": lambda: torch.mm(a, b, out=out)}, budget_ms=50
-    )
+    runs: dict[str, Run] = {
+        "copy": lambda: target.copy_(source),
+        "matmul": lambda: torch.mm(a, b, out=out),
+    }
+    times = time_together(runs, device=device, budget_ms=50)
     return Ceilings(
-        copy_bytes_per_s=2 * count / times["copy"].median_ms * 1e3,
-        matmul_flops_per_s=2 * size**3 / times["matmul"].median_ms * 1e3,
-        device=torch.cuda.get_device_name(),
-        capability=10 * major + minor,
+        copy_bytes_per_s=2 * count / times["copy"].seconds,
+        matmul_flops_per_s=2 * size**3 / times["matmul"].seconds,
+        device=name,
+        capability=capability,
         matmul_dtype=str(dtype).removeprefix("torch."),
     )

@@ -1,0 +1,82 @@
+"""A study for the tests of sweeps and reports: each cell says what its measurement does. Workers import it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab.lab.study import Cell, Measurement, NotSupported, PredictedOutOfMemory, Study
+from trimtab.report.document import LineChart, Section, Series, Table, Text
+
+if TYPE_CHECKING:
+    import pytest
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+def measure(settings: dict[str, Any]) -> Any:
+    """Does what the cell says."""
+    do = settings["do"]
+    if do == "allocate":
+        return {"bytes": len(bytearray(2**46))}
+    if do == "raise as torch":
+        raise OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nmore")
+    if do == "refuse":
+        raise NotSupported("fp8 needs capability 8.9")
+    if do == "predict":
+        raise PredictedOutOfMemory("needs 90 GiB of 80 GiB")
+    if do == "fail":
+        raise ValueError("no such backend\nand a second line")
+    if do == "return no JSON":
+        return {"value": {1, 2}}
+    if do == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if do == "abort":
+        os.kill(os.getpid(), signal.SIGABRT)
+    if do == "exit":
+        sys.exit(7)
+    if do == "sleep":
+        child = subprocess.Popen(["sleep", "60"])
+        Path(settings["pids"]).write_text(f"{os.getpid()} {child.pid}")
+        time.sleep(60)
+    print("printed while measuring")
+    return {"value": settings.get("value", 0), "process": os.getpid()}
+
+
+def cell(do: str, **settings: Any) -> Cell:
+    """A cell of this study."""
+    return Cell("sample", {"do": do, **settings})
+
+
+def sections(measurements: Sequence[Measurement]) -> list[Section]:
+    """One table and one chart."""
+    rows = tuple((m.cell.name, m.outcome.value, str(m.result.get("value", "–"))) for m in measurements)
+    points = tuple((float(i), m.result.get("value")) for i, m in enumerate(measurements))
+    chart = LineChart("values", "Values", "cell", "value", (Series("value", points),))
+    return [
+        Section("Values", (Text("What was measured."), Table("", ("cell", "outcome", "value"), rows), chart))
+    ]
+
+
+STUDY = Study("sample", "A sample", sections, "sample_study:measure")
+
+
+def make_known(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Makes the study known here and in workers, which start at once: their torch has nothing in it."""
+    from trimtab.lab import reporting, studies, sweep
+
+    folder.mkdir()
+    (folder / "torch.py").write_text("")
+    folders = [folder, Path(__file__).parent, Path(__file__).parents[2]]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+    monkeypatch.setitem(studies.TITLES, "sample", STUDY.title)
+    for module in (sweep, reporting):
+        monkeypatch.setattr(module, "find_study", lambda name: STUDY)

@@ -1,0 +1,175 @@
+"""The accuracy sweep: its lists, its tables, what it does with failures and stops, and three tiny cases on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.plan_accuracy import __main__ as sweep
+from benchmarks.plan_accuracy import inputs, table
+from benchmarks.plan_accuracy.cases import LISTS, METHODS, Case
+from benchmarks.plan_accuracy.readings import predicted, step_times
+from trimtab.lab.records import append_record, read_records
+from trimtab.recipe import build
+
+DEVELOPMENT, HELD_OUT = LISTS["development"], LISTS["held-out"]
+
+
+def test_the_lists_cover_what_is_promised() -> None:
+    both = (*DEVELOPMENT, *HELD_OUT)
+    assert len(both) >= 80
+    assert abs(len(DEVELOPMENT) - len(HELD_OUT)) <= 4
+    assert len({case.name for case in both}) == len(both)
+    assert len({case.model for case in HELD_OUT} - {case.model for case in DEVELOPMENT}) >= 3
+    assert len({case.model for case in both}) >= 6
+    for cases in (DEVELOPMENT, HELD_OUT):
+        assert {case.method for case in cases} == set(METHODS)
+        assert {512, 65_536} <= {case.tokens for case in cases}
+        assert {case.packed for case in cases} == {True, False}
+        options = [case.options for case in cases]
+        assert len({one["recompute"] for one in options if "recompute" in one}) >= 5
+        for key, least in (("limit", 4), ("optim", 4), ("graphs", 5), ("compile", 2), ("accumulation", 2)):
+            assert sum(key in one for one in options) >= least, key
+        assert sum(case.tokens > 40_000 for case in cases) <= 2, "they take long"
+
+
+def test_every_case_is_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "model_folder", lambda root, model, device: (root / model, "random"))
+    monkeypatch.setattr(inputs, "documents_file", lambda root, case, sequences: root / "documents")
+    for case in (*DEVELOPMENT, *HELD_OUT):
+        recipe = build(inputs.recipe_of(case, tmp_path, tmp_path / "run", "cuda"))
+        together, times = inputs.steps_of(case)
+        assert recipe.max_steps > together * times >= 6
+        assert together >= 3, "a step is captured in the third"
+        assert recipe.max_seq_length == case.tokens
+
+
+@pytest.mark.parametrize("line", ["gpt-5 full 1x1", "qwen3-0.6b full 1-1", "qwen3-0.6b full 1x1 speed=9"])
+def test_nonsense_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match=r"not a case|unknown keys speed"):
+        Case.parse(line)
+
+
+def test_documents_fill_sequences(tmp_path: Path) -> None:
+    whole = Case.parse("tiny-llama-8b full 2x64")
+    texts = [json.loads(line)["text"].split() for line in inputs.documents_file(tmp_path, whole, 5).open()]
+    assert [len(words) for words in texts] == [63] * 5
+    packed = Case.parse("tiny-llama-8b full 2x64 packed")
+    texts = [json.loads(line)["text"].split() for line in inputs.documents_file(tmp_path, packed, 50).open()]
+    assert sum(len(words) + 1 for words in texts) >= 50 * 64
+    assert len({len(words) for words in texts}) > 10
+    assert max(len(words) for words in texts) < 64
+
+
+def test_step_times_leave_the_first_group_out() -> None:
+    rates = [10.0] * 3 + [1000.0] * 3 + [500.0] * 3
+    rows: list[dict[str, Any]] = [{"kind": "event"}]
+    rows += [{"kind": "train", "tokens": 100 * n, "tokens_per_second": r} for n, r in enumerate(rates, 1)]
+    found = step_times(rows, 3)
+    assert found["step_seconds"] == pytest.approx(0.15)
+    assert found["first_seconds"] == pytest.approx(10.0)
+    assert found["spread"] == pytest.approx(0.1 / 0.15)
+    assert found["steps"] == 6
+
+
+def record(case: str, told: float, seen: float, **more: Any) -> dict[str, Any]:
+    sides = {}
+    for name, factor in (("predicted", told), ("measured", seen)):
+        sides[name] = {
+            "allocated": factor * 1e9,
+            "process": factor * 2e9,
+            "step_seconds": factor,
+            "buckets": {"weights": 5e8, "activations": factor * 1e9 - 5e8},
+        }
+    return {"case": case, "commit": "abc", "fresh_process": True, **sides, **more}
+
+
+def test_tables_have_errors_by_method_and_term() -> None:
+    found = {
+        one["case"]: one
+        for one in (
+            record("qwen3-0.6b full 4x1024", 1.02, 1.0),
+            record("qwen3-0.6b full 4x4096 recompute=none", 0.96, 1.0, fresh_process=False),
+            record("llama-8b qlora 2x2048", 1.0, 1.0),
+            {"case": "llama-8b int8 2x2048 recompute=block", "failed": "out of memory"},
+        )
+    }
+    text = table.markdown(found)
+    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
+    assert "3.00 % / -4.00 % (2)" in lines["full"]
+    assert "2.00 % / +2.00 % (1)" in lines["full"], "only fresh processes count for the whole process"
+    assert "0.00 % / +0.00 % (1)" in lines["qlora"]
+    assert "(3)" in lines["all"]
+    assert "2.00 % / -4.00 % (3)" in lines["activations"]
+    assert lines["llama-8b int8 2x2048 recompute=block"].endswith("out of memory |")
+
+
+def test_a_plan_without_a_time_has_no_error_of_it() -> None:
+    told = predicted({"memory": {"peak": {"total": 4}, "needed": 8}, "time": {"basis": "unknown device"}})
+    assert (told["allocated"], told["process"], told["step_seconds"]) == (4, 8, None)
+    assert table.error({"predicted": told, "measured": {"step_seconds": 1.0}}, "step_seconds") is None
+    told = predicted({"memory": {"needed": 8, "reserved": {"reserved": 5, "process": 6}}})
+    assert (told["reserved"], told["process"]) == (5, 6)
+
+
+def test_failures_are_kept_and_retried_only_on_demand(tmp_path: Path) -> None:
+    path, cases, same = tmp_path / "out.jsonl", list(LISTS["cpu"]), {"commit": "abc", "device": "a GPU"}
+    append_record(path, {"case": cases[0].name, **same})
+    append_record(path, {"case": cases[1].name, **same, "failed": "out of memory"})
+    append_record(path, {"case": cases[2].name, **same, "commit": "other"})
+    assert sweep.missing(path, cases, same, retry=False) == cases[2:]
+    assert sweep.missing(path, cases, same, retry=True) == cases[1:]
+
+
+def test_a_worker_that_dies_is_recorded_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = (
+        "import json, sys; order = json.load(open(sys.argv[1])); first, *rest = order['cases']\n"
+        "file = open(sys.argv[2], 'w')\n"
+        "print(json.dumps({'started': first}), file=file)\n"
+        "if first.startswith('tiny-qwen3'): file.close(); sys.exit('killed')\n"
+        "print(json.dumps({'case': first, 'run_s': 1.0, 'predicted': {}, 'measured': {}}), file=file)\n"
+    )
+    real = sweep.subprocess.Popen
+
+    def popen(words: list[str], **more: Any) -> Any:
+        return real([words[0], "-c", script, *words[-2:]], **more)
+
+    monkeypatch.setattr(sweep.subprocess, "Popen", popen)
+    monkeypatch.setattr(sweep.table, "markdown", lambda records: "")
+    path = tmp_path / "out.jsonl"
+    words = ["--device", "cpu", "--list", "cpu", "--no-calibration", "--out", str(path), "--commit", "abc"]
+    assert sweep.main(words) == 1
+    found = read_records(path, "case")
+    assert set(found) == {case.name for case in LISTS["cpu"]}
+    assert found["tiny-qwen3-0.6b full 2x64"]["failed"] == "the process ended with 1: killed"
+    assert sum("failed" in one for one in found.values()) == 1
+    assert sweep.main([*words, "--seconds", "0"]) == 1, "nothing is left to run, one has failed"
+
+
+@pytest.mark.slow
+def test_three_tiny_cases_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "out.jsonl"
+    words = ["--device", "cpu", "--list", "cpu", "--work", str(tmp_path / "work"), "--out", str(path)]
+    words += ["--calibration-seconds", "2", "--commit", "abc"]
+    assert sweep.main([*words, "--only", "qwen3"]) == 0
+    assert sweep.main(words) == 0
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["case"] for line in lines if "case" in line] == [case.name for case in LISTS["cpu"]]
+    calibrated = [line for line in lines if "calibration_of" in line]
+    assert len(calibrated) == 1, "once for a commit"
+    assert calibrated[0]["calibration"]["flops"]["fp32"] > 1e8
+    assert list((tmp_path / "cache" / "trimtab" / "calibration").iterdir())
+    for line in lines:
+        if "case" in line:
+            assert line["measured"]["allocated"] > 0
+            assert line["predicted"]["allocated"] > 0
+            assert line["measured"]["step_seconds"] > 0
+            assert line["measured"]["process"] > line["measured"]["allocated"]
+            assert {"commit", "device", "versions", "time"} <= set(line)
+    assert not list((tmp_path / "work" / "runs").iterdir())

@@ -1,0 +1,296 @@
+"""Sweeps: every way in which a cell can end is a result, nothing that was measured is lost or measured twice."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from sample_study import STUDY, cell, make_known
+
+from trimtab.facts.errors import DataError
+from trimtab.lab import worker
+from trimtab.lab.study import Cell, Machine, Measurement, Outcome
+from trimtab.lab.sweep import LOG, RECORDS, read_measurements, run_sweep
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    make_known(monkeypatch, tmp_path_factory.mktemp("worker") / "packages")
+
+
+def sweep(cells: list[Cell], folder: Path, **options: Any) -> list[Measurement]:
+    return run_sweep(cells, folder, device="cpu", commit="abc", **options)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / RECORDS).read_text().splitlines()]
+
+
+def test_every_end_of_a_cell_is_a_result_and_the_sweep_goes_on(tmp_path: Path) -> None:
+    cells = [
+        cell("measure", value=1),
+        cell("measure", value=2),
+        cell("allocate"),
+        cell("measure", value=3),
+        cell("raise as torch"),
+        cell("refuse"),
+        cell("predict"),
+        cell("measure", value=4),
+        cell("kill"),
+        cell("abort"),
+        cell("exit"),
+        cell("fail"),
+        cell("return no JSON"),
+        cell("measure", value=5),
+    ]
+    found = sweep(cells, tmp_path)
+    assert [one.cell for one in found] == cells
+    ends = {one.cell.settings["do"]: (one.outcome, one.message) for one in found}
+    oom, failed = Outcome.OUT_OF_MEMORY, Outcome.FAILED
+    assert ends["measure"] == (Outcome.MEASURED, "")
+    assert ends["allocate"][0] is oom
+    assert ends["raise as torch"] == (oom, "CUDA out of memory. Tried to allocate 20 GiB.")
+    assert ends["refuse"] == (Outcome.NOT_SUPPORTED, "fp8 needs capability 8.9")
+    assert ends["predict"] == (Outcome.PREDICTED_OUT_OF_MEMORY, "needs 90 GiB of 80 GiB")
+    assert ends["kill"] == (oom, "the process was killed, as when memory is full")
+    assert ends["abort"] == (failed, f"the process was ended by SIGABRT; see {tmp_path / LOG}")
+    assert ends["exit"] == (failed, f"the process ended with code 7; see {tmp_path / LOG}")
+    assert ends["fail"] == (failed, "ValueError: no such backend")
+    assert ends["return no JSON"][0] is failed
+    assert "set is not JSON serializable" in ends["return no JSON"][1]
+
+    # One process as long as all is well, a fresh one after memory ran out.
+    one, two, three, four, five = (m.result["process"] for m in found if m.outcome is Outcome.MEASURED)
+    assert one == two
+    assert len({one, three, four, five}) == 4
+
+    log = (tmp_path / LOG).read_text()
+    assert "printed while measuring" in log
+    assert "Traceback" in log
+    assert "no such backend" in log
+    assert [line["outcome"] for line in lines(tmp_path)] == [m.outcome.value for m in found]
+    assert [m.to_dict() for m in found] == lines(tmp_path)
+    assert all(m.machine.device and m.commit == "abc" and m.time for m in found)
+
+
+def test_recorded_cells_are_not_measured_again(tmp_path: Path) -> None:
+    cells = [cell("measure", value=1), cell("refuse"), cell("fail")]
+    first = sweep(cells, tmp_path)
+    told: list[tuple[int, int, str, bool]] = []
+    cells.append(cell("measure", value=2))
+    second = sweep(
+        cells,
+        tmp_path,
+        progress=lambda *words: told.append((words[0], words[1], words[2].name, words[3] is None)),
+    )
+    assert [m.to_dict() for m in second[:2]] == [m.to_dict() for m in first[:2]]
+    begun = [name for _, _, name, begins in told if begins]
+    assert begun == ["sample fail", "sample measure 2"], "what failed is tried again"
+    assert [(done, total) for done, total, _, begins in told if not begins] == [
+        (1, 4),
+        (2, 4),
+        (3, 4),
+        (4, 4),
+    ]
+    assert len(lines(tmp_path)) == 5
+
+    third = sweep(cells[:1], tmp_path, again=True)
+    assert third[0].result["process"] != first[0].result["process"]
+    assert len(lines(tmp_path)) == 6
+
+
+def test_records_of_another_machine_or_version_do_not_count(tmp_path: Path) -> None:
+    cells = [cell("measure", value=1)]
+    (made,) = sweep(cells, tmp_path)
+    others = [
+        {**made.to_dict(), "device": "another GPU", "result": {"value": -1}},
+        {**made.to_dict(), "versions": {**made.machine.versions, "torch": "2.0"}, "result": {"value": -2}},
+        {**made.to_dict(), "settings": {"do": "measure", "value": 9}},
+    ]
+    (tmp_path / RECORDS).write_text("".join(f"{json.dumps(other)}\n" for other in others))
+    (found,) = sweep(cells, tmp_path)
+    assert found.result["value"] == 1
+    assert len(lines(tmp_path)) == 4
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there and is not a zombie that was never waited for."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def ended(pids: Path) -> bool:
+    """Whether the worker and its child have ended, which the system may take a moment for."""
+    for _ in range(100):
+        if not any(running(int(pid)) for pid in pids.read_text().split()):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_cell_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+    slow = cell("sleep", pids=str(tmp_path / "pids"))
+    found = sweep([slow, cell("measure", value=1)], tmp_path, cell_seconds=0.5)
+    assert [m.outcome for m in found] == [Outcome.TIMED_OUT, Outcome.MEASURED]
+    assert 0.5 <= found[0].seconds < 20
+    assert found[0].message.startswith("longer than ")
+    assert ended(tmp_path / "pids")
+
+
+def test_a_signal_loses_nothing_that_was_measured(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    cells = [cell("measure", value=1), cell("sleep", pids=str(pids)), cell("measure", value=2)]
+
+    def wait_and_interrupt() -> None:
+        while not pids.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    waiting = threading.Thread(target=wait_and_interrupt, daemon=True)
+    waiting.start()
+    with pytest.raises(KeyboardInterrupt):
+        sweep(cells, tmp_path)
+    assert [line["settings"]["do"] for line in lines(tmp_path)] == ["measure"]
+    assert ended(pids)
+
+    cells[1] = cell("measure", value=3)
+    found = sweep(cells, tmp_path)
+    assert [m.result["value"] for m in found] == [1, 3, 2]
+    assert [line["result"]["value"] for line in lines(tmp_path)] == [1, 3, 2]
+
+
+def test_a_torn_line_is_measured_again_and_swallows_nothing(tmp_path: Path) -> None:
+    cells = [cell("measure", value=i) for i in range(3)]
+    sweep(cells, tmp_path)
+    whole = (tmp_path / RECORDS).read_text()
+    (tmp_path / RECORDS).write_text(whole[:-30])
+    found = sweep(cells, tmp_path)
+    assert [m.result["value"] for m in found] == [0, 1, 2]
+    measurements, damaged = read_measurements([tmp_path / RECORDS])
+    assert damaged == 1
+    assert [m.result["value"] for m in measurements] == [0, 1, 2]
+
+
+def test_a_worker_that_cannot_start_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13 is missing')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+    (found,) = sweep([cell("measure")], tmp_path / "lab")
+    assert found.outcome is Outcome.FAILED
+    assert "ended with code 1" in found.message
+    assert "libcudart" in (tmp_path / "lab" / LOG).read_text()
+
+
+MACHINE = Machine("a CPU", {"torch": "2.13.0"})
+
+
+def made(value: int, time: str = "2026-11-18T10:00:00+00:00", machine: Machine = MACHINE) -> Measurement:
+    return Measurement(cell("measure"), Outcome.MEASURED, {"value": value}, "", 1.0, machine, "abc", time)
+
+
+def test_of_several_files_the_latest_measurement_counts(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    old.write_text(json.dumps(made(1).to_dict()) + "\n")
+    new.write_text(json.dumps(made(2, "2026-11-18T11:00:00+00:00").to_dict()) + "\n")
+    for order in ([old, new], [new, old]):
+        measurements, damaged = read_measurements(order)
+        assert [m.result["value"] for m in measurements] == [2]
+        assert damaged == 0
+    other = made(3, machine=Machine("a CPU", {"torch": "2.11.0"}))
+    old.write_text(json.dumps(other.to_dict()) + "\n")
+    assert len(read_measurements([old, new])[0]) == 2
+
+
+def test_damaged_lines_are_counted(tmp_path: Path) -> None:
+    good = json.dumps(made(1).to_dict())
+    bad = [
+        "{",
+        "[]",
+        "null",
+        '"text"',
+        "{}",
+        good.replace('"measured"', '"dreamt"'),
+        good.replace('"seconds": 1.0', '"seconds": "long"'),
+        good.replace('{"value": 1}', "7"),
+        "[" * 100_000,
+    ]
+    path = tmp_path / RECORDS
+    path.write_bytes("\n".join([*bad, "", good, "  "]).encode() + b"\xff\xfe\n")
+    measurements, damaged = read_measurements([tmp_path])
+    assert [m.result["value"] for m in measurements] == [1]
+    assert damaged == len(bad) + 1
+
+
+def test_paths_without_records_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Dear diary,\n")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"text\.txt has no measurement in it"):
+        read_measurements([tmp_path / "text.txt"])
+    with pytest.raises(DataError, match=r"empty has no records\.jsonl"):
+        read_measurements([tmp_path / "empty"])
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        read_measurements([tmp_path / "missing"])
+
+
+def test_a_folder_of_studies_has_all_their_records(tmp_path: Path) -> None:
+    for i, name in enumerate(("step", "sizes")):
+        (tmp_path / name).mkdir()
+        record = {**made(i).to_dict(), "study": name}
+        (tmp_path / name / RECORDS).write_text(json.dumps(record))
+    assert [m.cell.study for m in read_measurements([tmp_path])[0]] == ["sizes", "step"]
+
+
+def test_out_of_memory_is_recognized_in_torchs_own_words() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**55, dtype=torch.uint8)
+    assert worker.is_out_of_memory(caught.value)
+    assert worker.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    outer = ValueError("step failed")
+    outer.__cause__ = MemoryError()
+    assert worker.is_out_of_memory(outer)
+    assert not worker.is_out_of_memory(ValueError("no such backend"))
+
+
+def test_the_gpu_that_was_asked_for_is_the_workers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+
+    class Chosen(contextlib.nullcontext[None]):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            chosen.append(index)
+
+    said = io.StringIO()
+    monkeypatch.setattr(torch.cuda, "device", Chosen)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(worker.os, "dup2", lambda *descriptors: None)
+    monkeypatch.setattr(worker.os, "fdopen", lambda *words, **options: said)
+    monkeypatch.setattr(
+        worker.sys,
+        "stdin",
+        io.StringIO(json.dumps({"measure": "sample_study:measure", "settings": {"do": "refuse"}})),
+    )
+    monkeypatch.setattr(worker.sys, "argv", ["worker", "cuda:1"])
+    assert worker.main() == 0
+    assert chosen == [1]
+    ready, answer = said.getvalue().splitlines(keepends=True)
+    assert ready == worker.READY
+    assert json.loads(answer)["outcome"] == "not supported"
+
+
+def test_a_study_that_counts_needs_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = dataclasses.replace(STUDY, in_process=True)
+    monkeypatch.setattr("trimtab.lab.sweep.find_study", lambda name: here)
+    found = sweep([cell("measure", value=1), cell("fail"), cell("predict")], tmp_path)
+    assert found[0].result["process"] == os.getpid()
+    assert [m.outcome for m in found[1:]] == [Outcome.FAILED, Outcome.PREDICTED_OUT_OF_MEMORY]
+    assert not (tmp_path / LOG).exists()

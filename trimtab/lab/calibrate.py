@@ -1,0 +1,251 @@
+"""Measures this machine for the planner, in under a minute: rates of copies and products, every kind of kernel with
+forward and backward, launch overhead, the link to the host, the disk.
+
+    from trimtab.lab.calibrate import calibrate
+    write_calibration(calibrate("auto"))
+
+Measurements are ordered by how much they tell, and end when the time is up. Ctrl-C leaves no file behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from trimtab.facts.calibration import Calibration, KernelSample
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.errors import RecipeError, ResourceError
+from trimtab.facts.operations import Kind
+from trimtab.lab.launch_overhead import launch_seconds
+from trimtab.lab.machine_state import clock_warnings, disk_rates, host_link, load_warnings
+from trimtab.lab.probes import Probe, ProbeGroup
+from trimtab.lab.probes_kernels import copy_groups, kernel_groups
+from trimtab.lab.probes_products import SLOWEST, probe_rate, product_dtypes, product_groups
+from trimtab.lab.records import timestamp, versions
+from trimtab.lab.timing import time_together
+from trimtab.run.device import current_gpu, detect
+
+Progress = Callable[[str, float], None]
+"""Called with what is measured now and the share of the time that is used."""
+
+SECONDS = {"cuda": 50.0, "cpu": 45.0}
+BUDGET_MS = {"cuda": 8.0, "cpu": 15.0}
+"""Of one probe."""
+ROUNDS = 3
+DOUBTFUL_SPREAD = 0.15
+DOUBTFUL_SHARE = 0.2
+"""Share of probes whose times spread by more than that, from which a warning is given."""
+FALLING_RATE = 0.9
+"""A product that is slower at the end by this factor: the clock was throttled."""
+LONGEST_SECONDS = {"cuda": 0.1, "cpu": 0.3}
+"""Of a probe at the rate of large products; longer ones are left out."""
+CACHED_SHARE = 0.4
+"""Of a GPU's free memory that torch's allocator may cache between probes."""
+LARGE_COPY = 2**25
+"""Bytes from which a copy counts for the best rate: smaller ones stay in caches."""
+
+
+def calibrate(
+    device: str = "auto",
+    threads: int | None = None,
+    progress: Progress | None = None,
+    *,
+    folder: Path | None = None,
+    seconds: float | None = None,
+) -> Calibration:
+    """Measures a device.
+
+    Args:
+        device: auto, cpu, cuda or cuda:N.
+        threads: CPU threads, torch's current number by default; ignored on a GPU.
+        progress: called before each measurement.
+        folder: where a temporary file measures the disk; the current folder by default.
+        seconds: the most time to take, 50 on a GPU and 45 on a CPU by default; a slow machine measures fewer sizes.
+
+    Raises:
+        ResourceError: the device is not there, or has no free memory.
+        RecipeError: the device's name is unknown, or `threads` is below 1.
+
+    Example:
+        >>> found = calibrate("cpu", seconds=1.0)                                    # doctest: +SKIP
+        >>> found.flops["fp32"] > 1e9                                                # doctest: +SKIP
+        True
+    """
+    if threads is not None and threads < 1:
+        raise RecipeError(f"threads is {threads}", "give at least 1")
+    with current_gpu(device):
+        facts = detect(device)
+        with _torch_threads(threads if facts.kind == "cpu" else None) as used:
+            measuring = _Measuring(facts, seconds or SECONDS[facts.kind], progress or _silent)
+            return measuring.run(folder or Path.cwd(), used if facts.kind == "cpu" else None)
+
+
+def _silent(label: str, share: float) -> None:
+    """Reports nothing."""
+
+
+@contextmanager
+def _torch_threads(threads: int | None) -> Iterator[int]:
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Measuring:
+    """One calibration under way."""
+
+    def __init__(self, device: DeviceFacts, seconds: float, progress: Progress) -> None:
+        self.device, self.kind = device, device.kind
+        self.started = time.perf_counter()
+        self.seconds, self.progress = seconds, progress
+        self.samples: list[KernelSample] = []
+        self.spreads: list[float] = []
+        self.warnings = load_warnings(self.kind)
+        self.left_out = 0
+        self.rates: dict[str, float] = {}
+
+    def run(self, folder: Path, threads: int | None) -> Calibration:
+        """Everything, in order."""
+        free = self.device.available_bytes
+        self.rates = self._estimate_rates()
+        training = "bf16" if self.device.bf16 else "fp32"
+        self._report("launch overhead")
+        launch = launch_seconds(self.device, training)
+        self._report("disk")
+        write, read = self._disk(folder)
+        to_host, from_host = host_link() if self.kind == "cuda" else (None, None)
+        before = probe_rate(self.kind, training)
+        for group in copy_groups(self.device, free):
+            self._measure(group)
+        copy = self._best_copy()
+        kernels = [kernel_groups(self.device, training, free)]
+        if self.kind == "cpu" and training != "fp32":
+            kernels.append(kernel_groups(self.device, "fp32", free))
+        products = [product_groups(self.device, dtype, rate, free) for dtype, rate in self.rates.items()]
+        for group in _interleaved([*kernels, *products]):
+            if time.perf_counter() - self.started > self.seconds and self._has_products():
+                self.left_out += 1
+                continue
+            self._measure(group)
+        self._check_clock(training, before)
+        self._check_spread()
+        return Calibration(
+            device=self.device.name,
+            flops={dtype: self._best_rate(dtype) for dtype in self.rates},
+            copy=copy,
+            launch_seconds=launch,
+            samples=tuple(self.samples),
+            to_host=to_host,
+            from_host=from_host,
+            disk_write=write,
+            disk_read=read,
+            threads=threads,
+            versions=versions(("torch", "triton", "trimtab"), cuda=self.kind == "cuda"),
+            measured_at=timestamp(),
+            warnings=tuple(self.warnings),
+        )
+
+    def _estimate_rates(self) -> dict[str, float]:
+        """Estimated rates of the dtypes to measure; those that a CPU hardly supports are left out."""
+        self._report("dtypes")
+        rates = {dtype: probe_rate(self.kind, dtype) for dtype in product_dtypes(self.device)}
+        return {
+            dtype: rate
+            for dtype, rate in rates.items()
+            if self.kind == "cuda" or rate * SLOWEST > rates["fp32"]
+        }
+
+    def _measure(self, group: ProbeGroup) -> None:
+        self._report(group.label)
+        try:
+            with group.within():
+                for probe in group.build():
+                    if self._estimate(probe) > LONGEST_SECONDS[self.kind]:
+                        self.left_out += 1
+                        continue
+                    times = time_together(
+                        {"probe": probe.run},
+                        device=self.kind,
+                        rounds=ROUNDS,
+                        budget_ms=BUDGET_MS[self.kind],
+                        warm_up=1,
+                    )["probe"]
+                    self.samples.append(probe.sample(times.seconds))
+                    self.spreads.append(times.spread)
+        except torch.OutOfMemoryError:
+            self.warnings.append(f"{group.label} was left out: it does not fit into the memory that is free")
+            gc.collect()
+        if self.kind == "cuda" and torch.cuda.memory_reserved() > CACHED_SHARE * self.device.available_bytes:
+            torch.cuda.empty_cache()  # seldom: giving memory back and asking for it again takes milliseconds
+
+    def _estimate(self, probe: Probe) -> float:
+        """Seconds of a probe at the rate of large products."""
+        return probe.flops / self.rates[probe.dtype] if probe.dtype in self.rates else 0.0
+
+    def _disk(self, folder: Path) -> tuple[float | None, float | None]:
+        try:
+            return disk_rates(folder)
+        except OSError as error:
+            self.warnings.append(f"the disk was not measured: {folder}: {error.strerror or error}")
+            return None, None
+
+    def _has_products(self) -> bool:
+        """Whether every dtype has a product: without one there would be no rate."""
+        wanted = {"bf16" if self.device.bf16 else "fp32"}
+        return wanted <= {sample.dtype for sample in self.samples if sample.kind is Kind.PRODUCT}
+
+    def _best_copy(self) -> float:
+        copies = [s.moved / s.seconds for s in self.samples if s.kind is Kind.COPY and s.moved >= LARGE_COPY]
+        if not copies:
+            raise ResourceError(
+                f"{self.device.name} has too little free memory to be measured",
+                "end other programs that use it and calibrate again",
+            )
+        return max(copies)
+
+    def _best_rate(self, dtype: str) -> float:
+        rates = [s.flops / s.seconds for s in self.samples if s.kind is Kind.PRODUCT and s.dtype == dtype]
+        return max(rates, default=0.0) or probe_rate(self.kind, dtype)
+
+    def _check_clock(self, dtype: str, before: float) -> None:
+        after = probe_rate(self.kind, dtype)
+        if after < FALLING_RATE * before:
+            self.warnings.append(
+                f"products became slower during the measurement, by {1 - after / before:.0%}: "
+                "a throttled clock, or other work on the machine"
+            )
+        if self.kind == "cuda":
+            x = torch.randn(4096, 4096, device="cuda", dtype=torch.float16)
+            self.warnings += clock_warnings(lambda: x @ x)
+
+    def _check_spread(self) -> None:
+        doubtful = sum(spread > DOUBTFUL_SPREAD for spread in self.spreads)
+        if doubtful > DOUBTFUL_SHARE * len(self.spreads):
+            self.warnings.append(
+                f"{doubtful} of {len(self.spreads)} measurements vary by more than {DOUBTFUL_SPREAD:.0%}: "
+                "other work on the machine, or a clock that changes"
+            )
+        if self.left_out:
+            self.warnings.append(
+                f"{self.left_out} measurements were left out: they would have taken more than {self.seconds:.0f} s; "
+                "times of such sizes are extrapolated"
+            )
+
+    def _report(self, label: str) -> None:
+        self.progress(label, min(1.0, (time.perf_counter() - self.started) / self.seconds))
+
+
+def _interleaved(streams: list[Iterator[ProbeGroup]]) -> Iterator[ProbeGroup]:
+    """One group of each in turn, so that whatever is left out at the end is the least telling of all."""
+    for groups in itertools.zip_longest(*streams):
+        yield from (group for group in groups if group is not None)

@@ -1,0 +1,73 @@
+"""Options of studies, checked: names with the nearest one in errors, counts, lists with commas. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+from collections.abc import Sequence
+from typing import TypeVar
+
+from trimtab.facts.errors import RecipeError
+
+Member = TypeVar("Member", bound=enum.Enum)
+
+
+def choose_members(kind: type[Member], words: Sequence[str], option: str) -> list[Member]:
+    """The members of an enum with these values, each once.
+
+    Args:
+        kind: the enum; its values are the words that users write.
+        words: what was written.
+        option: how errors name it.
+
+    Example:
+        >>> from trimtab.lab.step_settings import Precision
+        >>> [one.name for one in choose_members(Precision, ["bf16", "fp32", "bf16"], "--precisions")]
+        ['BF16', 'FP32']
+    """
+    known = {str(member.value): member for member in kind}
+    found: dict[Member, None] = {}
+    for word in words:
+        if word not in known:
+            near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise RecipeError(f"{option} {word!r} is not known", f"{hint}choose from {', '.join(known)}")
+        found[known[word]] = None
+    return list(found)
+
+
+def check_counts(values: Sequence[int], option: str, least: int = 1) -> list[int]:
+    """The values, each once; a RecipeError for one that is too small.
+
+    Example:
+        >>> check_counts([128, 256, 128], "--contexts")
+        [128, 256]
+    """
+    for value in values:
+        if value < least:
+            raise RecipeError(f"{option} {value} is too small", f"give at least {least}")
+    return list(dict.fromkeys(values))
+
+
+def parse_counts(text: str, option: str, least: int = 1) -> list[int]:
+    """Whole numbers from a list with commas, as the command line has them.
+
+    Example:
+        >>> parse_counts("0,1,5", "--warm-up", least=0)
+        [0, 1, 5]
+    """
+    try:
+        values = [int(word) for word in split_words(text)]
+    except ValueError:
+        raise RecipeError(f"{option} {text!r} is no list of whole numbers", "write it like 128,256") from None
+    return check_counts(values, option, least)
+
+
+def split_words(text: str | None) -> list[str]:
+    """Words of a list with commas.
+
+    Example:
+        >>> split_words("small, medium,"), split_words(None)
+        (['small', 'medium'], [])
+    """
+    return [word.strip() for word in (text or "").split(",") if word.strip()]

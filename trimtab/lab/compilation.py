@@ -1,0 +1,143 @@
+"""Records what torch.compile does: graph breaks with their places, compilations with their reasons and seconds.
+
+Everything comes from what torch itself keeps of each compilation (`torch._dynamo.utils`), so that nothing is compiled
+otherwise than without the record.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import _dynamo as dynamo
+
+from trimtab.lab.compile_data import Compilation, CompileLog, GraphBreak
+
+MOST_COMPILATIONS = 10_000
+"""torch keeps 64 of them, unless it is given another number."""
+LONGEST_REASON = 300
+
+_PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
+_EXPLANATION = re.compile(r"^\s*Explanation: (.*)$", re.MULTILINE)
+_NUMBER = re.compile(r"^\d+/\d+: ")
+
+
+@contextmanager
+def record_compilations() -> Iterator[Callable[[], CompileLog]]:
+    """Inside, everything that torch compiles is recorded; what was compiled before is forgotten.
+
+    Yields a function that returns the record so far.
+
+    Example:
+        >>> import torch
+        >>> with record_compilations() as recorded:
+        ...     f = torch.compile(lambda x: x.sin() + 1, backend="eager")
+        ...     _ = f(torch.ones(3))
+        >>> recorded().graphs, recorded().breaks
+        (1, ())
+    """
+    utils: Any = dynamo.utils
+    dynamo.reset()
+    utils.counters.clear()
+    utils.graph_break_reasons.clear()
+    utils.clear_compilation_metrics()
+    utils.set_compilation_metrics_limit(MOST_COMPILATIONS)
+    before = _seconds()
+    found: list[CompileLog] = []
+
+    def recorded() -> CompileLog:
+        return found[0] if found else _read(before)
+
+    try:
+        yield recorded
+    finally:
+        found.append(_read(before))
+        utils.set_compilation_metrics_limit(utils.DEFAULT_COMPILATION_METRICS_LIMIT)
+
+
+def _seconds() -> float:
+    return float(dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0))
+
+
+def _read(before: float) -> CompileLog:
+    utils: Any = dynamo.utils
+    return CompileLog(
+        graphs=int(utils.counters["stats"]["unique_graphs"]),
+        seconds=_seconds() - before,
+        breaks=_breaks(utils.graph_break_reasons),
+        compilations=_compilations(utils.get_compilation_metrics()),
+        cached=int(utils.counters["inductor"]["fxgraph_cache_hit"]),
+    )
+
+
+def _breaks(reasons: list[Any]) -> tuple[GraphBreak, ...]:
+    """By place: a break in a function that was inlined is met again where that function is compiled alone."""
+    found: dict[str, list[str]] = {}
+    for one in reasons:
+        if not one.graph_break:
+            continue
+        frame = one.user_stack[-1] if one.user_stack else None
+        place = "unknown" if frame is None else place_of(frame.filename, frame.lineno)
+        found.setdefault(place, []).append(break_reason(one.reason))
+    return tuple(GraphBreak(place, texts[0], len(texts)) for place, texts in found.items())
+
+
+def break_reason(text: str) -> str:
+    """A graph break's reason in one line: torch's headline and, where there is one, its explanation.
+
+    Example:
+        >>> break_reason("Unsupported context manager\\n  Explanation: Dynamo does not know it.\\n  Hint: avoid it")
+        'Unsupported context manager: Dynamo does not know it.'
+    """
+    headline = text.strip().partition("\n")[0]
+    explained = _EXPLANATION.search(text)
+    return _cut(f"{headline}: {explained[1]}" if explained else headline)
+
+
+def _compilations(metrics: list[Any]) -> tuple[Compilation, ...]:
+    """Functions in the order of compiling; the seconds of a backward pass are added to its forward's."""
+    seconds: dict[str, float] = {}
+    for one in metrics:
+        seconds[one.compile_id] = seconds.get(one.compile_id, 0.0) + (one.duration_us or 0) / 1e6
+    return tuple(
+        Compilation(
+            one.co_name,
+            place_of(one.co_filename or "", one.co_firstlineno),
+            recompile_reason(getattr(one, "recompile_reason", None)),
+            round(seconds[one.compile_id], 6),
+            one.graph_op_count or 0,
+        )
+        for one in metrics
+        if one.co_name is not None and one.fail_type is None
+    )
+
+
+def recompile_reason(text: str | None) -> str:
+    """Why a function was compiled again, in one line, without torch's number of the program before.
+
+    Example:
+        >>> recompile_reason("0/0: tensor 'x' size mismatch at index 0. expected 8, actual 16")
+        "tensor 'x' size mismatch at index 0. expected 8, actual 16"
+    """
+    line = (text or "").strip().partition("\n")[0]
+    return _cut(_NUMBER.sub("", line))
+
+
+def place_of(file: str, line: int | None) -> str:
+    """file:line, from the package or the current folder on.
+
+    Example:
+        >>> place_of("/usr/lib/python3/site-packages/torch/nn/functional.py", 12)
+        'torch/nn/functional.py:12'
+    """
+    short = _PACKAGES.sub("", file)
+    for root in (Path(__file__).parents[2], Path.cwd()):
+        short = short.removeprefix(f"{root}/")
+    return f"{short}:{line}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 1] + "…"

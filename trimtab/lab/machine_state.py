@@ -1,0 +1,145 @@
+"""What makes a measurement of this machine doubtful, and the rates of what no kernel uses: host link and disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from trimtab.facts.devices import host_cores
+from trimtab.facts.units import format_bytes
+from trimtab.lab.timing import Run, time_once, time_together
+from trimtab.run.gpu_processes import other_processes
+
+BUSY_LOAD = 0.5
+"""Load average per core before the measurement, from which a CPU counts as busy."""
+BUSY_GPU = 10
+"""Per cent of utilization before the measurement."""
+OTHERS_BYTES = 3 * 2**30 // 2
+"""Memory of a GPU in use beyond this process's own tensors, from which other processes are suspected; a CUDA context
+takes about 0.5 GiB."""
+SLOWDOWNS = {
+    0x08: "a hardware slowdown",
+    0x20: "a software thermal slowdown",
+    0x40: "a hardware thermal slowdown",
+    0x80: "a power brake",
+}
+"""Bits of NVML's clock event reasons that no training should meet; the usual power cap (0x04) is not among them."""
+LINK_BYTES = 256 * 2**20
+DISK_BYTES = 128 * 2**20
+LOAD_SECONDS = 0.4
+"""How long a GPU computes while it is asked for its clock."""
+
+
+def load_warnings(device: str) -> list[str]:
+    """Sentences about other work on the machine; to be asked before anything is measured."""
+    found = []
+    if hasattr(os, "getloadavg"):
+        load, cores = os.getloadavg()[0], host_cores() or 1
+        if load > BUSY_LOAD * cores:
+            found.append(f"the machine is busy: a load average of {load:.1f} on {cores} cores")
+    if device.startswith("cuda"):
+        used = _nvidia_smi("utilization.gpu")
+        if used is not None and used.isdigit() and int(used) > BUSY_GPU:
+            found.append(f"the GPU is busy: {used} % utilization before the measurement")
+        names = [one.describe() for one in other_processes(torch.cuda.current_device()) if not one.graphics]
+        free, total = torch.cuda.mem_get_info()
+        others = total - free - torch.cuda.memory_reserved()
+        if names:
+            found.append(f"other processes use the GPU: {', '.join(names)}")
+        elif others > OTHERS_BYTES:  # in a container the driver may list none
+            found.append(f"other processes hold memory of the GPU: {format_bytes(others)} are in use")
+    return found
+
+
+def clock_warnings(work: Run) -> list[str]:
+    """Sentences about a throttled clock of a CUDA GPU, asked while it computes `work`; nothing without nvidia-smi."""
+    once = max(min(time_once(work, "cuda") for _ in range(3)), 1e-5)
+    for _ in range(min(1000, round(LOAD_SECONDS / once))):
+        work()
+    reasons = _nvidia_smi("clocks_event_reasons.active") or _nvidia_smi("clocks_throttle_reasons.active")
+    torch.cuda.synchronize()
+    return slowdowns(reasons or "")
+
+
+def slowdowns(reasons: str) -> list[str]:
+    """Sentences for NVML's bit mask of clock event reasons.
+
+    Example:
+        >>> slowdowns("0x0000000000000044")
+        ['the clock of the GPU is reduced: a hardware thermal slowdown']
+        >>> slowdowns("[N/A]")
+        []
+    """
+    try:
+        mask = int(reasons, 16)
+    except ValueError:
+        return []
+    names = [name for bit, name in SLOWDOWNS.items() if mask & bit]
+    return [f"the clock of the GPU is reduced: {', '.join(names)}"] if names else []
+
+
+def _nvidia_smi(field: str) -> str | None:
+    """One value of torch's current GPU, without its unit; None where it cannot be asked."""
+    words = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    if shutil.which(words[0]) is None:
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
+    if uuid is not None:
+        words.append(f"--id=GPU-{uuid}")
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else None
+
+
+def host_link() -> tuple[float, float]:
+    """(bytes per second to the host, from the host) of a CUDA GPU, with pinned memory."""
+    on_host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
+    runs: dict[str, Run] = {
+        "to": lambda: on_host.copy_(on_device, non_blocking=True),
+        "from": lambda: on_device.copy_(on_host, non_blocking=True),
+    }
+    times = time_together(runs, rounds=3, budget_ms=60)
+    return LINK_BYTES / times["to"].seconds, LINK_BYTES / times["from"].seconds
+
+
+def disk_rates(folder: Path, nbytes: int | None = None) -> tuple[float, float]:
+    """(bytes per second written and synchronized, bytes per second read) of a temporary file in a folder.
+
+    The file is dropped from the page cache before it is read, where the operating system can be asked to.
+
+    Raises:
+        OSError: the folder cannot be written, or is full.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     all(rate > 0 for rate in disk_rates(Path(folder), 2**16))
+        True
+    """
+    nbytes = DISK_BYTES if nbytes is None else nbytes
+    block = os.urandom(min(nbytes, 2**22))  # random: some file systems compress
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".trimtab-calibration-") as file:
+        start = time.perf_counter()
+        for _ in range(max(1, nbytes // len(block))):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        written = time.perf_counter() - start
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        start = time.perf_counter()
+        total = 0
+        while read := file.read(len(block)):
+            total += len(read)
+        seconds = time.perf_counter() - start
+    return total / written, total / seconds

@@ -1,0 +1,173 @@
+"""Blocks of memory from the profiler's allocation events and from what was recorded of the operations around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from trimtab.facts.operations import Part
+from trimtab.facts.phases import RunPhase
+from trimtab.facts.tensor_kinds import TensorKind
+from trimtab.lab.memory import Around, MemoryEvent
+from trimtab.lab.memory_blocks import AttributedTimeline, Block, Role, spans
+from trimtab.lab.memory_roles import Place, role_of
+from trimtab.run.live_tensors import Origin, States, named_tensors
+
+UNKNOWN = Role(TensorKind.OTHER)
+SCRATCH = Role(TensorKind.ACTIVATIONS, Part.WORKSPACE)
+UNNAMED = Block(0, Role(TensorKind.OTHER), "allocated before")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that an operation returned."""
+
+    address: int
+    nbytes: int
+    index: int
+    """Which of the operation's results it is."""
+    text: str
+    """Its shape and format."""
+
+
+@dataclass(frozen=True)
+class OperationRecord:
+    """One operation that ran."""
+
+    name: str
+    origin: Origin
+    place: Place
+    made: tuple[Made, ...] = ()
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of an address from outside of operations, after some number of them."""
+
+    address: int
+    operations: int
+    kind: TensorKind
+    name: str
+
+
+def attribute(
+    events: Sequence[MemoryEvent],
+    operations: Sequence[OperationRecord],
+    forward: Mapping[int, Origin],
+    known: Sequence[Known],
+    standing: Sequence[Block],
+) -> AttributedTimeline:
+    """Blocks from allocation events.
+
+    Args:
+        events: allocations and releases with the ranges around them, whose labels are numbers of operations.
+        operations: in order.
+        forward: where nodes of the backward pass were made, by autograd's numbers.
+        known: what some addresses were seen to hold, in order.
+        standing: blocks that were there before.
+    """
+    blocks = list(standing)
+    alive = {block.address: index for index, block in enumerate(blocks)}
+    phases: list[RunPhase] = []
+    makers: dict[int, list[tuple[int, int]]] = {}
+    for number, event in enumerate(events):
+        after = event.around.after
+        phases.append(RunPhase.OTHER if after is None else operations[after].place.phase)
+        if event.nbytes > 0:
+            alive[event.address] = len(blocks)
+            makers.setdefault(event.address, []).append((after or 0, len(blocks)))
+            blocks.append(_block(event, number, phases[-1], operations, forward))
+            continue
+        index = alive.pop(event.address, None)
+        if index is None:  # unknown, and it was there before
+            blocks.append(replace(UNNAMED, nbytes=-event.nbytes, end=number, address=event.address))
+        else:
+            start = blocks[index].start
+            made = None if start is None else events[start].around
+            blocks[index] = replace(_released(blocks[index], made, event.around), end=number)
+    for one in known:
+        index = _latest(makers.get(one.address, []), one.operations)
+        if index is not None:
+            blocks[index] = replace(blocks[index], role=Role(one.kind), name=one.name)
+    return AttributedTimeline(tuple(blocks), spans(phases), len(events))
+
+
+def _block(
+    event: MemoryEvent,
+    number: int,
+    phase: RunPhase,
+    operations: Sequence[OperationRecord],
+    forward: Mapping[int, Origin],
+) -> Block:
+    around = event.around
+    short = around.operation.removeprefix("aten::") or "unknown"
+    block = Block(event.nbytes, UNKNOWN, short, phase=phase, start=number, address=event.address)
+    if around.label is None and around.node is None:
+        return replace(block, role=role_of(Place(phase), "", None))
+    if around.label is None:
+        made = forward.get(around.sequence or 0, Origin())
+        part = Part.PARAMETER_GRADIENTS if around.accumulates else Part.GRADIENTS
+        module = f"backward of {made.module}" if made.module else "backward"
+        return replace(block, role=Role(TensorKind.ACTIVATIONS, part), module=module, line=made.line)
+    operation = operations[around.label]
+    block = replace(block, module=operation.origin.module, line=operation.origin.line)
+    if operation.place.phase is RunPhase.BACKWARD:  # recomputed: its results are not looked at
+        return replace(block, role=role_of(operation.place, around.operation, 0))
+    result = next((one for one in operation.made if one.address == event.address), None)
+    role = role_of(operation.place, operation.name, None if result is None else result.index)
+    if result is None:
+        return replace(block, role=role, name=f"scratch of {short}")
+    return replace(block, role=role, name=f"{short} {result.text}", tensor_bytes=result.nbytes)
+
+
+def _released(block: Block, made: Around | None, released: Around) -> Block:
+    """What the place of its release says of a block: scratch, or a gradient of a parameter that was not kept."""
+    if made is None or block.role.kind is not TensorKind.ACTIVATIONS:
+        return block
+    if made.label is None and made.node is not None and made.node == released.node:
+        return replace(block, role=SCRATCH, name=f"scratch of {block.name}")
+    if made.label is not None and made.call is not None and made.call == released.call:
+        return replace(block, role=SCRATCH)
+    if released.accumulates and block.role.part is Part.GRADIENTS:
+        return replace(block, role=replace(block.role, part=Part.PARAMETER_GRADIENTS))
+    return block
+
+
+def _latest(made: Sequence[tuple[int, int]], operations: int) -> int | None:
+    """The last block at an address that one of the first operations made."""
+    found = [block for operation, block in made if operation < operations]
+    return found[-1] if found else None
+
+
+def standing_blocks(model: torch.nn.Module, optimizer: States | None, device: str) -> list[Block]:
+    """What is there before: on a GPU every block of the allocator, on a CPU what has a name."""
+    kind = "cuda" if device.startswith("cuda") else "cpu"
+    found: dict[int, Block] = {}
+    for one in named_tensors(model, optimizer):
+        storage = one.tensor.untyped_storage()
+        if one.tensor.device.type == kind and storage.nbytes():
+            block = Block(
+                storage.nbytes(),
+                Role(one.kind),
+                one.name,
+                one.module,
+                tensor_bytes=storage.nbytes(),
+                address=storage.data_ptr(),
+            )
+            found.setdefault(block.address, block)
+    if kind == "cpu":
+        return list(found.values())
+    return list(_allocated(torch.cuda.memory_snapshot(), torch.cuda.current_device(), found))
+
+
+def _allocated(segments: Any, device: int, named: dict[int, Block]) -> Iterator[Block]:
+    """The allocated blocks of a snapshot of torch's CUDA allocator, with the names that are known."""
+    for segment in segments:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if segment["device"] == device and block["state"] == "active_allocated":
+                yield replace(named.get(address, UNNAMED), nbytes=block["size"], address=address)
+            address += block["size"]

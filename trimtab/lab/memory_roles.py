@@ -1,0 +1,73 @@
+"""What a block of memory is for, from the place of the operation that made it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.facts.operations import Part
+from trimtab.facts.phases import RunPhase
+from trimtab.facts.tensor_kinds import TensorKind
+from trimtab.lab.memory_blocks import Role
+
+SUM_AND_NORM = "trimtab::add_rms_norm"
+"""Returns the norm, and the residual stream that was normed as its second result."""
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a step an operation ran."""
+
+    phase: RunPhase
+    module: str | None = None
+    """Whose method ran; None outside of all modules."""
+    casts_weight: bool = False
+    """Whether its first input is a parameter."""
+
+
+def role_of(place: Place, operation: str, index: int | None) -> Role:
+    """The bucket of a new block, and of activations its part.
+
+    Args:
+        place: of the operation.
+        operation: its name in torch.
+        index: which of its results the block holds; None where it holds none of them.
+
+    Example:
+        >>> role_of(Place(RunPhase.FORWARD, "model.layers.3.mlp.up_proj"), "aten::mm", 0).part
+        <Part.FEED_FORWARD: 'feed-forward'>
+        >>> role_of(Place(RunPhase.OPTIMIZER_STEP), "aten::mul", 0).kind
+        <TensorKind.OTHER: 'other'>
+    """
+    if place.phase not in (RunPhase.FORWARD, RunPhase.LOSS, RunPhase.BACKWARD):
+        return Role(TensorKind.OTHER)
+    return Role(TensorKind.ACTIVATIONS, _part(place, operation, index))
+
+
+def _part(place: Place, operation: str, index: int | None) -> Part:
+    if index is None or (place.casts_weight and operation == "aten::_to_copy"):
+        return Part.WORKSPACE
+    if operation == SUM_AND_NORM and index == 1:
+        return Part.RESIDUAL
+    if operation == SUM_AND_NORM:
+        return Part.NORMS
+    if place.module is None:
+        return Part.LOSS if place.phase is RunPhase.LOSS else Part.INPUTS
+    return part_of_module(place.module)
+
+
+def part_of_module(module: str) -> Part:
+    """The part of the activations that a module of a decoder makes.
+
+    Example:
+        >>> part_of_module("model.layers.0"), part_of_module("model.layers.0.self_attn.q_norm")
+        (<Part.RESIDUAL: 'residual stream'>, <Part.ATTENTION: 'attention'>)
+    """
+    names = module.split(".")
+    if "self_attn" in names:
+        return Part.ATTENTION
+    if "mlp" in names:
+        return Part.FEED_FORWARD
+    if any(name.endswith("norm") for name in names):
+        return Part.NORMS
+    return Part.LOSS if HEAD in names else Part.RESIDUAL

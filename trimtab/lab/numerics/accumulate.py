@@ -1,0 +1,260 @@
+"""One number added many times: what the formats of addends and sum do to the result.
+
+Mixtures are summed by torch, `total += addend` on tensors of no dimension. Torch adds in the wider of both formats
+and rounds the result to the format of the sum.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from trimtab.facts.dtypes import TORCH_NAMES
+from trimtab.facts.errors import RecipeError
+from trimtab.kernels.stochastic_rounding import stochastic_round_
+from trimtab.lab.numerics.formats import FORMATS
+from trimtab.lab.numerics.number_text import parse_number
+
+MOST = 100_000
+"""Additions of one row: seconds."""
+SMALLEST, LARGEST = Fraction("1e-300"), Fraction("1e300")
+"""Magnitudes whose sums and errors fp64 can show."""
+CURVE_POINTS = 200
+SEEDS = 32
+"""Sums with stochastic rounding; each draws other bits."""
+ADDENDS = ("fp32", "fp16", "bf16")
+SUMS = ("fp64", "fp32", "fp16", "bf16")
+
+
+class Method(enum.Enum):
+    """How a sum is taken."""
+
+    PLAIN = "total += addend"
+    CAST = "total += addend cast to the sum's format"
+    KAHAN = "Kahan's compensated sum"
+    STOCHASTIC = "total rounded stochastically"
+
+
+@dataclass(frozen=True)
+class Stagnation:
+    """Where a sum stops to grow: the addend is at most half of the spacing there."""
+
+    total: Fraction
+    spacing: Fraction
+    """Of the sum's format at that total."""
+    step: int | None
+    """The first addition that changed nothing; None where fewer were made."""
+
+
+@dataclass(frozen=True)
+class SumRow:
+    """One way to add."""
+
+    method: Method
+    sum_format: str
+    addend_format: str
+    result: float
+    exact: Fraction
+    """count × value."""
+    rounded_exact: Fraction | None
+    """count × the addend as its format stores it; None where that is not finite."""
+    stagnation: Stagnation | None
+    curve: tuple[tuple[int, float], ...]
+    """(additions, total), thinned out."""
+    spread: tuple[float, float] | None = None
+    """Smallest and largest result of all seeds, for stochastic rounding; `result` is then their mean."""
+
+    @property
+    def error(self) -> float:
+        """Result minus the exact sum."""
+        return _difference(self.result, self.exact)
+
+    @property
+    def relative_error(self) -> float:
+        """|error| / |exact sum|."""
+        return abs(self.error / float(self.exact))
+
+    @property
+    def addend_error(self) -> float | None:
+        """The part that comes from rounding the addend once, before anything was added."""
+        return None if self.rounded_exact is None else float(self.rounded_exact - self.exact)
+
+    @property
+    def adding_error(self) -> float | None:
+        """The part that comes from rounding the sum after each addition."""
+        return None if self.rounded_exact is None else _difference(self.result, self.rounded_exact)
+
+
+@dataclass(frozen=True)
+class AccumulateStudy:
+    """All ways to add a number `count` times."""
+
+    text: str
+    value: Fraction
+    count: int
+    rows: tuple[SumRow, ...]
+
+    def records(self) -> list[dict[str, Any]]:
+        """One JSON record for each way; curves are left out."""
+        return [
+            {
+                "value": self.text,
+                "count": self.count,
+                "method": row.method,
+                "sum": row.sum_format,
+                "addend": row.addend_format,
+                "result": row.result,
+                "exact": row.exact,
+                "error": row.error,
+                "relative_error": row.relative_error,
+                "addend_error": row.addend_error,
+                "adding_error": row.adding_error,
+                "stagnation": row.stagnation,
+                "spread": row.spread,
+            }
+            for row in self.rows
+        ]
+
+
+def study_accumulation(value: str = "0.01", count: int = 1000) -> AccumulateStudy:
+    """Adds a number `count` times in every mixture of formats, compensated, and with stochastic rounding.
+
+    Args:
+        value: as users write it; any finite number but 0.
+        count: of additions, 1 to 100,000.
+
+    Example:
+        >>> study = study_accumulation("0.01", 1000)
+        >>> [(row.sum_format, row.addend_format, round(row.result, 4)) for row in study.rows[3:8]]
+        [('fp32', 'fp32', 10.0001), ('fp32', 'fp16', 10.0021), ('fp32', 'bf16', 10.0098), \
+('fp16', 'fp32', 9.9531), ('fp16', 'fp16', 9.9531)]
+    """
+    if not 1 <= count <= MOST:
+        raise RecipeError(f"--count {count} additions", f"give 1 to {MOST}")
+    exact = parse_number(value).value
+    if exact is None or not SMALLEST <= abs(exact) <= LARGEST:
+        raise RecipeError(
+            f"--value {value.strip()} cannot be summed up", "give a magnitude between 1e-300 and 1e300"
+        )
+    rows = [_plain_row(exact, count, total, addend) for total in SUMS for addend in ADDENDS]
+    rows += [_plain_row(exact, count, "fp32", addend, cast=True) for addend in ("fp16", "bf16")]
+    rows += [_kahan_row(exact, count, name) for name in ("fp16", "bf16")]
+    rows.append(_stochastic_row(exact, count))
+    return AccumulateStudy(value.strip(), exact, count, tuple(rows))
+
+
+def _plain_row(
+    exact: Fraction, count: int, sum_format: str, addend_format: str, *, cast: bool = False
+) -> SumRow:
+    addend = _tensor(exact, addend_format)
+    if cast:
+        addend = addend.to(_dtype(sum_format))
+    total = torch.zeros((), dtype=_dtype(sum_format))
+
+    def add() -> float:
+        nonlocal total
+        total += addend
+        return total.item()
+
+    method = Method.CAST if cast else Method.PLAIN
+    return _row(method, exact, count, sum_format, addend_format, add)
+
+
+def _kahan_row(exact: Fraction, count: int, name: str) -> SumRow:
+    """What the last addition lost is added to the next addend; everything is in one format."""
+    addend = _tensor(exact, name)
+    total, lost = torch.zeros((), dtype=_dtype(name)), torch.zeros((), dtype=_dtype(name))
+
+    def add() -> float:
+        nonlocal total, lost
+        corrected = addend - lost
+        new = total + corrected
+        lost = (new - total) - corrected
+        total = new
+        return total.item()
+
+    return _row(Method.KAHAN, exact, count, name, name, add)
+
+
+def _stochastic_row(exact: Fraction, count: int) -> SumRow:
+    """bf16 sums, rounded up or down with a chance that is right on average; one for each seed."""
+    addend = _tensor(exact, "fp32")
+    total_S = torch.zeros(SEEDS, dtype=torch.bfloat16)
+    step = 0
+
+    def add() -> float:
+        nonlocal step
+        step += 1
+        stochastic_round_(total_S, total_S.float() + addend, seed=0, step=step, param_index=0)
+        return float(total_S.double().mean())
+
+    row = _row(Method.STOCHASTIC, exact, count, "bf16", "fp32", add)
+    return replace(row, spread=(float(total_S.min()), float(total_S.max())))
+
+
+def _row(
+    method: Method,
+    exact: Fraction,
+    count: int,
+    sum_format: str,
+    addend_format: str,
+    add: Callable[[], float],
+) -> SumRow:
+    """Adds `count` times and looks at the totals."""
+    stored = FORMATS[addend_format].round(exact).value
+    plain = method in (Method.PLAIN, Method.CAST)
+    every = max(1, count // CURVE_POINTS)
+    curve, before, stuck = [(0, 0.0)], 0.0, None
+    for step in range(1, count + 1):
+        if stuck is None:
+            total = add()
+            if plain and total == before:  # the next addition is the same one
+                stuck = step
+        if step % every == 0 or step == count:
+            curve.append((step, total))
+        before = total
+    return SumRow(
+        method,
+        sum_format,
+        addend_format,
+        before,
+        exact * count,
+        None if stored is None else stored * count,
+        _stagnation(sum_format, stored, stuck) if plain else None,
+        tuple(curve),
+    )
+
+
+def _stagnation(sum_format: str, addend: Fraction | None, step: int | None) -> Stagnation | None:
+    """The first total at which half of the spacing is not less than the addend: 0 or a power of two; None where the
+    range ends before it."""
+    if addend is None:
+        return None
+    found = FORMATS[sum_format]
+    total = Fraction(0)
+    while found.spacing(total) / 2 < abs(addend):
+        total = total * 2 or found.smallest_normal
+    if total > found.largest:
+        return None
+    return Stagnation(-total if addend < 0 else total, found.spacing(total), step)
+
+
+def _difference(result: float, exact: Fraction) -> float:
+    return float(Fraction(result) - exact) if math.isfinite(result) else result
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, TORCH_NAMES[name])
+
+
+def _tensor(value: Fraction, name: str) -> torch.Tensor:
+    """A number rounded once from its exact value; by way of fp64 it could be rounded twice."""
+    number = FORMATS[name].round(value)
+    plain = float("inf") if number.value is None else float(number.value)
+    return torch.tensor(-plain if number.value is None and number.negative else plain, dtype=_dtype(name))

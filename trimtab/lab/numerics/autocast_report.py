@@ -1,0 +1,207 @@
+"""Dtypes under autocast, as a document."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from trimtab.lab.numerics.autocast import AutocastStudy, TracedModel
+from trimtab.lab.numerics.formats import FORMATS
+from trimtab.lab.numerics.norms import WIDTH, NormRow
+from trimtab.report.document import Document, Section, Table, Text
+from trimtab.run.dtype_trace import Operation
+
+MOVES = ("_unsafe_view", "clone", "ones_like", "detach", "copy_")
+"""Operations that compute nothing; views are left out too."""
+CAST = "_to_copy"
+FIRST_BLOCK = "model.layers.0"
+BLOCKS = "model.layers."
+
+Signature = tuple[tuple[str, str, str, int], ...]
+"""(operation, inputs, output, times) of everything that a module runs."""
+
+
+def autocast_document(
+    study: AutocastStudy, facts: Sequence[str] = (), command: str = "trimtab numerics autocast"
+) -> Document:
+    """The report.
+
+    Example:
+        >>> from trimtab.lab.numerics.autocast import study_autocast
+        >>> autocast_document(study_autocast("bf16")).title
+        'Autocast to bf16 on cpu'
+    """
+    toy, decoder = study.models
+    sections = (
+        _questions(study),
+        Section("Operations of the toy model", (_forward(toy), _backward(toy))),
+        Section(
+            "Operations of trimtab's decoder",
+            (
+                Text(
+                    "One block and what is around it, views and copies left out. Autocast casts the input and the "
+                    "weight of each matrix product; the residual stream, norms, softmax and loss stay in fp32."
+                    if _stays_wide(decoder)
+                    else "One block and what is around it, views and copies left out."
+                ),
+                _forward(decoder),
+                _backward(decoder),
+            ),
+        ),
+        _norms(study.norms),
+    )
+    return Document(f"Autocast to {study.dtype} on {study.device}", tuple(facts), sections, command)
+
+
+def _questions(study: AutocastStudy) -> Section:
+    toy, decoder = study.models
+    rows = (
+        ("parameters", toy.parameters, decoder.parameters),
+        ("first linear layer's output", toy.first_layer, decoder.first_layer),
+        ("first norm's output", toy.norm, decoder.norm),
+        ("logits", toy.logits, decoder.logits),
+        ("loss", toy.loss, decoder.loss),
+        ("gradients", toy.gradients, decoder.gradients),
+    )
+    table = Table("Formats of one step", ("what", toy.name, decoder.name), rows)
+    return Section("What has which format", (Text(_answer(toy)), table, Text(_decoder_answer(decoder))))
+
+
+def _answer(toy: TracedModel) -> str:
+    """Where torch's autocast keeps fp32, of what was seen."""
+    text = (
+        "The toy model is linear → ReLU → LayerNorm → linear with cross entropy. Autocast changes no parameter: it "
+        "casts the inputs of single operations while they run."
+    )
+    if toy.norm == "fp32":
+        return f"{text} On this device layer_norm is among those that it runs in fp32."
+    return (
+        f"{text} On this device layer_norm is not among those that it runs in fp32, and its output stays {toy.norm}; "
+        "autocast for CUDA GPUs runs it in fp32."
+    )
+
+
+def _decoder_answer(decoder: TracedModel) -> str:
+    if not decoder.norm == decoder.logits == decoder.gradients == decoder.parameters == "fp32":
+        return f"The decoder's norms gave {decoder.norm}, its logits are {decoder.logits}."
+    return (
+        "trimtab's decoder does not depend on the list: its residual stream has the weights' format, norms compute "
+        "in it, and the loss takes fp32 logits. Gradients have the format of their parameters."
+    )
+
+
+def _stays_wide(decoder: TracedModel) -> bool:
+    names = ("rsqrt", "_softmax", "_log_softmax")
+    seen = [one for one, _ in decoder.operations if one.name in names and not one.backward]
+    return bool(seen) and all(one.output == "fp32" for one in seen)
+
+
+def _computes(one: Operation) -> bool:
+    return not one.is_view and one.name not in MOVES
+
+
+def _forward(model: TracedModel) -> Table:
+    """A row for each operation of each module; modules that run the same are together."""
+    modules: dict[str, list[tuple[str, str, str, int]]] = {}
+    for one, times in model.operations:
+        other_block = one.module.startswith(BLOCKS) and not f"{one.module}.".startswith(f"{FIRST_BLOCK}.")
+        if one.backward or other_block or not _computes(one):
+            continue
+        modules.setdefault(one.module, []).append((one.name, one.inputs, one.output, times))
+    alike: dict[Signature, list[str]] = {}
+    for module, operations in modules.items():
+        alike.setdefault(tuple(operations), []).append(_short(module))
+    rows = []
+    for signature, names in alike.items():
+        for place, (name, inputs, output, times) in enumerate(signature):
+            shown = ", ".join(names) if place == 0 else ""
+            rows.append((shown, _operation(name), inputs, output, str(times)))
+    return Table("Forward", ("module", "operation", "inputs", "output", "times"), tuple(rows))
+
+
+def _short(module: str) -> str:
+    """A module's path without what all of them share."""
+    if not module:
+        return "outside of modules"
+    if module == FIRST_BLOCK:
+        return "block: residual stream"
+    return module.removeprefix(f"{FIRST_BLOCK}.").removeprefix("model.")
+
+
+def _operation(name: str) -> str:
+    return "cast" if name == CAST else name
+
+
+def _backward(model: TracedModel) -> Table:
+    counts: dict[tuple[str, str, str], int] = {}
+    for one, times in model.operations:
+        if one.backward and _computes(one):
+            key = (_operation(one.name), one.inputs, one.output)
+            counts[key] = counts.get(key, 0) + times
+    rows = tuple((*key, str(times)) for key, times in sorted(counts.items()))
+    return Table(
+        "Backward, all modules",
+        ("operation", "inputs", "output", "times"),
+        rows,
+        note="Each operation's backward runs in the format of its forward pass, outside of the autocast region.",
+    )
+
+
+def _norms(rows: Sequence[NormRow]) -> Section:
+    largest = FORMATS["fp16"].largest
+    text = (
+        f"A norm adds up squares. The square of an activation is beyond fp16 from {math.sqrt(largest):.0f} on, and the "
+        f"sum of {WIDTH} squares from a root mean square of {math.sqrt(largest / WIDTH):.1f} on; bf16 has the range, "
+        "but a sum in it drops every square below half of its spacing. Both RMSNorms below get the same 16-bit "
+        "activations and are compared with fp64; one rounds every step to 16 bits, the other computes in fp32 and "
+        "rounds the result, as trimtab's do."
+    )
+    table = Table(
+        f"RMSNorm of {WIDTH} activations",
+        (
+            "format",
+            "activations (rms)",
+            "squares = inf",
+            "squares = 0",
+            "mean square",
+            "by torch's mean",
+            "added one by one",
+            "error, 16-bit steps",
+            "error, fp32 inside",
+        ),
+        tuple(
+            (
+                row.format,
+                f"{row.scale:g}",
+                f"{row.overflowed:.1%}",
+                f"{row.vanished:.1%}",
+                f"{row.mean_square:.4g}",
+                f"{row.torch_mean_square:.4g}",
+                f"{row.sequential_mean_square:.4g}",
+                f"{row.error:.2g}",
+                f"{row.error_fp32_inside:.2g}",
+            )
+            for row in rows
+        ),
+        note=(
+            "Errors are relative. Where a square is infinite the norm divides by infinity: the output is 0 and the "
+            "error 1. torch's mean adds 16-bit squares up in fp32 inside."
+        ),
+    )
+    return Section("Why norms stay in fp32", (Text(text), table, Text(_norm_lesson(rows))))
+
+
+def _norm_lesson(rows: Sequence[NormRow]) -> str:
+    """Of what was computed."""
+    said = []
+    for name in ("fp16", "bf16"):
+        own = [row for row in rows if row.format == name]
+        lost = [row for row in own if row.error > 0.5]
+        factor = sorted(row.error / row.error_fp32_inside for row in own)[len(own) // 2]
+        part = f"In {name} the steps in 16 bits make the error {factor:.1f} times as large in the median row"
+        if lost:
+            part += f", and nothing is left of the signal from activations of {lost[0].scale:g} on"
+        said.append(f"{part}.")
+    worst = max(rows, key=lambda row: row.error_fp32_inside)
+    said.append(f"With fp32 inside no error is above {worst.error_fp32_inside:.2g}, the last rounding's.")
+    return " ".join(said)

@@ -1,0 +1,122 @@
+"""What is quantized: values drawn at random, or a tensor of a safetensors file."""
+
+# R rows (output channels of a weight), C columns
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trimtab.facts.errors import DataError, RecipeError
+from trimtab.facts.names import path_of, shortened
+
+KINDS = {
+    "gauss": "normal values, standard deviation 0.02, as weights have",
+    "outliers": "the same, one value in a thousand 20 times as large",
+    "uniform": "all values between -0.05 and 0.05 equally likely",
+    "relu": "normal values, those below zero set to 0, as activations after a ReLU",
+}
+"""Name and description of what can be drawn."""
+SHAPE = (256, 512)
+MOST_VALUES = 2**21
+"""Of a tensor; more of its rows would change no digit that is shown."""
+SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Finite values that are not all equal."""
+
+    name: str
+    description: str
+    values_RC: torch.Tensor
+    """fp32."""
+
+
+def load_sample(data: str, seed: int = 0) -> Sample:
+    """The values of a name out of KINDS, or of `FILE.safetensors:TENSOR`.
+
+    A tensor of one dimension is one row, of more than two rows of its last. Of a large one the first rows are taken.
+
+    Example:
+        >>> load_sample("gauss").values_RC.shape
+        torch.Size([256, 512])
+    """
+    if data in KINDS:
+        return Sample(data, KINDS[data], _drawn(data, seed))
+    if SUFFIX not in data:
+        near = difflib.get_close_matches(data, KINDS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise RecipeError(
+            f"there is no data '{shortened(data)}'",
+            f"{hint}use one of {', '.join(KINDS)}, or a tensor as FILE.safetensors:TENSOR",
+        )
+    head, _, name = data.rpartition(f"{SUFFIX}:")
+    path = path_of(f"{head}{SUFFIX}" if head else data, "--data")
+    tensor, shape = _read(path, name)
+    values_RC = tensor.reshape(-1, shape[-1]) if len(shape) > 1 else tensor.reshape(1, -1)
+    columns = min(values_RC.shape[1], MOST_VALUES)
+    values_RC = values_RC[: max(1, MOST_VALUES // columns), :columns].float().contiguous()
+    _check_values(values_RC, name)
+    text = f"{tuple(shape)}, {str(tensor.dtype).removeprefix('torch.')}"
+    taken = values_RC.numel()
+    part = f", the first {taken:,} values" if taken < math.prod(shape) else ""
+    return Sample(name, f"{text} in {path.name}{part}", values_RC)
+
+
+def _drawn(kind: str, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "uniform":
+        return torch.rand(SHAPE, generator=generator) * 0.1 - 0.05
+    values_RC = torch.randn(SHAPE, generator=generator) * 0.02
+    if kind == "relu":
+        return values_RC.relu()
+    if kind == "outliers":
+        large_RC = torch.rand(SHAPE, generator=generator) < 1e-3
+        values_RC = torch.where(large_RC, 20 * values_RC, values_RC)
+    return values_RC
+
+
+def _read(path: Path, name: str) -> tuple[torch.Tensor, list[int]]:
+    """As many slices of the first dimension as are needed, and the whole tensor's shape."""
+    if not path.is_file():
+        raise DataError(f"{path} is not there", "give the path of a safetensors file")
+    try:
+        opened: Any = safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path} cannot be read ({error})", "download or write the file again") from None
+    with opened:
+        names = sorted(opened.keys())
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.3)
+            hint = f"did you mean {near[0]}? " if near else ""
+            shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            raise RecipeError(
+                f"{path.name} has no tensor '{shortened(name)}'",
+                f"{hint}name one with :TENSOR; it has {shown}",
+            )
+        found = opened.get_slice(name)
+        shape = list(found.get_shape())
+        if not math.prod(shape):
+            raise DataError(f"{name} in {path.name} is empty", "choose another tensor")
+        inner = math.prod(shape[1:])
+        tensor = found[: -(-MOST_VALUES // inner)] if shape else opened.get_tensor(name)
+    if not tensor.is_floating_point():
+        raise DataError(
+            f"{name} in {path.name} holds {tensor.dtype}", "choose a tensor of floating-point numbers"
+        )
+    return tensor, shape or [1]
+
+
+def _check_values(values_RC: torch.Tensor, name: str) -> None:
+    wrong = int((~values_RC.isfinite()).sum())
+    if wrong:
+        raise DataError(f"{name} has {wrong:,} values that are NaN or infinite", "choose another tensor")
+    if bool((values_RC == values_RC.flatten()[0]).all()):
+        raise DataError(f"all values of {name} are equal", "choose a tensor whose values differ")

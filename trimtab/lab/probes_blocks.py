@@ -1,0 +1,185 @@
+"""Operations of a block but matrix products, with the implementations that training chooses on a device.
+
+FLOPs and bytes come from the kernels' own specs, so that measured efficiencies fit what the planner declares.
+
+Legend: N = B · T tokens, C hidden size, H query heads, K key heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.dtypes import BYTES
+from trimtab.facts.operations import Kind
+from trimtab.kernels.attention import Layout, attention, choose_attention
+from trimtab.kernels.attention import spec as attention_spec
+from trimtab.kernels.gated_mlp import gated_activation
+from trimtab.kernels.gated_mlp import spec as gate_spec
+from trimtab.kernels.rms_norm import add_rms_norm, rms_norm
+from trimtab.kernels.rms_norm import spec as norm_spec
+from trimtab.kernels.rope import rope
+from trimtab.kernels.rope import spec as rope_spec
+from trimtab.lab.probes import Cost, Probe, two_passes
+from trimtab.lab.probes_products import torch_dtype
+
+DOCUMENT = {"cuda": 512, "cpu": 128}
+"""Tokens of a document of packed sequences."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What training chooses on a device.
+
+    Example:
+        >>> gpu = DeviceFacts("a GPU", "cuda", 2**34, capability=(9, 0), bf16=True)
+        >>> Choices(gpu, "bf16").pointwise, Choices(gpu, "bf16").attention(128, 4096, packed=False)
+        ('triton', 'sdpa_cudnn')
+    """
+
+    device: DeviceFacts
+    dtype: str
+    """Of weights and products."""
+
+    @property
+    def kind(self) -> str:
+        """cpu or cuda."""
+        return self.device.kind
+
+    @property
+    def pointwise(self) -> str:
+        """Of norms, RoPE and gates."""
+        return "triton" if self.device.runs_triton else "reference"
+
+    def attention(self, head_dim: int, tokens: int, *, packed: bool) -> str:
+        """The attention backend."""
+        return choose_attention(
+            device=self.kind,
+            capability=self.device.capability,
+            dtype=self.dtype,
+            head_dim=head_dim,
+            packed=packed,
+            window=None,
+            training=True,
+            tokens=tokens,
+            triton=self.device.triton,
+        ).impl
+
+    def random(self, *dims: int) -> torch.Tensor:
+        """Normal values in the training dtype."""
+        return torch.randn(dims, device=self.kind, dtype=torch_dtype(self.dtype))
+
+
+def norm_probes(choices: Choices, N: int, C: int) -> list[Probe]:
+    dtype, impl = choices.dtype, choices.pointwise
+    inputs = {"x": choices.random(N, C), "weight_D": choices.random(C)}
+
+    def costs(**more: bool) -> tuple[Cost, Cost]:
+        return (
+            Cost(norm_spec.flops(N, C), norm_spec.bytes_moved(N, C, dtype, **more)),
+            Cost(
+                norm_spec.flops(N, C, backward=True),
+                norm_spec.bytes_moved(N, C, dtype, backward=True, **more),
+            ),
+        )
+
+    norm = partial(rms_norm, eps=1e-6, impl=impl)
+    found = two_passes(Kind.NORM, dtype, impl, norm, inputs, costs(), dims=(N, C))
+    if impl == "triton":  # the addition before the second norm of a block is a part of its kernel
+        both = partial(add_rms_norm, eps=1e-6, impl=impl)
+        inputs = {**inputs, "residual": choices.random(N, C)}
+        name = f"{impl} with addition"
+        found += two_passes(Kind.NORM, dtype, name, both, inputs, costs(residual=True), dims=(N, C))
+    return found
+
+
+def gate_probes(choices: Choices, N: int, width: int) -> list[Probe]:
+    dtype, impl = choices.dtype, choices.pointwise
+    costs = (
+        Cost(gate_spec.flops(N, width), gate_spec.bytes_moved(N, width, dtype)),
+        Cost(gate_spec.flops(N, width, backward=True), gate_spec.bytes_moved(N, width, dtype, backward=True)),
+    )
+    inputs = {"gate": choices.random(N, width), "up": choices.random(N, width)}
+    gate = partial(gated_activation, impl=impl)
+    return two_passes(Kind.GATE, dtype, impl, gate, inputs, costs, dims=(N, width))
+
+
+def rope_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -> list[Probe]:
+    dtype, impl, found = choices.dtype, choices.pointwise, []
+    # Queries and keys are normed in the same kernel, where a model has such norms; otherwise by norms of their own.
+    for norm in (False, True) if impl == "triton" else (False,):
+        made = rope_spec.make_inputs(rope_spec.Case("probe", B, T, H, K, D, norm=norm), dtype, choices.kind)
+        angles = {"cos_BTF": made["cos"], "sin_BTF": made["sin"]}
+        inputs = {"q_BTHD": made["q"], "k_BTKD": made["k"], **angles}
+        if norm:
+            inputs |= {"q_weight_D": made["q_weight"], "k_weight_D": made["k_weight"]}
+        forward, backward = (
+            Cost(
+                rope_spec.flops(B * T, H, K, D, norm=norm, backward=way),
+                rope_spec.bytes_moved(B * T, H, K, D, dtype, norm=norm, backward=way),
+            )
+            for way in (False, True)
+        )
+        found += two_passes(
+            Kind.ROPE,
+            dtype,
+            f"{impl} with norm" if norm else impl,
+            partial(rope, impl=impl),
+            inputs,
+            (forward, backward),
+            dims=(B, T, H, K, D),
+            frozen=tuple(angles),
+        )
+    return found
+
+
+def attention_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -> list[Probe]:
+    dtype, document = choices.dtype, DOCUMENT[choices.kind]
+    packed = choices.attention(D, T, packed=True)
+    runs = [(choices.attention(D, T, packed=False), False)]
+    if packed != runs[0][0]:
+        runs.append((packed, False))
+    if document < T and T % document == 0:
+        runs.append((packed, True))
+    inputs = {
+        "q_BTHD": choices.random(B, T, H, D),
+        "k_BSKD": choices.random(B, T, K, D),
+        "v_BSKD": choices.random(B, T, K, D),
+    }
+    found = []
+    for impl, documents in runs:
+        masked = impl in attention_spec.MASKED  # a mask is read, and no pair skipped for it
+        layout = Layout.causal()
+        pairs = B * attention_spec.visible_pairs(T, T)
+        if documents:
+            layout = Layout.packed((torch.arange(T) // document).expand(B, T))
+            if not masked:
+                pairs = B * (T // document) * attention_spec.visible_pairs(document, document)
+        ready = layout.ready(impl, choices.kind, T, B=B, dtype=torch_dtype(dtype))
+        forward, backward = (
+            Cost(
+                attention_spec.flops(pairs, H, D, backward=way),
+                attention_spec.bytes_moved(B, T, T, H, K, D, dtype, backward=way),
+            )
+            for way in (False, True)
+        )
+        found += two_passes(
+            Kind.ATTENTION,
+            dtype,
+            f"{impl} packed" if documents and masked else impl,
+            partial(attention, layout=ready, impl=impl),
+            inputs,
+            (forward, backward),
+            dims=(pairs // (B * T), D),
+        )
+    return found
+
+
+def add_probes(choices: Choices, N: int, C: int) -> list[Probe]:
+    x, y = choices.random(N, C), choices.random(N, C)
+    moved = 3.0 * N * C * BYTES[choices.dtype]
+    run = partial(torch.add, x, y)
+    return [Probe(Kind.ADD, choices.dtype, float(N * C), moved, run, impl="torch", dims=(N, C))]

@@ -1,0 +1,58 @@
+"""How a recipe is profiled, checked. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimtab.facts.errors import RecipeError, ResourceError
+from trimtab.run.prepare import Prepared
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """How a recipe is profiled.
+
+    Args:
+        steps: timed optimizer steps.
+        warm_up: steps before them.
+        document: tokens per document of packed sequences; None for one document per sequence.
+        folder: gets memory.json with every block of the recorded step, and the trace.
+        trace: also write a trace that ui.perfetto.dev opens.
+        nvtx: emit NVTX ranges around the timed steps, for NVIDIA's tools, and run no profiler of our own.
+        snapshot: a file for torch's own snapshot of the CUDA allocator.
+    """
+
+    steps: int = 5
+    warm_up: int = 2
+    document: int | None = None
+    folder: Path | None = None
+    trace: bool = False
+    nvtx: bool = False
+    snapshot: Path | None = None
+
+
+def check_options(options: ProfileOptions, prepared: Prepared) -> None:
+    """RecipeError or ResourceError for what cannot be done."""
+    if options.steps < 1 or options.warm_up < 0:
+        word, value = ("--steps", options.steps) if options.steps < 1 else ("--warm-up", options.warm_up)
+        raise RecipeError(
+            f"{word} {value} is no number of steps", "give 1 step or more, and a warm-up of 0 or more"
+        )
+    tokens = prepared.recipe.max_seq_length
+    if options.document is not None and not 2 <= options.document <= tokens:
+        raise RecipeError(
+            f"--document {options.document} is no length of a document", f"give 2 to {tokens} tokens"
+        )
+    if options.nvtx and (options.trace or options.snapshot is not None):
+        raise RecipeError(
+            "--nvtx runs without the profiler that writes traces and snapshots", "leave one of them out"
+        )
+    if prepared.device.kind == "cuda":
+        return
+    for option, given in (("--nvtx", options.nvtx), ("--snapshot", options.snapshot is not None)):
+        if given:
+            raise ResourceError(
+                f"{option} needs a CUDA GPU, and this profile runs on the CPU",
+                f"leave {option} out; the report and memory.json are written on a CPU too",
+            )

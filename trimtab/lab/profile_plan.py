@@ -1,0 +1,116 @@
+"""What the plan says of a step that is profiled, in the terms of the measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trimtab.facts.dtypes import TORCH_NAMES
+from trimtab.facts.operations import Kind
+from trimtab.lab.operation_times import ADDITIONS
+from trimtab.lab.profile_result import Ceiling, OperationRow, PredictedPeak, PredictedStep, ProfiledJob
+from trimtab.lab.timing import Ceilings
+from trimtab.plan.make import Plan
+from trimtab.plan.step_time import UPDATE
+from trimtab.plan.time import flops_per_token
+
+
+def profiled_job(plan: Plan) -> ProfiledJob:
+    """The recipe with every `auto` decided."""
+    job, resolved = plan.job, plan.resolved
+    settings = {
+        "device": plan.device.name,
+        "training": _method(plan),
+        "dtypes": f"products {job.dtype}, weights {job.weights_dtype}, gradients {job.gradient_dtype}",
+        "attention": ", ".join(dict.fromkeys(job.attention_backends)),
+        "loss": job.loss_impl,
+        "optimizer": f"{job.optimizer}{' inside the backward pass' if job.in_backward else ''}",
+        "recompute": resolved.memory_plan.description,
+        "torch.compile": "on" if resolved.compile.enabled else "off",
+        "CUDA graphs": "on" if resolved.graphs.enabled else "off",
+        "sequences": f"{job.batch} × {job.tokens} tokens{', packed' if job.packed else ''}, "
+        f"{job.accumulation} {'microbatch' if job.accumulation == 1 else 'microbatches'} per step",
+    }
+    return ProfiledJob(
+        plan.recipe.model.name,
+        plan.shape.num_parameters,
+        job.trained.count,
+        job.batch,
+        job.tokens,
+        job.accumulation,
+        job.packed,
+        job.dtype,
+        settings,
+    )
+
+
+def _method(plan: Plan) -> str:
+    job = plan.job
+    if job.lora is None:
+        return "all weights"
+    base = f" on {job.quantization.kind.upper()} weights" if job.quantization is not None else ""
+    return f"LoRA, rank {job.lora.r}{base}"
+
+
+def model_flops(plan: Plan) -> float:
+    """FLOPs of an optimizer step's forward and backward passes, each once: what is recomputed does not count."""
+    job = plan.job.changed(policies=("none",) * plan.shape.num_layers, mlp_tiles=1)
+    return flops_per_token(job) * job.batch * job.tokens * job.accumulation
+
+
+def ceiling_of(plan: Plan, measured: Ceilings | None) -> Ceiling:
+    """The device's peak rate: of its data sheet, or as measured with a large product."""
+    known = plan.device.ceiling(plan.job.dtype)
+    if known is not None:
+        return Ceiling(*known, dtype=plan.job.dtype, is_data_sheet=True)
+    assert measured is not None, "a device without a data sheet is measured"
+    names = {theirs: name for name, theirs in TORCH_NAMES.items()}
+    dtype = names.get(measured.matmul_dtype, measured.matmul_dtype)
+    source = f"measured with a large {dtype} product"
+    return Ceiling(measured.matmul_flops_per_s, source, dtype, is_data_sheet=False)
+
+
+def predicted_step(plan: Plan) -> PredictedStep | None:
+    """Time of an optimizer step; None where the device's rates are not known."""
+    step = plan.time.step
+    if step is None:
+        return None
+    update = sum(one.total for one in step.operations if one.phase == UPDATE)
+    return PredictedStep(step.seconds, step.low_seconds, step.high_seconds, update, step.basis)
+
+
+def predicted_peak(plan: Plan) -> PredictedPeak:
+    """Memory at the peak of a step."""
+    buckets = plan.memory.peak.to_dict()
+    return PredictedPeak(
+        {name: amount for name, amount in buckets.items() if name != "total"},
+        buckets["total"],
+        plan.memory.moment.describe(),
+        plan.memory.outside,
+        min(plan.limit, plan.device.available_bytes),
+    )
+
+
+def operation_rows(
+    measured: Mapping[str, tuple[float, float, float]], plan: Plan
+) -> tuple[OperationRow, ...]:
+    """Measured seconds of each operation in one microbatch next to the plan's, the longest first.
+
+    Args:
+        measured: seconds of forward, recomputation and backward by operation.
+        plan: of the same job.
+    """
+    predicted = _predicted(plan)
+    rows = [OperationRow(name, *seconds, predicted.pop(name, None)) for name, seconds in measured.items()]
+    rows += [OperationRow(name, 0.0, 0.0, 0.0, seconds) for name, seconds in predicted.items() if seconds > 0]
+    return tuple(sorted(rows, key=lambda row: -max(row.measured, row.predicted or 0.0)))
+
+
+def _predicted(plan: Plan) -> dict[str, float]:
+    """Seconds of each operation in one microbatch; empty where there are no rates."""
+    found: dict[str, float] = {}
+    for one in plan.time.step.operations if plan.time.step is not None else ():
+        if one.phase == UPDATE:
+            continue
+        name = ADDITIONS if one.kind is Kind.ADD and one.name.endswith(".grad") else one.name
+        found[name] = found.get(name, 0.0) + one.total / plan.job.accumulation
+    return found

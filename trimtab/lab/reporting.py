@@ -1,0 +1,155 @@
+"""Reports of studies: measurements to a document, a document to files.
+
+Measurements of different machines are kept apart: each machine has its own sections, and no table mixes two.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from trimtab.facts.errors import DataError, ResourceError
+from trimtab.facts.files import write_atomic
+from trimtab.lab.records import file_name
+from trimtab.lab.studies import TITLES, find_study
+from trimtab.lab.study import Measurement
+from trimtab.lab.sweep import read_measurements
+from trimtab.report.document import Block, Code, Document, Section, Table, Text
+from trimtab.report.document_markdown import PICTURES, markdown
+from trimtab.report.document_page import write_document_page
+from trimtab.report.pictures import write_pictures
+
+
+def study_document(measurements: Sequence[Measurement], command: str, title: str | None = None) -> Document:
+    """The report of all measurements.
+
+    Args:
+        measurements: of one or several studies, on one or several machines.
+        command: what made them, for the footer.
+        title: of the report; the study's own by default.
+
+    Raises:
+        DataError: a measurement is of a study that this version does not have.
+
+    Example:
+        >>> study_document(measurements, "trimtab bench sizes").title                # doctest: +SKIP
+        'Parameters of the study models'
+    """
+    unknown = sorted({m.cell.study for m in measurements} - set(TITLES))
+    if unknown:
+        raise DataError(
+            f"there are records of {', '.join(unknown)}, a study that this version of trimtab does not have",
+            f"give records of these studies: {', '.join(TITLES)}",
+        )
+    machines = list(dict.fromkeys(m.machine.name for m in measurements))
+    studies = [name for name in TITLES if any(m.cell.study == name for m in measurements)]
+    sections: list[Section] = []
+    for machine in machines:
+        for name in studies:
+            own = [m for m in measurements if m.cell.study == name and m.machine.name == machine]
+            found = find_study(name).sections(own) if own else []
+            sections += [_of_machine(one, machine) for one in found] if len(machines) > 1 else found
+    heading = title or (TITLES[studies[0]] if len(studies) == 1 else "Studies")
+    return Document(heading, _facts(measurements), tuple(_distinct_ids(sections)), command)
+
+
+def read_document(paths: Sequence[Path], command: str) -> tuple[Document, list[Measurement], int]:
+    """(the report of record files or folders, their measurements, damaged lines that were left out).
+
+    Raises:
+        DataError: a path has no measurement, or its records are of another version of trimtab.
+    """
+    measurements, damaged = read_measurements(paths)
+    try:
+        return study_document(measurements, command), measurements, damaged
+    except (KeyError, TypeError) as error:  # what a study of this version reports is not in its records
+        raise DataError(
+            f"the records are of another version of trimtab: {type(error).__name__}: {error}",
+            "measure again with this version and another --out",
+        ) from error
+
+
+def _of_machine(section: Section, machine: str) -> Section:
+    """The section with its machine in the heading and in the ids of its charts."""
+    suffix = f"-{file_name(machine).replace('.', '-')}"
+    return Section(
+        f"{section.title} ({machine})", tuple(_with_id(block, suffix=suffix) for block in section.blocks)
+    )
+
+
+def _distinct_ids(sections: Sequence[Section]) -> list[Section]:
+    """Charts of several studies in one document may have one id: later ones get a number."""
+    counts: dict[str, int] = {}
+    found = []
+    for section in sections:
+        blocks: list[Block] = []
+        for block in section.blocks:
+            if isinstance(block, Text | Code | Table):
+                blocks.append(block)
+                continue
+            counts[block.id] = counts.get(block.id, 0) + 1
+            times = counts[block.id]
+            blocks.append(_with_id(block, suffix=f"-{times}") if times > 1 else block)
+        found.append(replace(section, blocks=tuple(blocks)))
+    return found
+
+
+def _with_id(block: Block, *, suffix: str) -> Block:
+    return block if isinstance(block, Text | Code | Table) else replace(block, id=block.id + suffix)
+
+
+def _facts(measurements: Sequence[Measurement]) -> tuple[str, ...]:
+    """Machines, commits and days, each once."""
+    names = list(dict.fromkeys(m.machine.name for m in measurements))
+    commits = [name for name in dict.fromkeys(m.commit for m in measurements) if name not in ("", "unknown")]
+    days = sorted({m.time[:10] for m in measurements})
+    found = [*names]
+    if commits:
+        found.append(f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}")
+    if days:
+        found.append(days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}")
+    return tuple(found)
+
+
+def prepare_folder(folder: Path) -> None:
+    """Makes the folder of a study's records and report, before anything is measured.
+
+    Raises:
+        ResourceError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise _unwritable(error, folder) from None
+
+
+def write_report(document: Document, folder: Path) -> list[Path]:
+    """Writes report.md, report.html and, with matplotlib, pictures/*.png; returns what was written.
+
+    Raises:
+        ResourceError: the folder cannot be written.
+
+    Example:
+        >>> write_report(study_document(measurements, "trimtab bench step"), Path("lab/step"))  # doctest: +SKIP
+        [PosixPath('lab/step/report.md'), PosixPath('lab/step/report.html')]
+    """
+    target, page = folder / "report.md", folder / "report.html"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        pictures = write_pictures(document, folder / PICTURES)
+        write_atomic(target, markdown(document, [picture.stem for picture in pictures]))
+    except OSError as error:
+        raise _unwritable(error, folder) from None
+    write_document_page(document, page)
+    return [target, page, *pictures]
+
+
+def _unwritable(error: OSError, folder: Path) -> Exception:
+    if error.errno == errno.ENAMETOOLONG:  # the command line shortens it
+        return error
+    return ResourceError(f"{folder} cannot be written: {error.strerror}", "give another place with --out")

@@ -1,0 +1,152 @@
+"""Time of whole steps, synchronized, by two clocks: the host's and, on a CUDA GPU, the device's own.
+
+A step is timed as a user would see it: the device is idle when it begins, and it ends when the device is idle again.
+Nothing is evicted from the caches and nothing waits for the host's launches, unlike in `trimtab.lab.timing`, which
+times kernels. Events are recorded on the device before the first and behind the last kernel, so that the device's span
+can be compared with the host's clock: what they differ by is the cost of launching the first kernel and of noticing
+the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from trimtab.lab.samples import Samples
+from trimtab.lab.step_times import StepTimes
+from trimtab.lab.timing import Run
+
+LEAST_STEPS = 2
+"""Timed even where the budget has run out: a standard deviation needs two."""
+
+
+class StepClock(Protocol):
+    """The clocks of a device. Tests have one with known delays."""
+
+    def synchronize(self) -> None:
+        """Waits until the device has finished."""
+
+    def now(self) -> float:
+        """Seconds of the host."""
+
+    def mark(self) -> Any:
+        """An event at this point of the device's work; None where the host itself does the work."""
+
+    def span_ms(self, start: Any, stop: Any) -> float:
+        """Milliseconds between two events, of a device that has finished."""
+
+
+class HostClock:
+    """A CPU: the host's clock is the only one."""
+
+    def synchronize(self) -> None:
+        """Nothing runs on after a call."""
+
+    def now(self) -> float:
+        """Seconds of the host."""
+        return time.perf_counter()
+
+    def mark(self) -> Any:
+        """No event."""
+        return None
+
+    def span_ms(self, start: Any, stop: Any) -> float:
+        """Is never asked for."""
+        raise AssertionError("a CPU has no events")
+
+
+class CudaClock:
+    """A CUDA GPU: events on the current stream."""
+
+    def synchronize(self) -> None:
+        """Waits for all streams."""
+        torch.cuda.synchronize()
+
+    def now(self) -> float:
+        """Seconds of the host."""
+        return time.perf_counter()
+
+    def mark(self) -> Any:
+        """A recorded event."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def span_ms(self, start: Any, stop: Any) -> float:
+        """Between two recorded events."""
+        return float(start.elapsed_time(stop))
+
+
+def clock_of(device: str) -> StepClock:
+    """The clocks of `cpu` or `cuda`.
+
+    Example:
+        >>> type(clock_of("cpu")).__name__
+        'HostClock'
+    """
+    return CudaClock() if device.startswith("cuda") else HostClock()
+
+
+def time_steps(
+    prepare: Callable[[], Run],
+    *,
+    device: str,
+    steps: int,
+    warm_up: int,
+    budget_s: float | None = None,
+    clock: StepClock | None = None,
+) -> StepTimes:
+    """Times steps one by one; every time is kept, those of the warm-up apart.
+
+    Args:
+        prepare: returns the step to time. It is called before each one, outside the timed part: for a backward pass it
+            runs the forward pass.
+        device: `cpu` or `cuda`.
+        steps: timed steps, at least one.
+        warm_up: steps before them; 0 times the first step of a process with all that it has to set up.
+        budget_s: no further step begins when the timed ones have taken so many seconds; `LEAST_STEPS` are made in any
+            case. None for no limit.
+        clock: of the device, unless a test has another.
+
+    Example:
+        >>> x = torch.ones(4, requires_grad=True)
+        >>> found = time_steps(lambda: (x * x).sum().backward, device="cpu", steps=3, warm_up=1)
+        >>> found.host.repetitions, found.device, len(found.warm_up_ms)
+        (3, None, 1)
+    """
+    assert steps >= 1, "at least one step is timed"
+    assert warm_up >= 0, "a warm-up cannot be negative"
+    clock = clock or clock_of(device)
+    warm = [_time_one(prepare, clock) for _ in range(warm_up)]
+    timed: list[tuple[float, float | None]] = []
+    spent_ms = 0.0
+    while len(timed) < steps:
+        if budget_s is not None and spent_ms >= 1e3 * budget_s and len(timed) >= LEAST_STEPS:
+            break
+        timed.append(_time_one(prepare, clock))
+        spent_ms += timed[-1][0]
+    spans = tuple(span for _, span in timed if span is not None)
+    return StepTimes(
+        host=Samples(tuple(host for host, _ in timed)),
+        device=Samples(spans) if spans else None,
+        warm_up_ms=tuple(host for host, _ in warm),
+    )
+
+
+def _time_one(prepare: Callable[[], Run], clock: StepClock) -> tuple[float, float | None]:
+    """(milliseconds of the host, milliseconds between the device's events) of one step."""
+    run = prepare()
+    clock.synchronize()
+    start = clock.now()
+    first = clock.mark()
+    kept = (
+        run()
+    )  # what it returns is released after the clock has stopped: a loss has a whole graph behind it
+    last = clock.mark()
+    clock.synchronize()
+    host = 1e3 * (clock.now() - start)
+    del kept
+    return host, None if first is None else clock.span_ms(first, last)

@@ -1,0 +1,176 @@
+"""The options of the study, checked, and the cells that they ask for. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from trimtab.facts.dtypes import dtype_alias
+from trimtab.facts.errors import RecipeError
+from trimtab.kernels.weighted_sum.spec import IMPLS as WEIGHTED_SUM_IMPLS
+from trimtab.lab.studies.attention.formula import at_least
+from trimtab.lab.studies.attention.settings import (
+    BACKENDS,
+    PLAIN,
+    TILED,
+    AttentionSettings,
+    Mode,
+    Visibility,
+    WeightedSumSettings,
+)
+from trimtab.lab.study import Cell
+
+STUDY = "attention"
+DTYPES = ("fp32", "bf16", "fp16")
+HEAD_DIMS = (16, 32, 64, 128)
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+LONGEST_ON_CPU = 4096
+"""By default: there plain attention at batch 8 takes seconds for one pass, where a GPU takes milliseconds."""
+LONGEST_TILED = 4096
+"""Of `tiled`, unless it is asked for by name: its loop in Python launches N²/8192 tiles, one after the other."""
+BATCHES = (8, 1)
+
+
+class Compile(enum.Enum):
+    """Which backends are also measured under torch.compile."""
+
+    PLAIN = "plain"
+    ALL = "all"
+    NONE = "none"
+
+
+def compile_choice(name: str) -> Compile:
+    """The choice of a name; a RecipeError with the nearest one.
+
+    Example:
+        >>> compile_choice("all")
+        <Compile.ALL: 'all'>
+    """
+    return Compile(_known("choice of --compile", [name], [one.value for one in Compile])[0])
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure; an empty sequence stands for the default of the device.
+
+    Args:
+        backends: names of `BACKENDS`.
+        dtypes: fp32, bf16, fp16; by default fp32 and bf16, on a CPU fp32.
+        head_dims, lengths, batches: every combination is measured. Lengths are 256 … 65536 by default, on a CPU
+            256 … 4096.
+        heads: of each sequence.
+        compile: which backends are also measured under torch.compile.
+        visibility: causal, or every query sees every key.
+        repetitions: of each pass.
+        seconds: of timing per cell, for both passes together; fewer repetitions are made where they do not fit.
+        every: also try what cannot fit the device's memory.
+        weighted_sum: also time the kernel of docs/writing-a-kernel.md.
+    """
+
+    backends: Sequence[str] = ()
+    dtypes: Sequence[str] = ()
+    head_dims: Sequence[int] = ()
+    lengths: Sequence[int] = ()
+    batches: Sequence[int] = ()
+    heads: int = 1
+    compile: Compile = Compile.PLAIN
+    visibility: Visibility = Visibility.CAUSAL
+    repetitions: int = 100
+    seconds: float = 2.0
+    every: bool = False
+    weighted_sum: bool = True
+
+
+def cells(options: Options | None = None, *, device: str = "cpu", memory_bytes: int) -> list[Cell]:
+    """The cells of the study, short ones first.
+
+    A cell whose formula exceeds the device's memory is marked as not to be tried: it is recorded as "out of memory
+    (predicted)", never as measured. Its settings have the memory that it was compared with, so that the same cell,
+    measured with `every`, is another record.
+
+    Args:
+        options: all defaults, if not given.
+        device: cpu or cuda.
+        memory_bytes: all memory of the device.
+
+    Raises:
+        RecipeError: an option has an unknown name or an impossible value.
+
+    Example:
+        >>> small = Options(["reference", "triton"], lengths=[256], head_dims=[64], batches=[8], weighted_sum=False)
+        >>> [(c.settings["backend"], c.settings["mode"]) for c in cells(small, memory_bytes=2**35)]
+        [('reference', 'eager'), ('reference', 'compiled'), ('triton', 'eager')]
+    """
+    options = options or Options()
+    checked = _checked(options, device)
+    settings = _attention(checked, device, memory_bytes, long_tiled=TILED in options.backends)
+    found = [Cell(STUDY, one.to_dict()) for one in settings]
+    if checked.weighted_sum:
+        found += [
+            Cell(STUDY, WeightedSumSettings(
+                impl, dtype, device=device, repetitions=checked.repetitions, seconds=checked.seconds
+            ).to_dict())
+            for dtype in checked.dtypes
+            for impl in WEIGHTED_SUM_IMPLS
+        ]  # fmt: skip
+    return found
+
+
+def _attention(
+    checked: Options, device: str, memory_bytes: int, *, long_tiled: bool
+) -> Iterator[AttentionSettings]:
+    axes = (checked.dtypes, checked.batches, checked.lengths, checked.head_dims, checked.backends)
+    for dtype, batch, length, head_dim, backend in itertools.product(*axes):
+        if backend == TILED and length > LONGEST_TILED and not long_tiled:
+            continue
+        for mode in _modes(backend, checked.compile):
+            cell = AttentionSettings(
+                backend, mode, dtype, batch, checked.heads, head_dim, length, checked.visibility,
+                device, checked.repetitions, checked.seconds,
+            )  # fmt: skip
+            fits = checked.every or at_least(cell) <= memory_bytes
+            yield cell if fits else replace(cell, memory_bytes=memory_bytes)
+
+
+def _modes(backend: str, compile: Compile) -> tuple[Mode, ...]:
+    also = compile is Compile.ALL or (compile is Compile.PLAIN and backend == PLAIN)
+    return (Mode.EAGER, Mode.COMPILED) if also else (Mode.EAGER,)
+
+
+def _checked(options: Options, device: str) -> Options:
+    """The options with the defaults of the device; RecipeError for what cannot be measured."""
+    cpu = device == "cpu"
+    lengths = tuple(length for length in LENGTHS if not cpu or length <= LONGEST_ON_CPU)
+    found = replace(
+        options,
+        backends=_known("backend", options.backends, BACKENDS) or BACKENDS,
+        dtypes=_known("dtype", [dtype_alias(name) for name in options.dtypes], DTYPES)
+        or (DTYPES[:1] if cpu else DTYPES[:2]),
+        head_dims=_positive("head-dim", options.head_dims) or HEAD_DIMS,
+        lengths=_positive("length", options.lengths) or lengths,
+        batches=_positive("batch", options.batches) or BATCHES,
+    )
+    _positive("heads", [options.heads])
+    _positive("repetitions", [options.repetitions])
+    if not options.seconds > 0:
+        raise RecipeError(f"--seconds {options.seconds:g} leaves no time to measure", "give more than 0")
+    return found
+
+
+def _known(option: str, names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise RecipeError(f"there is no {option} {name!r}", f"{hint}use one of {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
+
+
+def _positive(option: str, values: Sequence[int]) -> tuple[int, ...]:
+    for value in values:
+        if value < 1:
+            raise RecipeError(f"--{option} {value} is too small", "give at least 1")
+    return tuple(dict.fromkeys(values))

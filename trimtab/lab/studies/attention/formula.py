@@ -1,0 +1,134 @@
+"""Bytes that are allocated before the backward pass, from shape and dtype alone. Imports no torch.
+
+They are q, k, v, the output o and what forward saved. Plain attention saves the probabilities, a matrix of N × N for
+each head of each sequence: the memory that grows with N². A tiled backend saves one number per query instead.
+"""
+
+# B batch, H heads, N length, D head dimension
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from trimtab.facts.dtypes import BYTES
+from trimtab.kernels.attention.spec import TILED as TILED_IMPLS
+from trimtab.kernels.attention.spec import saved_bytes
+from trimtab.lab.studies.attention.settings import PLAIN, TILED, AttentionSettings, Mode
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Bytes before backward in two parts."""
+
+    linear: int
+    """q, k, v, o, copies of them and statistics of the rows: grow with N."""
+    quadratic: int
+    """Matrices of N × N."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.linear + self.quadratic
+
+
+def is_quadratic(backend: str) -> bool:
+    """Whether a backend saves matrices of N × N.
+
+    Example:
+        >>> is_quadratic("reference"), is_quadratic("triton")
+        (True, False)
+    """
+    return backend != TILED and backend not in TILED_IMPLS
+
+
+def before_backward(settings: AttentionSettings) -> Predicted | None:
+    """What an eager backend has allocated before backward; None where torch.compile decides what is saved.
+
+    Example:
+        >>> plain = AttentionSettings("reference", batch=8, length=1024, head_dim=64, dtype="fp32")
+        >>> before_backward(plain).quadratic // 2**20, before_backward(plain).linear // 2**20
+        (33, 12)
+    """
+    if settings.mode is Mode.COMPILED:
+        return None
+    s, width = settings, BYTES[settings.dtype]
+    one = s.batch * s.length * s.heads * s.head_dim * width
+    impl = "triton" if s.backend == TILED else s.backend
+    saved = saved_bytes(impl, s.batch, s.length, s.length, s.heads, s.heads, s.head_dim, s.dtype)
+    if not is_quadratic(s.backend):
+        # heads lie next to each other in q, k and v; `tiled` takes them as sequences of their own, and so copies
+        copies = 3 * one if s.backend == TILED and s.heads > 1 else 0
+        return Predicted(saved + copies, 0)
+    matrices = matrix_bytes(s) * bytes_per_score(s.backend, s.dtype)
+    # Saved tensors are copies here: the reference's of k and v, sdpa_math's in fp32 of q, k and v. The caller's own are
+    # alive as well, and so is o. Two exceptions: sdpa_math saves an fp32 v as it is where a product can read it, which
+    # it can with one head; with several, the reference saves a copy of q for the same reason.
+    several = s.heads > 1
+    if s.backend == PLAIN:
+        alive = (4 if several else 3) * one
+    else:
+        alive = (4 if several or width != FP32 else 3) * one
+    mask = s.length**2 if s.backend == PLAIN and s.causal else 0
+    return Predicted(saved - matrices + alive, matrices + mask)
+
+
+def matrix_bytes(settings: AttentionSettings, width: int = 1) -> int:
+    """A number of so many bytes for each pair of query and key: B · H · N² · width.
+
+    Example:
+        >>> matrix_bytes(AttentionSettings("reference", batch=8, length=1024), width=4) // 2**20
+        32
+    """
+    return settings.batch * settings.heads * settings.length**2 * width
+
+
+def bytes_per_score(backend: str, dtype: str) -> int:
+    """Bytes that a quadratic backend saves for each pair of query and key.
+
+    The softmax is in fp32 and saves its result; the reference also saves the copy in 16 bits that multiplies v.
+
+    Example:
+        >>> bytes_per_score("reference", "fp32"), bytes_per_score("reference", "bf16")
+        (4, 6)
+    """
+    rounded = BYTES[dtype] if backend == PLAIN and BYTES[dtype] != FP32 else 0
+    return FP32 + rounded
+
+
+def at_least(settings: AttentionSettings) -> int:
+    """Bytes that the cell certainly needs at once.
+
+    Eager: what is allocated before backward. Compiled: q, k, v and, of plain attention, one matrix of scores.
+
+    Example:
+        >>> cell = AttentionSettings("reference", mode=Mode.COMPILED, batch=1, length=1024, head_dim=64)
+        >>> at_least(cell) == 4 * (1024 * 1024 + 3 * 1024 * 64)
+        True
+    """
+    known = before_backward(settings)
+    if known is not None:
+        return known.total
+    s, width = settings, BYTES[settings.dtype]
+    inputs = 3 * s.batch * s.length * s.heads * s.head_dim * width
+    return inputs + (matrix_bytes(s, width) if is_quadratic(s.backend) else 0)
+
+
+def longest_length(settings: AttentionSettings, memory_bytes: int) -> int:
+    """The largest N at which what is allocated before backward fits into so many bytes.
+
+    Backward needs more than that, so a device runs out of memory at shorter lengths.
+
+    Example:
+        >>> longest_length(AttentionSettings("reference", batch=8, head_dim=64), 40 * 2**30)
+        35890
+    """
+    low, high = 0, 1
+    while at_least(replace(settings, length=high)) <= memory_bytes:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = at_least(replace(settings, length=middle)) <= memory_bytes
+        low, high = (middle, high) if fits else (low, middle)
+    return low

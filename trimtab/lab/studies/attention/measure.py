@@ -1,0 +1,195 @@
+"""Measures one cell: the backend is verified at a small length, then memory and times are taken at the cell's own."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import _dynamo as dynamo
+
+from trimtab.adapt.compiling import compilations, use_cache_folder
+from trimtab.facts.devices import host_memory
+from trimtab.facts.errors import ModelError
+from trimtab.facts.units import format_bytes
+from trimtab.kernels.attention import choose_attention
+from trimtab.kernels.attention.spec import Case, make_inputs
+from trimtab.kernels.triton_support import runs_triton
+from trimtab.lab.contests import disagreement
+from trimtab.lab.memory import kept_bytes, peak_bytes
+from trimtab.lab.studies.attention.formula import at_least
+from trimtab.lab.studies.attention.results import AttentionResult, PassTimes
+from trimtab.lab.studies.attention.running import Attend, AttentionRun, build_attention
+from trimtab.lab.studies.attention.settings import PLAIN, TILED, AttentionSettings, Mode, is_weighted_sum
+from trimtab.lab.study import NotSupported, PredictedOutOfMemory
+from trimtab.lab.timing import cache_state, time_samples
+
+CHECKED_LENGTH, CHECKED_BATCH = 256, 3
+"""Shape on which a backend is compared with truth before it is timed. An uncommon batch: where this shape is compiled,
+the code must not be found again when the seconds of compiling a cell's own shape are taken."""
+RESULTS = ("o", "dq", "dk", "dv")
+
+
+class WrongResult(Exception):
+    """A backend whose error is larger than allowed; it gets no time."""
+
+
+def measure(settings: dict[str, Any]) -> dict[str, Any]:
+    """One cell of the study.
+
+    Example:
+        >>> cell = AttentionSettings("sdpa_flash", length=64, batch=1, repetitions=2)
+        >>> len(measure(cell.to_dict())["forward"]["times_ms"])
+        2
+    """
+    if is_weighted_sum(settings):
+        from trimtab.lab.studies.attention.weighted_sum import measure_weighted_sum
+
+        return measure_weighted_sum(settings)
+    return measure_attention(AttentionSettings.from_dict(settings)).to_dict()
+
+
+def measure_attention(settings: AttentionSettings) -> AttentionResult:
+    """Verifies the backend, then takes memory and times."""
+    if settings.memory_bytes is not None:
+        need, there = format_bytes(at_least(settings)), format_bytes(settings.memory_bytes)
+        raise PredictedOutOfMemory(f"needs at least {need}, and the device has {there}")
+    check_supported(settings, _capability(settings.device), triton=runs_triton(torch.device(settings.device)))
+    if is_compiled(settings):
+        use_cache_folder()
+        dynamo.reset()  # otherwise the second shape would be compiled for lengths of any size
+    _verify(replace(settings, batch=CHECKED_BATCH, length=CHECKED_LENGTH, repetitions=1, seconds=1.0))
+    _release(settings.device)
+    return _measured(settings)
+
+
+def check_supported(settings: AttentionSettings, capability: tuple[int, int] | None, *, triton: bool) -> None:
+    """NotSupported where the device lacks what the backend needs.
+
+    Args:
+        settings: the cell.
+        capability: of a CUDA device; None on a CPU.
+        triton: whether Triton kernels run on the device.
+
+    Example:
+        >>> check_supported(AttentionSettings("sdpa_flash", device="cuda", dtype="bf16"), (9, 0), triton=True)
+    """
+    if settings.backend == TILED:
+        if settings.mode is Mode.COMPILED:
+            raise NotSupported("torch.compile would unroll its loop over tiles into one graph")
+        return
+    try:
+        choose_attention(
+            device=settings.device,
+            capability=capability,
+            dtype=settings.dtype,
+            head_dim=settings.head_dim,
+            packed=False,
+            window=None,
+            training=True,
+            requested=settings.backend,
+            tokens=settings.length,
+            triton=triton,
+            causal=settings.causal,
+        )
+    except ModelError as error:
+        raise NotSupported(error.cause.partition("cannot be used here: ")[2] or error.cause) from None
+
+
+def is_compiled(settings: AttentionSettings) -> bool:
+    """Whether torch.compile takes part: FlexAttention is compiled in any case.
+
+    Example:
+        >>> is_compiled(AttentionSettings("flex")), is_compiled(AttentionSettings("sdpa_math"))
+        (True, False)
+    """
+    return settings.mode is Mode.COMPILED or settings.backend == "flex"
+
+
+@cache  # once in a process for each backend and dtype, not for each length
+def _verify(settings: AttentionSettings) -> None:
+    """Compares output and gradients with the reference in fp64; WrongResult where they are further from it than the
+    reference in the same dtype, plus a small share."""
+    s = settings
+    case = Case("check", s.batch, s.length, s.length, s.heads, s.heads, s.head_dim, causal=s.causal)
+    plain = build_attention(replace(s, backend=PLAIN, mode=Mode.EAGER))
+    truth = _results(plain, *make_inputs(case, "fp64", s.device)[:4])
+    own = _results(plain, *make_inputs(case, s.dtype, s.device)[:4])
+    got = _results(build_attention(s), *make_inputs(case, s.dtype, s.device)[:4])
+    sentence = disagreement(RESULTS, got, truth, own, s.dtype)
+    if sentence is not None:
+        raise WrongResult(f"{s.backend} in {s.dtype} is not timed: {sentence}")
+
+
+def _results(
+    attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor
+) -> list[torch.Tensor]:
+    """Those that `RESULTS` names."""
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    o = attend(*inputs)
+    return [o.detach(), *torch.autograd.grad(o, inputs, gradient)]
+
+
+def _measured(settings: AttentionSettings) -> AttentionResult:
+    device, usable = settings.device, _usable_bytes(settings.device)
+    run = AttentionRun(settings)
+    compile_seconds, compile_cached = _first_call(run) if is_compiled(settings) else (0.0, False)
+    if not is_compiled(settings):
+        run.forward_backward()  # workspaces of the libraries are not memory of the operation
+    kept = kept_bytes(run.forward, device)
+    peak = peak_bytes(run.forward_backward, device)
+    forward, backward = (
+        time_samples(
+            prepare,
+            device=device,
+            repetitions=settings.repetitions,
+            budget_ms=1e3 * settings.seconds / 2,
+            warm_up=1,
+        )
+        for prepare in (run.prepare_forward, run.prepare_backward)
+    )
+    return AttentionResult(
+        PassTimes(forward, backward, cache_state(device)),
+        before_backward_bytes=run.input_bytes + kept,
+        peak_bytes=run.input_bytes + peak,
+        usable_bytes=usable,
+        compile_seconds=compile_seconds,
+        compile_cached=compile_cached,
+    )
+
+
+def _first_call(run: AttentionRun) -> tuple[float, bool]:
+    """(seconds of compiling both passes, whether all compiled code was found in torch's cache)."""
+    dynamo.reset()  # the check has compiled another shape
+    counters = dynamo.utils.counters["inductor"]
+    hits, misses, (_, seconds) = counters["fxgraph_cache_hit"], counters["fxgraph_cache_miss"], compilations()
+    run.forward_backward()
+    missed = counters["fxgraph_cache_miss"] > misses
+    return compilations()[1] - seconds, counters["fxgraph_cache_hit"] > hits and not missed
+
+
+def _release(device: str) -> None:
+    """Gives back what earlier cells of this process left in the allocator's cache."""
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
+def _capability(device: str) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if device.startswith("cuda") else None
+
+
+def _usable_bytes(device: str) -> int:
+    """All memory of a GPU; of a host, what the limit of this process leaves, or everything where there is none."""
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info()[1]
+    import resource  # not on Windows, where no limit is set
+
+    everything, statm = host_memory()[0], Path("/proc/self/statm")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY or not statm.exists():
+        return everything
+    return min(everything, limit - int(statm.read_text().split()[0]) * resource.getpagesize())

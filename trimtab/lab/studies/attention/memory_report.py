@@ -1,0 +1,185 @@
+"""The report's part on memory: the formula against what was measured, and where memory runs out. Imports no torch."""
+
+from __future__ import annotations
+
+from trimtab.facts.units import format_bytes
+from trimtab.lab.studies.attention.formula import (
+    before_backward,
+    bytes_per_score,
+    is_quadratic,
+    longest_length,
+)
+from trimtab.lab.studies.attention.readings import Group, Reading, Readings, Variant
+from trimtab.lab.studies.attention.results import AttentionResult
+from trimtab.lab.studies.attention.settings import AttentionSettings, Mode, Visibility
+from trimtab.lab.studies.attention.tables import NOTHING, format_mib
+from trimtab.lab.study import Outcome
+from trimtab.report.document import Block, Section, Table, Text
+
+FORMULA = (
+    "Plain attention keeps the probabilities for backward: one number for each pair of query and key, B · H · N² of "
+    "them for B sequences, H heads and N tokens. The softmax is in fp32, so that each takes {fp32} bytes in fp32 and "
+    "{bf16} bytes in bf16 or fp16, where the rounded copy that multiplies v is kept too; a causal mask adds N² bytes. "
+    "Everything else grows with N. A tiled backend (FlashAttention) keeps one number per query instead of N, and "
+    "computes the scores once more in backward."
+)
+
+
+def memory_section(readings: Readings) -> Section | None:
+    """Predicted and measured memory before backward; None where nothing was measured."""
+    rows = [
+        row
+        for group in readings.groups
+        for variant in readings.variants(group)
+        if (row := _formula_row(readings, group, variant)) is not None
+    ]
+    if not rows:
+        return None
+    text = FORMULA.format(
+        fp32=bytes_per_score("reference", "fp32"), bf16=bytes_per_score("reference", "bf16")
+    )
+    table = Table(
+        "Before backward at the longest measured length",
+        ("settings", "backend", "head dim", "length", "formula, MiB", "of it N²", "measured, MiB", "measured / formula",
+         "growth by the last doubling"),
+        tuple(rows),
+        "A growth of 4 is quadratic, one of 2 linear. torch.compile decides itself what it saves: there is no formula.",
+    )  # fmt: skip
+    return Section("Memory before backward, by the formula and measured", (Text(text), table))
+
+
+def _formula_row(readings: Readings, group: Group, variant: Variant) -> tuple[str, ...] | None:
+    """At the longest length that was measured, and there at the largest head dimension."""
+    own = [
+        one
+        for one in readings.all
+        if one.group == group and one.variant == variant and one.result is not None
+    ]
+    if not own:
+        return None
+    last = max(own, key=lambda one: (one.settings.length, one.settings.head_dim))
+    s, result = last.settings, last.result
+    assert result is not None
+    measured, predicted = result.before_backward_bytes, before_backward(s)
+    half = readings.result(group, s.length // 2, s.head_dim, variant)
+    formula = (NOTHING,) * 2
+    ratio = NOTHING
+    if predicted is not None:
+        formula = (format_mib(predicted.total), f"{predicted.quadratic / predicted.total:.0%}")
+        ratio = f"{measured / predicted.total:.3f}"
+    growth = NOTHING if half is None else f"{measured / half.before_backward_bytes:.2f}×"
+    return (
+        group.title, str(variant), str(s.head_dim), str(s.length), *formula, format_mib(measured), ratio, growth,
+    )  # fmt: skip
+
+
+def limits_section(readings: Readings) -> Section | None:
+    """The length at which each backend runs out of memory; None where nothing was measured."""
+    usable = min((one.result.usable_bytes for one in readings.all if one.result is not None), default=None)
+    if usable is None:
+        return None
+    rows = tuple(
+        row
+        for group in readings.groups
+        for variant in readings.variants(group)
+        for row in _limit_rows(readings, group, variant, usable)
+    )
+    blocks: list[Block] = [Text(_limits_text(readings, usable))]
+    blocks.append(
+        Table(
+            "Lengths that fit",
+            ("settings", "backend", "head dims", "longest measured", "out of memory, measured",
+             "out of memory, predicted", "longest by the formula"),
+            rows,
+            "Longest by the formula: where what is allocated before backward alone fills the memory. Backward needs "
+            "more, so that memory runs out at a shorter length. Compiled: where one matrix of scores fills it.",
+        )
+    )  # fmt: skip
+    return Section("Where memory runs out", tuple(blocks))
+
+
+def _limit_rows(
+    readings: Readings, group: Group, variant: Variant, usable_bytes: int
+) -> list[tuple[str, ...]]:
+    """One row for all head dimensions with the same outcome."""
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for head_dim in readings.head_dims(group):
+        ends: dict[Outcome, list[int]] = {}
+        for length in readings.lengths(group):
+            one = readings.find(group, length, head_dim, variant)
+            if one is not None:
+                ends.setdefault(one.outcome, []).append(length)
+        measured = ends.get(Outcome.MEASURED)
+        key = (
+            str(max(measured)) if measured else NOTHING,
+            _first(ends.get(Outcome.OUT_OF_MEMORY)),
+            _first(ends.get(Outcome.PREDICTED_OUT_OF_MEMORY)),
+        )
+        found.setdefault(key, []).append(head_dim)
+    return [
+        (
+            group.title,
+            str(variant),
+            ", ".join(map(str, head_dims)),
+            *key,
+            _longest(group, variant, head_dims, usable_bytes),
+        )
+        for key, head_dims in found.items()
+    ]
+
+
+def _first(lengths: list[int] | None) -> str:
+    return f"from {min(lengths)}" if lengths else NOTHING
+
+
+def _longest(group: Group, variant: Variant, head_dims: list[int], usable_bytes: int) -> str:
+    """By the formula, from the largest head dimension to the smallest."""
+    mode = Mode.COMPILED if variant.compiled else Mode.EAGER
+    lengths = sorted(
+        {
+            longest_length(
+                AttentionSettings(
+                    variant.backend, mode, group.dtype, group.batch, group.heads, head_dim,
+                    visibility=Visibility(group.visibility),
+                ),
+                usable_bytes,
+            )
+            for head_dim in head_dims
+        }
+    )  # fmt: skip
+    return f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
+
+
+def _limits_text(readings: Readings, usable_bytes: int) -> str:
+    stopped = [one for one in readings.all if one.outcome is Outcome.OUT_OF_MEMORY]
+    predicted = [one for one in readings.all if one.outcome is Outcome.PREDICTED_OUT_OF_MEMORY]
+    measured = [one.settings.length for one in readings.all if one.result is not None]
+    found = [f"A cell could use {format_bytes(usable_bytes)}."]
+    if not stopped and not predicted:
+        found.append(f"Nothing ran out of memory up to {max(measured)} tokens.")
+    if stopped:
+        found.append(_stopped_text(stopped))
+    if predicted:
+        found.append(
+            f"Not tried, since they need at least more than all memory of the device: {len(predicted)} of "
+            f"{len(readings.all)} cells. They are predicted, not measured; --every tries them."
+        )
+    flash = [one.result.peak_bytes for one in readings.all if _is_longest_flash(one, max(measured))]  # type: ignore[union-attr]
+    if flash:
+        found.append(
+            f"At {max(measured)} tokens the tiled backends had at most {format_bytes(max(flash))} allocated in both "
+            "passes together."
+        )
+    return " ".join(found)
+
+
+def _stopped_text(stopped: list[Reading]) -> str:
+    first = min(stopped, key=lambda one: (one.settings.length, one.settings.batch))
+    s, predicted = first.settings, before_backward(first.settings)
+    needs = f", where the formula gives {format_bytes(predicted.total)} before backward" if predicted else ""
+    return f"The first to run out was {first.variant} at {s.length} tokens ({first.group.title}){needs}."
+
+
+def _is_longest_flash(one: Reading, length: int) -> bool:
+    result: AttentionResult | None = one.result
+    return result is not None and one.settings.length == length and not is_quadratic(one.settings.backend)

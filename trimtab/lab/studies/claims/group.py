@@ -1,0 +1,124 @@
+"""The runs of one claim with one model, and what they say of its hypotheses."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trimtab.lab.studies.claims.claim import Claim, Hypothesis, Metric
+from trimtab.lab.studies.claims.declared import CLAIMS
+from trimtab.lab.studies.claims.trial import Result, Trial
+from trimtab.lab.studies.claims.verdict import Interval, Verdict, judge, mean_interval
+from trimtab.lab.study import Measurement, Outcome
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that can be compared: they differ in variant and seed alone."""
+
+    claim: Claim
+    model: str
+    steps: int
+    device: str
+    results: Mapping[tuple[str, int], Result]
+    """By variant and seed."""
+    failures: tuple[tuple[Trial, Measurement], ...]
+    """Runs without a result, and why."""
+
+    @property
+    def seeds(self) -> list[int]:
+        """All that have a result, in order."""
+        return sorted({seed for _, seed in self.results})
+
+    @property
+    def any_result(self) -> Result | None:
+        """One of the results: what was measured before training is the same in all."""
+        return next(iter(self.results.values()), None)
+
+    def of(self, variant: str) -> list[Result]:
+        """The results of a variant, in the order of the seeds."""
+        return [result for (name, _), result in sorted(self.results.items()) if name == variant]
+
+    def values(self, variant: str, metric: Metric) -> list[float]:
+        """A metric after training, one value per seed that has it."""
+        found = [result.after(metric) for result in self.of(variant)]
+        return [value for value in found if value is not None]
+
+    def differences(self, variant: str, baseline: str, metric: Metric) -> list[float]:
+        """Variant − baseline of each seed that has both; seeds with which both diverged are left out."""
+        found = []
+        for seed in self.seeds:
+            one, other = (
+                self.results[name, seed].after(metric) if (name, seed) in self.results else None
+                for name in (variant, baseline)
+            )
+            if one is not None and other is not None:
+                found.append(metric.difference(one, other))
+        return [value for value in found if not math.isnan(value)]
+
+    def interval(self, variant: str, baseline: str, metric: Metric) -> Interval | None:
+        """Of the paired difference."""
+        return mean_interval(self.differences(variant, baseline, metric), self.resolution(metric))
+
+    def resolution(self, metric: Metric) -> float:
+        """The step in which a metric moves."""
+        return self.any_result.resolution(metric) if self.any_result else 0.0
+
+    def shrinkage(self, variant: str) -> float | None:
+        """The share by which decay alone shrinks weights, mean over seeds; None without a result."""
+        found = [result.shrinkage for result in self.of(variant)]
+        return statistics.fmean(found) if found else None
+
+    def verdict(self, hypothesis: Hypothesis) -> Verdict:
+        """What the runs say of a hypothesis."""
+        differences = self.differences(hypothesis.variant, hypothesis.baseline, hypothesis.metric)
+        return judge(
+            hypothesis,
+            differences,
+            resolution=self.resolution(hypothesis.metric),
+            too_weak=self.too_weak(hypothesis),
+        )
+
+    def too_weak(self, hypothesis: Hypothesis) -> str:
+        """Why no effect could show; empty where one could."""
+        least = self.claim.least_shrink
+        one, other = self.shrinkage(hypothesis.variant), self.shrinkage(hypothesis.baseline)
+        if least is None or one is None or other is None or abs(one - other) >= least:
+            return ""
+        return (
+            f"decay shrinks weights by {percent(one)} against {percent(other)}; rounding to bf16 changes them more "
+            f"({percent(least)}), so no effect could show: raise --steps"
+        )
+
+
+def percent(share: float) -> str:
+    """A small share in per cent.
+
+    Example:
+        >>> percent(0.00098), percent(0.63)
+        ('0.098 %', '63 %')
+    """
+    return f"{100 * share:.2g} %"
+
+
+def grouped(measurements: Sequence[Measurement]) -> list[Group]:
+    """Groups of runs, in the order of the claims and then of their appearance."""
+    found: dict[tuple[str, str, int, str], list[tuple[Trial, Measurement]]] = {}
+    for one in measurements:
+        trial = Trial.of(one.cell.settings)
+        found.setdefault((trial.claim, trial.model, trial.steps, trial.device), []).append((trial, one))
+    order = list(CLAIMS)
+    groups = []
+    for (claim, model, steps, device), pairs in sorted(
+        found.items(), key=lambda item: order.index(item[0][0])
+    ):
+        results = {
+            (trial.variant, trial.seed): Result.from_dict(one.result)
+            for trial, one in pairs
+            if one.outcome is Outcome.MEASURED
+        }
+        failures = tuple(pair for pair in pairs if pair[1].outcome is not Outcome.MEASURED)
+        groups.append(Group(CLAIMS[claim], model, steps, device, results, failures))
+    return groups

@@ -1,0 +1,127 @@
+"""Which models are compiled, and how. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trimtab.facts.errors import RecipeError
+from trimtab.lab.choices import check_counts, choose_members
+from trimtab.lab.studies.compile.settings import Backend, Method, Scope, Shapes
+from trimtab.lab.study import FRESH, Cell
+from trimtab.lab.study_models import is_study_model, model_settings, named_shape
+
+STUDY = "compile"
+SIZES = ("small",)
+LENGTHS = (256, 192, 320, 128)
+"""In this order: the first one is timed, the others show what a change of length compiles."""
+BATCH = 1
+PRECISIONS = {"cpu": "fp32", "cuda": "bf16"}
+STEPS = 5
+
+
+def cells(
+    *,
+    device: str,
+    sizes: Sequence[str] = (),
+    methods: Sequence[str] = (),
+    scopes: Sequence[str] = (),
+    shapes: Sequence[str] = (),
+    lengths: Sequence[int] = (),
+    batch: int = BATCH,
+    precision: str | None = None,
+    backend: str = Backend.INDUCTOR.value,
+    steps: int = STEPS,
+) -> list[Cell]:
+    """One cell for each combination, each measured in a process of its own.
+
+    Args:
+        device: cpu, cuda or cuda:N.
+        sizes: study models, recipes, or models by any name that `trimtab plan` takes; small.
+        methods: full, qlora; both. Of a recipe, what it says itself.
+        scopes: regions (each block, as `torch_compile: true` has it), whole; both.
+        shapes: dynamic, static, auto (torch's default, of the whole model alone); dynamic and static for regions, auto
+            for the whole model.
+        lengths: sequence lengths in the order in which they are met; the first one is timed.
+        batch: sequences per step.
+        precision: fp32, bf16 or fp16; fp32 on a CPU, bf16 on a GPU. Of a recipe, what it says itself.
+        backend: inductor, or aot_eager and eager, which only trace.
+        steps: timed steps.
+
+    Raises:
+        RecipeError: an unknown word, with the nearest one; a number too small; a length beyond the model's positions.
+
+    Example:
+        >>> found = cells(device="cpu", sizes=["tiny"], methods=["qlora"])
+        >>> [(cell.settings["scope"], cell.settings["shapes"]) for cell in found]
+        [('regions', 'dynamic'), ('regions', 'static'), ('whole', 'auto')]
+    """
+    check_counts([batch], "--batch")
+    check_counts([steps], "--steps")
+    tokens = check_counts(lengths or LENGTHS, "--lengths", least=2)
+    kind = device.split(":")[0]
+    (chosen_backend,) = choose_members(Backend, [backend], "--backend")
+    chosen_methods = choose_members(Method, methods or ("full", "qlora"), "--methods")
+    chosen_scopes = choose_members(Scope, scopes or ("regions", "whole"), "--scopes")
+    found = []
+    for name in dict.fromkeys(sizes or SIZES):
+        _check_lengths(name, tokens)
+        whose = [method.value for method in chosen_methods] if is_study_model(name) else [None]
+        for method, scope in itertools.product(whose, chosen_scopes):
+            for shape in _shapes(scope, shapes):
+                settings: dict[str, Any] = {
+                    **_model(name),
+                    "method": method,
+                    "scope": scope.value,
+                    "shapes": shape.value,
+                    "lengths": tokens,
+                    "batch": batch,
+                    "precision": _precision(name, precision, kind),
+                    "backend": chosen_backend.value,
+                    "steps": steps,
+                    "device": kind,
+                    FRESH: True,
+                }
+                found.append(Cell(STUDY, settings))
+    if not found:
+        raise RecipeError(
+            "--shapes auto is of the whole model alone", "give --shapes dynamic or --scopes whole"
+        )
+    return found
+
+
+def _check_lengths(name: str, tokens: Sequence[int]) -> None:
+    most = named_shape(name).max_positions
+    if max(tokens) > most:
+        raise RecipeError(
+            f"--lengths {max(tokens)} is longer than the {most} positions of {name}", f"give at most {most}"
+        )
+
+
+def _shapes(scope: Scope, words: Sequence[str]) -> list[Shapes]:
+    chosen = choose_members(Shapes, words, "--shapes")
+    if not chosen:
+        chosen = [Shapes.DYNAMIC, Shapes.STATIC] if scope is Scope.REGIONS else [Shapes.AUTO]
+    return [one for one in chosen if one is not Shapes.AUTO or scope is Scope.WHOLE]
+
+
+def _model(name: str) -> dict[str, str]:
+    """What identifies a model: of a file its text as well, since a recipe says more than its model's shape."""
+    found = model_settings(name)
+    path = Path(name).expanduser()
+    if path.is_file():
+        found["checksum"] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return found
+
+
+def _precision(name: str, asked: str | None, device: str) -> str | None:
+    """Of a study model; None leaves it to the recipe."""
+    if asked is None:
+        return PRECISIONS[device] if is_study_model(name) else None
+    known = ("fp32", "bf16", "fp16")
+    if asked not in known:
+        raise RecipeError(f"--precision {asked!r} is not known", f"choose from {', '.join(known)}")
+    return asked

@@ -1,0 +1,229 @@
+"""The report: graph breaks, programs and why there are several, seconds, gain. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trimtab.lab.profile_tables import ms, percent
+from trimtab.lab.studies.compile.results import CompileResult
+from trimtab.lab.studies.compile.settings import Backend
+from trimtab.lab.study import Measurement, Outcome
+from trimtab.report.document import Bar, BarChart, Block, Section, Table, Text
+
+MOST_PROGRAMS = 30
+"""What a QLoRA model may need over many lengths before compiling costs more than it gains."""
+SHOWN_REASONS = 12
+"""Of each cell; the rest is counted."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured cell."""
+
+    name: str
+    measurement: Measurement
+    result: CompileResult
+
+    @property
+    def traces_only(self) -> bool:
+        """Whether the backend generates no code, so that there is nothing to gain."""
+        return Backend(self.measurement.cell.settings["backend"]) is not Backend.INDUCTOR
+
+
+def sections(measurements: Sequence[Measurement]) -> list[Section]:
+    """All tables of the study; cells that were not measured are listed with their outcome."""
+    rows = [
+        Row(cell_name(m), m, CompileResult.from_dict(m.result))
+        for m in measurements
+        if m.outcome is Outcome.MEASURED
+    ]
+    found = [Section("What was compiled", _what_was_compiled(measurements))]
+    if not rows:
+        return found
+    found += [_programs_section(rows), _breaks_section(rows), _reasons_section(rows), _lengths_section(rows)]
+    timed = [row for row in rows if not row.traces_only]
+    if timed:
+        found += [_seconds_section(timed), _gain_section(timed)]
+    return found
+
+
+def cell_name(measurement: Measurement) -> str:
+    """What readers call a cell: "small qlora, regions, dynamic"."""
+    settings = measurement.cell.settings
+    model = " ".join(str(word) for word in (settings["size"], settings["method"]) if word)
+    return f"{model}, {settings['scope']}, {settings['shapes']}"
+
+
+def _what_was_compiled(measurements: Sequence[Measurement]) -> tuple[Block, ...]:
+    first = measurements[0].cell.settings
+    lengths = ", ".join(str(tokens) for tokens in first["lengths"])
+    text = (
+        "A training step (forward and backward pass, cross entropy, random weights and tokens), built as `trimtab "
+        "train` builds it and then compiled. Scope `regions` compiles each block, as `torch_compile: true` does, and "
+        "`whole` the model with its loss in one go. Shapes: `dynamic` asks for programs that serve every length, "
+        "`static` for one per length, `auto` is torch's default. Each cell meets the lengths "
+        f"{lengths}, in this order, at batch size {first['batch']}, in a process of its own. Backend: "
+        f"{first['backend']}."
+    )
+    blocks: list[Block] = [Text(text)]
+    others = [m for m in measurements if m.outcome is not Outcome.MEASURED]
+    if others:
+        table = tuple((cell_name(m), m.outcome.value, m.message) for m in others)
+        blocks.append(Table("Not measured", ("cell", "outcome", "reason"), table))
+    return tuple(blocks)
+
+
+def _programs_section(rows: Sequence[Row]) -> Section:
+    table = tuple(
+        (
+            row.name,
+            str(len(row.result.cold.breaks)),
+            str(row.result.cold.graphs),
+            str(len(row.result.cold.recompilations)),
+            str(len(row.result.lengths)),
+            f"{row.result.loss_difference:.1e}",
+            f"{row.result.gradient_difference:.1e}",
+        )
+        for row in rows
+    )
+    head = (
+        "cell",
+        "graph breaks",
+        "programs",
+        "recompilations",
+        "lengths",
+        "loss: largest difference to eager",
+        "gradient norm: the same",
+    )
+    whole = [row.name for row in rows if not row.result.cold.breaks]
+    many = [row.name for row in rows if row.result.cold.graphs > MOST_PROGRAMS]
+    text = (
+        f"{len(whole)} of {len(rows)} cells are traced without a graph break. "
+        + (
+            f"More than {MOST_PROGRAMS} programs are needed by: {'; '.join(many)}. "
+            if many
+            else f"None needs more than {MOST_PROGRAMS} programs. "
+        )
+        + "Differences are shares of the eager values; a compiler fuses operations and so rounds elsewhere than eager "
+        "mode does."
+    )
+    return Section("Graph breaks, programs and agreement", (Table("", head, table), Text(text)))
+
+
+def _breaks_section(rows: Sequence[Row]) -> Section:
+    table = tuple(
+        (row.name, one.place, one.reason, str(one.count)) for row in rows for one in row.result.cold.breaks
+    )
+    if not table:
+        return Section("Where graphs break", (Text("No graph breaks in any cell."),))
+    text = (
+        "At each of these places a graph ends and Python takes over: results go through memory instead of staying in "
+        "one kernel, and nothing is fused across."
+    )
+    return Section("Where graphs break", (Table("", ("cell", "place", "reason", "times"), table), Text(text)))
+
+
+def _reasons_section(rows: Sequence[Row]) -> Section:
+    """Every recompilation by function and reason; equal ones are counted."""
+    table: list[tuple[str, ...]] = []
+    for row in rows:
+        again = row.result.cold.recompilations
+        counted = Counter((one.function, one.place, one.reason) for one in again)
+        for key, count in list(counted.items())[:SHOWN_REASONS]:
+            function, place, reason = key
+            seconds = sum(one.seconds for one in again if (one.function, one.place, one.reason) == key)
+            table.append((row.name, f"{function} ({place})", reason, str(count), f"{seconds:.1f}"))
+        if len(counted) > SHOWN_REASONS:
+            table.append((row.name, f"{len(counted) - SHOWN_REASONS} more reasons", "", "", ""))
+    title = "Recompilations and their reasons"
+    if not table:
+        return Section(title, (Text("Nothing was compiled twice in any cell."),))
+    text = (
+        "A program is guarded: it serves inputs for which all assumptions hold that were made while tracing. The "
+        "reason names the assumption that did not. A size that does not match means that the length was taken for a "
+        "constant."
+    )
+    head = ("cell", "function", "reason: the guard that failed", "times", "seconds")
+    return Section(title, (Text(text), Table("", head, tuple(table))))
+
+
+def _lengths_section(rows: Sequence[Row]) -> Section:
+    """Seconds of the first step at each length."""
+    lengths = list(dict.fromkeys(one.tokens for row in rows for one in row.result.lengths))
+    table = []
+    for row in rows:
+        seconds = {one.tokens: f"{one.first_seconds:.2f}" for one in row.result.lengths}
+        table.append((row.name, *(seconds.get(tokens, "–") for tokens in lengths)))
+    head = ("cell", *(f"{tokens} tokens, s" for tokens in lengths))
+    each = [r for r in rows if len(r.result.cold.recompilations) >= len(r.result.lengths) - 1 > 0]
+    once = [row for row in rows if not row.result.cold.recompilations]
+    text = "The first step at each length, in the order in which lengths are met; compilation is part of it. "
+    if once:
+        text += f"One compilation serves all lengths in: {'; '.join(row.name for row in once)}. "
+    if each:
+        text += f"Each new length compiles again in: {'; '.join(row.name for row in each)}."
+    return Section("The first step at each length", (Table("", head, tuple(table)), Text(text.strip())))
+
+
+def _seconds_section(rows: Sequence[Row]) -> Section:
+    table, bars = [], []
+    for row in rows:
+        cold, warm = row.result.cold, row.result.warm
+        saved = "–" if warm is None or not cold.seconds else percent(1 - warm.seconds / cold.seconds, 0)
+        table.append(
+            (
+                row.name,
+                str(cold.graphs),
+                f"{cold.seconds:.1f}",
+                "–" if warm is None else f"{warm.seconds:.1f}",
+                saved,
+                "–" if warm is None else str(warm.cached),
+            )
+        )
+        bars.append(Bar(f"{row.name}: cold", (("seconds", cold.seconds),), f"{cold.seconds:.1f} s"))
+        if warm is not None:
+            bars.append(Bar(f"{row.name}: warm", (("seconds", warm.seconds),), f"{warm.seconds:.1f} s"))
+    head = ("cell", "programs", "cold cache, s", "warm cache, s", "saved", "graphs from the cache")
+    text = (
+        "Cold begins with an empty cache folder. Warm is a second process that finds the first one's code, as a second "
+        "run of the same recipe does: tracing and guards remain, code generation does not."
+    )
+    chart = BarChart("compile-seconds", "Seconds of compilation", "s", tuple(bars))
+    return Section("Seconds of compilation", (Table("", head, tuple(table)), chart, Text(text)))
+
+
+def _gain_section(rows: Sequence[Row]) -> Section:
+    table = tuple(
+        (
+            row.name,
+            str(row.result.timed_tokens),
+            ms(row.result.eager_ms / 1e3),
+            ms(row.result.compiled_ms / 1e3),
+            f"{row.result.speedup:.2f} ×",
+            _steps(row.result.steps_to_gain(row.result.cold.seconds)),
+            "–" if row.result.warm is None else _steps(row.result.steps_to_gain(row.result.warm.seconds)),
+        )
+        for row in rows
+    )
+    head = (
+        "cell",
+        "tokens",
+        "eager, ms",
+        "compiled, ms",
+        "speed-up",
+        "steps until it pays, cold",
+        "steps until it pays, warm",
+    )
+    best = max(rows, key=lambda row: row.result.speedup)
+    text = (
+        "Forward and backward pass at the first length, by the host's clock, synchronized; the optimizer is compiled "
+        f"in neither. The largest speed-up is {best.result.speedup:.2f} × ({best.name}). Compiling pays after the "
+        "number of steps in the last columns; “never” where a compiled step is not faster."
+    )
+    return Section("What compiling gains", (Table("", head, table), Text(text)))
+
+
+def _steps(count: float | None) -> str:
+    return "never" if count is None else f"{count:,.0f}"

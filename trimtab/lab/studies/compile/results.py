@@ -1,0 +1,88 @@
+"""What one cell gives. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trimtab.facts.errors import DataError
+from trimtab.lab.compile_data import CompileLog
+
+
+@dataclass(frozen=True)
+class Length:
+    """One sequence length: how far loss and gradients are from eager mode, as shares; seconds of its first step."""
+
+    tokens: int
+    loss_difference: float
+    gradient_difference: float
+    """Of the global norm."""
+    first_seconds: float
+    """Compilation included."""
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """The result of a cell."""
+
+    cold: CompileLog
+    """With an empty cache."""
+    lengths: tuple[Length, ...]
+    timed_tokens: int
+    eager_ms: float
+    """Forward and backward pass at `timed_tokens`: the median."""
+    compiled_ms: float
+    warm: CompileLog | None = None
+    """Of a second process that finds the first one's code in the cache; None without code to find."""
+
+    @property
+    def speedup(self) -> float:
+        """Eager over compiled time of a step.
+
+        Example:
+            >>> CompileResult(CompileLog(1, 9.0, (), ()), (), 128, eager_ms=30.0, compiled_ms=20.0).speedup
+            1.5
+        """
+        return self.eager_ms / self.compiled_ms if self.compiled_ms else 0.0
+
+    def steps_to_gain(self, seconds: float) -> float | None:
+        """After how many steps a compilation of so many seconds has paid; None where a step gains nothing.
+
+        Example:
+            >>> CompileResult(CompileLog(1, 9.0, (), ()), (), 128, 30.0, 20.0).steps_to_gain(9.0)
+            900.0
+        """
+        gained = (self.eager_ms - self.compiled_ms) / 1e3
+        return seconds / gained if gained > 0 else None
+
+    @property
+    def loss_difference(self) -> float:
+        """The largest over all lengths."""
+        return max((one.loss_difference for one in self.lengths), default=0.0)
+
+    @property
+    def gradient_difference(self) -> float:
+        """The largest over all lengths."""
+        return max((one.gradient_difference for one in self.lengths), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> CompileResult:
+        """Raises DataError for what `to_dict` did not write."""
+        try:
+            return CompileResult(
+                CompileLog.from_dict(data["cold"]),
+                tuple(Length(**one) for one in data["lengths"]),
+                int(data["timed_tokens"]),
+                float(data["eager_ms"]),
+                float(data["compiled_ms"]),
+                None if data["warm"] is None else CompileLog.from_dict(data["warm"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"a result is damaged: {type(error).__name__}: {error}", "measure it again with --again"
+            ) from None

@@ -1,0 +1,127 @@
+"""Which ways are timed, over which prompts."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.api.prompt_files import read_prompts
+from trimtab.facts.errors import DataError, RecipeError
+from trimtab.lab.studies.concurrency.ways import Way
+from trimtab.lab.study import Cell
+from trimtab.run.locate import STARTER
+from trimtab.starter import math_problems
+
+PROMPTS = 32
+PROMPTS_SEED = 26
+NEW_TOKENS = 48
+MOST_WORKERS = 64
+
+
+@dataclass(frozen=True)
+class Job:
+    """What identifies a measurement."""
+
+    way: str
+    model: str
+    file: str | None
+    """The file of prompts; None for held-out problems of the starter's mathematics."""
+    digest: str
+    """Of the prompts: another content under the same name is another measurement."""
+    max_new_tokens: int
+    workers: int
+    cores: int
+    device: str
+
+    def settings(self) -> dict[str, Any]:
+        """As a cell has them."""
+        return asdict(self)
+
+
+def cells(
+    ways: Sequence[str] = (),
+    *,
+    file: Path | None = None,
+    model: str = STARTER,
+    max_new_tokens: int = NEW_TOKENS,
+    workers: int | None = None,
+    device: str = "cpu",
+) -> list[Cell]:
+    """One cell per way.
+
+    Args:
+        ways: names; all of them by default.
+        file: prompts, one per line (.txt), or .jsonl or .csv with `prompt`; by default 32 problems of mathematics.
+        model: `starter`, a folder, a GGUF file, a run folder or a hub id.
+        max_new_tokens: for each prompt, at most.
+        workers: threads or processes at once; by default one per core, from 2 to 4.
+        device: cpu, cuda or cuda:N.
+
+    Raises:
+        RecipeError: an unknown way, or a number out of range.
+        DataError: the file of prompts cannot be read, or has conversations.
+
+    Example:
+        >>> [cell.settings["way"] for cell in cells(["batch", "threads"])]
+        ['batch', 'threads']
+    """
+    cores = available_cores()
+    workers = max(2, min(4, cores)) if workers is None else workers
+    if not 1 <= workers <= MOST_WORKERS:
+        raise RecipeError(f"--workers is {workers}", f"give a number from 1 to {MOST_WORKERS}")
+    if max_new_tokens < 1:
+        raise RecipeError(f"--max-new-tokens is {max_new_tokens}", "give at least 1")
+    names = [checked_way(way) for way in ways] or [way.value for way in Way]
+    digest = hashlib.sha256(json.dumps(prompts(file)).encode()).hexdigest()[:12]
+    place = None if file is None else str(file)
+    return [
+        Cell(
+            "concurrency",
+            Job(name, model, place, digest, max_new_tokens, workers, cores, device).settings(),
+        )
+        for name in dict.fromkeys(names)
+    ]
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def checked_way(name: str) -> str:
+    """The name of a way; RecipeError with the nearest for any other.
+
+    Example:
+        >>> checked_way("batch")
+        'batch'
+    """
+    known = [way.value for way in Way]
+    if name in known:
+        return name
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise RecipeError(f"there is no way {name!r} to generate", f"{hint}the ways are {', '.join(known)}")
+
+
+def prompts(file: Path | None) -> list[str]:
+    """The prompts of a file, or the built-in ones.
+
+    Example:
+        >>> len(prompts(None)), prompts(None)[0].startswith("Question: ")
+        (32, True)
+    """
+    if file is None:
+        return [problem.prompt for problem in math_problems(PROMPTS_SEED, PROMPTS)]
+    found = []
+    for row in read_prompts(file):
+        prompt = row.prompt()
+        if not isinstance(prompt, str):
+            raise DataError(f"{row.place} is a conversation", "give prompts that are texts")
+        found.append(prompt)
+    return found

@@ -1,0 +1,87 @@
+"""A process with a model: loads it, says that it is ready, generates its prompts on a signal, and reports.
+
+    python -m trimtab.lab.studies.concurrency.process
+
+Lines of JSON. In: the order, {"way", "workers", "threads", "model", "device", "max_new_tokens", "prompts"}; then an
+empty line, upon which it generates; it ends with its input. Out: {"ready": true}; then {"digests", "tokens", "bytes"}:
+a digest of each completion, all generated tokens, and the most memory that the process has had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from trimtab.lab.studies.concurrency.ways import Way, generate_all
+
+
+def main() -> int:
+    """Serves one order; 0 at the end of the input."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever is printed on the way is no answer
+    order = json.loads(sys.stdin.readline())
+    generate = prepare(order)
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    if not sys.stdin.readline():
+        return 0
+    print(json.dumps(generate()), file=answers, flush=True)
+    sys.stdin.read()
+    return 0
+
+
+def prepare(order: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Loads the model and completes one prompt, so that nothing is chosen or allocated for the first time later.
+
+    Returns the function that generates and gives the answer.
+    """
+    import torch
+
+    from trimtab.api import load
+
+    if not order["device"].startswith("cuda"):
+        torch.set_num_threads(order["threads"])
+    model = load(order["model"], device=order["device"])
+    limit = {"max_new_tokens": order["max_new_tokens"]}
+    prompts: list[str] = order["prompts"]
+    model.complete(prompts[:1], max_new_tokens=2)
+
+    def generate() -> dict[str, Any]:
+        found = generate_all(
+            Way(order["way"]),
+            prompts,
+            order["workers"],
+            lambda prompt: model.complete(prompt, **limit),
+            lambda texts: model.complete(texts, **limit),
+        )
+        return {
+            "digests": [digest(one.text) for one in found],
+            "tokens": sum(len(one.ids) for one in found),
+            "bytes": peak_bytes_of_process(),
+        }
+
+    return generate
+
+
+def digest(text: str) -> str:
+    """Names a text in twelve characters.
+
+    Example:
+        >>> digest(" 4") == digest(" 4"), len(digest(" 5"))
+        (True, 12)
+    """
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
+def peak_bytes_of_process() -> int:
+    """The most resident memory that this process has had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+if __name__ == "__main__":
+    sys.exit(main())

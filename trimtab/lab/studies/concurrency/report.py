@@ -1,0 +1,189 @@
+"""The table of ways, and what it teaches about threads, coroutines, processes and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trimtab.facts.units import format_bytes
+from trimtab.lab.studies.concurrency.cells import Job
+from trimtab.lab.studies.concurrency.generated import Generated
+from trimtab.lab.studies.concurrency.ways import Way
+from trimtab.lab.study import Measurement, Outcome
+from trimtab.report.document import Bar, BarChart, Block, Section, Table, Text
+
+MISSING = "–"
+WHY = {
+    Way.THREADS: (
+        "Python runs the bytecode of one thread at a time (the global interpreter lock, GIL); torch releases it inside "
+        "its kernels. Threads therefore overlap only where kernels are long, and a small model spends much of a token "
+        "between them. They share one model, so memory hardly grows."
+    ),
+    Way.ASYNCIO: (
+        "Coroutines change places only where they wait for something. Generating waits for nothing, so coroutines that "
+        "call the model directly run one after the other; asyncio helps where a model is behind a network."
+    ),
+    Way.ASYNCIO_THREADS: (
+        "Coroutines that hand each call to a pool of threads and await it (`run_in_executor`) are threads again, with "
+        "an event loop that is free for other work meanwhile."
+    ),
+    Way.PROCESSES: (
+        "Processes have an interpreter and a GIL each, and overlap fully, but each one loads the model: memory is "
+        "multiplied by their number, and so is the work of starting."
+    ),
+    Way.BATCH: (
+        "A batch needs no concurrency at all: one pass through the model adds a token to every row. Reading the "
+        "weights and going through Python costs the same for one row as for many, so the cost per token falls."
+    ),
+}
+"""What is true of each way on any machine."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Ways over the same prompts with the same model."""
+
+    job: Job
+    results: Mapping[Way, Generated]
+    failures: Mapping[Way, Measurement]
+
+    @property
+    def ways(self) -> list[Way]:
+        return [way for way in Way if way in self.results or way in self.failures]
+
+    def speed_up(self, way: Way) -> float | None:
+        """Against one by one; None where one of the two is missing."""
+        first, found = self.results.get(Way.ONE_BY_ONE), self.results.get(way)
+        return None if first is None or found is None else first.seconds / found.seconds
+
+    def different(self, way: Way) -> int:
+        """Completions that differ from those of the first way."""
+        first = next(iter(self.results.values())).digests
+        return sum(a != b for a, b in zip(first, self.results[way].digests, strict=True))
+
+
+def sections(measurements: Sequence[Measurement]) -> list[Section]:
+    """One section per model, file and settings."""
+    found: dict[tuple[object, ...], list[Measurement]] = {}
+    for one in measurements:
+        key = tuple(value for name, value in one.cell.settings.items() if name != "way")
+        found.setdefault(key, []).append(one)
+    return [_section(_group(ones)) for ones in found.values()]
+
+
+def _group(measurements: Sequence[Measurement]) -> _Group:
+    results, failures = {}, {}
+    for one in measurements:
+        way = Way(one.cell.settings["way"])
+        if one.outcome is Outcome.MEASURED:
+            results[way] = Generated(**one.result)
+        else:
+            failures[way] = one
+    ordered = {way: results[way] for way in Way if way in results}
+    return _Group(Job(**measurements[0].cell.settings), ordered, failures)
+
+
+def _section(group: _Group) -> Section:
+    job = group.job
+    source = job.file or "the built-in problems of mathematics"
+    blocks: list[Block] = [
+        Text(
+            f"Model {job.model} on {job.device}, prompts from {source}, at most {job.max_new_tokens} new tokens each, "
+            f"always the likeliest token; {job.workers} workers on {job.cores} CPU cores. Each way was timed once, "
+            "after loading and one prompt to warm up."
+        ),
+        _table(group),
+    ]
+    if group.results:
+        blocks += [_chart(group), Text(_sameness(group))]
+        blocks += [Text(f"{_measured(group, way)} {why}") for way, why in WHY.items() if way in group.results]
+        blocks.append(Text(_conclusion(group)))
+    return Section(f"{job.model}: {len(group.results)} ways to generate one file", tuple(blocks))
+
+
+def _table(group: _Group) -> Table:
+    on_gpu = any(found.device_bytes is not None for found in group.results.values())
+    head = (
+        "way",
+        "seconds",
+        "tokens/s",
+        "speed-up",
+        "start, s",
+        "processes",
+        "peak memory",
+        *(("GPU memory",) if on_gpu else ()),
+        "same completions",
+    )
+    rows = []
+    for way in group.ways:
+        found = group.results.get(way)
+        if found is None:
+            failed = group.failures[way]
+            rows.append((way.value, failed.outcome.value, *(MISSING for _ in head[2:])))
+            continue
+        factor = group.speed_up(way)
+        same = len(found.digests) - group.different(way)
+        rows.append(
+            (
+                way.value,
+                f"{found.seconds:.2f}",
+                f"{found.tokens / found.seconds:,.0f}",
+                MISSING if factor is None else f"{factor:.2f}×",
+                f"{found.start_seconds:.1f}",
+                str(found.processes),
+                format_bytes(found.host_bytes),
+                *((_device_bytes(found),) if on_gpu else ()),
+                f"{same} of {len(found.digests)}",
+            )
+        )
+    note = (
+        "Speed-up against one by one. Start: until all processes have loaded the model, not part of the seconds. Peak "
+        "memory: resident memory of all processes; libraries that they share are counted in each."
+    )
+    return Table("", head, tuple(rows), note)
+
+
+def _device_bytes(found: Generated) -> str:
+    return MISSING if found.device_bytes is None else format_bytes(found.device_bytes)
+
+
+def _chart(group: _Group) -> BarChart:
+    bars = tuple(
+        Bar(way.value, (("generating", found.seconds),), f"{found.seconds:.2f} s")
+        for way, found in group.results.items()
+    )
+    return BarChart(f"concurrency-{group.job.digest}", "Seconds for all prompts", "s", bars)
+
+
+def _sameness(group: _Group) -> str:
+    different = {way: group.different(way) for way in group.results if group.different(way)}
+    if not different:
+        return "All ways gave the same completions, character by character."
+    first = next(iter(group.results)).value
+    listed = ", ".join(f"{way.value} {count}" for way, count in different.items())
+    return (
+        f"Completions that differ from those of {first}: {listed}. Sums of other shapes or on another number of "
+        "threads are added up in another order; where two tokens are almost equally likely, that decides."
+    )
+
+
+def _measured(group: _Group, way: Way) -> str:
+    """The way's own figures."""
+    factor, found = group.speed_up(way), group.results[way]
+    name = f"{way.value[0].upper()}{way.value[1:]}"
+    if factor is None:
+        return f"{name}: {found.seconds:.2f} s."
+    text = f"{name}: {factor:.2f}× the speed of one by one"
+    first = group.results[Way.ONE_BY_ONE]
+    if found.processes > 1:
+        text += f", with {found.host_bytes / first.host_bytes:.1f}× the memory"
+    return f"{text}."
+
+
+def _conclusion(group: _Group) -> str:
+    best = min(group.results, key=lambda way: group.results[way].seconds)
+    text = f"Fastest here: {best.value}, {group.results[best].seconds:.2f} s."
+    if best is not Way.BATCH and Way.BATCH in group.results:
+        ratio = group.results[Way.BATCH].seconds / group.results[best].seconds
+        text += f" A batch took {ratio:.2f}× as long, in one process."
+    return text + " Batches and processes can be combined where one process does not fill the machine."

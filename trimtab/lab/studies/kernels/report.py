@@ -1,0 +1,249 @@
+"""The report: shares by kind, leading kernels, the parts of attention, clocks. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trimtab.lab.kernel_kinds import KernelKind, short_name
+from trimtab.lab.profile_data import Profile
+from trimtab.lab.profile_tables import kernel_blocks, kernel_sections, ms, percent, ratio
+from trimtab.lab.studies.kernels.attention_report import attention_section
+from trimtab.lab.studies.kernels.results import KernelsResult, Pass
+from trimtab.lab.studies.reference_figures import LABEL
+from trimtab.lab.study import Measurement, Outcome
+from trimtab.report.document import Bar, BarChart, Block, Section, Table, Text
+
+__all__ = ["kernel_sections", "sections"]
+
+REFERENCE_SETTINGS = {"size": "small", "batch": 4, "precision": "fp32", "kernels": "reference"}
+REFERENCE_SOFTMAX = {128: "0.7 %", 1024: "3.6 %"}
+"""Of the forward pass of the small model, by context."""
+REFERENCE_GEMM = "70–85 %"
+CLOCK_TOLERANCE = 0.03
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured cell."""
+
+    name: str
+    id: str
+    measurement: Measurement
+    result: KernelsResult
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether the reference study has figures for these settings."""
+        settings = self.measurement.cell.settings
+        return all(settings[key] == value for key, value in REFERENCE_SETTINGS.items())
+
+    @property
+    def context(self) -> int:
+        """Tokens per sequence."""
+        return int(self.measurement.cell.settings["context"])
+
+
+def sections(measurements: Sequence[Measurement]) -> list[Section]:
+    """All tables of the study; cells that were not measured are listed with their outcome."""
+    rows = [_row(m) for m in measurements if m.outcome is Outcome.MEASURED]
+    profiled = [row for row in rows if row.result.profiles]
+    found = [Section("What was run", _what_was_run(measurements, rows))]
+    if not profiled:
+        return found
+    found += [_kinds_section(profiled), _products_section(profiled), _leading_section(profiled)]
+    if any(row.result.attention for row in profiled):
+        found.append(attention_section([(row.name, row.result.attention) for row in profiled]))
+    found.append(_clock_section(profiled))
+    found += [
+        Section(f"Full step: {row.name}", kernel_blocks(row.result.profiles[Pass.FULL], Pass.FULL.value))
+        for row in profiled
+    ]
+    return found
+
+
+def cell_name(measurement: Measurement) -> str:
+    """What readers call a cell: "small, context 128, fp32, reference"."""
+    settings = measurement.cell.settings
+    parts = [settings["size"], f"context {settings['context']}", settings["precision"], settings["kernels"]]
+    return ", ".join(str(part) for part in parts)
+
+
+def _row(measurement: Measurement) -> Row:
+    settings = measurement.cell.settings
+    id = "-".join(str(settings[key]) for key in ("size", "context", "precision", "kernels"))
+    return Row(
+        cell_name(measurement), id.replace(".", "-"), measurement, KernelsResult.from_dict(measurement.result)
+    )
+
+
+def _what_was_run(measurements: Sequence[Measurement], rows: Sequence[Row]) -> tuple[Block, ...]:
+    first = measurements[0].cell.settings
+    entries = "kernels of the GPU" if first["device"] == "cuda" else "operators of torch on the CPU"
+    text = (
+        f"Entries are {entries}. Inference is a forward pass that saves nothing; forward saves what backward reads; "
+        "a full step is forward, backward and AdamW. CUDA graphs and torch.compile are off while profiling, so that "
+        "each kernel is seen with the operator that launched it. Weights are fp32; bf16 and fp16 run under autocast. "
+        "Kernels `reference` are plain attention and torch's own operations, `fast` what `trimtab train` chooses on "
+        f"this device. The loss is {first['loss'].replace('_', ' ')}, the batch size {first['batch']}."
+    )
+    blocks: list[Block] = [Text(text)]
+    others = [m for m in measurements if m.outcome is not Outcome.MEASURED]
+    if others:
+        reasons = tuple((cell_name(m), m.outcome.value, m.message) for m in others)
+        blocks.append(Table("Not measured", ("cell", "outcome", "reason"), reasons))
+    ranges = [row for row in rows if row.result.ranges is not None]
+    if ranges:
+        counts = tuple((row.name, f"{row.result.ranges:,}") for row in ranges)
+        blocks.append(Table("NVTX ranges, without the profiler", ("cell", "ranges emitted"), counts))
+        blocks.append(
+            Text(
+                "Ranges are seen by the tool that the command was started under: nsys profile trimtab bench …"
+            )
+        )
+    traces = [row for row in rows if row.result.trace is not None]
+    if traces:
+        table = tuple((row.name, str(row.result.trace)) for row in traces)
+        blocks.append(Table("Traces of one full step: open them at ui.perfetto.dev", ("cell", "file"), table))
+    return tuple(blocks)
+
+
+def _kinds_section(rows: Sequence[Row]) -> Section:
+    """A row for each cell and pass, a column for each kind."""
+    profiles = [(row, one, profile) for row in rows for one, profile in row.result.profiles.items()]
+    kinds = [k for k in KernelKind if any(p.kind_share(k) > 0 for _, _, p in profiles)]
+    kinds.sort(key=lambda kind: -max(profile.kind_share(kind) for _, _, profile in profiles))
+    table = tuple(
+        (row.name, one.value, ms(profile.busy_seconds), *(percent(profile.kind_share(k)) for k in kinds))
+        for row, one, profile in profiles
+    )
+    head = ("cell", "pass", "sum, ms", *(kind.value for kind in kinds))
+    bars = tuple(
+        Bar(
+            f"{row.name}: {one.value}",
+            tuple((kind.value, 100 * profile.kind_share(kind)) for kind in kinds),
+            f"{ms(profile.busy_seconds)} ms",
+        )
+        for row, one, profile in profiles
+        if one is not Pass.INFERENCE
+    )
+    others = max(profile.kind_share(KernelKind.OTHER) for _, _, profile in profiles)
+    note = (
+        "GEMM are matrix products; attention is fused attention alone, since plain attention consists of products, a "
+        "softmax and elementwise operations; copy moves bytes without computing; other is what no rule names, and on "
+        f"a CPU views, allocations and autograd's own work: at most {percent(others)} here."
+    )
+    return Section(
+        "Share of the time by kind",
+        (Table("", head, table), BarChart("kernels-kinds", "Share by kind", "%", bars), Text(note)),
+    )
+
+
+def _products_section(rows: Sequence[Row]) -> Section:
+    """How the share of products, and of the softmax, moves from forward to a full step."""
+    with_reference = any(row.is_reference for row in rows)
+    table = []
+    for row in rows:
+        forward, full = row.result.profiles[Pass.FORWARD], row.result.profiles[Pass.FULL]
+        products = [p.kind_share(KernelKind.GEMM) for p in (forward, full)]
+        softmax = [p.kind_share(KernelKind.SOFTMAX) for p in (forward, full)]
+        line = [row.name, *map(percent, products), f"{100 * (products[1] - products[0]):+.1f}"]
+        line += map(percent, softmax)
+        if with_reference:
+            line += [
+                REFERENCE_GEMM if row.is_reference else "",
+                REFERENCE_SOFTMAX.get(row.context, "") if row.is_reference else "",
+            ]
+        table.append(tuple(line))
+    head = ["cell", "GEMM, forward", "GEMM, full step", "points", "softmax, forward", "softmax, full step"]
+    if with_reference:
+        head += [f"GEMM, forward: {LABEL}", f"softmax, forward: {LABEL}"]
+    return Section(
+        "Matrix products from forward to full step",
+        (Table("", tuple(head), tuple(table)), Text(_products_text(rows))),
+    )
+
+
+def _products_text(rows: Sequence[Row]) -> str:
+    moved = {
+        row.name: row.result.profiles[Pass.FULL].kind_share(KernelKind.GEMM)
+        - row.result.profiles[Pass.FORWARD].kind_share(KernelKind.GEMM)
+        for row in rows
+    }
+    fell = [name for name, points in moved.items() if points < -0.0005]
+    rose = [name for name, points in moved.items() if points > 0.0005]
+    text = (
+        "A backward pass has two products for each one of the forward pass, which raises their share; the optimizer "
+        "and the gradients of elementwise operations lower it. "
+    )
+    if len(moved) == len(fell):
+        text += "Here the share falls in every cell. "
+    elif len(moved) == len(rose):
+        text += "Here the share rises in every cell. "
+    else:
+        text += f"Here the share falls in {len(fell)} and rises in {len(rose)} of {len(moved)} cells. "
+    name = max(moved, key=lambda one: abs(moved[one]))
+    return text + f"It moves most in {name}: {100 * moved[name]:+.1f} percentage points."
+
+
+def _leading_section(rows: Sequence[Row]) -> Section:
+    table = []
+    for row in rows:
+        for one, profile in row.result.profiles.items():
+            if not profile.entries:
+                continue
+            first = profile.entries[0]
+            table.append(
+                (
+                    row.name,
+                    one.value,
+                    short_name(first.name),
+                    first.kind.value,
+                    f"{first.count:,}",
+                    ms(first.seconds),
+                    percent(profile.share(first.seconds)),
+                )
+            )
+    kinds = {line[3] for line in table}
+    text = (
+        f"The leading one is of kind {kinds.pop()} everywhere."
+        if len(kinds) == 1
+        else f"The leading ones are of the kinds {', '.join(sorted(kinds))}."
+    )
+    head = ("cell", "pass", "name", "kind", "calls", "ms", "share")
+    return Section("Which kernel leads", (Table("", head, tuple(table)), Text(text)))
+
+
+def _clock_section(rows: Sequence[Row]) -> Section:
+    """Sum and span of each profile, the host's clock for the same run, and the clock without the profiler."""
+    table, differences = [], []
+    for row in rows:
+        for one, profile in row.result.profiles.items():
+            plain = row.result.unprofiled_seconds[one]
+            differences.append(abs(_difference(profile)))
+            table.append(
+                (
+                    row.name,
+                    one.value,
+                    ms(profile.busy_seconds),
+                    ms(profile.span_seconds),
+                    ms(profile.host_seconds),
+                    f"{100 * _difference(profile):+.1f} %",
+                    ms(plain),
+                    percent(ratio(profile.busy_seconds, profile.span_seconds)),
+                )
+            )
+    head = ("cell", "pass", "sum, ms", "span, ms", "clock, ms", "span − clock", "clock, not profiled", "busy")
+    agreeing = sum(one <= CLOCK_TOLERANCE for one in differences)
+    text = (
+        "Sum is the time of all entries, span from the start of the first to the end of the last, clock the host's "
+        "for the same run, synchronized before and after; busy is the sum as a share of the span, and what it lacks "
+        "are gaps, in which the device waits for the host. The profiler lengthens them: the clock without it is the "
+        f"honest time of a step. Span and clock agree within {percent(CLOCK_TOLERANCE, 0)} in {agreeing} of "
+        f"{len(differences)} rows; the largest difference is {percent(max(differences))}."
+    )
+    return Section("Device time and host clock", (Table("", head, tuple(table)), Text(text)))
+
+
+def _difference(profile: Profile) -> float:
+    return ratio(profile.span_seconds - profile.host_seconds, profile.host_seconds)

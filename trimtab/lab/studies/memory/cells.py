@@ -1,0 +1,100 @@
+"""The options of the memory study, checked, and the cells that they ask for. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimtab.facts.errors import RecipeError
+from trimtab.lab.step_settings import Kernels, Loss, Precision, StepSettings
+from trimtab.lab.studies.memory.settings import MemorySettings, Pass
+from trimtab.lab.study import Cell
+from trimtab.lab.study_models import STUDY_MODELS, model_settings, named_shape
+
+STUDY = "memory"
+CONTEXTS = (128, 256, 512, 1024)
+CPU_SIZES, CPU_CONTEXTS = ("small",), (128, 256)
+"""Defaults of a CPU, where a step of the larger models takes minutes."""
+PRECISIONS = (Precision.FP32.value, Precision.BF16.value)
+BATCH = 4
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure; an empty sequence stands for the default.
+
+    Args:
+        sizes: study models, recipes or models by name; all five study models by default, on a CPU `small`.
+        contexts: tokens per sequence; 128 to 1024 by default, on a CPU 128 and 256.
+        precisions: fp32, tf32, bf16, fp16; fp32 and bf16 by default.
+        passes: forward, full step; both by default.
+        batch: sequences.
+        kernels: reference or fast.
+        loss: logits_sum or cross_entropy.
+        snapshots: a folder to which every block of each cell is written.
+    """
+
+    sizes: Sequence[str] = ()
+    contexts: Sequence[int] = ()
+    precisions: Sequence[str] = ()
+    passes: Sequence[str] = ()
+    batch: int = BATCH
+    kernels: str = Kernels.REFERENCE.value
+    loss: str = Loss.LOGITS_SUM.value
+    snapshots: Path | None = None
+
+
+def cells(options: Options | None = None, *, device: str = "cpu") -> list[Cell]:
+    """The cells of the study, small models and short contexts first.
+
+    Raises:
+        RecipeError: an option has an unknown name or an impossible value.
+
+    Example:
+        >>> [c.settings["pass"] for c in cells(Options(["tiny"], contexts=[64], precisions=["fp32"]))]
+        ['forward', 'full step']
+    """
+    options = options or Options()
+    on_cpu = not device.startswith("cuda")
+    sizes = options.sizes or (CPU_SIZES if on_cpu else tuple(STUDY_MODELS))
+    contexts = options.contexts or (CPU_CONTEXTS if on_cpu else CONTEXTS)
+    precisions = _known("precision", options.precisions or PRECISIONS, [one.value for one in Precision])
+    passes = _known("pass", options.passes or [one.value for one in Pass], [one.value for one in Pass])
+    [kernels] = _known("set of kernels", [options.kernels], [one.value for one in Kernels])
+    [loss] = _known("loss", [options.loss], [one.value for one in Loss])
+    if options.batch < 1:
+        raise RecipeError(f"--batch {options.batch} is no number of sequences", "give 1 or more")
+    found = []
+    for size in dict.fromkeys(sizes):
+        _check_contexts(size, contexts)
+        model = model_settings(size)
+        for context, precision, part in itertools.product(dict.fromkeys(contexts), precisions, passes):
+            step = StepSettings(
+                size, context, options.batch, Precision(precision), Kernels(kernels), Loss(loss), device
+            )
+            folder = None if options.snapshots is None else str(options.snapshots.expanduser().absolute())
+            one = MemorySettings(step, Pass(part), model.get("shape"), folder)
+            found.append(Cell(STUDY, one.to_dict()))
+    return found
+
+
+def _check_contexts(size: str, contexts: Sequence[int]) -> None:
+    longest = named_shape(size).max_positions
+    for context in contexts:
+        if not 1 <= context <= longest:
+            raise RecipeError(
+                f"--contexts {context} is no length of a sequence of {size}", f"give 1 to {longest}"
+            )
+
+
+def _known(what: str, names: Sequence[str], choices: Sequence[str]) -> list[str]:
+    """The names, each once; RecipeError with the nearest choice for one that is none of them."""
+    for name in names:
+        if name not in choices:
+            near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise RecipeError(f"there is no {what} {name!r}", f"{hint}the choices are {', '.join(choices)}")
+    return list(dict.fromkeys(names))

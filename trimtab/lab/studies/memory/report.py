@@ -1,0 +1,301 @@
+"""The report of the memory study: peaks by context, what fills them, timelines, allocations, the residual stream.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from trimtab.facts.dtypes import BYTES
+from trimtab.facts.tensor_kinds import TensorKind
+from trimtab.facts.units import format_bytes
+from trimtab.lab.memory_sections import bucket_cells, largest_table, peak_sentence, timeline_chart
+from trimtab.lab.step_settings import Precision
+from trimtab.lab.studies.memory.results import MemoryResult
+from trimtab.lab.studies.memory.settings import MemorySettings, Pass
+from trimtab.lab.study import Measurement, Outcome
+from trimtab.report.document import Block, LineChart, Section, Series, Table, Text
+
+GIB, MIB = 2**30, 2**20
+NOTHING = "–"
+STANDING = 4 * BYTES["fp32"]
+"""Bytes per parameter of weights, gradients and AdamW's two moments in fp32."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A cell and what came of it."""
+
+    settings: MemorySettings
+    outcome: Outcome
+    message: str
+    result: MemoryResult | None
+
+    @property
+    def text(self) -> str:
+        """In a table: the peak, or how it ended."""
+        return self.outcome.value if self.result is None else format_bytes(self.result.measured_peak)
+
+    @property
+    def name(self) -> str:
+        """In a table or chart."""
+        step = self.settings.step
+        return f"{step.size}, {step.context} tokens, {step.precision.value}, {self.settings.part.value}"
+
+    @property
+    def id(self) -> str:
+        """Of its chart."""
+        step = self.settings.step
+        words = f"memory-{step.size}-{step.context}-{step.precision.value}-{self.settings.part.value}"
+        return "".join(letter if letter.isalnum() else "-" for letter in words).lower()
+
+
+Measured = tuple[Reading, MemoryResult]
+
+
+def sections(measurements: Sequence[Measurement]) -> list[Section]:
+    """Tables and charts of all cells."""
+    readings = [_reading(one) for one in measurements]
+    measured = [(one, one.result) for one in readings if one.result is not None]
+    found = [Section("Peak memory by context", tuple(_peak_blocks(readings, measured)))]
+    if measured:
+        shown = _shown(measured)
+        found += [
+            Section("What is in memory at the peak", tuple(_bucket_blocks(measured))),
+            Section("Memory over time", tuple(_timeline_blocks(shown))),
+            Section("The largest allocations", tuple(_largest_blocks(shown))),
+            Section("The residual stream", tuple(_residual_blocks(measured))),
+        ]
+    if any(result.allocator is not None for _, result in measured):
+        found.append(Section("The allocator", tuple(_allocator_blocks(measured))))
+    return found
+
+
+def _reading(one: Measurement) -> Reading:
+    result = MemoryResult.from_dict(one.result) if one.outcome is Outcome.MEASURED else None
+    return Reading(MemorySettings.from_dict(one.cell.settings), one.outcome, one.message, result)
+
+
+def _peak_blocks(readings: Sequence[Reading], measured: Sequence[Measured]) -> Iterator[Block]:
+    batches = sorted({one.settings.step.batch for one in readings})
+    kinds = {(one.settings.step.kernels.value, one.settings.step.loss.value) for one in readings}
+    kernels = "; ".join(f"{kernels} kernels, loss {loss}" for kernels, loss in sorted(kinds))
+    yield Text(
+        "Bytes of all tensors at the peak, of a run that is not recorded. Forward is inference: nothing is saved for a "
+        "backward pass, and there is no optimizer. A full step is forward, backward and AdamW. Weights are fp32 in "
+        f"every precision; 16-bit formats compute under autocast. Batch {', '.join(map(str, batches))}; {kernels}."
+    )
+    contexts = sorted({one.settings.step.context for one in readings})
+    for part in Pass:
+        rows = _peak_rows([one for one in readings if one.settings.part is part], contexts)
+        if rows:
+            head = ("model", "precision", *(f"{context} tokens" for context in contexts))
+            yield Table(f"Peak of a {part.value}".replace("forward", "forward pass"), head, rows)
+    for part in Pass:
+        chart = _peak_chart([one for one in readings if one.settings.part is part], part)
+        if chart is not None:
+            yield chart
+    yield from (Text(text) for text in _growth(measured))
+    ended = [one for one in readings if one.message and one.outcome is not Outcome.OUT_OF_MEMORY]
+    yield from (Text(f"{one.name}: {one.outcome.value}: {one.message}") for one in ended)
+
+
+def _peak_rows(readings: Sequence[Reading], contexts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    lines: dict[tuple[str, str], dict[int, str]] = {}
+    for one in readings:
+        step = one.settings.step
+        lines.setdefault((step.size, step.precision.value), {})[step.context] = one.text
+    return tuple((*key, *(cells.get(c, NOTHING) for c in contexts)) for key, cells in lines.items())
+
+
+def _peak_chart(readings: Sequence[Reading], part: Pass) -> LineChart | None:
+    if len({one.settings.step.context for one in readings}) < 2 or not any(one.result for one in readings):
+        return None
+    lines: dict[str, dict[int, float | None]] = {}
+    for one in readings:
+        step = one.settings.step
+        peak = None if one.result is None else one.result.measured_peak / GIB
+        lines.setdefault(f"{step.size}, {step.precision.value}", {})[step.context] = peak
+    series = tuple(Series(name, tuple(sorted(values.items()))) for name, values in lines.items())
+    words = part.value.replace(" ", "-")
+    title = f"Peak memory over context length, {part.value}"
+    x_label = "context length, tokens"
+    return LineChart(f"memory-peak-{words}", title, x_label, "GiB", series, log_x=True, log_y=True)
+
+
+def _growth(measured: Sequence[Measured]) -> Iterator[str]:
+    """How peaks grow with the context, and what 16 bits save."""
+    groups: dict[tuple[str, Precision, Pass], list[Measured]] = {}
+    for one in measured:
+        step = one[0].settings.step
+        groups.setdefault((step.size, step.precision, one[0].settings.part), []).append(one)
+    for (size, precision, part), own in groups.items():
+        first, last = (
+            min(own, key=lambda one: one[0].settings.step.context),
+            max(own, key=lambda one: one[0].settings.step.context),
+        )
+        before, after = first[0].settings.step.context, last[0].settings.step.context
+        if part is not Pass.FULL or before == after:
+            continue
+        activations = [one[1].memory.buckets[TensorKind.ACTIVATIONS.value] for one in (first, last)]
+        yield (
+            f"{size} in {precision.value}: from {before} to {after} tokens, {after / before:g} times as many, the "
+            f"activations of a full step grow {activations[1] / max(activations[0], 1):.1f}-fold and its peak "
+            f"{last[1].measured_peak / first[1].measured_peak:.1f}-fold."
+        )
+    yield from _saved_by_precision(groups)
+
+
+def _saved_by_precision(groups: dict[tuple[str, Precision, Pass], list[Measured]]) -> Iterator[str]:
+    for (size, precision, part), own in groups.items():
+        wide = {one[0].settings.step.context: one for one in groups.get((size, Precision.FP32, part), [])}
+        if not precision.is_mixed or part is not Pass.FULL:
+            continue
+        both = [
+            (one, wide[one[0].settings.step.context]) for one in own if one[0].settings.step.context in wide
+        ]
+        if not both:
+            continue
+        narrow, full = max(both, key=lambda pair: pair[0][0].settings.step.context)
+        activations = [one[1].memory.buckets[TensorKind.ACTIVATIONS.value] for one in (narrow, full)]
+        standing = [
+            sum(one[1].memory.buckets[kind.value] for kind in (TensorKind.WEIGHTS, TensorKind.OPTIMIZER))
+            for one in (narrow, full)
+        ]
+        yield (
+            f"{narrow[0].name}: {format_bytes(narrow[1].measured_peak)} against "
+            f"{format_bytes(full[1].measured_peak)} in fp32. Activations, copies of weights in 16 bits included, take "
+            f"{format_bytes(activations[0])} against {format_bytes(activations[1])}; weights and optimizer states take "
+            f"{format_bytes(standing[0])} against {format_bytes(standing[1])}."
+        )
+
+
+def _bucket_blocks(measured: Sequence[Measured]) -> Iterator[Block]:
+    predicted = any(result.predicted_peak is not None for _, result in measured)
+    head = ("cell", *(kind.value for kind in TensorKind), "peak", "reached in")
+    head += ("predicted", "error") if predicted else ()
+    rows = []
+    for one, result in measured:
+        row = (one.name, *bucket_cells(result.memory), one.text, result.memory.phase)
+        rows.append(row + (_predicted_cells(result) if predicted else ()))
+    yield Text(
+        "The same run once more, recorded block by block. Gradients are those that the backward pass has made by the "
+        "moment of the peak, so that a peak at the start of the backward pass has few of them."
+    )
+    yield Table("", head, tuple(rows))
+    for one, result in measured:
+        difference = result.memory.peak_bytes - result.measured_peak
+        if abs(difference) > MIB:
+            yield Text(
+                f"{one.name}: the recorded run peaks {format_bytes(abs(difference))} "
+                f"{'above' if difference > 0 else 'below'} the run that is not recorded."
+            )
+    full = [(one, result) for one, result in measured if one.settings.part is Pass.FULL]
+    if full:
+        one, result = full[-1]
+        standing = result.parameters * STANDING
+        yield Text(
+            f"Weights, gradients and AdamW's two moments in fp32 take {STANDING} bytes per parameter: "
+            f"{format_bytes(standing)} for the {result.parameters:,} parameters of {one.settings.step.size}, whatever "
+            "the context."
+        )
+
+
+def _predicted_cells(result: MemoryResult) -> tuple[str, str]:
+    if result.predicted_peak is None:
+        return NOTHING, NOTHING
+    error = result.predicted_peak / result.measured_peak - 1
+    return format_bytes(result.predicted_peak), f"{error:+.1%}".replace("%", " %")
+
+
+def _shown(measured: Sequence[Measured]) -> list[Measured]:
+    """The cells that are drawn: of each model, precision and pass the longest context that was measured."""
+    longest: dict[tuple[str, Precision, Pass], Measured] = {}
+    for one in measured:
+        step = one[0].settings.step
+        key = (step.size, step.precision, one[0].settings.part)
+        if key not in longest or step.context > longest[key][0].settings.step.context:
+            longest[key] = one
+    return list(longest.values())
+
+
+def _timeline_blocks(shown: Sequence[Measured]) -> Iterator[Block]:
+    yield Text(
+        "Stacked from the bottom: what is there all the time, then gradients, then activations by part. The axis "
+        "counts allocations and releases, not time, which recording distorts; small ones are part of the levels and "
+        "take no place on it. Of each model, precision and pass the longest context that was measured is drawn."
+    )
+    for one, result in shown:
+        yield timeline_chart(result.memory, id=one.id, title=f"Memory of {one.name}")
+        yield Text(peak_sentence(one.name, result.memory))
+
+
+def _largest_blocks(shown: Sequence[Measured]) -> Iterator[Block]:
+    yield Text(
+        "Equal allocations that are alive at the peak are counted together; * stands for the number of the layer. The "
+        "line is the innermost one of trimtab that ran the operation; a block of the backward pass has the line of the "
+        "forward operation that it belongs to."
+    )
+    for one, result in shown:
+        yield largest_table(one.name, result.memory.largest, result.memory.peak_bytes)
+
+
+def _residual_blocks(measured: Sequence[Measured]) -> Iterator[Block]:
+    yield Text(
+        "One tensor of the residual stream has batch × context × d_model × bytes per element: the stream is in fp32, "
+        "under autocast too, because the weights are. The embedding makes the first such tensor and each layer two "
+        "more, behind attention and behind the feed-forward: 1 + 2 × layers. Norms, projections and gradients of the "
+        "stream have the same size, so that the run makes many more allocations of exactly that many bytes."
+    )
+    head = ("cell", "computed", "bytes", "the stream itself", "1 + 2 × layers", "all of that size", "most by")
+    rows = []
+    for one, result in measured:
+        stream = result.residual
+        makers: dict[str, int] = {}
+        for found in stream.found:
+            makers[found.module] = makers.get(found.module, 0) + found.count
+        first = max(makers, key=lambda module: makers[module], default=None)
+        rows.append(
+            (
+                one.name,
+                f"{stream.batch} × {stream.context} × {stream.width:,} × {stream.element_bytes}",
+                format_bytes(stream.nbytes),
+                f"{stream.own:,}",
+                f"{1 + 2 * stream.layers:,}",
+                f"{stream.count:,}",
+                NOTHING if first is None else f"{first or 'outside of modules'} ({makers[first]})",
+            )
+        )
+    yield Table("", head, tuple(rows))
+
+
+def _allocator_blocks(measured: Sequence[Measured]) -> Iterator[Block]:
+    yield Text(
+        "torch's allocator takes memory from the GPU in segments, cuts blocks from them and keeps what is released. "
+        "What it reserved beyond the peak of the tensors is rounding, free blocks between others, and what it keeps."
+    )
+    head = (
+        "cell",
+        "tensors at the peak",
+        "reserved at the peak",
+        "beyond tensors",
+        "segments",
+        "largest free block",
+    )
+    rows = []
+    for one, result in measured:
+        if result.allocator is not None:
+            reserved = result.allocator.reserved_peak
+            rows.append(
+                (
+                    one.name,
+                    one.text,
+                    format_bytes(reserved),
+                    format_bytes(reserved - result.measured_peak),
+                    f"{result.allocator.segments:,}",
+                    format_bytes(result.allocator.largest_free_block),
+                )
+            )
+    yield Table("", head, tuple(rows))

@@ -1,0 +1,67 @@
+"""What one cell of the memory study measures. Imports no torch."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.lab.step_settings import Kernels, Loss, Precision, StepSettings
+
+
+class Pass(enum.Enum):
+    """What runs while memory is recorded."""
+
+    FORWARD = "forward"
+    """Inference: nothing is saved for a backward pass, and there is no optimizer."""
+    FULL = "full step"
+    """Forward, backward and AdamW."""
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """One cell.
+
+    Example:
+        >>> MemorySettings(StepSettings("tiny", context=128, batch=4), Pass.FORWARD).to_dict()["pass"]
+        'forward'
+    """
+
+    step: StepSettings
+    part: Pass
+    shape: str | None = None
+    """A checksum of the shape of a model that is no study model."""
+    snapshots: str | None = None
+    """The folder for snapshots, where some are asked for."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, as the settings of a cell."""
+        step = self.step
+        found = {
+            "size": step.size,
+            "shape": self.shape,
+            "context": step.context,
+            "batch": step.batch,
+            "precision": step.precision.value,
+            "pass": self.part.value,
+            "kernels": step.kernels.value,
+            "loss": step.loss.value,
+            "device": step.device,
+            "snapshots": self.snapshots,
+        }
+        return {key: value for key, value in found.items() if value is not None}
+
+    @staticmethod
+    def from_dict(settings: Mapping[str, Any]) -> MemorySettings:
+        """Of a cell's settings."""
+        step = StepSettings(
+            str(settings["size"]),
+            int(settings["context"]),
+            int(settings["batch"]),
+            Precision(settings["precision"]),
+            Kernels(settings["kernels"]),
+            Loss(settings["loss"]),
+            str(settings["device"]),
+        )
+        return MemorySettings(step, Pass(settings["pass"]), settings.get("shape"), settings.get("snapshots"))

@@ -1,0 +1,197 @@
+"""What a change of one setting brings: precision, mode, kernels. Imports no torch."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+
+from trimtab.lab.step_settings import Kernels, Mode, Part, Precision
+from trimtab.lab.studies.step.entries import NOTHING, Entry, between, differ, digits_of, grouped
+from trimtab.report.document import Block, Section, Table, Text
+
+
+def comparison_sections(entries: Sequence[Entry]) -> list[Section]:
+    """A section for each setting of which several values were timed."""
+    found = [
+        _section("Precision", entries, lambda e: e.timed.step.precision, Precision.FP32),
+        _section("Compiled and captured", entries, _mode, Mode.EAGER, _compiling(entries)),
+        _section("Kernels", entries, lambda e: e.timed.step.kernels, Kernels.REFERENCE),
+    ]
+    return [section for section in found if section is not None]
+
+
+def _section(
+    title: str,
+    entries: Sequence[Entry],
+    axis: Callable[[Entry], enum.Enum],
+    base: enum.Enum,
+    more: Sequence[Block] = (),
+) -> Section | None:
+    values = [value for value in dict.fromkeys(map(axis, entries)) if value is not base]
+    pairs = _pairs(entries, axis, base)
+    if not values or not pairs:
+        return Section(title, tuple(more)) if more else None
+    parts = [part for part in Part if any(one.timed.part is part for one, _ in pairs)]
+    head = ("size", "context", "setting", *(f"{part.label}, {base.value}" for part in parts), *(
+        f"{part.label}, {value.value}" for value in values for part in parts
+    ))  # fmt: skip
+    text = Text(_text(pairs, axis, values, base))
+    if all(_speed_up(*pair) is None for pair in pairs):
+        return Section(title, (text, *more))
+    return Section(title, (text, _table(head, pairs, axis, values, parts), *more))
+
+
+def _pairs(
+    entries: Sequence[Entry], axis: Callable[[Entry], enum.Enum], base: enum.Enum
+) -> list[tuple[Entry, Entry]]:
+    """(entry at the base value, entry at another) of cells that differ in nothing else."""
+    found = []
+    for same in grouped(entries, lambda e: _identity(e, axis)).values():
+        before = next((e for e in same if axis(e) is base), None)
+        found += [(before, e) for e in same if before is not None and axis(e) is not base]
+    return found
+
+
+def _identity(entry: Entry, axis: Callable[[Entry], enum.Enum]) -> tuple[object, ...]:
+    step, own = entry.timed.step, axis(entry)
+    others = [one for one in (step.precision, entry.timed.mode, step.kernels) if one is not own]
+    return (entry.row, entry.column, step.batch, entry.timed.warm_up, *others)
+
+
+def _setting(entry: Entry, axis: Callable[[Entry], enum.Enum]) -> str:
+    step, own = entry.timed.step, axis(entry)
+    others = [one.value for one in (step.precision, entry.timed.mode, step.kernels) if one is not own]
+    return ", ".join([*others, step.loss.label])
+
+
+def _table(
+    head: tuple[str, ...],
+    pairs: Sequence[tuple[Entry, Entry]],
+    axis: Callable[[Entry], enum.Enum],
+    values: Sequence[enum.Enum],
+    parts: Sequence[Part],
+) -> Table:
+    rows = []
+    for (row, setting), same in _by_row(pairs, axis).items():
+        if all(entry.samples is None for pair in same for entry in pair):
+            continue  # the tables of each configuration say why
+        base = {before.timed.part: before for before, _ in same}
+        other = {(axis(after), after.timed.part): (before, after) for before, after in same}
+        rows.append(
+            (
+                row[0],
+                str(row[1]),
+                setting,
+                *(_mean(base.get(part)) for part in parts),
+                *(_gain(other.get((value, part))) for value in values for part in parts),
+            )
+        )
+    note = (
+        "Means in ms; in brackets how many times as fast as the first setting. Within noise: the 95 % interval "
+        "of the difference of the means includes zero."
+    )
+    return Table("", head, tuple(rows), note)
+
+
+def _by_row(
+    pairs: Sequence[tuple[Entry, Entry]], axis: Callable[[Entry], enum.Enum]
+) -> dict[tuple[tuple[str, int], str], list[tuple[Entry, Entry]]]:
+    found: dict[tuple[tuple[str, int], str], list[tuple[Entry, Entry]]] = {}
+    for before, after in pairs:
+        found.setdefault((before.row, _setting(before, axis)), []).append((before, after))
+    return found
+
+
+def _mean(entry: Entry | None) -> str:
+    if entry is None:
+        return NOTHING
+    if entry.samples is None:
+        return entry.outcome.value
+    mean = entry.samples.mean_ms
+    return f"{mean:.{digits_of(mean)}f}"
+
+
+def _gain(pair: tuple[Entry, Entry] | None) -> str:
+    if pair is None:
+        return NOTHING
+    speed_up = _speed_up(*pair)
+    if speed_up is None or pair[0].samples is None or pair[1].samples is None:
+        return _mean(pair[1])
+    unclear = "" if differ(pair[0].samples, pair[1].samples) else ", within noise"
+    return f"{_mean(pair[1])} ({speed_up:.2f}×{unclear})"
+
+
+def _speed_up(before: Entry, after: Entry) -> float | None:
+    if before.samples is None or after.samples is None:
+        return None
+    return before.samples.mean_ms / after.samples.mean_ms
+
+
+def _text(
+    pairs: Sequence[tuple[Entry, Entry]],
+    axis: Callable[[Entry], enum.Enum],
+    values: Sequence[enum.Enum],
+    base: enum.Enum,
+) -> str:
+    found = []
+    for value in values:
+        own = [(b, a) for b, a in pairs if axis(a) is value]
+        gains = []
+        for part in Part:
+            known = [g for b, a in own if a.timed.part is part and (g := _speed_up(b, a)) is not None]
+            if known:
+                gains.append(f"{part.label} {between(known, '{:.2f}'.format)}")
+        if gains:
+            found.append(f"{value.value}, times as fast as {base.value}: {', '.join(gains)}.")
+        found += dict.fromkeys(
+            f"{value.value}: {a.outcome.value} ({a.message})." for _, a in own if a.samples is None
+        )
+    return " ".join(found)
+
+
+def _mode(entry: Entry) -> Mode:
+    return entry.timed.mode
+
+
+def _compiling(entries: Sequence[Entry]) -> list[Block]:
+    """Seconds of compiling, and after how many steps they are won back; proof that the modes compute the same."""
+    compiled = [e for e in entries if e.result and e.result.compile_seconds is not None]
+    rows = []
+    for (row, setting), same in grouped(compiled, lambda e: (e.row, _setting(e, _mode))).items():
+        # The first part of a configuration compiles; the others find its kernels in the cache.
+        results = [entry.result for entry in same if entry.result]
+        longest = max(results, key=lambda one: one.compile_seconds or 0.0)
+        seconds = longest.compile_seconds or 0.0
+        cached = " (kernels from the cache)" if longest.from_cache else ""
+        rows.append(
+            (row[0], str(row[1]), setting, f"{seconds:.1f}{cached}", _steps_to_win(entries, same, seconds))
+        )
+    blocks: list[Block] = []
+    if rows:
+        head = ("size", "context", "setting", "first step with compiling, s", "steps until it pays")
+        note = "A step is forward + backward. Programs are kept on the disk: a second process finds their kernels."
+        blocks.append(Table("Compiling", head, tuple(rows), note))
+    changed = [e.result for e in entries if e.result and e.timed.mode is not Mode.EAGER]
+    differences = [one.difference for one in changed if one.difference is not None]
+    if differences:
+        text = (
+            "Before anything was timed, loss and gradient norms were compared with eager mode's: they differ by at "
+            f"most {max(differences):.1g}, relative."
+        )
+        if left := len(changed) - len(differences):
+            text += f" {left} of {len(changed)} were not compared, because eager mode runs out of memory."
+        blocks.append(Text(text))
+    return blocks
+
+
+def _steps_to_win(entries: Sequence[Entry], compiled: Sequence[Entry], seconds: float) -> str:
+    """After how many steps compiling has taken less time than it saved."""
+    both = next((e for e in compiled if e.timed.part is Part.FORWARD_BACKWARD), None)
+    if both is None:
+        return NOTHING
+    wanted = _identity(both, _mode)
+    eager = next((e for e in entries if e.timed.mode is Mode.EAGER and _identity(e, _mode) == wanted), None)
+    if eager is None or eager.samples is None or both.samples is None:
+        return NOTHING
+    gain_s = (eager.samples.mean_ms - both.samples.mean_ms) / 1e3
+    return f"{seconds / gain_s:,.0f}" if gain_s > 0 else "never: it is not faster"

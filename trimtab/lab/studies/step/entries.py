@@ -1,0 +1,229 @@
+"""Measurements of steps as a report reads them: typed, grouped, looked up by what was timed. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.lab.samples import Samples
+from trimtab.lab.step_settings import Kernels, Loss, Mode, Part, Precision
+from trimtab.lab.studies.step.result import StepResult, TimedStep
+from trimtab.lab.study import Measurement, Outcome
+
+NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the steps of one table have in common."""
+
+    precision: Precision
+    mode: Mode
+    kernels: Kernels
+    batch: int
+
+    @property
+    def name(self) -> str:
+        """In titles.
+
+        Example:
+            >>> Group(Precision.BF16, Mode.EAGER, Kernels.FAST, 4).name
+            'bf16, eager, fast kernels, batch 4'
+        """
+        return f"{self.precision.value}, {self.mode.value}, {self.kernels.value} kernels, batch {self.batch}"
+
+    @property
+    def id(self) -> str:
+        """Of charts."""
+        return f"{self.precision.value}-{self.mode.value}-{self.kernels.value}-{self.batch}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One cell: what was timed, and the result or why there is none."""
+
+    timed: TimedStep
+    outcome: Outcome
+    message: str
+    result: StepResult | None
+
+    @staticmethod
+    def of(measurement: Measurement) -> Entry:
+        """From a record; raises DataError where it is damaged."""
+        measured = measurement.outcome is Outcome.MEASURED
+        return Entry(
+            TimedStep.from_settings(measurement.cell.settings),
+            measurement.outcome,
+            measurement.message,
+            StepResult.from_dict(measurement.result) if measured else None,
+        )
+
+    @property
+    def group(self) -> Group:
+        """Its table."""
+        step = self.timed.step
+        return Group(step.precision, self.timed.mode, step.kernels, step.batch)
+
+    @property
+    def row(self) -> tuple[str, int]:
+        """(size, context): its row there."""
+        return self.timed.step.size, self.timed.step.context
+
+    @property
+    def column(self) -> tuple[Part, Loss]:
+        """Its column there."""
+        return self.timed.part, self.timed.step.loss
+
+    @property
+    def samples(self) -> Samples | None:
+        """Times by the host's clock."""
+        return None if self.result is None else self.result.times.host
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Entries that differ in size, context, part and loss alone."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def rows(self) -> list[tuple[str, int]]:
+        """(size, context) in the order of the cells."""
+        return list(dict.fromkeys(entry.row for entry in self.entries))
+
+    @property
+    def columns(self) -> list[tuple[Part, Loss]]:
+        """(part, loss): parts in their order, the loss of most of them first."""
+        found = dict.fromkeys(entry.column for entry in self.entries)
+        return sorted(found, key=lambda column: (column[1] is not self.loss, list(Part).index(column[0])))
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of most columns."""
+        losses = [loss for _, loss in dict.fromkeys(entry.column for entry in self.entries)]
+        return max(losses, key=losses.count)
+
+    def find(self, row: tuple[str, int], part: Part, loss: Loss | None = None) -> Entry | None:
+        """The entry of a row and a part, with the usual loss unless another is given; the last one measured."""
+        wanted = (part, loss or self.loss)
+        found = [entry for entry in self.entries if entry.row == row and entry.column == wanted]
+        return found[-1] if found else None
+
+    def samples(self, row: tuple[str, int], part: Part, loss: Loss | None = None) -> Samples | None:
+        """Its times; None where there are none."""
+        found = self.find(row, part, loss)
+        return None if found is None else found.samples
+
+    def result(self, row: tuple[str, int], part: Part) -> StepResult | None:
+        """Its result; None where there is none."""
+        found = self.find(row, part)
+        return None if found is None else found.result
+
+    def reasons(self) -> str:
+        """Why cells have no time, each reason once; empty where all have one."""
+        found = dict.fromkeys(
+            f"{entry.outcome.value}: {entry.message}" for entry in self.entries if entry.result is None
+        )
+        return "; ".join(found)
+
+
+def grouped(entries: Sequence[Entry], key: Callable[[Entry], Any]) -> dict[Any, list[Entry]]:
+    """Entries by a key, in their order."""
+    found: dict[Any, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(key(entry), []).append(entry)
+    return found
+
+
+def shown_time(entry: Entry | None) -> str:
+    """A cell of a table: mean ± standard deviation in ms, or how the measurement ended."""
+    if entry is None:
+        return NOTHING
+    if entry.samples is None:
+        return entry.outcome.value
+    return mean_and_deviation(entry.samples)
+
+
+def mean_and_deviation(samples: Samples) -> str:
+    """Milliseconds with three or four digits.
+
+    Example:
+        >>> mean_and_deviation(Samples((10.0, 10.5))), mean_and_deviation(Samples((0.5,)))
+        ('10.2 ± 0.4', '0.500 ± 0.000')
+    """
+    digits = digits_of(samples.mean_ms)
+    return f"{samples.mean_ms:.{digits}f} ± {samples.std_ms:.{digits}f}"
+
+
+def digits_of(ms: float) -> int:
+    """Behind the decimal point."""
+    return 1 if ms >= 10 else 2 if ms >= 1 else 3
+
+
+STUDENT_T = {
+    1: 12.71,
+    2: 4.30,
+    3: 3.18,
+    4: 2.78,
+    5: 2.57,
+    6: 2.45,
+    8: 2.31,
+    10: 2.23,
+    15: 2.13,
+    20: 2.09,
+    30: 2.04,
+}
+"""97.5 % quantiles of Student's t by degrees of freedom: few samples need a larger distance."""
+
+
+def differ(a: Samples, b: Samples) -> bool:
+    """Whether the 95 % interval of the difference of two means excludes zero; False for single samples.
+
+    Example:
+        >>> differ(Samples((10.0, 10.2)), Samples((12.0, 12.2))), differ(Samples((10.0, 14.0)), Samples((12.0, 12.2)))
+        (True, False)
+        >>> differ(Samples((10.0,)), Samples((20.0,)))
+        False
+    """
+    if min(a.repetitions, b.repetitions) < 2:
+        return False
+    freedom = a.repetitions + b.repetitions - 2
+    quantile = STUDENT_T[max(known for known in STUDENT_T if known <= freedom)]
+    error = math.sqrt(a.std_ms**2 / a.repetitions + b.std_ms**2 / b.repetitions)
+    return abs(a.mean_ms - b.mean_ms) > quantile * error
+
+
+def between(values: Sequence[float], form: Callable[[float], str]) -> str:
+    """The range of values in words.
+
+    Example:
+        >>> between([1.0, 2.5], "{:.1f}".format), between([2.0, 2.0], "{:.1f}".format)
+        ('1.0 to 2.5', '2.0')
+    """
+    low, high = form(min(values)), form(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def flops_rate(per_second: float) -> str:
+    """FLOP/s with three digits.
+
+    Example:
+        >>> flops_rate(6.51e10), flops_rate(7.128e14)
+        ('65.1 GFLOP/s', '713 TFLOP/s')
+    """
+    scale, unit = (1e12, "T") if per_second >= 1e12 else (1e9, "G")
+    value = per_second / scale
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:.{digits}f} {unit}FLOP/s"
+
+
+def percent(share: float) -> str:
+    """As readers write it.
+
+    Example:
+        >>> percent(0.0312), percent(0.5)
+        ('3.1 %', '50 %')
+    """
+    return f"{100 * share:.1f} %" if abs(share) < 0.1 else f"{100 * share:.0f} %"

@@ -1,0 +1,99 @@
+"""Times one part of a step in one configuration; runs in a worker process."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from typing import Any
+
+import torch
+
+from trimtab.facts.data_sheets import known_sheet
+from trimtab.lab.step_settings import Mode, Precision
+from trimtab.lab.step_times import StepTimes
+from trimtab.lab.step_timing import time_steps
+from trimtab.lab.studies.step.result import StepResult, TimedStep, model_flops
+from trimtab.lab.study_models import named_shape
+from trimtab.lab.study_modes import Preparation, check_mode, ready_step
+from trimtab.lab.study_step import StudyStep
+from trimtab.lab.timing import Ceilings, ceilings
+
+
+def measure(settings: dict[str, Any]) -> dict[str, Any]:
+    """Times of the part, with model FLOPs and the device's ceilings.
+
+    Example:
+        >>> from trimtab.lab.studies.step.cells import cells
+        >>> cell = cells(device="cpu", sizes=["tiny"], contexts=[16], steps=2, warm_up=[1])[0]
+        >>> len(measure(dict(cell.settings))["times"]["host"]["times_ms"])
+        2
+    """
+    wanted = TimedStep.from_settings(settings)
+    check_mode(wanted.mode, wanted.step.device)
+    _release(wanted.mode)
+    times, preparation, attention, cpu_share = _time(wanted)
+    _release(wanted.mode)
+    step, shape = wanted.step, named_shape(wanted.step.size)
+    # Behind the timed steps: a product before them would warm up what a warm-up study wants cold.
+    found = _measured_ceilings(step.device, step.precision)
+    result = StepResult(
+        times=times,
+        tokens=step.batch * step.context,
+        flops=model_flops(shape, step.context, step.batch, wanted.part),
+        parameters=shape.num_parameters,
+        attention=attention,
+        threads=torch.get_num_threads(),
+        cpu_share=cpu_share,
+        ceiling_flops=found.matmul_flops_per_s,
+        ceiling_dtype=found.matmul_dtype,
+        copy_bytes=found.copy_bytes_per_s,
+        sheet_flops=_sheet_flops(step.device, step.precision),
+        compile_seconds=preparation.compile_seconds,
+        from_cache=preparation.from_cache,
+        difference=preparation.difference,
+    )
+    return result.to_dict()
+
+
+def _time(wanted: TimedStep) -> tuple[StepTimes, Preparation, str, float | None]:
+    """The model lives in this function alone: what is measured behind it has the memory."""
+    step = StudyStep(wanted.step)
+    ready = ready_step(step, wanted.mode, wanted.part)
+    started, ran = time.perf_counter(), time.process_time()
+    times = time_steps(
+        ready.prepare,
+        device=wanted.step.device,
+        steps=wanted.steps,
+        warm_up=wanted.warm_up,
+        budget_s=wanted.budget_s,
+    )
+    attention = dict.fromkeys(layer.unpacked_attention for layer in step.decoder.kernels)
+    # All threads count, so that a share above 1 is one of several threads that were not disturbed, or not much.
+    share = min(1.0, (time.process_time() - ran) / max(time.perf_counter() - started, 1e-9))
+    cpu_share = None if wanted.step.device.startswith("cuda") else share
+    return times, ready.preparation, ", ".join(attention), cpu_share
+
+
+@functools.cache
+def _measured_ceilings(device: str, precision: Precision) -> Ceilings:
+    """Once per process and precision."""
+    return ceilings(device, precision.value)
+
+
+def _sheet_flops(device: str, precision: Precision) -> float | None:
+    if not device.startswith("cuda"):
+        return None
+    _, total = torch.cuda.mem_get_info()
+    sheet = known_sheet(torch.cuda.get_device_name(), total)
+    return None if sheet is None else sheet.flops.get(precision.value)
+
+
+def _release(mode: Mode) -> None:
+    """Gives back the memory of the cell before."""
+    if mode is Mode.COMPILED:
+        from torch import _dynamo as dynamo
+
+        dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,0 +1,30 @@
+"""The report of steps: a section per configuration, what each setting brings, the two clocks, the warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimtab.lab.studies.step.clocks import clocks_section
+from trimtab.lab.studies.step.comparisons import comparison_sections
+from trimtab.lab.studies.step.entries import Entry, Grid, grouped
+from trimtab.lab.studies.step.tables import group_section
+from trimtab.lab.studies.step.warm_ups import warm_up_section
+from trimtab.lab.study import Measurement
+from trimtab.report.document import Section
+
+
+def sections(measurements: Sequence[Measurement]) -> list[Section]:
+    """All that was timed on one machine; cells of a warm-up study are reported apart.
+
+    Raises:
+        DataError: a record is damaged.
+    """
+    entries = [Entry.of(one) for one in measurements]
+    warm_ups = [entry for entry in entries if entry.timed.fresh]
+    steps = [entry for entry in entries if not entry.timed.fresh]
+    found: list[Section | None] = [
+        group_section(group, Grid(tuple(same))) for group, same in grouped(steps, lambda e: e.group).items()
+    ]
+    found += comparison_sections(steps)
+    found += [clocks_section(steps), warm_up_section(warm_ups)]
+    return [section for section in found if section is not None]

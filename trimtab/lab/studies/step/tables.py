@@ -1,0 +1,268 @@
+"""Tables, charts and text of steps that share precision, mode and kernels. Imports no torch."""
+
+from __future__ import annotations
+
+from trimtab.facts.units import format_bytes, format_rate
+from trimtab.lab.step_settings import Kernels, Loss, Mode, Part, Precision
+from trimtab.lab.studies import reference_figures as reference
+from trimtab.lab.studies.step.entries import (
+    NOTHING,
+    Grid,
+    Group,
+    between,
+    differ,
+    digits_of,
+    flops_rate,
+    percent,
+    shown_time,
+)
+from trimtab.lab.studies.step.result import StepResult
+from trimtab.optim.spec import bytes_moved
+from trimtab.report.document import Bar, BarChart, Block, LineChart, Section, Series, Table, Text
+
+LOSS_NAMES = {Loss.LOGITS_SUM: "the sum of the logits", Loss.CROSS_ENTROPY: "the cross entropy"}
+
+
+NOISY = 0.1
+"""Standard deviation as a share of the mean, from which a reader is warned."""
+UNDISTURBED = 0.9
+"""Share of the time that a process runs on a machine that has nothing else to do, at least."""
+
+
+def group_section(group: Group, grid: Grid) -> Section:
+    """Times of one configuration, what they say, how well the device is used."""
+    blocks: list[Block] = [_times(group, grid)]
+    text = _times_text(grid)
+    if text:
+        blocks.append(Text(text))
+    blocks += _charts(group, grid)
+    used = _utilization(grid)
+    if used is not None:
+        blocks += [Text(_ceiling_text(grid)), used]
+    return Section(f"Step time: {group.name}", tuple(blocks))
+
+
+def _times(group: Group, grid: Grid) -> Table:
+    matches = is_reference(group) and any(reference.is_known(*row) for row in grid.rows)
+    head = ["size", "context", *(_column_name(grid, part, loss) for part, loss in grid.columns)]
+    if matches:
+        head += [f"forward, {reference.LABEL}", f"forward + backward, {reference.LABEL}"]
+    rows = []
+    for size, context in grid.rows:
+        cells = [shown_time(grid.find((size, context), part, loss)) for part, loss in grid.columns]
+        if matches:
+            cells += [
+                reference.reference_forward(size, context),
+                reference.reference_forward_backward(size, context),
+            ]
+        rows.append((size, str(context), *cells))
+    return Table("Milliseconds", tuple(head), tuple(rows), _times_note(grid))
+
+
+def is_reference(group: Group) -> bool:
+    """Whether the reference study timed this configuration.
+
+    Example:
+        >>> is_reference(Group(Precision.FP32, Mode.EAGER, Kernels.REFERENCE, 4))
+        True
+    """
+    plain = (Precision.FP32, Mode.EAGER, Kernels.REFERENCE, reference.BATCH)
+    return (group.precision, group.mode, group.kernels, group.batch) == plain
+
+
+def _column_name(grid: Grid, part: Part, loss: Loss) -> str:
+    other = "" if loss is grid.loss else f", {loss.label}"
+    return part.label + other
+
+
+def _times_note(grid: Grid) -> str:
+    timed = [entry for entry in grid.entries if entry.samples is not None]
+    note = f"Mean ± standard deviation by the host's clock. The loss is {LOSS_NAMES[grid.loss]}."
+    if timed:
+        steps = between([entry.samples.repetitions for entry in timed if entry.samples], "{:.0f}".format)
+        warm = between([entry.timed.warm_up for entry in timed], "{:.0f}".format)
+        attention = ", ".join(dict.fromkeys(entry.result.attention for entry in timed if entry.result))
+        note += f" {steps} steps after {warm} of warm-up. Attention: {attention}."
+    reasons = grid.reasons()
+    return f"{note} {reasons[:1].upper()}{reasons[1:]}." if reasons else note
+
+
+def _times_text(grid: Grid) -> str:
+    """What the times show: backward against forward, the optimizer's share, the real loss, growth with context."""
+    ratios, shares, losses = [], [], []
+    other = next((loss for _, loss in grid.columns if loss is not grid.loss), None)
+    for row in grid.rows:
+        forward, backward = grid.samples(row, Part.FORWARD), grid.samples(row, Part.BACKWARD)
+        both, full = grid.samples(row, Part.FORWARD_BACKWARD), grid.samples(row, Part.FULL)
+        if forward and backward:
+            ratios.append(backward.mean_ms / forward.mean_ms)
+        if both and full and full.mean_ms > both.mean_ms and differ(both, full):
+            shares.append(1 - both.mean_ms / full.mean_ms)
+        real = grid.samples(row, Part.FORWARD_BACKWARD, other) if other else None
+        if both and real and differ(both, real):
+            losses.append(real.mean_ms / both.mean_ms - 1)
+    found = []
+    if ratios:
+        found.append(
+            f"The backward pass takes {between(ratios, '{:.1f}'.format)} times as long as the forward pass."
+        )
+    if shares:
+        found.append(f"The optimizer takes {between(shares, percent)} of a full step.")
+    if losses and other:
+        found.append(
+            f"With {LOSS_NAMES[other]} instead of {LOSS_NAMES[grid.loss]}, forward + backward takes "
+            f"{between(losses, lambda x: f'{100 * x:+.1f} %')}."
+        )
+    return " ".join([*found, *_growth(grid), *_doubts(grid)])
+
+
+def _doubts(grid: Grid) -> list[str]:
+    """What makes these times doubtful."""
+    results = [entry.result for entry in grid.entries if entry.result]
+    found = []
+    spread = max((one.times.host.std_ms / one.times.host.mean_ms for one in results), default=0.0)
+    if spread > NOISY:
+        found.append(
+            f"These times are noisy: standard deviations reach {percent(spread)} of the mean, and differences smaller "
+            "than that say nothing. Measure on an idle machine, with more steps."
+        )
+    shares = [one.cpu_share for one in results if one.cpu_share is not None]
+    if shares and min(shares) < UNDISTURBED:
+        found.append(
+            f"Other programs used the processor: this process had it for {between(shares, percent)} of the time."
+        )
+    if any(one.ceiling_share > 1 for one in results):
+        found.append(
+            "A share of the measured peak above 100 % means that the peak was measured while they did."
+        )
+    return found
+
+
+def _growth(grid: Grid) -> list[str]:
+    """How time grows with context, for the size with the widest range of contexts."""
+    part = _widest_part(grid)
+    ranges = {}
+    for size in dict.fromkeys(size for size, _ in grid.rows):
+        timed = {context: found for name, context in grid.rows
+                 if name == size and (found := grid.samples((name, context), part))}  # fmt: skip
+        if len(timed) > 1:
+            ranges[size] = timed
+    if not ranges:
+        return []
+    size = max(ranges, key=lambda name: max(ranges[name]) / min(ranges[name]))
+    short, long = min(ranges[size]), max(ranges[size])
+    times = ranges[size][long].mean_ms / ranges[size][short].mean_ms
+    return [
+        f"From {short} to {long} tokens, {long / short:.3g} times as many, {part.label} of {size} takes "
+        f"{times:.1f} times as long."
+    ]
+
+
+def _widest_part(grid: Grid) -> Part:
+    """The part that charts show: forward + backward if it was timed."""
+    parts = [part for part, _ in grid.columns]
+    return Part.FORWARD_BACKWARD if Part.FORWARD_BACKWARD in parts else parts[0]
+
+
+def _charts(group: Group, grid: Grid) -> list[Block]:
+    part = _widest_part(grid)
+    found: list[Block] = []
+    sizes = list(dict.fromkeys(size for size, _ in grid.rows))
+    contexts = sorted({context for _, context in grid.rows})
+    if len(contexts) > 1:
+        series = []
+        for size in sizes:
+            times = [(context, grid.samples((size, context), part)) for context in contexts]
+            points = tuple((float(c), None if s is None else s.mean_ms) for c, s in times)
+            if any(y is not None for _, y in points):
+                series.append(Series(size, points))
+        if series:
+            title = f"{part.label.capitalize()} over context length: {group.name}"
+            chart = LineChart(
+                f"step-contexts-{group.id}", title, "context length, tokens", "ms", tuple(series), True, True
+            )
+            found.append(chart)
+    bars = [bar for row in grid.rows if row[1] == contexts[0] and (bar := _bar(grid, row))]
+    if bars:
+        title = f"Parts of a step at {contexts[0]} tokens: {group.name}"
+        found.append(BarChart(f"step-parts-{group.id}", title, "ms", tuple(bars)))
+    return found
+
+
+def _bar(grid: Grid, row: tuple[str, int]) -> Bar | None:
+    forward, backward = grid.samples(row, Part.FORWARD), grid.samples(row, Part.BACKWARD)
+    both, full = grid.samples(row, Part.FORWARD_BACKWARD), grid.samples(row, Part.FULL)
+    if forward is None or backward is None:
+        return None
+    parts = [("forward", forward.mean_ms), ("backward", backward.mean_ms)]
+    if both and full and full.mean_ms > both.mean_ms:
+        parts.append(("optimizer", full.mean_ms - both.mean_ms))
+    total = sum(value for _, value in parts)
+    return Bar(row[0], tuple(parts), f"{total:.{digits_of(total)}f} ms")
+
+
+def _utilization(grid: Grid) -> Table | None:
+    """Rates and shares of ceilings."""
+    sheet = any(entry.result and entry.result.sheet_flops for entry in grid.entries)
+    head = ("size", "context", "tokens/s", "forward", "forward + backward", "of measured peak",
+            *(("MFU",) if sheet else ()), "backward / forward", "AdamW, of measured copy", "median, ms")  # fmt: skip
+    rows = []
+    for row in grid.rows:
+        forward, both = grid.result(row, Part.FORWARD), grid.result(row, Part.FORWARD_BACKWARD)
+        whole = grid.result(row, Part.FULL) or both
+        cells = [
+            NOTHING if whole is None else format_rate(whole.tokens_per_s),
+            NOTHING if forward is None else flops_rate(forward.flops_per_s),
+            NOTHING if both is None else flops_rate(both.flops_per_s),
+            NOTHING if both is None else percent(both.ceiling_share),
+        ]
+        if sheet:
+            cells.append(NOTHING if both is None or both.mfu is None else percent(both.mfu))
+        median = None if both is None else both.times.host.median_ms
+        cells += [
+            _ratio(forward, grid.result(row, Part.BACKWARD)),
+            _optimizer_share(both, grid.result(row, Part.FULL)),
+            NOTHING if median is None else f"{median:.{digits_of(median)}f}",
+        ]
+        rows.append((row[0], str(row[1]), *cells))
+    if not any(cell != NOTHING for row in rows for cell in row[2:]):
+        return None
+    note = (
+        "tokens/s of the most complete step that was timed. FLOPs are the model's: products and causal attention, "
+        "backward counted as twice the forward pass. Shares, MFU and median are of forward + backward. AdamW's time is "
+        "the difference of two means; it reads and writes weights and moments, and reads gradients."
+    )
+    return Table("Use of the device", head, tuple(rows), note)
+
+
+def _ratio(forward: StepResult | None, backward: StepResult | None) -> str:
+    if forward is None or backward is None:
+        return NOTHING
+    return f"{backward.times.host.mean_ms / forward.times.host.mean_ms:.2f}"
+
+
+def _optimizer_share(both: StepResult | None, full: StepResult | None) -> str:
+    """Bytes per second that AdamW moves, as a share of a copy's."""
+    if both is None or full is None:
+        return NOTHING
+    seconds = (full.times.host.mean_ms - both.times.host.mean_ms) / 1e3
+    if seconds <= 0:
+        return NOTHING
+    moved = bytes_moved("adamw_torch", (full.parameters,), "fp32", "fp32")
+    return percent(moved / seconds / full.copy_bytes)
+
+
+def _ceiling_text(grid: Grid) -> str:
+    results = [entry.result for entry in grid.entries if entry.result]
+    flops, copies = [one.ceiling_flops for one in results], [one.copy_bytes for one in results]
+    dtypes = ", ".join(dict.fromkeys(one.ceiling_dtype for one in results))
+    text = (
+        f"Measured peak of this device: {between(flops, flops_rate)} for a large {dtypes} product, and "
+        f"{between(copies, format_bytes)} per second for a large copy."
+    )
+    sheets = {one.sheet_flops for one in results if one.sheet_flops}
+    if sheets:
+        text += f" Its data sheet promises {between(sorted(sheets), flops_rate)}; MFU is the share of that."
+        return text
+    threads = between([one.threads for one in results], "{:.0f}".format)
+    return f"{text} Threads of the host: {threads}."

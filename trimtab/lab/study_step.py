@@ -1,0 +1,230 @@
+"""A study model, ready to be timed: forward, backward and optimizer step over one batch of random tokens.
+
+Two sets of kernels: `reference`, plain attention and torch's own operations as in the reference study, and `fast`, what
+`trimtab train` would choose on this device. Two losses: the sum of the logits, which the reference study times, and
+the cross entropy that training uses. Weights are fp32; bf16 and fp16 compute under autocast, as mixed precision does.
+`study_modes` compiles a step or captures it as CUDA graphs.
+"""
+
+# B batch, T tokens (context length), V vocabulary
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from trimtab.facts.shapes import ModelShape
+from trimtab.kernels.attention import choose_attention
+from trimtab.kernels.triton_support import runs_triton
+from trimtab.lab.step_settings import Kernels, Loss, Part, Precision, StepSettings
+from trimtab.lab.study import NotSupported
+from trimtab.lab.study_models import named_shape
+from trimtab.lab.timing import Run
+from trimtab.model.building import build, torch_dtype
+from trimtab.model.decoder import Decoder
+from trimtab.model.parts import LayerKernels
+from trimtab.optim import AdamW
+
+__all__ = ["Kernels", "Loss", "Part", "Precision", "StepSettings", "StudyStep", "check_supported"]
+
+LEARNING_RATE = 1e-4
+SEED = 0
+
+
+class StudyStep:
+    """A study model with its batch; each method is one thing that studies time.
+
+    Example:
+        >>> step = StudyStep(StepSettings("tiny", context=16, batch=2))
+        >>> step.forward().shape, step.decoder.shape.num_layers
+        (torch.Size([]), 2)
+        >>> step.forward_backward()
+        >>> step.update()
+    """
+
+    def __init__(self, settings: StepSettings) -> None:
+        check_supported(settings)
+        self.settings = settings
+        shape = named_shape(settings.size)
+        self.decoder = _decoder(shape, settings)
+        self.ids_BT, self.labels_BT = _tokens(settings, shape.vocab_size)
+        self.compiled_loss: Callable[[], torch.Tensor] | None = None
+        """`plain_loss` as `trimtab.lab.study_modes` compiled it; `loss` then calls this one."""
+
+    @cached_property
+    def optimizer(self) -> AdamW:
+        """Made at the first update: a step without one needs no memory for its states."""
+        return AdamW(self.decoder.named_parameters(), lr=LEARNING_RATE)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """All of them; every one is trained."""
+        return list(self.decoder.parameters())
+
+    def loss(self) -> torch.Tensor:
+        """The loss of the batch, compiled or not."""
+        return self.plain_loss() if self.compiled_loss is None else self.compiled_loss()
+
+    def plain_loss(self) -> torch.Tensor:
+        """The loss of the batch, in the precision of the surrounding `computing`."""
+        settings = self.settings
+        if settings.loss is Loss.CROSS_ENTROPY and settings.kernels is Kernels.FAST:
+            return self.decoder.loss(self.ids_BT, self.labels_BT, reduction="mean")
+        logits_BTV = self.decoder.logits(self.decoder(self.ids_BT))
+        if settings.loss is Loss.LOGITS_SUM:
+            return logits_BTV.sum()
+        return F.cross_entropy(logits_BTV.flatten(0, 1), self.labels_BT.flatten())
+
+    def forward(self) -> torch.Tensor:
+        """Forward pass with everything saved for backward."""
+        with self.computing():
+            return self.loss()
+
+    @torch.no_grad()
+    def inference(self) -> torch.Tensor:
+        """Forward pass that saves nothing."""
+        with self.computing():
+            return self.loss()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward pass of a loss from `forward`; gradients are accumulated into `.grad`."""
+        with self._products():
+            loss.backward()
+
+    def forward_backward(self) -> None:
+        """Forward and backward pass; gradients are accumulated into `.grad`."""
+        self.backward(self.forward())
+
+    def update(self) -> None:
+        """The optimizer step; gradients are dropped."""
+        self.optimizer.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Frees the gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def full_step(self) -> None:
+        """Forward, backward and optimizer step."""
+        self.forward_backward()
+        self.update()
+
+    def prepared(self, part: Part) -> Callable[[], Run]:
+        """What is called before each timed run of a part; it returns the run.
+
+        Gradients of the previous run are dropped before, not during a run, so that none is added to another.
+
+        Example:
+            >>> step = StudyStep(StepSettings("tiny", context=16, batch=2))
+            >>> backward = step.prepared(Part.BACKWARD)()    # a forward pass has run
+            >>> backward()                                   # this is what is timed
+        """
+
+        def forward() -> Run:
+            return self.forward
+
+        def backward() -> Run:
+            self.drop_gradients()
+            loss = self.forward()
+            return lambda: self.backward(loss)
+
+        def both() -> Run:
+            self.drop_gradients()
+            return self.forward_backward
+
+        def full() -> Run:
+            self.drop_gradients()
+            return self.full_step
+
+        return {
+            Part.FORWARD: forward,
+            Part.BACKWARD: backward,
+            Part.FORWARD_BACKWARD: both,
+            Part.FULL: full,
+        }[part]
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """The precision of the settings in a forward pass, for as long as the block lasts."""
+        precision, device = self.settings.precision, self.settings.device.split(":")[0]
+        cast: Any = contextlib.nullcontext()
+        if precision.is_mixed:
+            cast = torch.autocast(device, dtype=torch_dtype(precision.value))
+        with self._products(), cast:
+            yield
+
+    @contextlib.contextmanager
+    def _products(self) -> Iterator[None]:
+        """TF32 or full fp32 for the fp32 products inside: those of a backward pass are computed like the forward's."""
+        before = torch.get_float32_matmul_precision()
+        tf32 = self.settings.precision is Precision.TF32
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+def check_supported(settings: StepSettings) -> None:
+    """NotSupported for a precision that the device does not have."""
+    cuda = settings.device.startswith("cuda")
+    if settings.precision is Precision.TF32 and not (cuda and torch.cuda.get_device_capability() >= (8, 0)):
+        raise NotSupported("TF32 is a format of NVIDIA GPUs from compute capability 8.0 on")
+    if settings.precision is Precision.BF16 and cuda and torch.cuda.get_device_capability() < (8, 0):
+        raise NotSupported("this GPU has no bf16: that begins at compute capability 8.0")
+
+
+def _decoder(shape: ModelShape, settings: StepSettings) -> Decoder:
+    """With random weights, drawn on the device: their values do not matter, their range does."""
+    attention = ["reference"] * shape.num_layers
+    pointwise, loss_impl = "reference", "chunked"
+    if settings.kernels is Kernels.FAST:
+        attention = [_attention(shape, layer, settings) for layer in range(shape.num_layers)]
+        if runs_triton(torch.device(settings.device)):
+            pointwise = loss_impl = "triton"
+    decoder = build(
+        shape,
+        dtype="fp32",
+        device=settings.device,
+        kernels=[LayerKernels(impl, impl, pointwise) for impl in attention],
+        loss_impl=loss_impl,
+    )
+    generator = torch.Generator(settings.device).manual_seed(SEED)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            elif name.endswith(".bias"):
+                parameter.zero_()
+            else:
+                parameter.normal_(0.0, shape.initializer_range, generator=generator)
+    return decoder.train()
+
+
+def _attention(shape: ModelShape, layer: int, settings: StepSettings) -> str:
+    cuda = settings.device.startswith("cuda")
+    window = shape.window(layer)
+    return choose_attention(
+        device="cuda" if cuda else "cpu",
+        capability=torch.cuda.get_device_capability() if cuda else None,
+        dtype=settings.precision.value if settings.precision.is_mixed else "fp32",
+        head_dim=shape.blocks[layer].attention.head_dim,
+        packed=False,
+        window=window if window is not None and window < settings.context else None,
+        training=True,
+        tokens=settings.context,
+        triton=runs_triton(torch.device(settings.device)),
+    ).impl
+
+
+def _tokens(settings: StepSettings, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(SEED)
+    ids_BT = torch.randint(vocab_size, (settings.batch, settings.context + 1), generator=generator)
+    ids_BT = ids_BT.to(settings.device)
+    return ids_BT[:, :-1].contiguous(), ids_BT[:, 1:].contiguous()

@@ -1,0 +1,132 @@
+"""The changes of a recipe that would help most, by the planner's predictions. Imports no torch."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trimtab.plan.make import Plan
+from trimtab.plan.solve import Planner, solve_fastest
+from trimtab.plan.what_if import Effect, list_effects
+
+COUNT = 3
+TIGHT = 0.85
+"""From this share of the memory on that a run may take, saving memory comes before saving time."""
+WORTH = 0.01
+"""Of a step's time or of the memory it needs: what changes less is no suggestion."""
+
+
+class Goal(enum.Enum):
+    """What a change is suggested for."""
+
+    TIME = "time"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change of the recipe with its predicted effect."""
+
+    name: str
+    lines: tuple[str, ...]
+    """Of the recipe, to paste."""
+    goal: Goal
+    same_training: bool
+    """Whether the same updates are computed, up to rounding."""
+    seconds: float | None
+    """By which an optimizer step changes, for as many tokens; None where the device's rates are not known."""
+    saved: int
+    """Bytes that the peak has less; negative where it has more."""
+    needed: int
+    """Bytes that the run then needs of its device."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "goal": self.goal.value}
+
+
+def suggest(plan: Plan, planner: Planner, count: int = COUNT) -> tuple[Suggestion, ...]:
+    """The changes that would help most, each alone and with everything else as planned.
+
+    Where memory is left, or chosen by the planner, those that save time come first; where the recipe fixes what is
+    recomputed and memory is tight, those that save memory. Changes that compute the same updates come before those that
+    train something else. Of several values of one key the best is suggested.
+
+    Args:
+        plan: of the recipe on its device.
+        planner: plans another recipe for the same model (`trimtab.run.target.Target.plan_for`).
+        count: how many.
+
+    Example:
+        >>> suggest(target.plan, target.plan_for)[0].lines                           # doctest: +SKIP
+        ('recompute: none',)
+    """
+    limit, recipe = min(plan.limit, plan.device.available_bytes), plan.recipe
+    found = [_suggestion(one) for one in list_effects(plan) if one.change.keys]
+    found = [one for one in [*found, *_fastest_batch(plan, planner)] if one.needed <= limit]
+    by_time, by_memory = _by_time(plan, found), _by_memory(plan, found)
+    is_fixed = recipe.recompute != "auto" or recipe.gradient_checkpointing is not None
+    if is_fixed and plan.memory.needed > TIGHT * limit:
+        largest = sorted(by_memory, key=lambda one: (not one.same_training, -one.saved))
+        return tuple(_one_per_key([*largest, *by_time]))[:count]
+    return tuple(_one_per_key([*by_time, *by_memory]))[:count]
+
+
+def _suggestion(effect: Effect) -> Suggestion:
+    change = effect.change
+    name = f"without {change.name}" if change.in_use else change.name
+    goal = Goal.TIME if effect.seconds is not None and effect.seconds < 0 else Goal.MEMORY
+    return Suggestion(
+        name, change.lines, goal, change.same_training, effect.seconds, effect.saved, effect.needed
+    )
+
+
+def _fastest_batch(plan: Plan, planner: Planner) -> Iterator[Suggestion]:
+    """The per-device batch with the most tokens per second for the same global batch, memory keys chosen for it."""
+    now = plan.time.tokens_per_second
+    if now is None:
+        return
+    best = solve_fastest(plan, planner)
+    then = None if best.plan is None else best.plan.time.tokens_per_second
+    if best.plan is None or then is None or best.plan.job.batch == plan.job.batch:
+        return
+    tokens = plan.job.batch * plan.job.tokens * plan.job.accumulation
+    needed = best.plan.memory.needed
+    yield Suggestion(
+        "another microbatch",
+        best.lines,
+        Goal.TIME,
+        same_training=True,
+        seconds=tokens / then - tokens / now,
+        saved=plan.memory.needed - needed,
+        needed=needed,
+    )
+
+
+def _by_time(plan: Plan, found: Sequence[Suggestion]) -> list[Suggestion]:
+    """Those that make a step faster, the fastest first."""
+    least = -WORTH * (plan.time.step_seconds or 0.0)
+    faster = [(one.seconds, one) for one in found if one.seconds is not None and one.seconds < least]
+    return [one for _, one in sorted(faster, key=lambda pair: (not pair[1].same_training, pair[0]))]
+
+
+def _by_memory(plan: Plan, found: Sequence[Suggestion]) -> list[Suggestion]:
+    """Those that save memory, the cheapest in seconds per byte first; where times are not known, the largest."""
+    saving = [one for one in found if one.saved > WORTH * plan.memory.needed]
+
+    def price(one: Suggestion) -> float:
+        return -one.saved if one.seconds is None else max(one.seconds, 0.0) / one.saved
+
+    return sorted(saving, key=lambda one: (not one.same_training, price(one)))
+
+
+def _one_per_key(found: Iterable[Suggestion]) -> Iterator[Suggestion]:
+    """The first suggestion of each recipe key."""
+    seen: set[str] = set()
+    for one in found:
+        key = one.lines[0].partition(":")[0]
+        if key not in seen:
+            seen.add(key)
+            yield one

@@ -1,0 +1,119 @@
+"""A worker process: measures cells as they come, one line of JSON each, until its input ends.
+
+    python -m trimtab.lab.worker DEVICE
+
+The worker writes READY once torch is imported. Then the parent writes {"measure": "module:function", "settings": {…}}
+and reads {"outcome", "result", "message"}. Whatever is printed while a cell is measured goes to standard error. After a
+cell that ran out of memory or failed, the parent starts a new process: the state of this one may be damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TextIO
+
+from trimtab.lab.study import NotSupported, Outcome, PredictedOutOfMemory
+from trimtab.run.device import current_gpu
+
+READY = "ready\n"
+HOST_SHARE = 0.9
+"""Of the host's free memory, what a cell on a CPU may take; beyond it torch raises, and the machine stays usable."""
+
+
+def main() -> int:
+    """Serves cells; 0 at the end of the input."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    device = sys.argv[1]
+    import torch  # noqa: F401 - before the first cell, whose time it is not, and before the limit is taken
+
+    if not device.startswith("cuda"):
+        limit_memory()
+    with current_gpu(device):
+        _write(answers, READY)
+        for line in sys.stdin:
+            order = json.loads(line)
+            _write(answers, json.dumps(measured(order["measure"], order["settings"])) + "\n")
+    return 0
+
+
+def measured(place: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Measures one cell; every way to end is an outcome.
+
+    Example:
+        >>> measured("json:loads", "[1, 2")["outcome"]                               # doctest: +SKIP
+        'failed'
+    """
+    module, _, function = place.partition(":")
+    try:
+        result = getattr(import_module(module), function)(settings)
+        json.dumps(result)  # what is no plain data fails here, as a cell's failure
+    except NotSupported as reason:
+        return ended(Outcome.NOT_SUPPORTED, str(reason))
+    except PredictedOutOfMemory as reason:
+        return ended(Outcome.PREDICTED_OUT_OF_MEMORY, str(reason))
+    except Exception as error:  # noqa: BLE001 - a cell that fails is a result, and the sweep continues
+        if is_out_of_memory(error):
+            return ended(Outcome.OUT_OF_MEMORY, _first_line(error))
+        traceback.print_exc()
+        return ended(Outcome.FAILED, f"{type(error).__name__}: {_first_line(error)}")
+    return {"outcome": Outcome.MEASURED.value, "result": result, "message": ""}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception, or one that caused it, says that memory ran out, on a GPU or on the host.
+
+    Example:
+        >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried …"))
+        True
+    """
+    words = ("out of memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+    named = "OutOfMemory" in type(error).__name__ or isinstance(error, MemoryError)
+    cause = error.__cause__ or error.__context__
+    return (
+        named or any(word in str(error) for word in words) or (cause is not None and is_out_of_memory(cause))
+    )
+
+
+def limit_memory() -> None:
+    """Limits the memory of this process to what is free, so that a cell that needs more raises instead of swapping.
+
+    torch is imported before: its libraries are mapped, and count.
+    """
+    statm = Path("/proc/self/statm")
+    if not statm.exists():  # macOS: the system swaps
+        return
+    import resource
+
+    from trimtab.facts.devices import host_memory
+
+    _, available = host_memory()
+    mapped = int(statm.read_text().split()[0]) * resource.getpagesize()
+    limit = mapped + int(HOST_SHARE * available)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(
+        resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
+    )
+
+
+def ended(outcome: Outcome, message: str) -> dict[str, Any]:
+    """The answer of a cell without a result."""
+    return {"outcome": outcome.value, "result": {}, "message": message}
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "without a message").splitlines()[0][:300]
+
+
+def _write(file: TextIO, line: str) -> None:
+    file.write(line)
+    file.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
