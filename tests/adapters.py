@@ -1,4 +1,4 @@
-"""Doors for the study's own tests: each names what they ask for, wherever it lives in trimtab."""
+"""Entry points for the study's own tests: each names what they ask for, wherever it lives in trimtab."""
 
 from __future__ import annotations
 

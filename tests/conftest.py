@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from trimtab.adapt.compiling import use_cache_folder
 torch.set_num_threads(1)
 # Compiled code is shared by the processes of this run, and with no other source.
 use_cache_folder(Path(tempfile.gettempdir()) / "trimtab-tests")
+
+# A calibration of the developer's machine would change what plans say.
+os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / "trimtab-tests-cache")
 
 # How long a draw takes says how busy the machine is, and nothing about the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -21,8 +21,9 @@ TYPE_CHECKING = False  # without the import of typing: the command line handles 
 if TYPE_CHECKING:
     from typing import Any
 
-    from trimtab.api import Model, RunResult, load, plan_run, resume, train
+    from trimtab.api import Model, RunResult, load, plan_run, plan_table, resume, solve, train, what_if
     from trimtab.facts.errors import TrimtabError
+    from trimtab.lab.profiling import profile_recipe
     from trimtab.run.listing import runs
     from trimtab.trainer.callbacks import Callback
 
@@ -35,6 +36,10 @@ _HOMES = {
     "load": "trimtab.api",
     "train": "trimtab.api",
     "plan_run": "trimtab.api",
+    "plan_table": "trimtab.api",
+    "profile_recipe": "trimtab.lab.profiling",
+    "solve": "trimtab.api",
+    "what_if": "trimtab.api",
     "resume": "trimtab.api",
     "runs": "trimtab.run.listing",
     "Model": "trimtab.api",
@@ -50,9 +55,13 @@ __all__ = [
     "__version__",
     "load",
     "plan_run",
+    "plan_table",
+    "profile_recipe",
     "resume",
     "runs",
+    "solve",
     "train",
+    "what_if",
 ]
 
 

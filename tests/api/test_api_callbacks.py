@@ -1,4 +1,4 @@
-"""Callbacks from Python: what they are told and when, stopping, their exceptions, and that losses stay the same."""
+"""Callbacks from Python: what they receive and when, stopping, exceptions, and that losses stay the same."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_what_a_callback_raises_is_the_users_own(tmp_path: Path, hook: str) -> N
     assert raised.value.__cause__ is None
     assert traceback.extract_tb(raised.value.__traceback__)[-1].name == "fails"
     if hook == "on_train_begin":
-        assert not (tmp_path / "run").exists()  # nothing was learnt
+        assert not (tmp_path / "run").exists()  # nothing was trained
     else:
         done = trimtab.resume(tmp_path / "run", view=quiet())
         assert (done.status, len(done.losses)) == ("finished", 2)

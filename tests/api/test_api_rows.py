@@ -85,7 +85,7 @@ def halfway(recipe: dict[str, Any], data: Any, **more: Any) -> trimtab.RunResult
 def test_resume_continues_exactly_and_refuses_other_rows(
     tmp_path: Path, streaming: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trimtab.data.stream_windows.chunk_tokens", lambda max_seq_length: 200)
+    monkeypatch.setattr("trimtab.data.stream_sequences.chunk_tokens", lambda max_seq_length: 200)
     recipe = tiny_recipe(tmp_path)
     recipe["data"]["streaming"] = streaming
 
@@ -115,7 +115,7 @@ def test_rows_that_change_after_the_first_ones_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first 16 rows name a stream; later ones are compared up to the end of the last chunk."""
-    monkeypatch.setattr("trimtab.data.stream_windows.chunk_tokens", lambda max_seq_length: 1000)
+    monkeypatch.setattr("trimtab.data.stream_sequences.chunk_tokens", lambda max_seq_length: 1000)
     recipe = tiny_recipe(tmp_path)
     recipe["data"]["streaming"] = True
     stopped = halfway(recipe, TEXTS)
@@ -239,8 +239,10 @@ def test_streams_with_equal_first_rows_stay_apart(tmp_path: Path) -> None:
     assert set(again) == {source.source for source in sources}
     same = {**recipe["data"], **data, "streaming": True}
     assert set(DataArgument.of(same).store_again(built, quiet(), tmp_path)) == set(again)
-    with pytest.raises(trimtab.TrimtabError, match="data names eval_windows, and a resumed run has its data"):
-        DataArgument.of({**same, "eval_windows": 7}).store_again(built, quiet(), tmp_path)
+    with pytest.raises(
+        trimtab.TrimtabError, match="data names eval_sequences, and a resumed run has its data"
+    ):
+        DataArgument.of({**same, "eval_sequences": 7}).store_again(built, quiet(), tmp_path)
     data["train"] = [{"source": ["another", *own[1:]]}]
     with pytest.raises(trimtab.TrimtabError, match=r"is not what .* began with"):
         DataArgument.of(data).store_again(built, quiet(), tmp_path)

@@ -190,7 +190,7 @@ def test_a_file_size_limit_fails_the_save_and_nothing_else(tmp_path: Path) -> No
     found, _ = open_and_check(tmp_path)
     assert found is not None
     assert found.step == 1
-    store.save(3, big, {}, wait=True)  # the store goes on once there is room
+    store.save(3, big, {}, wait=True)  # the store continues once there is space
     assert store.latest() is not None
 
 

@@ -1,4 +1,4 @@
-"""A state on the GPU: copied when save is called, written behind training's back, back bit for bit."""
+"""A state on the GPU: copied when save is called, written in the background, loaded bit-identically."""
 
 from __future__ import annotations
 

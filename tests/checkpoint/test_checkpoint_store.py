@@ -141,7 +141,7 @@ def test_the_copy_is_taken_when_save_is_called(store: Store) -> None:
     weight = torch.arange(200_000, dtype=torch.float32)
     for step in range(3):
         store.save(step, {"w": weight}, {})
-        weight.add_(1)  # the loop goes on while the thread writes
+        weight.add_(1)  # the loop continues while the thread writes
     store.wait()
     target = torch.zeros_like(weight)
     store.load(found_latest(store), {"w": target})

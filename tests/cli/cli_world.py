@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class World:
-    """What the session's one run left: nobody may change it."""
+    """What the session's one run left: tests must not change it."""
 
     folder: Path
     recipe: Path
@@ -27,12 +27,15 @@ class Said:
     err: str
 
     def refused(self, code: int, *words: str) -> None:
-        """A person's mistake: the right exit code, one or two plain lines, no traceback, no escapes."""
+        """A user's mistake: the right exit code, one or two plain lines, no traceback, no escapes."""
         assert self.code == code, (self.code, self.out, self.err)
         assert "Traceback" not in self.out + self.err
         lines = self.err.strip().splitlines()
         assert lines, self.out
-        assert lines[-1].startswith("error: ") or lines[0].startswith("error: "), self.err
+        details = lines[::-1]
+        while details[0].startswith("  "):  # what explains the error is indented below it
+            del details[0]
+        assert details[0].startswith("error: ") or lines[0].startswith("error: "), self.err
         assert len([line for line in lines if line.startswith("error")]) == 1
         assert "\x1b" not in self.err
         for word in words:

@@ -1,4 +1,4 @@
-"""A trained tiny run that every test may read, and the command line called as a person calls it."""
+"""A trained tiny run that every test may read, and the command line called as a user calls it."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_held_out_share_of_a_single_document(job: Job, cli: Call, tmp_path: Path
 def test_no_step_is_without_a_token_to_learn_from(
     world: World, job: Job, cli: Call, tmp_path: Path, packing: bool
 ) -> None:
-    """Documents one token longer than a window: the tail alone predicts nothing, and may not be a whole step."""
+    """Documents one token longer than a sequence: the tail alone predicts nothing and may not be a step."""
     from trimtab import text
 
     tokenizer = text.load(world.model)

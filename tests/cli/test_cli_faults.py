@@ -54,7 +54,7 @@ def test_a_used_run_folder_is_never_written_over(world: World, cli: Call) -> Non
 
 
 def test_a_folder_with_somebodys_files_is_no_run_folder(job: Job, cli: Call, tmp_path: Path) -> None:
-    """`output_dir: .` would write over the person's own recipe.yaml and model."""
+    """`output_dir: .` would write over the user's own recipe.yaml and model."""
     path = job(output_dir=str(tmp_path))
     before = path.read_bytes()
     cli("train", path).refused(5, "not empty")
@@ -301,14 +301,17 @@ def test_closed_output_is_no_error() -> None:
     assert "BrokenPipe" not in done.stderr
 
 
-def test_lack_of_memory_is_said_plainly(cli: Call, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_memory_is_said_plainly(
+    cli: Call, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError(
             "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: tried"
         )
 
     monkeypatch.setattr("trimtab.run.models.build_model", fail)
-    cli("generate", world.run, "the cat").refused(6, "memory")
+    run = shutil.copytree(world.run, tmp_path / "copy")
+    cli("generate", run, "the cat").refused(6, "out of memory while loading the model", "--dtype bf16")
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,11 +369,12 @@ def test_a_second_signal_stops_at_once_and_says_how_to_go_on(
 def test_a_start_that_was_killed_before_its_first_step_does_not_block(
     job: Job, cli: Call, tmp_path: Path
 ) -> None:
-    """kill -9 leaves what was written so far; nothing was learnt, so the next start takes the folder."""
+    """kill -9 leaves what was written so far; nothing was trained, so the next start takes the folder."""
     run = tmp_path / "run"
     assert cli("train", job()).code == 0
     shutil.rmtree(run / "checkpoints")
     (run / "report.html").unlink()
+    shutil.rmtree(run / "receipts")
     (run / "metrics.jsonl").write_text('{"kind": "memory", "step": 0, "when": "before"}\n')
     (run / ".plan.json.tmp-123").write_text("{")
     assert cli("train", job()).code == 0

@@ -66,7 +66,7 @@ def test_a_file_of_prompts(world: World, prompts: Path, tmp_path: Path, cli: Cal
     other = tmp_path / "other.jsonl"
     assert cli("generate", world.run, "--prompts", prompts, "--output", other, *options).code == 0
     assert other.read_bytes() == out.read_bytes(), "the batch size changes nothing"
-    # Given again it has nothing to do; cut in the middle of a row it goes on.
+    # Given again it has nothing to do; cut in the middle of a row it continues.
     whole = out.read_bytes()
     assert "5 rows (0 new)" in cli("generate", world.run, "--prompts", prompts, "--output", out, *options).out
     out.write_bytes(whole[: whole.index(b"\n", whole.index(b"\n") + 1) + 30])
@@ -210,9 +210,12 @@ def test_memory_that_is_short_names_the_batch_size(
         return generate_many(*words, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr("trimtab.generate.generate_many", short, raising=False)
-    out = tmp_path / "o.jsonl"
-    command = ("generate", world.run, "--prompts", prompts, "--output", out, "--max-new-tokens", 3)
-    cli(*command, "--batch-size", 2).refused(6, "no memory for 2 prompts", "2 rows are in", "--batch-size")
+    out, run = tmp_path / "o.jsonl", shutil.copytree(world.run, tmp_path / "copy")
+    command = ("generate", run, "--prompts", prompts, "--output", out, "--max-new-tokens", 3)
+    cli(*command, "--batch-size", 2).refused(
+        6, "out of memory while generating text", "2 prompts at once", "2 rows are in", "--batch-size"
+    )
+    assert json.loads((run / "oom.json").read_text())["phase"] == "generation"
     monkeypatch.undo()
     assert "5 rows (3 new)" in cli(*command, "--batch-size", 1).out
 

@@ -133,7 +133,7 @@ def test_train_pins_its_commits_and_resumes_offline_after_the_branch_moved(
     place.hub.add_dataset("org/words", {"data/train-00000-of-00001.parquet": parquet(text=sentences(9, 30))})
     [done] = place.trimtab(call("train", "--resume", "run", "max_steps=3"))
     assert done.code == 0, done.err
-    place.hub.close()  # nobody answers any more
+    place.hub.close()  # the server no longer answers
     [done] = place.trimtab(call("train", "--resume", "run", "max_steps=4"))
     assert done.code == 0, done.err
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())

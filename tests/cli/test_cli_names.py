@@ -110,10 +110,10 @@ def test_texts_as_sources_from_python(world: World, tmp_path: Path) -> None:
 
 
 def test_paths_and_none_from_python(world: World) -> None:
-    from trimtab.api.training import _recipe
+    from trimtab.api.training import recipe_of_arguments
 
     given = {"eval_steps": None, "learning_rate": None, "num_train_epochs": None}
-    recipe, _ = _recipe(world.recipe, given, None, world.model)
+    recipe, _ = recipe_of_arguments(world.recipe, given, None, world.model)
     assert recipe.learning_rate == 2e-5
     assert recipe.eval_steps is None
     assert recipe.max_steps == 6

@@ -1,4 +1,4 @@
-"""Resuming: what is left of a run decides how it goes on, and nothing that was recorded is lost without a word."""
+"""Resuming: what is left of a run decides how it resumes, and nothing that was recorded is lost silently."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_record_is_not_cut_when_the_checkpoints_are_gone(run: Path, cli: Call,
         (run / "checkpoints").mkdir()
     said = cli("train", "--resume", run)
     said.refused(5, "saved checkpoints up to step 6", "missing" if how == "deleted" else "empty")
-    assert said.out == ""  # no plan of a run that cannot go on
+    assert said.out == ""  # no plan for a run that cannot resume
     assert (run / "metrics.jsonl").read_bytes() == record
     # Both remedies work when they are followed.
     (again,) = commands(said.err)
@@ -405,7 +405,7 @@ def test_the_checkpoint_that_a_run_started_from_must_stay_the_same(
     new, expected = tmp_path / "run", losses(tmp_path / "run")
     shutil.rmtree(new / "checkpoints")
     (new / "metrics.jsonl").unlink()
-    assert cli("train", "--resume", run, "max_steps=8").code == 0  # the old run goes on; its step 6 stays
+    assert cli("train", "--resume", run, "max_steps=8").code == 0  # the old run resumes; its step 6 stays
     assert cli("train", "--resume", new).code == 0
     assert losses(new) == expected
     shutil.rmtree(new / "checkpoints")

@@ -36,7 +36,7 @@ def folder(world: World, tmp_path: Path) -> Path:
     for manifest in (runs / "broken" / "checkpoints").glob("step-*/manifest.json"):
         manifest.write_text("{")
     (runs / "no-run").mkdir()
-    (runs / "recipe.yaml").write_text("model: mine")  # a user's own, beside the runs
+    (runs / "recipe.yaml").write_text("model: mine")  # a user's own, next to the runs
     return runs
 
 

@@ -41,7 +41,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 
 def opened(path: Path, tokenizer: Tokenizer, **spec: Any) -> CachedCorpus:
-    """The file as a corpus, with its cache beside it."""
+    """The file as a corpus, with its cache next to it."""
     return open_corpus(SourceSpec(str(path), **spec), tokenizer, cache_dir=path.parent / "cache", num_proc=1)
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from trimtab.data import SourceSpec, TokenizerSpec, highlighted, open_corpus
 from trimtab.data import tokenizer_worker as worker
-from trimtab.data.stream_windows import Cursor, Reading
+from trimtab.data.stream_sequences import Cursor, Reading
 from trimtab.facts.errors import DataError
 from trimtab.text.tokenizer import Tokenizer
 
@@ -211,7 +211,7 @@ def test_broken_characters_in_names_and_tools_are_repaired_too(tmp_path: Path) -
 @pytest.mark.parametrize("template", [CHATML_MARKED], ids=["chatml"])
 def test_masks_are_those_of_transformers(tmp_path: Path, template: str, spaced: bool) -> None:
     transformers = pytest.importorskip("transformers")
-    # With trimmed offsets transformers finds no token at a space, and gives up on the rest of the conversation.
+    # With trimmed offsets transformers finds no token at a space, and skips the rest of the conversation.
     tokenizer = chat_tokenizer(template, spaced=spaced, trimmed=False)
     tokenizer.save(tmp_path / "tokenizer")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")

@@ -23,7 +23,7 @@ T = 100
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, prose: Any) -> CachedCorpus:
-    """Documents of very different lengths; the longest is beyond a window."""
+    """Documents of very different lengths; the longest is beyond a sequence."""
     folder = tmp_path_factory.mktemp("lengths")
     texts = [prose(i, 2 + (i * 7) % 97) for i in range(150)]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -46,7 +46,7 @@ def epoch(loader: Any) -> list[list[Batch]]:
 
 
 def documents(steps: list[list[Batch]]) -> list[tuple[int, ...]]:
-    """The ids of every window, padding left out, in training order."""
+    """The ids of every sequence, padding left out, in training order."""
     return [
         tuple(batch.input_ids_BT[row][batch.documents_BT[row] >= 0].tolist())
         for step in steps
@@ -172,6 +172,6 @@ def test_an_order_is_a_permutation_with_the_longest_first(
     order = grouped_order(lengths_E, StepShape(batch, accumulation, 0, ranks), 1, 0)
     assert sorted(order.tolist()) == list(range(len(lengths)))
     whole = len(lengths) // batch * batch
-    # The longest window may be in the last microbatch of the epoch, which is not whole and stays where it is.
+    # The longest sequence may be in the last microbatch of the epoch, which is not whole and stays where it is.
     if whole and lengths_E[order[:whole]].max() == max(lengths):
         assert lengths_E[order[:batch]].max() == max(lengths)

@@ -28,8 +28,8 @@ def test_a_corpus_is_used_without_asking_for_its_kind(corpus: Corpus, tokenizer:
     corpus.check(json.loads(json.dumps(corpus.manifest())))
     train, heldout = corpus.split(share=0.2)
     assert type(train) is type(heldout) is type(corpus)
-    batches = eval_batches(heldout, batch_size=2, max_seq_length=T, max_windows=3)
-    assert (len(batches), batches.num_windows) == (2, 3)
+    batches = eval_batches(heldout, batch_size=2, max_seq_length=T, max_sequences=3)
+    assert (len(batches), batches.num_sequences) == (2, 3)
     piece, cut = corpus.piece(0, T)
     assert highlighted(corpus, tokenizer, max_seq_length=T)["tokens"] == len(piece.ids)
     assert cut == (len(piece.ids) == T)
@@ -39,8 +39,10 @@ def test_a_loader_is_used_without_asking_for_its_kind(corpus: Corpus) -> None:
     loader = make_loader([corpus], max_seq_length=T, batch_size=2)
     assert isinstance(loader, Loader)
     known = None if corpus.streaming else loader.fill
-    assert loader.facts == LoaderFacts(loader.num_windows, loader.num_tokens, known)
-    assert (loader.num_windows is None) == (loader.steps_per_epoch is None) == corpus.streaming
+    share = loader.facts.attended_share
+    assert loader.facts == LoaderFacts(loader.num_sequences, loader.num_tokens, known, share)
+    assert share is None if corpus.streaming else 0 < share <= 1
+    assert (loader.num_sequences is None) == (loader.steps_per_epoch is None) == corpus.streaming
     assert loader.notes() == []
     loader.next_step()
     position = json.loads(json.dumps(loader.position()))

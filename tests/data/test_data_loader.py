@@ -1,4 +1,4 @@
-"""The loader: the same windows however a step is cut up, and exactly the same rest after a restore."""
+"""The loader: the same sequences however a step is cut up, and exactly the same rest after a restore."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def corpora(tmp_path_factory, tokenizer, corpus_folder, replay_folder) -> tuple[
 
 
 def rows(batches: list[Batch]) -> list[tuple]:
-    """Every window of a step, whatever microbatch it is in; padding windows of a rank left out."""
+    """Every sequence of a step, whatever microbatch it is in; padding sequences of a rank left out."""
     return [
         tuple(torch.cat([b.input_ids_BT[i], b.labels_BT[i], b.positions_BT[i], b.documents_BT[i]]).tolist())
         for b in batches
@@ -165,16 +165,18 @@ def test_replay_has_its_share_everywhere(corpora) -> None:
             flags += [origins[0] in names for origins in batch.origins]
     assert abs(np.mean(flags) - 0.2) < 0.01
     running = np.cumsum(flags) - 0.2 * np.arange(1, len(flags) + 1)
-    assert np.abs(running).max() <= 4, "any stretch should hold its share to within a window or two an epoch"
+    assert np.abs(running).max() <= 4, (
+        "any stretch should hold its share to within a sequence or two an epoch"
+    )
 
 
 def test_replay_is_gone_through_evenly() -> None:
     mixture = mix([(40, 1.0)], [(7, 1.0)], 0.2)
     drawn = Counter()
     for epoch in range(7):
-        source, window = epoch_plan(mixture, 5, epoch)
-        drawn.update(window[source == 1].tolist())
-    assert drawn == dict.fromkeys(range(7), 10)  # 10 an epoch, 7 epochs, 7 windows
+        source, sequence = epoch_plan(mixture, 5, epoch)
+        drawn.update(sequence[source == 1].tolist())
+    assert drawn == dict.fromkeys(range(7), 10)  # 10 an epoch, 7 epochs, 7 sequences
 
 
 @given(
@@ -185,25 +187,25 @@ def test_replay_is_gone_through_evenly() -> None:
 @settings(deadline=None)
 def test_mixtures_are_proportional_in_every_prefix(train: list, share: float, epoch: int) -> None:
     mixture = mix(train, [(11, 1.0), (30, 2.0)], share)
-    source, window = epoch_plan(mixture, 9, epoch)
-    assert len(source) == mixture.num_windows
+    source, sequence = epoch_plan(mixture, 9, epoch)
+    assert len(source) == mixture.num_sequences
     for s, (size, count) in enumerate(zip(mixture.sizes, mixture.counts, strict=True)):
         assert (source == s).sum() == count
-        assert ((window[source == s] >= 0) & (window[source == s] < size)).all()
+        assert ((sequence[source == s] >= 0) & (sequence[source == s] < size)).all()
         running = np.cumsum(source == s) - count * np.arange(1, len(source) + 1) / len(source)
         assert np.abs(running).max(initial=0) <= len(mixture.sizes) + 1
     for s, (size, weight) in enumerate(train):
         assert mixture.counts[s] == max(1, round(size * weight))
     if share > 0.01:
-        assert abs(sum(mixture.counts[len(train) :]) - mixture.num_windows * share) <= 1
+        assert abs(sum(mixture.counts[len(train) :]) - mixture.num_sequences * share) <= 1
 
 
 def test_weights_of_one_are_exactly_one_pass_and_two_are_two() -> None:
     mixture = mix([(50, 1.0), (20, 2.0), (30, 0.5)])
-    source, window = epoch_plan(mixture, 0, 0)
-    assert Counter(window[source == 0].tolist()) == dict.fromkeys(range(50), 1)
-    assert Counter(window[source == 1].tolist()) == dict.fromkeys(range(20), 2)
-    half = window[source == 2].tolist()
+    source, sequence = epoch_plan(mixture, 0, 0)
+    assert Counter(sequence[source == 0].tolist()) == dict.fromkeys(range(50), 1)
+    assert Counter(sequence[source == 1].tolist()) == dict.fromkeys(range(20), 2)
+    half = sequence[source == 2].tolist()
     next_source, next_window = epoch_plan(mixture, 0, 1)
     assert sorted(half + next_window[next_source == 2].tolist()) == list(range(30))
 
@@ -212,7 +214,7 @@ def test_weights_of_one_are_exactly_one_pass_and_two_are_two() -> None:
 @settings(deadline=None)
 def test_dealing_loses_and_repeats_nothing(count: int, batch: int, accumulation: int, size: int) -> None:
     full = StepShape(batch, accumulation, 0, size)
-    items = list(range(min(count, full.num_windows)))
+    items = list(range(min(count, full.num_sequences)))
     hands = [deal(items, StepShape(batch, accumulation, r, size)) for r in range(size)]
     assert [item for hand in hands for micro in hand for item in micro] == items
     assert len({len(hand) for hand in hands}) == 1
@@ -222,7 +224,7 @@ def test_dealing_loses_and_repeats_nothing(count: int, batch: int, accumulation:
 
 def test_without_packing_every_document_has_its_window(corpora) -> None:
     loader = make_loader([corpora[0]], max_seq_length=T, batch_size=4, packing=False)
-    assert loader.num_windows == corpora[0].num_documents
+    assert loader.num_sequences == corpora[0].num_documents
     batch = loader.next_step()[0]
     assert all(len(origins) == 1 for origins in batch.origins)
     lengths = np.minimum(corpora[0].lengths_N, T)
@@ -261,20 +263,20 @@ def test_a_single_document_is_held_out_by_its_end(tokenizer, prose, tmp_path: Pa
 
 
 def test_evaluation_sees_the_same_windows_each_time(corpora) -> None:
-    batches = eval_batches(corpora[0], batch_size=4, max_seq_length=T, max_windows=18)
-    again = eval_batches(corpora[0], batch_size=6, max_seq_length=T, max_windows=18)
+    batches = eval_batches(corpora[0], batch_size=4, max_seq_length=T, max_sequences=18)
+    again = eval_batches(corpora[0], batch_size=6, max_seq_length=T, max_sequences=18)
     assert (len(batches), len(again)) == (5, 3)
     assert rows(list(batches)) == rows(list(again)) == rows(list(batches))
     everything = eval_batches(corpora[0], batch_size=4, max_seq_length=T)
     assert set(rows(list(batches))) < set(rows(list(everything)))
     assert sum(b.num_targets for b in everything) > corpora[0].num_tokens * 0.9
-    with pytest.raises(DataError, match=r"0 windows sees nothing"):
-        eval_batches(corpora[0], batch_size=4, max_seq_length=T, max_windows=0)
+    with pytest.raises(DataError, match=r"0 sequences sees nothing"):
+        eval_batches(corpora[0], batch_size=4, max_seq_length=T, max_sequences=0)
 
 
 def test_impossible_loaders_are_refused(corpora) -> None:
     for changes, message in (
-        ({"batch_size": 0}, "a step of 0 windows"),
+        ({"batch_size": 0}, "a step of 0 sequences"),
         ({"replay_share": 1.0}, "replay share of 1.0 is not possible"),
     ):
         with pytest.raises(DataError, match=message):
@@ -292,7 +294,7 @@ def test_sources_with_weights_and_first(corpus_folder: Path, tokenizer, tmp_path
     assert corpus.origin(69) == "part1.jsonl:10"
     twice = make_loader([(corpus, 2.0)], max_seq_length=T, batch_size=1)
     once = make_loader([(corpus, 1.0)], max_seq_length=T, batch_size=1)
-    assert twice.num_windows == 2 * once.num_windows
+    assert twice.num_sequences == 2 * once.num_sequences
 
 
 def test_the_page_says_what_may_change_on_resume() -> None:
@@ -311,15 +313,15 @@ def test_the_page_says_what_may_change_on_resume() -> None:
 
 
 def test_a_position_of_before_keeps_the_order_that_its_run_had(corpora) -> None:
-    """A run whose first step was replay alone, from when that could be, goes on as it began."""
+    """A run whose first step was replay alone, from when that was possible, resumes as it began."""
     for seed in range(300):
         loader = loader_of(corpora, batch_size=1, accumulation=1, seed=seed)
         if epoch_plan(loader.mixture, seed, 0)[0][0] == 1:
             break
-    order = [window.tolist() for window in epoch_plan(loader.mixture, seed, 0)]
-    new = [window.tolist() for window in own_text_first(*epoch_plan(loader.mixture, seed, 0), 1, 1)]
+    order = [sequence.tolist() for sequence in epoch_plan(loader.mixture, seed, 0)]
+    new = [sequence.tolist() for sequence in own_text_first(*epoch_plan(loader.mixture, seed, 0), 1, 1)]
     assert order != new
-    expected = [rows([collate([loader.packed[s].window(w)], T)])[0] for s, w in zip(*order, strict=True)]
+    expected = [rows([collate([loader.packed[s].sequence(w)], T)])[0] for s, w in zip(*order, strict=True)]
     position = {**loader.position(), "window": 1}
     del position["opening"]
     fresh = loader_of(corpora, batch_size=1, accumulation=1, seed=seed)
@@ -327,5 +329,5 @@ def test_a_position_of_before_keeps_the_order_that_its_run_had(corpora) -> None:
     assert flat(steps(fresh, 9)) == expected[1:10]
     assert "opening" in loader.position()
     assert fresh.position()["opening"] == 0, "and it stays so"
-    began = [rows([collate([loader.packed[s].window(w)], T)])[0] for s, w in zip(*new, strict=True)]
+    began = [rows([collate([loader.packed[s].sequence(w)], T)])[0] for s, w in zip(*new, strict=True)]
     assert flat(steps(loader, 9)) == began[:9]

@@ -89,7 +89,7 @@ def test_targets_are_counted_for_each_step(corpus: CachedCorpus) -> None:
             assert batch.num_targets == int((batch.labels_BT != -100).sum())
             if batch.origins[0]:
                 assert all((row != -100).any() for row in batch.labels_BT), (
-                    "every window has something to learn"
+                    "every sequence has something to learn"
                 )
 
 
@@ -174,7 +174,7 @@ def test_a_stream_that_begins_with_nothing_to_train_on_goes_on(
     loader = make_loader([stream], max_seq_length=T, batch_size=4, packing=False)
     for _ in range(3):
         (batch,) = loader.next_step()
-        assert [origin for window in batch.origins for origin in window].count("a.jsonl:14") == 1
+        assert [origin for sequence in batch.origins for origin in sequence].count("a.jsonl:14") == 1
         assert batch.num_targets > 0
     loader.close()
 
@@ -275,30 +275,30 @@ lengths_and_masks = st.lists(
 
 @given(lengths_and_masks, st.integers(4, 24), st.booleans())
 def test_packed_examples_lose_no_label_and_gain_none(
-    drawn: list[tuple[int, list[int]]], window: int, packing: bool
+    drawn: list[tuple[int, list[int]]], sequence: int, packing: bool
 ) -> None:
-    """Every kept example stands in one window, from its beginning, whole or cut; no label crosses a seam."""
+    """Every kept example stands in one sequence, from its beginning, whole or cut; no label crosses a seam."""
     masks = [np.array(mask, np.uint8) for _, mask in drawn]
     ids = [np.arange(1000 * d, 1000 * d + n) for d, (n, _) in enumerate(drawn)]
-    keep_N = np.array([mask[1:window].any() for mask in masks])
-    packed = pack_documents(np.array([n for n, _ in drawn]), window, packing, keep_N=keep_N)
-    windows = []
-    for w in range(packed.num_windows):
+    keep_N = np.array([mask[1:sequence].any() for mask in masks])
+    packed = pack_documents(np.array([n for n, _ in drawn]), sequence, packing, keep_N=keep_N)
+    sequences = []
+    for w in range(packed.num_sequences):
         parts = []
-        for p in packed.window(w).tolist():
+        for p in packed.sequence(w).tolist():
             d, n = int(packed.pieces.document_P[p]), int(packed.pieces.length_P[p])
             assert packed.pieces.start_P[p] == 0
-            assert n == min(window, len(ids[d]))
+            assert n == min(sequence, len(ids[d]))
             parts.append(Piece(ids[d][:n], f"f:{d}", masks[d][:n]))
-        windows.append(parts)
-    used = sorted(int(piece.ids[0]) // 1000 for parts in windows for piece in parts)
+        sequences.append(parts)
+    used = sorted(int(piece.ids[0]) // 1000 for parts in sequences for piece in parts)
     assert used == np.flatnonzero(keep_N).tolist()
-    assert packed.dropped == sum(len(i) for i in ids) - sum(len(p.ids) for w in windows for p in w)
-    if not windows:
+    assert packed.dropped == sum(len(i) for i in ids) - sum(len(p.ids) for w in sequences for p in w)
+    if not sequences:
         return
-    batch = collate(windows, window)
+    batch = collate(sequences, sequence)
     labels = sorted(batch.labels_BT[batch.labels_BT != -100].tolist())
-    expected = [int(i) for d in used for i in ids[d][1:window][masks[d][1:window] == 1]]
+    expected = [int(i) for d in used for i in ids[d][1:sequence][masks[d][1:sequence] == 1]]
     assert labels == sorted(expected)
     assert batch.num_targets == len(expected)
     inputs, shifted = batch.input_ids_BT[:, 1:], batch.labels_BT[:, :-1]

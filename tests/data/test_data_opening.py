@@ -9,8 +9,8 @@ from trimtab.data.sampling import epoch_plan, mix, own_text_first
 
 def opened(seed: int, opening: int, train: int = 3, share: float = 0.5) -> tuple[list[int], list[int]]:
     order = epoch_plan(mix([(train, 1.0)], [(1000, 1.0)], share), seed, 0)
-    sources, windows = own_text_first(*order, 1, opening)
-    return sources.tolist(), windows.tolist()
+    sources, sequences = own_text_first(*order, 1, opening)
+    return sources.tolist(), sequences.tolist()
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
@@ -25,7 +25,7 @@ def test_the_first_step_holds_text_that_is_trained_on(share: float, opening: int
 
 
 def test_an_order_that_begins_well_is_left_as_it_is() -> None:
-    """Losses of runs whose first step held the user's text do not change by a bit."""
+    """Losses of runs whose first step contained the user's text do not change by a bit."""
     changed = 0
     for seed in range(200):
         before, after = opened(seed, 0, 30, 0.3), opened(seed, 1, 30, 0.3)
@@ -33,6 +33,6 @@ def test_an_order_that_begins_well_is_left_as_it_is() -> None:
             assert before == after
             continue
         changed += 1
-        assert sorted(zip(*before, strict=True)) == sorted(zip(*after, strict=True)), "each window once"
+        assert sorted(zip(*before, strict=True)) == sorted(zip(*after, strict=True)), "each sequence once"
         assert sum(a != b for a, b in zip(before[0], after[0], strict=True)) == 2
     assert changed > 5

@@ -35,28 +35,28 @@ def realistic(kind: str, count: int) -> np.ndarray:
 
 @given(LENGTHS, WINDOW)
 @settings(deadline=None)
-def test_every_token_is_in_exactly_one_window(lengths: list[int], window: int) -> None:
-    packed = pack_documents(np.array(lengths), window)
+def test_every_token_is_in_exactly_one_window(lengths: list[int], sequence: int) -> None:
+    packed = pack_documents(np.array(lengths), sequence)
     seen = [np.zeros(n, int) for n in lengths]
-    for w in range(packed.num_windows):
+    for w in range(packed.num_sequences):
         used = 0
-        for piece in packed.window(w):
+        for piece in packed.sequence(w):
             start, n = int(packed.pieces.start_P[piece]), int(packed.pieces.length_P[piece])
             seen[packed.pieces.document_P[piece]][start : start + n] += 1
             used += n
             assert n >= 2  # nothing to predict in a piece of one
-        assert 0 < used <= window
+        assert 0 < used <= sequence
     assert all((tokens == 1).all() for tokens in seen)
-    assert packed.fill == pytest.approx(sum(lengths) / (packed.num_windows * window))
+    assert packed.fill == pytest.approx(sum(lengths) / (packed.num_sequences * sequence))
 
 
 @given(LENGTHS, WINDOW)
 @settings(deadline=None)
-def test_many_documents_are_cut_like_one(lengths: list[int], window: int) -> None:
-    pieces = cut_documents(np.array(lengths), window)
+def test_many_documents_are_cut_like_one(lengths: list[int], sequence: int) -> None:
+    pieces = cut_documents(np.array(lengths), sequence)
     for i, length in enumerate(lengths):
         mine = pieces.document_P == i
-        assert pieces.length_P[mine].tolist() == piece_lengths(length, window)
+        assert pieces.length_P[mine].tolist() == piece_lengths(length, sequence)
         ends = pieces.start_P[mine] + pieces.length_P[mine]
         assert pieces.start_P[mine].tolist() == [0, *ends[:-1].tolist()]
         assert ends[-1] == length
@@ -64,10 +64,10 @@ def test_many_documents_are_cut_like_one(lengths: list[int], window: int) -> Non
 
 @given(LENGTHS, WINDOW)
 @settings(deadline=None)
-def test_packing_is_best_fit_decreasing_and_pure(lengths: list[int], window: int) -> None:
-    clipped = np.minimum(lengths, window)
-    order, sizes = pack_chunk(clipped, window)
-    again, _ = pack_chunk(clipped.copy(), window)
+def test_packing_is_best_fit_decreasing_and_pure(lengths: list[int], sequence: int) -> None:
+    clipped = np.minimum(lengths, sequence)
+    order, sizes = pack_chunk(clipped, sequence)
+    again, _ = pack_chunk(clipped.copy(), sequence)
     assert order.tolist() == again.tolist()
     rooms: list[int] = []
     for length in sorted(clipped.tolist(), reverse=True):  # the obvious way to write it
@@ -75,9 +75,9 @@ def test_packing_is_best_fit_decreasing_and_pure(lengths: list[int], window: int
         if fitting:
             rooms[rooms.index(min(fitting))] -= length
         else:
-            rooms.append(window - length)
+            rooms.append(sequence - length)
     used = np.add.reduceat(clipped[order], np.cumsum(sizes) - sizes)
-    assert sorted(window - used) == sorted(rooms)
+    assert sorted(sequence - used) == sorted(rooms)
 
 
 @pytest.mark.parametrize("kind", ["web", "short", "uniform", "over half", "exponential"])
@@ -88,13 +88,13 @@ def test_realistic_mixes_fill_windows(kind: str) -> None:
 def test_packing_a_chunk_depends_on_that_chunk_alone() -> None:
     lengths = realistic("web", 12_000)
     short, long = pack_documents(lengths[:9000], 1024), pack_documents(lengths, 1024)
-    first = [long.window(w).tolist() for w in range(1000)]
-    assert first == [short.window(w).tolist() for w in range(1000)]
+    first = [long.sequence(w).tolist() for w in range(1000)]
+    assert first == [short.sequence(w).tolist() for w in range(1000)]
 
 
 def test_without_packing_a_window_is_a_document_cut_off() -> None:
     packed = pack_documents(np.array([5, 20, 8]), 8, packing=False)
-    assert packed.num_windows == 3
+    assert packed.num_sequences == 3
     assert packed.pieces.length_P.tolist() == [5, 8, 8]
     assert packed.dropped == 12
 
@@ -106,9 +106,9 @@ def test_windows_too_small_are_refused() -> None:
 
 @given(st.lists(st.lists(st.integers(2, 12), max_size=4), min_size=1, max_size=4))
 @settings(deadline=None)
-def test_labels_stay_inside_pieces_and_positions_restart(windows: list[list[int]]) -> None:
+def test_labels_stay_inside_pieces_and_positions_restart(sequences: list[list[int]]) -> None:
     T, next_id, made = 48, 1, []
-    for lengths in windows:
+    for lengths in sequences:
         pieces = []
         for n in lengths:
             pieces.append(Piece(np.arange(next_id, next_id + n, dtype=np.uint16), f"f:{next_id}"))
@@ -152,8 +152,8 @@ GOLDEN_ORDER = [2, 7, 3, 8, 6, 1, 5, 4, 0, 9]
 
 def test_a_window_of_1024_takes_far_less_than_a_millisecond() -> None:
     ids = np.arange(1024, dtype=np.uint16)
-    windows = [[Piece(ids[i * 100 : i * 100 + 100], "f:1") for i in range(10)]] * 64
-    best = min(_timed(lambda: collate(windows, 1024)) for _ in range(5))
+    sequences = [[Piece(ids[i * 100 : i * 100 + 100], "f:1") for i in range(10)]] * 64
+    best = min(_timed(lambda: collate(sequences, 1024)) for _ in range(5))
     assert best / 64 < 0.5e-3
 
 

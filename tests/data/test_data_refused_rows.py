@@ -214,7 +214,7 @@ def test_bad_rows_are_skipped_counted_and_said_where_that_is_asked_for(tmp_path:
     assert [corpus.origin(i) for i in range(3)] == ["a.jsonl:1", "a.jsonl:4", "a.jsonl:6"]
     stream = open_corpus(spec, tokenizer, streaming=True, num_proc=num_proc, progress=told.append)
     loader = make_loader([stream], max_seq_length=64, batch_size=4096)
-    found = [o for batch in loader.next_step() for window in batch.origins for o in window]
+    found = [o for batch in loader.next_step() for sequence in batch.origins for o in sequence]
     loader.close()
     assert len(found) == 3002
     said = [note.message for note in told if note.message]

@@ -1,4 +1,4 @@
-"""Streaming sees what the cache sees, window for window, and restores exactly in the middle of everything."""
+"""Streaming sees what the cache sees, sequence for sequence, and restores exactly in the middle of everything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from data_rows import assert_numbered
 
-from trimtab.data import SourceSpec, eval_batches, make_loader, open_corpus, readers, spec, stream_windows
+from trimtab.data import SourceSpec, eval_batches, make_loader, open_corpus, readers, spec, stream_sequences
 from trimtab.data.batch import Batch
 from trimtab.facts.errors import DataError
 
@@ -23,7 +23,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many chunks and cut documents in a small corpus."""
     from trimtab.data import packing
 
-    for module in (packing, stream_windows):
+    for module in (packing, stream_sequences):
         monkeypatch.setattr(module, "chunk_tokens", lambda _: 900)
         monkeypatch.setattr(module, "CHUNK_PIECES", 17)
     monkeypatch.setattr(readers, "SEGMENT_CHARS", 300)
@@ -66,7 +66,7 @@ def test_a_pass_holds_the_same_windows_as_the_cache(
     expected = Counter(row for _ in range(cached.steps_per_epoch) for row in rows(cached.next_step()))
     for _ in range(2):
         assert Counter(row for step in epoch_of(streamed) for row in step) == expected
-    assert streamed.num_windows is None
+    assert streamed.num_sequences is None
     assert streamed.fill == pytest.approx(cached.fill, rel=0.01)
     streamed.close()
 
@@ -132,15 +132,15 @@ def test_held_out_documents_are_those_of_the_cache(corpus_folder: Path, tokenize
     cached = open_corpus(str(corpus_folder), tokenizer, cache_dir=tmp_path).split(share=0.2)
     for stream, corpus in zip(streams, cached, strict=True):
         batches = eval_batches(stream, batch_size=4, max_seq_length=T)
-        origins = {origin for batch in batches for window in batch.origins for origin in window}
+        origins = {origin for batch in batches for sequence in batch.origins for origin in sequence}
         assert origins == {corpus.origin(i) for i in range(corpus.num_documents)}
     train, heldout = streams[0], cached[1]
     assert train.without(heldout).fingerprint != train.fingerprint
     everything = open_corpus(str(corpus_folder), tokenizer, streaming=True, num_proc=1).without(heldout)
     batches = eval_batches(everything, batch_size=4, max_seq_length=T)
-    seen = {origin for batch in batches for window in batch.origins for origin in window}
+    seen = {origin for batch in batches for sequence in batch.origins for origin in sequence}
     assert seen == {cached[0].origin(i) for i in range(cached[0].num_documents)}
-    assert len(eval_batches(streams[1], batch_size=4, max_seq_length=T, max_windows=5)) == 2
+    assert len(eval_batches(streams[1], batch_size=4, max_seq_length=T, max_sequences=5)) == 2
 
 
 def test_two_sources_end_together(corpus_folder: Path, replay_folder: Path, tokenizer) -> None:
@@ -165,7 +165,7 @@ def test_first_counts_rows_across_a_restore(corpus_folder: Path, tokenizer) -> N
     def rest(loader) -> set[str]:
         seen = set()
         while loader.epoch < 1:
-            seen |= {o for batch in loader.next_step() for window in batch.origins for o in window}
+            seen |= {o for batch in loader.next_step() for sequence in batch.origins for o in sequence}
         return seen
 
     one, other = loader(), loader()

@@ -19,7 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "lab").glob("*.md")),
+]
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -27,10 +31,12 @@ _MARKER = re.compile(r"<!-- (.*) -->\n\Z")
 
 # The README carries no markers: it is also the page of the package index. First line of a block → its marker.
 README_MARKERS = {
+    "trimtab plan Qwen/Qwen3-8B --gpu 24GB": "run",
     "source .venv/bin/activate": "skip: changes the shell that it runs in",
     "make demo": "skip: sets up an environment of its own; continuous integration runs it on a fresh machine",
+    "trimtab profile recipe.yaml": "skip: measures for minutes; each command has a page in docs/lab",
     "trimtab train own-text": "run",
-    "trimtab train --resume runs/own-text": "run, generate: --max-new-tokens 8; eval: --no-probe --windows 2",
+    "trimtab train --resume runs/own-text": "run, generate: --max-new-tokens 8; eval: --no-probe --sequences 2",
     "import trimtab": "run, afresh",
 }
 

@@ -48,7 +48,7 @@ def build(folder: Path) -> None:
         recipe.update(SMALLER)
         if isinstance(named, dict):  # its chat template stays
             recipe["model"] = {**named, "name": SMALLER["model"]}
-        recipe["data"]["eval_windows"] = 2
+        recipe["data"]["eval_sequences"] = 2
         recipe["data"]["num_proc"] = 1
         if "replay" in recipe["data"]:  # the starter's own is refused for another model
             recipe["data"]["replay"]["sources"] = ["./notes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -75,7 +76,7 @@ def test_commands_in_the_text_exist(page: Path) -> None:
         if not span.startswith("trimtab ") or span in ("trimtab --help", "trimtab --version"):
             continue
         words = shlex.split(span)[1:]
-        if words[0] == "VERB":
+        if words[0] == "VERB" or (len(words) == 1 and words[0] in GROUPS):
             continue
         name = " ".join(words[:2]) if words[0] in GROUPS else words[0]
         assert name in COMMANDS, f"{page.name}: {span}"
@@ -108,3 +109,11 @@ def test_every_trouble_names_a_test() -> None:
     assert len(sections) >= 15
     for section in sections:
         assert re.search(r"`tests/[\w/.]+::test_\w+`", section), section.splitlines()[0]
+
+
+def test_the_readme_counts_models_and_devices() -> None:
+    from trimtab.model.catalogue import catalogue_entries
+
+    sheets = json.loads((ROOT / "trimtab/facts/catalogue/gpus.json").read_text(encoding="utf-8"))["sheets"]
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"{len(catalogue_entries())} models and {len(sheets)} devices are known by name" in readme

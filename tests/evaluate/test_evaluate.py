@@ -60,7 +60,7 @@ def naive_log_likelihood(decoder: Decoder, ids: list[int]) -> float:
 
 
 def batch_of(rows: list[list[list[int]]], T: int) -> Batch:
-    """Windows of documents, laid out by hand."""
+    """Packed sequences of documents, arranged by hand."""
     B = len(rows)
     ids, labels = torch.zeros(B, T, dtype=torch.int64), torch.full((B, T), -100)
     positions, documents = torch.zeros(B, T, dtype=torch.int64), torch.full((B, T), -1, dtype=torch.int32)
@@ -99,7 +99,7 @@ def named(batch: Batch, origins: list[list[str]]) -> Batch:
 
 
 def test_losses_by_document_add_up_to_the_loss(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A document in two windows is one; padding and documents without a target are none."""
+    """A document in two sequences is one; padding and documents without a target are none."""
     monkeypatch.setattr(perplexity, "FEW_DOCUMENTS", 3)
     a, b, c, d = DOCUMENTS
     batches = [

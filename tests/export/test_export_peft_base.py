@@ -31,7 +31,7 @@ LORA: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GGUF file (`base.gguf`) and a run with an adapter on it (`run`), which nobody may change."""
+    """A GGUF file (`base.gguf`) and a run with an adapter on it (`run`), which tests must not change."""
     folder = tmp_path_factory.mktemp("gguf")
     write_tiny_model(folder / "model")
     decoder = build(tiny_shape(), dtype="fp32", device="cpu", attention="reference")

@@ -23,7 +23,7 @@ HI = [{"role": "user", "content": "the cat"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model; `chat` beside it is the same with a chat template."""
+    """A base model; `chat` next to it is the same with a chat template."""
     place = tmp_path_factory.mktemp("models")
     for name in ("base", "chat"):
         write_tiny_model(place / name, initializer_range=0.3)

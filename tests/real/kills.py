@@ -6,8 +6,8 @@
 A run of a tiny model is started and killed over and over: in its first second, while its folder is made, before its
 first checkpoint, while it saves, while it trains, while it is resumed. Two supervisors take turns: one resumes whatever
 folder exists and starts the recipe when there is none; the other starts the recipe and resumes when that is refused
-because the folder holds a run. In the end each run must have come to its last step, with every loss of an unkilled run,
-bit by bit.
+because the folder holds a run. In the end each run must have come to its last step, with every loss bit-identical to
+an uninterrupted run's.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def test_a_short_continued_pretraining_learns_mathematics(path: Path, tmp_path: 
             "data": {
                 "train": [{"source": "starter:math", "first": 100}],
                 "eval": {"domain": ["starter:math-heldout"], "general": ["starter:general"]},
-                "eval_windows": 2,
+                "eval_sequences": 2,
                 "cache_dir": str(tmp_path / "cache"),
                 "num_proc": 1,
             },

@@ -1,6 +1,6 @@
 """What a case of a remedy is: how to meet the error, and how to do what it advises.
 
-    case("adapt/lora.py:place_adapters: use letters, digits, - and _", provoke, follow)
+    case("adapt/lora.py:attach_adapters: use letters, digits, - and _", provoke, follow)
 
 The first text is the site's name in `inventory`. `provoke(w)` must raise that site's error; `follow(w, remedy)` does
 what the remedy says, reading names and values out of its text wherever it has some, and must not be refused.
@@ -51,9 +51,9 @@ class World:
 
     tmp: Path
     model: Path
-    """A tiny Hugging Face folder that nobody may change; `own_model` is a copy to be damaged."""
+    """A tiny Hugging Face folder that cases must not change; `own_model` is a copy to be damaged."""
     shared: Callable[[str], Path]
-    """Folders made once for all cases, by name; nobody may change them."""
+    """Folders made once for all cases, by name; cases must not change them."""
     patch: pytest.MonkeyPatch
     """Environment and settings, put back after the case."""
     closing: contextlib.ExitStack
@@ -182,7 +182,9 @@ def recorded_sites() -> Iterator[None]:
 
     def remember(self: TrimtabError, *words: Any, **more: Any) -> None:
         plain(self, *words, **more)
-        frame = sys._getframe(1)
+        frame: Any = sys._getframe(1)
+        while frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is self:
+            frame = frame.f_back  # a kind of error with more to say
         self.built_at = (frame.f_code.co_filename, frame.f_lineno)  # type: ignore[attr-defined]
 
     TrimtabError.__init__ = remember  # type: ignore[method-assign]

@@ -42,17 +42,17 @@ def two(w: World, **settings: Any) -> Any:
 
 
 case(
-    "adapt/lora.py:place_adapters: use letters, digits, - and _",
+    "adapt/lora.py:attach_adapters: use letters, digits, - and _",
     lambda w: named(w, "a b"),
     lambda w, remedy: named(w, "French-2_x"),
 )
 case(
-    "adapt/lora.py:place_adapters: give it another name",
+    "adapt/lora.py:attach_adapters: give it another name",
     lambda w: named(w, "keys"),
     lambda w, remedy: named(w, "keys2"),
 )
 case(
-    "adapt/lora.py:place_adapters: give this one another name",
+    "adapt/lora.py:attach_adapters: give this one another name",
     lambda w: named(w, "first"),
     lambda w, remedy: named(w, "another"),
 )
@@ -67,9 +67,9 @@ case(
     lambda w, remedy: in_turn(lambda name: use_adapters(two(w, use_dora=True), [name]), ["first", "second"]),
 )
 case(
-    "adapt/lora.py:_check_there: there are {}",
+    "adapt/lora.py:_check_adapter: it has {}",
     lambda w: use_adapters(two(w), "third"),
-    lambda w, remedy: in_turn(lambda name: use_adapters(two(w), name), listed(remedy, "there are")),
+    lambda w, remedy: in_turn(lambda name: use_adapters(two(w), name), listed(remedy, "it has")),
 )
 
 
@@ -118,7 +118,7 @@ def follow_head_dropout(w: World, remedy: str) -> None:
 
 
 case(
-    "adapt/lora_layers.py:LoRALinear.effective_weight: call decoder.eval() to use it; to train it, make it with "
+    "adapt/lora_layers.py:LoRALinear.effective_weight: call decoder.eval() to use it; to train it, create it with "
     "lora_dropout=0",
     head_dropout,
     follow_head_dropout,
@@ -237,7 +237,7 @@ case(
     fetched_again,
 )
 case(
-    "adapt/peft_config.py:fitted: the two files do not belong together; get the adapter again",
+    "adapt/peft_config.py:fit_to_model: the two files do not belong together; get the adapter again",
     damaged(config(r=3)),
     fetched_again,
 )
@@ -247,7 +247,7 @@ case(
     fetched_again,
 )
 case(
-    "adapt/peft_config.py:other_base: load it with its own base",
+    "adapt/peft_config.py:other_base_error: load it with its own base",
     lambda w: load(w, w.shared("wide")),
     lambda w, remedy: load(w),
 )
@@ -272,7 +272,7 @@ def follow_own_base_or_anew(w: World, remedy: str) -> None:
 
 
 case(
-    "adapt/peft_config.py:fitted: load it with its own base; if this is it, it has to be trained anew: {}",
+    "adapt/peft_config.py:fit_to_model: load it with its own base; if this is its base, train it again: {}",
     lambda w: (embedding_adapter(w), load(w)),
     follow_own_base_or_anew,
 )
@@ -304,7 +304,7 @@ def _trained_by_peft(w: World) -> None:
 
 
 case(
-    "adapt/peft_config.py:one_matrix: train it again with peft's ensure_weight_tying=True, or with trimtab",
+    "adapt/peft_config.py:tied_embedding_error: train it again with peft's ensure_weight_tying=True, or with trimtab",
     apart,
     follow_trained_with_trimtab,
 )
@@ -314,7 +314,7 @@ case(
     lambda w, remedy: settings_of(adapted_of(w.model)),
 )
 case(
-    "adapt/peft_files.py:fill_adapter: get the adapter again",
+    "adapt/peft_files.py:copy_adapter_tensors: get the adapter again",
     damaged(tensors(lambda found: found.pop(A.replace("lora_A", "lora_B")))),
     fetched_again,
 )
@@ -391,7 +391,7 @@ case(
     fetched_again,
 )
 case(
-    "adapt/peft_reading.py:_check_tensor: it must be one of {}; save it anew so",
+    "adapt/peft_reading.py:_check_tensor: it must be one of {}; save it again in one of these",
     damaged(tensors(lambda found: found.update({A: torch.ones(2, 32, dtype=torch.int32)}))),
     lambda w, remedy: in_turn(
         lambda name: damaged(tensors(lambda found: found.update({A: torch.ones(2, 32, dtype=SHORT[name])})))(

@@ -26,9 +26,9 @@ from trimtab.adapt import (
     LoraSettings,
     QuantizedLinear,
     add_adapters,
-    keep_unpacked,
     load_adapter,
     quantize_layout,
+    set_dequantized_copies,
     use_adapters,
 )
 from trimtab.adapt.any_model import add_lora, quantize_linears
@@ -51,7 +51,7 @@ case(
     lambda w, remedy: in_turn(lambda kind: layer(kind=kind), listed(remedy, "choose")),
 )
 case(
-    "adapt/quantized.py:QuantizedLinear.__init__: one of {}",
+    "adapt/quantized.py:QuantizedLinear.__init__: use one of {}",
     lambda w: layer(block=48),
     lambda w, remedy: in_turn(lambda block: layer(block=int(block)), listed(remedy, "one of")),
 )
@@ -70,7 +70,7 @@ def narrow(columns: int, **settings: Any) -> QuantizedLinear:
     """A layer whose rows are not always whole blocks, with a weight."""
     made = {"bias": False, "kind": "nf4", "dtype": torch.float32, **settings}
     whole = QuantizedLinear(columns, 8, **made)
-    whole.take(torch.ones(8, columns))
+    whole.set_weight(torch.ones(8, columns))
     return whole
 
 
@@ -88,8 +88,8 @@ case(
     lambda w, remedy: narrow(40, kind="int8").slice_rows(0, 4),
 )
 case(
-    "adapt/quantized.py:check_whole_layer: do so with the whole layer, then slice it",
-    lambda w: layer().slice_rows(0, 4).take(torch.ones(4, 64)),
+    "adapt/quantized.py:check_whole_layer: use the whole layer, then slice it",
+    lambda w: layer().slice_rows(0, 4).set_weight(torch.ones(4, 64)),
     lambda w, remedy: narrow(64).slice_rows(0, 4).dequantized(),
 )
 case(
@@ -103,7 +103,7 @@ case(
     lambda w, remedy: in_turn(lambda name: quantized(w, skip=(name,)), listed(remedy, "the model has")),
 )
 case(
-    "adapt/recompute.py:apply: give one for each layer",
+    "adapt/recompute.py:apply: give one per layer",
     lambda w: apply(decoder_of(w.model), ["block"]),
     lambda w, remedy: apply(decoder_of(w.model), ["block"] * 2),
 )
@@ -113,14 +113,17 @@ case(
     lambda w, remedy: in_turn(lambda name: apply(decoder_of(w.model), [name] * 2), listed(remedy, "one of")),
 )
 case(
-    "adapt/unpacked.py:keep_unpacked: give a number from 0 to {}",
-    lambda w: keep_unpacked(quantized(w), 9),
-    lambda w, remedy: (keep_unpacked(quantized(w), int(remedy.split()[-1])), keep_unpacked(quantized(w), 0)),
+    "adapt/dequantized.py:set_dequantized_copies: give a number from 0 to {}",
+    lambda w: set_dequantized_copies(quantized(w), 9),
+    lambda w, remedy: (
+        set_dequantized_copies(quantized(w), int(remedy.split()[-1])),
+        set_dequantized_copies(quantized(w), 0),
+    ),
 )
 case(
-    "adapt/unpacked.py:keep_unpacked: quantize the model first: quantize_layout",
-    lambda w: keep_unpacked(decoder_of(w.model), 1),
-    lambda w, remedy: keep_unpacked(quantized(w), 1),
+    "adapt/dequantized.py:set_dequantized_copies: quantize the model first: quantize_layout",
+    lambda w: set_dequantized_copies(decoder_of(w.model), 1),
+    lambda w, remedy: set_dequantized_copies(quantized(w), 1),
 )
 
 
@@ -134,7 +137,7 @@ def whole_twice(w: World, *names: str) -> None:
 
 
 case(
-    "adapt/whole.py:choose_whole: use one at a time",
+    "adapt/saved_modules.py:resolve_modules: use one at a time",
     lambda w: whole_twice(w, "first", "second"),
     lambda w, remedy: in_turn(lambda name: whole_twice(w, name), ["first", "second"]),
 )
@@ -154,15 +157,15 @@ case(
     lambda w, remedy: in_turn(lambda r: LoraSettings(r=int(r)), [remedy.split()[-3], remedy.split()[-1]]),
 )
 case(
-    "adapt/settings_rules.py:_check_pattern: give modules' names with a number for each",
+    "adapt/settings_rules.py:_check_pattern: give a mapping of module names to numbers",
     lambda w: LoraSettings(r=2, rank_pattern=["q_proj"]),  # type: ignore[arg-type]
     lambda w, remedy: LoraSettings(r=2, rank_pattern={"q_proj": 4}),
 )
 case(
-    "adapt/spec.py:resolve: adapted are {}",
+    "adapt/spec.py:resolve: the adapted modules are {}",
     lambda w: plan_lora(w, rank_pattern={"query": 4}),
     lambda w, remedy: in_turn(
-        lambda name: plan_lora(w, rank_pattern={name: 4}), listed(remedy, "adapted are")
+        lambda name: plan_lora(w, rank_pattern={name: 4}), listed(remedy, "adapted modules are")
     ),
 )
 
@@ -184,7 +187,7 @@ case(
     ),
 )
 case(
-    "adapt/spec.py:check_trainable: set lora_dropout: 0, or leave {} out of lora.target_modules",
+    "adapt/spec.py:check_trainable: set lora_dropout: 0, or remove {} from lora.target_modules",
     lambda w: plan_lora(w, "untied", lora_dropout=0.1, target_modules=["q_proj", "lm_head"]),
     lambda w, remedy: (
         plan_lora(w, "untied", lora_dropout=0, target_modules=["q_proj", "lm_head"]),
@@ -210,12 +213,12 @@ case(
     lambda w, remedy: quantized(w, impl=listed(remedy, "choose")[0]),
 )
 case(
-    "adapt/spec_quantized.py:choose_quantized_kernels: leave it at auto",
+    "adapt/spec_quantized.py:choose_quantized_kernels: use auto",
     lambda w: quantized(w, impl="triton"),
     lambda w, remedy: quantized(w, impl=remedy.split()[-1]),
 )
 case(
-    "adapt/spec_quantized.py:check_whole: leave it out, or load the model without load_in_4bit and load_in_8bit",
+    "adapt/spec_quantized.py:check_not_quantized: remove it, or load the model without load_in_4bit and load_in_8bit",
     lambda w: plan_lora(
         w, more=("load_in_4bit=true",), target_modules=["q_proj"], modules_to_save=["v_proj"]
     ),
@@ -225,7 +228,7 @@ case(
     ),
 )
 case(
-    "adapt/targets.py:select: train it whole with lora.modules_to_save: [embed_tokens], or leave it out",
+    "adapt/targets.py:select: train it fully with lora.modules_to_save: [embed_tokens], or remove it",
     lambda w: plan_lora(w, target_modules=["q_proj", "embed_tokens"]),
     lambda w, remedy: (
         plan_lora(w, target_modules=["q_proj"], modules_to_save=["embed_tokens"]),
@@ -233,12 +236,12 @@ case(
     ),
 )
 case(
-    "adapt/targets.py:check_ending: name modules there, or leave it out",
+    "adapt/targets.py:check_suffix_pattern: name modules there, or remove it",
     lambda w: plan_lora(w, rank_pattern={" ": 4}),
     lambda w, remedy: (plan_lora(w, rank_pattern={"q_proj": 4}), plan_lora(w)),
 )
 case(
-    "adapt/targets.py:check_ending: write flags around what they are for: (?i:…)",
+    "adapt/targets.py:check_suffix_pattern: limit flags to a group: (?i:…)",
     lambda w: plan_lora(w, rank_pattern={"(?i)Q_proj": 4}),
     lambda w, remedy: plan_lora(w, rank_pattern={remedy.partition(": ")[2].replace("…", "Q_proj"): 4}),
 )
@@ -252,13 +255,13 @@ def follow_names_or_all_linear(w: World, remedy: str) -> None:
 
 
 case(
-    "adapt/targets.py:_by_pattern: names are like model.layers.0.self_attn.q_proj; there are {}; a list takes these "
-    "short names, and all-linear every linear layer",
+    "adapt/targets.py:_by_pattern: full names are like model.layers.0.self_attn.q_proj; there are {}; a list may have "
+    "these short names, and all-linear selects every linear layer",
     lambda w: plan_lora(w, target_modules="q_proj"),
     follow_names_or_all_linear,
 )
 case(
-    "adapt/targets.py:_by_names: leave it out, or name a module there",
+    "adapt/targets.py:_by_names: remove it, or name a module there",
     lambda w: plan_lora(w, target_modules=["q_proj", " "]),
     lambda w, remedy: (
         plan_lora(w, target_modules=["q_proj"]),
@@ -271,7 +274,7 @@ case(
     lambda w, remedy: in_turn(lambda name: plan_lora(w, target_modules=[name]), listed(remedy, "there are")),
 )
 case(
-    "adapt/peft_files.py:fill_adapter: get the adapter again, or train it anew",
+    "adapt/peft_files.py:copy_adapter_tensors: get the adapter again, or train it again",
     damaged(tensors(lambda found: found[A].fill_(float("nan")))),
     fetched_again,
 )
@@ -281,7 +284,7 @@ case(
     lambda w, remedy: (fetched_again(w, remedy), follow_merged_with_peft(w, remedy)),
 )
 case(
-    "adapt/targets.py:check_pattern: write one over whole names, such as .*\\.q_proj, or a list of names",
+    "adapt/targets.py:check_pattern: write one for full names, such as .*\\.q_proj, or a list of names",
     lambda w: plan_lora(w, target_modules="(q_proj"),
     lambda w, remedy: (
         plan_lora(w, target_modules=remedy.partition("such as ")[2].split(",")[0]),
@@ -289,12 +292,12 @@ case(
     ),
 )
 case(
-    "adapt/targets.py:check_ending: write the end of a module's name, such as q_proj",
+    "adapt/targets.py:check_suffix_pattern: write the end of a module's name, such as q_proj",
     lambda w: plan_lora(w, rank_pattern={"(q_proj": 4}),
     lambda w, remedy: plan_lora(w, rank_pattern={remedy.split()[-1]: 4}),
 )
 case(
-    "adapt/spec.py:_check_kinds: leave embed_tokens out of lora.target_modules, or set lora.use_dora: false",
+    "adapt/spec.py:_check_kinds: remove embed_tokens from lora.target_modules, or set lora.use_dora: false",
     lambda w: plan_lora(w, "untied", use_dora=True, target_modules=["q_proj", "embed_tokens"]),
     lambda w, remedy: (
         plan_lora(w, "untied", use_dora=True, target_modules=["q_proj"]),
@@ -302,9 +305,9 @@ case(
     ),
 )
 case(
-    "adapt/quantized.py:QuantizedLinear.take: give a weight of the shape {}",
-    lambda w: layer().take(torch.ones(4, 64)),
-    lambda w, remedy: layer().take(torch.ones(*map(int, re.findall(r"\d+", remedy)))),
+    "adapt/quantized.py:QuantizedLinear.set_weight: give a weight of the shape {}",
+    lambda w: layer().set_weight(torch.ones(4, 64)),
+    lambda w, remedy: layer().set_weight(torch.ones(*map(int, re.findall(r"\d+", remedy)))),
 )
 
 
@@ -332,17 +335,17 @@ def plain_model() -> torch.nn.Module:
 
 
 case(
-    "adapt/any_model.py:quantize_linears: give another skip, or another model",
+    "adapt/any_model.py:quantize_linears: change skip, or use another model",
     lambda w: quantize_linears(plain_model(), skip=("0", "2")),
     lambda w, remedy: (quantize_linears(plain_model(), skip=("0",)), quantize_linears(plain_model())),
 )
 case(
-    "adapt/any_model.py:add_lora: name linear layers of it",
+    "adapt/any_model.py:add_lora: name linear layers of the model",
     lambda w: add_lora(plain_model(), LoraSettings(r=2, target_modules=("query",))),
     lambda w, remedy: add_lora(plain_model(), LoraSettings(r=2, target_modules=("0",))),
 )
 case(
-    "adapt/any_model.py:add_lora: leave it out, or use trimtab.load and add_adapters",
+    "adapt/any_model.py:add_lora: omit it, or use trimtab.load and add_adapters",
     lambda w: add_lora(plain_model(), LoraSettings(r=2, rank_pattern={"0": 4})),
     lambda w, remedy: (
         add_lora(plain_model(), LoraSettings(r=2)),

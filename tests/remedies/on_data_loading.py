@@ -1,4 +1,4 @@
-"""Corpora, held-out parts, loaders, the token cache, runs that go on with other data, and other files."""
+"""Corpora, held-out parts, loaders, the token cache, runs that resume with other data, and other files."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ case(
 
 
 def measured_windows(w: World, count: int) -> object:
-    return list(eval_batches(read(w, "a.jsonl", MORE), max_seq_length=32, batch_size=1, max_windows=count))
+    return list(eval_batches(read(w, "a.jsonl", MORE), max_seq_length=32, batch_size=1, max_sequences=count))
 
 
 case(
@@ -274,7 +274,7 @@ case(
 )
 
 
-# A run that goes on with other data.
+# A run that resumes with other data.
 def position(
     w: World, rows: list[Any], sources: int = 1, name: str = "a.jsonl", **options: Any
 ) -> tuple[Any, Any]:
@@ -284,7 +284,7 @@ def position(
 
 
 def go_on(w: World, rows: list[Any], sources: int = 1, **options: Any) -> None:
-    """A loader set to the place of another: 9 rows, one source, windows of 32."""
+    """A loader set to the place of another: 9 rows, one source, sequences of 32."""
     _, place = position(w, MORE)
     loader, _ = position(w, rows, sources, **options)
     loader.restore(place)

@@ -51,7 +51,7 @@ def known(attempt: Callable[[str], object], names: list[str]) -> None:
 
 
 def offers(key: str, attempt: Callable[[str], object], after: str = "one of") -> None:
-    """A case of a name that nobody has: those that are offered instead are known."""
+    """A case of an unknown name: those that are offered instead are known."""
     case(key, lambda w: attempt("nobody"), lambda w, remedy: known(attempt, listed(remedy, after)))
 
 
@@ -72,7 +72,7 @@ for lacking, options in (
     ("sdpa_flash", {"return_lse": True}),
 ):
     case(
-        "kernels/attention/__init__.py:_refuse: use one of {}",
+        "kernels/attention/__init__.py:_check_supported: use one of {}",
         lambda w, impl=lacking, options=options: attend(impl, **options),
         lambda w, remedy, options=options: known(
             lambda impl: attend(impl, **options), listed(remedy, "one of")
@@ -149,7 +149,7 @@ def known_choices(names: list[str]) -> None:
             refused = error.cause
         else:
             continue
-        assert "cannot serve this job" in refused
+        assert "cannot be used here" in refused
 
 
 GATES = torch.ones(2, 4), torch.ones(2, 4)
@@ -215,7 +215,7 @@ offers(
 TOLD = torch.ones(3, requires_grad=True)
 LEARNING = torch.ones(3, 4, requires_grad=True)
 case(
-    "kernels/linear_loss/impl_chunked.py:_refuse_strangers: detach() it if it is a constant, or pass it by token",
+    "kernels/linear_loss/impl_chunked.py:_check_captured: detach() it if it is a constant, or pass it per token",
     lambda w: linear_loss(LEARNING, HEAD, lambda logits_nV: entropy(logits_nV) * TOLD.sum()),
     lambda w, remedy: (
         linear_loss(LEARNING, HEAD, lambda logits_nV: entropy(logits_nV) * TOLD.detach().sum()),
@@ -223,7 +223,7 @@ case(
     ),
 )
 offers(
-    "kernels/rms_norm/__init__.py:_unknown: use one of {}",
+    "kernels/rms_norm/__init__.py:_unknown_impl_error: use one of {}",
     lambda name: rms_norm(HIDDEN, torch.ones(4), 0.0, impl=name),
 )
 offers(
@@ -235,7 +235,7 @@ offers(
     lambda name: weighted_sum(HIDDEN, torch.ones(4), impl=name),
 )
 case(
-    "kernels/launching.py:check_device: use impl='reference' on this one",
+    "kernels/launching.py:check_device: use impl='reference' on this device",
     lambda w: weighted_sum(HIDDEN, torch.ones(4), impl="triton"),
     lambda w, remedy: weighted_sum(HIDDEN, torch.ones(4), impl=re.findall("'(.*?)'", remedy)[0]),
 )
@@ -244,7 +244,7 @@ case(
 # 8 and 4 bits.
 X = torch.randn(4, 128)
 case(
-    "kernels/int8/ops.py:quantize: granularity {}; scheme {}",
+    "kernels/int8/ops.py:quantize: use granularity {}; scheme {}",
     lambda w: int8.quantize(X, granularity="column"),
     lambda w, remedy: [
         int8.quantize(X, granularity=granularity, scheme=scheme)
@@ -253,7 +253,7 @@ case(
     ],
 )
 case(
-    "kernels/int8/ops.py:quantize: give 1 or more; 128 is usual",
+    "kernels/int8/ops.py:quantize: use 1 or more; 128 is usual",
     lambda w: int8.quantize(X, granularity="group", group=0),
     lambda w, remedy: in_turn(
         lambda size: int8.quantize(X, granularity="group", group=int(size)), re.findall(r"\d+", remedy)
@@ -262,27 +262,27 @@ case(
 BAD = X.clone()
 BAD[0, 0] = float("nan")
 case(
-    "kernels/int8/ops.py:quantize: cast it first",
+    "kernels/int8/ops.py:quantize: cast the tensor first",
     lambda w: int8.quantize(X.double()),
     lambda w, remedy: int8.quantize(X.double().float()),
 )
 case(
-    "kernels/int8/ops.py:quantize: get the tensor again from where it came",
+    "kernels/int8/ops.py:quantize: reload or recompute the tensor",
     lambda w: int8.quantize(BAD),
     lambda w, remedy: int8.quantize(X),
 )
 case(
-    "kernels/nf4/ops.py:quantize: one of {}",
+    "kernels/nf4/ops.py:quantize: use one of {}",
     lambda w: nf4.quantize(X, block=48),
     lambda w, remedy: in_turn(lambda block: nf4.quantize(X, block=int(block)), listed(remedy, "one of")),
 )
 case(
-    "kernels/nf4/ops.py:quantize: cast it first",
+    "kernels/nf4/ops.py:quantize: cast the tensor first",
     lambda w: nf4.quantize(X.double()),
     lambda w, remedy: nf4.quantize(X.double().float()),
 )
 case(
-    "kernels/nf4/ops.py:dequantize: ask for it as it is",
+    "kernels/nf4/ops.py:dequantize: omit transposed=True",
     lambda w: nf4.dequantize(nf4.quantize(X[0]), transposed=True),
     lambda w, remedy: nf4.dequantize(nf4.quantize(X[0])),
 )
@@ -320,21 +320,24 @@ def damaged(
 
 AGAIN = "fetch the file again"
 damaged("read: convert it with bitsandbytes", lambda state: state["weight.quant_map"].zero_())
-damaged("read: convert it with bitsandbytes again", nested_blocksize=3)
-damaged("read: the file is not whole: fetch it again", nested_offset=None)
-damaged(f"_entry: {AGAIN}", lambda state: state.pop("weight.absmax"))
-damaged(f"_checked: {AGAIN}", lambda state: state.update({"weight.absmax": torch.ones(1)}))
+damaged("read: convert it again with bitsandbytes", nested_blocksize=3)
+damaged("read: the file is incomplete: fetch it again", nested_offset=None)
+damaged(f"_get_entry: {AGAIN}", lambda state: state.pop("weight.absmax"))
+damaged(f"_check_tensor: {AGAIN}", lambda state: state.update({"weight.absmax": torch.ones(1)}))
 NF4 = "quantize it again with quant_type nf4"
 damaged(
-    f"read_facts: {NF4}", lambda state: state.update({"weight.quant_state.bitsandbytes__fp4": torch.ones(1)})
+    f"read_metadata: {NF4}",
+    lambda state: state.update({"weight.quant_state.bitsandbytes__fp4": torch.ones(1)}),
 )
-damaged(f"read_facts: {NF4}", quant_type="fp4")
+damaged(f"read_metadata: {NF4}", quant_type="fp4")
 text_of = f"weight.{STATE}"
-damaged(f"read_facts: {AGAIN}", lambda state: state.update({text_of: torch.ones(3)}))
-damaged(f"read_facts: {AGAIN}", lambda state: state.update({text_of: torch.tensor([1], dtype=torch.uint8)}))
-damaged(f"read_facts: {AGAIN}", shape=...)
+damaged(f"read_metadata: {AGAIN}", lambda state: state.update({text_of: torch.ones(3)}))
+damaged(
+    f"read_metadata: {AGAIN}", lambda state: state.update({text_of: torch.tensor([1], dtype=torch.uint8)})
+)
+damaged(f"read_metadata: {AGAIN}", shape=...)
 case(
-    "kernels/nf4/layout.py:read_facts: quantize it again with blocks of {}",
+    "kernels/nf4/layout.py:read_metadata: quantize it again with blocks of {}",
     lambda w: stored(blocksize=48),
     lambda w, remedy: in_turn(
         lambda block: nf4.NF4Weight.from_bitsandbytes(
@@ -344,7 +347,7 @@ case(
     ),
 )
 case(
-    "kernels/nf4/layout.py:read_facts: quantize it again from {}",
+    "kernels/nf4/layout.py:read_metadata: quantize it again from {}",
     lambda w: stored(dtype="float64"),
     lambda w, remedy: in_turn(
         lambda name: nf4.NF4Weight.from_bitsandbytes(
@@ -381,7 +384,7 @@ case(
     lambda w, remedy: in_turn(lambda name: adamw(state_dtype=name), listed(remedy, "use")),
 )
 case(
-    "optim/adamw.py:AdamW._new_state: give state_dtype='weights', or take adamw_torch",
+    "optim/adamw.py:AdamW._new_state: use state_dtype='weights', or adamw_torch",
     lambda w: adamw(layer(torch.bfloat16), fused=True),
     lambda w, remedy: (
         adamw(layer(torch.bfloat16), fused=True, state_dtype=re.findall("'(.*?)'", remedy)[0]),
@@ -394,7 +397,7 @@ case(
     lambda w, remedy: build("adamw_torch", layer().requires_grad_(True).named_parameters(), lr=1e-3),
 )
 case(
-    "optim/base.py:NamedOptimizer.__init__: keep trained weights in fp32 or bf16",
+    "optim/base.py:NamedOptimizer.__init__: use fp32 or bf16 for trained weights",
     lambda w: adamw(layer(torch.float16)),
     lambda w, remedy: (adamw(layer(torch.float32)), adamw(layer(torch.bfloat16))),
 )
@@ -408,7 +411,7 @@ def transposed(*, contiguous: bool) -> AdamW:
 
 
 case(
-    "optim/base.py:NamedOptimizer.__init__: give the optimizer p.contiguous() parameters",
+    "optim/base.py:NamedOptimizer.__init__: pass contiguous parameters to the optimizer",
     lambda w: transposed(contiguous=False),
     lambda w, remedy: transposed(contiguous=True),
 )
@@ -441,8 +444,8 @@ def twice(*, begun: bool) -> None:
 
 
 case(
-    "optim/in_backward.py:InBackward._come: call begin() before every backward(); gradient accumulation and an "
-    "optimizer in backward exclude each other",
+    "optim/in_backward.py:InBackward._apply_gradient: call begin() before every backward(); gradient accumulation "
+    "and an optimizer in backward exclude each other",
     lambda w: twice(begun=False),
     lambda w, remedy: twice(begun=True),
 )
@@ -462,7 +465,7 @@ offers(
     lambda name: choose_adamw8bit(device="cuda", triton=True, requested=name),
 )
 case(
-    "optim/adamw.py:as_groups: give model.named_parameters()",
+    "optim/adamw.py:as_groups: pass model.named_parameters()",
     lambda w: AdamW(layer().parameters(), lr=1e-3),
-    lambda w, remedy: AdamW(eval(remedy.removeprefix("give "), {"model": layer()}), lr=1e-3),
+    lambda w, remedy: AdamW(eval(remedy.removeprefix("pass "), {"model": layer()}), lr=1e-3),
 )

@@ -48,19 +48,17 @@ def accepted_config(key: str, wrong: dict[str, Any], right: Callable[[str], dict
 
 
 CONFIG_AGAIN = "download the model's config.json again"
-refused_config(f"ConfigValues.whole: {CONFIG_AGAIN}", hidden_size=...)
-refused_config(
-    "ConfigValues.whole: download it again: a whole number from {} to {} is expected", hidden_size=-4
-)
-refused_config("ConfigValues.number: download it again: a number is expected", rms_norm_eps="small")
-refused_config("ConfigValues.flag: download it again: true or false is expected", tie_word_embeddings=1)
+refused_config(f"ConfigValues.integer: {CONFIG_AGAIN}", hidden_size=...)
+refused_config("ConfigValues.integer: download it again: expected an integer from {} to {}", hidden_size=-4)
+refused_config("ConfigValues.number: download it again: expected a number", rms_norm_eps="small")
+refused_config("ConfigValues.flag: download it again: expected true or false", tie_word_embeddings=1)
 WINDOWED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 case(
     f"model/families/qwen2.py:read_windows: {CONFIG_AGAIN}",
     lambda w: config(w, layer_types=["full_attention"], **WINDOWED),
     downloaded_again,
 )
-refused_config("read_rope: download it again: an object is expected", rope_scaling=[1])
+refused_config("read_rope: download it again: expected an object", rope_scaling=[1])
 refused_config(f"scaling_from_values: {CONFIG_AGAIN}", rope_scaling={"rope_type": "linear"})
 
 
@@ -146,12 +144,12 @@ accepted_config(
     "facts/shapes.py:_check_heads: head_dim must be even", {"head_dim": 7}, lambda remedy: {"head_dim": 8}
 )
 accepted_config(
-    f"{CONFIG_JSON}:refuse_unsupported: use a model with hidden_act: silu, the only one that trimtab trains",
+    f"{CONFIG_JSON}:check_supported: use a model with hidden_act: silu, the only one that trimtab trains",
     {"hidden_act": "gelu"},
     lambda remedy: {"hidden_act": remedy.partition("hidden_act: ")[2].split(",")[0]},
 )
 accepted_config(
-    f"{CONFIG_JSON}:refuse_unsupported: use a model without partial_rotary_factor: trimtab rotates whole heads",
+    f"{CONFIG_JSON}:check_supported: use a model without partial_rotary_factor: trimtab rotates whole heads",
     {"partial_rotary_factor": 0.5},
     lambda remedy: {remedy.partition("without ")[2].split(":")[0]: ...},
 )
@@ -161,13 +159,13 @@ accepted_config(
     lambda remedy: {"layer_types": re.findall(r"\w+_attention", remedy)},
 )
 accepted_config(
-    "model/families/config_json.py:refuse_unsupported: use a model without rope_interleaved: trimtab rotates the two "
+    "model/families/config_json.py:check_supported: use a model without rope_interleaved: trimtab rotates the two "
     "halves of a head",
     {"rope_interleaved": True},
     lambda remedy: {remedy.partition("without ")[2].split(":")[0]: ...},
 )
 accepted_config(
-    "model/families/config_json.py:read_rope: use a model with one setting for all layers",
+    "model/families/config_json.py:read_rope: use a model with the same RoPE settings in all layers",
     {"rope_scaling": {"full_attention": {"rope_type": "default"}}},
     lambda remedy: {"rope_scaling": {"rope_type": "default"}},
 )
@@ -201,7 +199,7 @@ accepted_config(
     lambda remedy: {"rope_scaling": {key: OPPOSED[key] for key in OPPOSED if "mscale" not in key}},
 )
 refused_config(
-    "_refuse_unknown_quantization: download it again: an object is expected",
+    "_check_quantization: download it again: expected an object",
     quantization_config="bitsandbytes",
 )
 UNQUANTIZED = "give the model's unquantized weights"
@@ -215,12 +213,12 @@ def follow_unquantized(w: World, remedy: str) -> None:
 
 
 case(
-    f"{CONFIG_JSON}:_refuse_unknown_quantization: {UNQUANTIZED}, or ones that bitsandbytes quantized (NF4, INT8)",
+    f"{CONFIG_JSON}:_check_quantization: {UNQUANTIZED}, or ones quantized by bitsandbytes (NF4, INT8)",
     lambda w: config(w, quantization_config={"quant_method": "gptq"}),
     follow_unquantized,
 )
 case(
-    f"model/families/config_json.py:_refuse_unknown_quantization: {UNQUANTIZED}",
+    f"model/families/config_json.py:_check_quantization: {UNQUANTIZED}",
     lambda w: config(w, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
     follow_unquantized,
 )
@@ -231,7 +229,7 @@ def fresh(**shape: Any) -> Any:
 
 
 case(
-    "model/families/__init__.py:config_from_shape: build it with the biases, norms and windows of its family",
+    "model/families/__init__.py:config_from_shape: build it with the biases, norms and sliding windows of its family",
     lambda w: save_folder(fresh(qk_norm=True), w.tmp / "saved", dtype="fp32"),
     lambda w, remedy: save_folder(fresh(), w.tmp / "saved", dtype="fp32"),
 )
@@ -309,7 +307,7 @@ damaged(
     tensors(lambda found: found.update({"value_head.weight": torch.ones(1, 32)})),
 )
 damaged(
-    "weights.py:fill: get the weights again",
+    "weights.py:copy_converted: get the weights again",
     tensors(lambda found: found.update({NORM: torch.full((32,), float("nan"))})),
 )
 damaged(
@@ -366,7 +364,7 @@ def follow_no_weights(w: World, remedy: str) -> None:
 
 case(
     "model/weights_safetensors.py:weight_files: give a folder with safetensors weights, or set model.init: random to "
-    "start from nothing",
+    "train from scratch",
     no_weights,
     follow_no_weights,
 )
@@ -382,7 +380,7 @@ case(
     ),
 )  # fmt: skip
 case(
-    "model/weights.py:fill: load it in bf16 or fp32",
+    "model/weights.py:copy_converted: load it in bf16 or fp32",
     lambda w: (
         tensors(lambda found: found.update({NORM: torch.full((32,), 1e6)}))(w.own()),
         decoder_of(w.own(), "fp16"),
@@ -404,7 +402,7 @@ def follow_safetensors(w: World, remedy: str) -> None:
 
 
 case(
-    "model/source.py:pickle_refused: use the model's safetensors files (most hubs offer a converted copy)",
+    "model/source.py:pickle_error: use the model's safetensors files (most hubs offer a converted copy)",
     pickles_only,
     follow_safetensors,
 )

@@ -39,7 +39,7 @@ def refused_gguf(key: str, **changes: Any) -> None:
 
 
 case(
-    "model/families/gguf_metadata.py:shape_from_gguf: supported are {} (Mistral and SmolLM2 files say llama)",
+    "model/families/gguf_metadata.py:shape_from_gguf: supported are {} (Mistral and SmolLM2 files are llama)",
     lambda w: described(w, arch="mamba9"),
     lambda w, remedy: in_turn(lambda arch: described(w, arch=arch), listed(remedy, "supported are")),
 )
@@ -49,10 +49,10 @@ case(
     lambda w: described(w, attention__head_count=0),
     lambda w, remedy: described(w, attention__head_count=2 * number_in(remedy)),
 )
-refused_gguf("shape_from_gguf: use a model whose heads are rotated whole", rope__dimension_count=4)
-refused_gguf("_Keys.whole: download it again", embedding_length=...)
-refused_gguf("_Keys.whole: download it again: a whole number up to {} is expected", block_count="two")
-refused_gguf("_Keys.number: download it again: a number is expected", rope__freq_base="fast")
+refused_gguf("shape_from_gguf: use a model without partial RoPE", rope__dimension_count=4)
+refused_gguf("GGUFKeys.integer: download it again", embedding_length=...)
+refused_gguf("GGUFKeys.integer: download it again: expected an integer up to {}", block_count="two")
+refused_gguf("GGUFKeys.number: download it again: expected a number", rope__freq_base="fast")
 case(
     "model/families/gguf_metadata.py:_llama3_scaling: use the model's Hugging Face folder",
     lambda w: described(w, rope=[1.0, 2.0, 9.0, 4.0]),

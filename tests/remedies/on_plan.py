@@ -8,12 +8,9 @@ from typing import Any
 
 from cases import World, case, settings
 
-from trimtab.facts.blocks import BlockShape, ExpertsShape, LatentAttentionShape
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import uniform_shape
 from trimtab.facts.units import parse_bytes
-from trimtab.model.spec_block import block_operations
-from trimtab.model.spec_operations import Execution
 from trimtab.plan import Plan, check_fits, make_plan
 from trimtab.recipe import loads
 from trimtab.run.resolve import resolve_recipe
@@ -73,22 +70,6 @@ def follow(w: World, remedy: str) -> None:
     return None
 
 
-def declared(mixer: Any = QWEN.attention, feed_forward: Any = QWEN.block.dense) -> None:
-    """The operations of a block, as every plan asks for them."""
-    block_operations(BlockShape(mixer, feed_forward), 64, Execution(1, 8, "bf16", "triton"))
-
-
-case(
-    "model/spec_block.py:attention_operations: plan a model with softmax attention",
-    lambda w: declared(mixer=LatentAttentionShape(4, 8, 4, 4, 4)),
-    lambda w, remedy: declared(),
-)
-case(
-    "model/spec_block.py:feed_forward_operations: plan a model without experts",
-    lambda w: declared(feed_forward=ExpertsShape(4, 2, 16)),
-    lambda w, remedy: declared(),
-)
-
 FITS = "plan/fit.py:check_fits: {}"
 for name, device, sizes in (
     ("8-bit", GPU, (1, 2, 3, 3.5, 4, 4.5, 5, 6)),
@@ -103,6 +84,25 @@ for limit in ("3GB", "4GB"):
     case(FITS, lambda w, a=f"memory_limit={limit}": too_large(w, "8-bit", GPU, a, resumed=True), follow)
 case(FITS, lambda w: too_large(w, "8-bit", sized(GPU, 6), "recompute=none", resumed=True), follow)
 case(FITS, lambda w: too_large(w, "8-bit", GPU, "memory_limit=3GB"), follow)
+
+
+def sampled(*overrides: str) -> None:
+    fit(RECIPES["lora"], ["max_seq_length=256", *overrides], sized(GPU, 3.5))
+
+
+def follow_samples(w: World, remedy: str) -> None:
+    assert "fewer prompts" in remedy
+    sampled('prompts=["1 + 1 ="]')
+    assert "smaller number of answers" in remedy
+    sampled("answers=4")
+
+
+case("plan/fit.py:_check_phases: {}", lambda w: sampled("answers=100"), follow_samples)
+case(
+    "plan/fit.py:_check_phases: {}",
+    lambda w: sampled("prompts=[" + ", ".join(['"1 + 1 ="'] * 64) + "]"),
+    follow_samples,
+)
 
 
 def offloaded(w: World, *overrides: str, length: int = 32_768) -> None:
@@ -123,6 +123,12 @@ case(
     "plan/fit.py:_check_host: set recompute: auto, or fewer layers to offload, or a shorter max_seq_length",
     lambda w: offloaded(w, "recompute=offload"),
     follow_offload,
+)
+UNIFIED = dataclasses.replace(sized(GPU, 150), unified=True, host_free_bytes=None)
+case(
+    "plan/fit.py:_check_host: set recompute: auto",
+    lambda w: fit(RECIPES["lora"], ["recompute=offload"], UNIFIED),
+    lambda w, remedy: fit(RECIPES["lora"], settings(remedy)[0], UNIFIED),
 )
 
 
@@ -147,11 +153,13 @@ case(
 
 
 def unpacked(w: World, layers: int) -> object:
-    return w.plan(f"unpacked_layers={layers}", model=str(w.shared("wide")), lora={"r": 2}, load_in_4bit=True)
+    return w.plan(
+        f"dequantized_layers={layers}", model=str(w.shared("wide")), lora={"r": 2}, load_in_4bit=True
+    )
 
 
 case(
-    "plan/unpacked.py:by_hand: set unpacked_layers to at most {}",
+    "plan/unpacked.py:by_hand: set dequantized_layers to at most {}",
     lambda w: unpacked(w, 9),
     lambda w, remedy: unpacked(w, int(remedy.split()[-1])),
 )

@@ -20,7 +20,7 @@ Q = "model.layers.0.self_attn.q_proj"
 
 
 def loaded(folder: Path, kind: str = "nf4", **options: bool) -> None:
-    """Into a model that is laid out in a format."""
+    """Into a model whose parameters are allocated in a quantized format."""
     decoder = build(read_shape(folder), dtype="fp32", device="meta", attention="reference")
     quantize_layout(decoder, kind, device="cpu", **options)
     load_weights(decoder.to_empty(device="cpu"), folder)
@@ -45,16 +45,16 @@ def damaged(key: str, kind: str, change: Callable[[dict[str, torch.Tensor]], obj
 
 STATE = f"{Q}.weight.quant_state.bitsandbytes__nf4"
 damaged(
-    "weights_packed.py:check_facts_size: fetch the file again",
+    "weights_packed.py:check_metadata_size: fetch the file again",
     "nf4",
     lambda tensors: tensors.update({STATE: torch.zeros(10**5, dtype=torch.uint8)}),
 )
-damaged("weights_packed.py:_whole: {}", "nf4", lambda tensors: tensors[f"{Q}.weight.quant_map"].zero_())
-AGAIN = "weights_packed.py:_whole: fetch it again"
+damaged("weights_packed.py:_read_stored: {}", "nf4", lambda tensors: tensors[f"{Q}.weight.quant_map"].zero_())
+AGAIN = "weights_packed.py:_read_stored: fetch it again"
 damaged(AGAIN, "int8", lambda tensors: tensors.update({f"{Q}.weight": tensors[f"{Q}.weight"].float()}))
 damaged(AGAIN, "int8", lambda tensors: tensors.update({f"{Q}.SCB": tensors[f"{Q}.SCB"].half()}))
 damaged(
-    "weights_packed.py:_whole: save it again with a newer bitsandbytes",
+    "weights_packed.py:_read_stored: save it again with a newer bitsandbytes",
     "int8",
     lambda tensors: tensors.update({f"{Q}.weight_format": torch.tensor(2, dtype=torch.uint8)}),
 )
@@ -78,12 +78,12 @@ damaged(
 # Another format than the files'.
 PACKING = "adapt/quantized.py:QuantizedLinear._check_packing: quantize the original weights again, or "
 case(
-    f"{PACKING}lay the model out as its files are",
+    f"{PACKING}quantize the model as in its files",
     lambda w: loaded(w.shared("nf4"), "nf4", double=False),
     lambda w, remedy: (loaded(w.shared("wide"), "nf4", double=False), loaded(w.shared("nf4"), "nf4")),
 )
 case(
-    "model/weights.py:Places._put_packed: {}",
+    "model/weights.py:WeightDestinations._copy_packed: {}",
     lambda w: loaded(w.shared("nf4"), "int8"),
     lambda w, remedy: (loaded(w.shared("wide"), "int8"), loaded(w.shared("nf4"), "nf4")),
 )
@@ -98,7 +98,7 @@ def poisoned(w: World) -> Path:
 
 
 case(
-    "model/weights.py:Places.put: {}",
+    "model/weights.py:WeightDestinations.copy: {}",
     lambda w: loaded(poisoned(w)),
     lambda w, remedy: (loaded(w.shared("wide")), "again" in remedy or None),
 )
@@ -143,12 +143,12 @@ def other_nested_block(w: World) -> None:
     decoder = quantize_layout(decoder_of(w.shared("wide")), "nf4", double=True)
     _, layer = next(iter(quantized_layers(decoder)))
     weight = nf4_weight(layer)
-    layer.take_packed(dataclasses.replace(weight, nested_block=weight.nested_block // 2))
+    layer.set_packed_weight(dataclasses.replace(weight, nested_block=weight.nested_block // 2))
 
 
 case(
-    "adapt/quantized.py:QuantizedLinear._check_packing: quantize the original weights again, or leave load_in_4bit "
-    "out: the weights then load as the numbers that they stand for",
+    "adapt/quantized.py:QuantizedLinear._check_packing: quantize the original weights again, or omit load_in_4bit: the "
+    "weights are then loaded dequantized",
     other_nested_block,
     lambda w, remedy: (
         quantize_layout(decoder_of(w.shared("wide")), "nf4", double=True),

@@ -34,7 +34,7 @@ def rule(key: str, given: list[str], *rights: list[str], base: str = BASE) -> No
 
 
 rule(
-    "_length: give a number of steps, or -1 to train for num_train_epochs",
+    "_length: set a positive number of steps, or -1 to train for num_train_epochs",
     ["max_steps=0"],
     ["max_steps=5"],
     ["max_steps=-1"],
@@ -49,7 +49,7 @@ rule(
     [],
     base=BASE.replace("starter:math", "{source: starter:math, weight: 1e12}"),
 )
-rule("_length: give max_steps", ["data.streaming=true"], ["data.streaming=true", "max_steps=5"])
+rule("_length: set max_steps", ["data.streaming=true"], ["data.streaming=true", "max_steps=5"])
 rule(
     "_schedule: keep one of them: set warmup_steps=null or warmup_ratio=null",
     [],
@@ -118,12 +118,12 @@ TAKEN = BASE.replace(
 rule("_template: leave {} out ({})", [], base=TAKEN)
 LORA = BASE + "lora: {r: 8}\n"
 rule(
-    "_lora: leave {} out ({}), or train a fresh adapter (lora.adapter=null)",
+    "_lora: leave {} out ({}), or train a new adapter (lora.adapter=null)",
     [],
     base=BASE + "lora: {r: 8, adapter: a}\n",
 )
 rule(
-    "_lora: name embed_tokens in lora.modules_to_save (and lm_head, where the model has one of its own)",
+    "_lora: list embed_tokens in lora.modules_to_save (and lm_head, if the model has an untied head)",
     ["model.added_tokens=[<|x|>]"],
     ["model.added_tokens=[<|x|>]", "lora.modules_to_save=[embed_tokens]"],
     ["model.added_tokens=[<|x|>]", "lora.modules_to_save=[embed_tokens, lm_head]"],
@@ -145,13 +145,13 @@ def follow_adapters(w: World, remedy: str) -> None:
 
 
 case(
-    "recipe/rules.py:_quantized: train adapters on them (lora: {r: 16}), or set {}: false",
+    "recipe/rules.py:_quantized: train adapters (lora: {r: 16}), or set {}: false",
     lambda w: recipe("load_in_4bit=true"),
     follow_adapters,
 )
 rule(
-    "_quantized: leave it out (unpacked_layers=null), or set load_in_4bit: true or load_in_8bit: true",
-    ["unpacked_layers=2"],
+    "_quantized: leave it out (dequantized_layers=null), or set load_in_4bit: true or load_in_8bit: true",
+    ["dequantized_layers=2"],
     [],
     base=LORA,
 )
@@ -443,4 +443,9 @@ case(
     "cli/commands.py:_unknown_verb: the verbs are {}",
     lambda w: w.cli("zzzzzz"),
     lambda w, remedy: in_turn(lambda verb: w.cli(verb, "--help"), remedy.partition("are ")[2].split(", ")),
+)
+case(
+    "recipe/renamed.py:rename_keys: leave {} out",
+    lambda w: loads(f"{BASE}unpacked_layers: auto\ndequantized_layers: auto\n"),
+    lambda w, remedy: loads(f"{BASE}dequantized_layers: auto\n"),
 )

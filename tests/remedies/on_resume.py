@@ -1,4 +1,4 @@
-"""Runs that go on: changed keys, devices, lengths, damaged folders; and run folders as models of other runs."""
+"""Runs that resume: changed keys, devices, lengths, damaged folders; run folders as models of other runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def commands(w: World, remedy: str, *more: str) -> None:
 
 
 def run_of(w: World) -> Path:
-    """The run that nobody changes."""
+    """The run that cases must not change."""
     return w.shared("run") / "run"
 
 

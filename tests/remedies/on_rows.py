@@ -377,7 +377,7 @@ case(
 )
 case(
     "api/training.py:_refuse_missing: pass data=, such as data=['a text', 'another'] or data='texts.jsonl'",
-    lambda w: trimtab.plan_run(model="starter"),
+    lambda w: trimtab.train(model="starter"),
     lambda w, remedy: trimtab.plan_run(model="starter", data=quoted(remedy)[:2]),
 )
 row_case("_refuse_text: give texts to train on as a list: data=[text]", "the cat sat on the mat", TEXTS)
@@ -396,7 +396,7 @@ case(
 )
 
 
-# Rows that are not there any more, and rows beside files.
+# Rows that are not there any more, and rows in addition to files.
 def forgotten(w: World) -> object:
     folder = begun(w)
     shutil.rmtree(w.tmp / "cache")

@@ -365,7 +365,7 @@ case(
     ),
 )
 case(
-    "run/prepare.py:_check_rates: name embed_tokens or lm_head in lora.modules_to_save, or leave it out",
+    "run/prepare.py:check_rates: name embed_tokens or lm_head in lora.modules_to_save, or leave it out",
     lambda w: w.plan("embedding_learning_rate=1e-5", lora={"r": 2}),
     lambda w, remedy: (
         w.plan("embedding_learning_rate=1e-5", lora={"r": 2, "modules_to_save": ["embed_tokens"]}),
@@ -465,7 +465,7 @@ def replayed(w: World, *overrides: str) -> str:
 
 
 case(
-    "run/prepare.py:check_replay: set data.replay=null to train without replay, or name general text of your own: "
+    "run/prepare.py:replay_refused: set data.replay=null to train without replay, or name general text of your own: "
     "data.replay.sources=[./general-text]",
     replayed,
     lambda w, remedy: [replayed(w, words) for words in re.findall(r"data\.replay\S*=\S+", remedy)],

@@ -51,7 +51,7 @@ def run(w: World) -> Path:
 
 
 case(
-    "report/page.py:write_page: give another place with --out",
+    "report/html.py:write_html: give another place with {}",
     lambda w: w.cli("report", run(w), "--out", w.tmp / "absent" / "report.html"),
     lambda w, remedy: w.cli("report", run(w), re.findall(r"--\w+", remedy)[0], w.tmp / "report.html"),
 )

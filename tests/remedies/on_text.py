@@ -149,7 +149,7 @@ def metadata(**changes: Any) -> dict[str, Any]:
 
 
 def follow_gguf_tokenizer(w: World, remedy: str, *, trained: bool) -> None:
-    """The folder with tokenizer.json named beside the GGUF file: as `model.tokenizer`, or the folder as the model."""
+    """The folder with tokenizer.json next to the GGUF file: as `model.tokenizer`, or as the model."""
     assert "model.tokenizer" in remedy
     text.load(w.model)
     if trained:
@@ -246,13 +246,13 @@ def talk(w: World, prompt: str = "--chat") -> str:
 
 def follow_chat_model(w: World, remedy: str) -> None:
     talk(w, "")
-    (w.own() / re.findall(r"put a (\S+) beside", remedy)[0]).write_text(CHAT)
+    (w.own() / re.findall(r"put a (\S+) next to", remedy)[0]).write_text(CHAT)
     talk(w)
 
 
 case(
     "text/tokenizer.py:Tokenizer.render_chats: give plain text, use a model tuned for chat, or put a "
-    "chat_template.jinja beside it",
+    "chat_template.jinja next to it",
     talk,
     follow_chat_model,
 )

@@ -167,7 +167,7 @@ class GivenBatches:
 
 
 def trained(w: World, *documents: tuple[list[int], list[int] | None]) -> object:
-    """Two steps over one window of these documents: (ids, which of them are trained on)."""
+    """Two steps over one sequence of these documents: (ids, which of them are trained on)."""
     pieces = [
         Piece(np.array(ids), f"a.jsonl:{row}", None if mask is None else np.array(mask))
         for row, (ids, mask) in enumerate(documents, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 DISK = "asks for room on the disk, for rights, or for a disk that works"
 PACKAGE = "asks for a package or another version to be installed"
 GPU = "is met on a CUDA device only, or names what runs on one only"
+MEMORY = "asks for memory that other programs hold"
 HUB = "depends on what the hub, or the user's account there, does"
 PASSED_ON = "passes on the remedy of another error, which has a case of its own"
 STATED = "the cause itself says what is expected, and how the place is written"
@@ -17,7 +18,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "api/batches.py:generate_file: do the same again with a smaller {}: it goes on from there",
         "api/prompt_files.py:OutputFile.write: free some space and do the same again, which goes on from there, or "
         "name another {}",
-        "adapt/offload.py:_Pinned.__init__: set recompute: block, or raise the limit of locked memory (ulimit -l)",
+        "adapt/offload.py:_Pinned.__init__: set recompute: block, or raise the locked memory limit (ulimit -l)",
         "checkpoint/lock.py:RunLock._unwritable: check its rights and those of its files",
         "checkpoint/store.py:_no_space: free some space{}, then resume; the earlier checkpoints are intact",
         "checkpoint/store.py:_explain: raise the file size limit (ulimit -f), or move the run folder to another disk, "
@@ -38,7 +39,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "model/save.py:check_space: free some space or choose another folder",
         "model/save.py:staged_folder: check the disk's space and rights",
         "model/save.py:write_tensors: check the disk's space",
-        "model/weights_safetensors.py:_open: check its rights and those of its folder",
+        "model/weights_safetensors.py:_open: check the permissions of the file and its folder",
         "model/weights_safetensors.py:_open: check the disk",
         "plan/disk.py:check_disk: free some space or {}",
         "plan/disk.py:check_disk: free some space, {}, or {}",
@@ -67,16 +68,21 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "trainer/tracking.py:WandbSink.__init__: pip install 'trimtab[wandb]'",
     ),
     GPU: (
+        "lab/profiling.py:_Profiling._details: give --nvtx for NVIDIA's own tools, or see `trimtab doctor`",
         "cli/commands.py:_lacking: lower per_device_train_batch_size or max_seq_length; see `trimtab plan`",
         "run/device.py:check_device: use one of these; the environment variable CUDA_VISIBLE_DEVICES decides which "
         "GPUs torch sees",
         "kernels/attention/impl_flex.py:attention_flex: use triton or sdpa_flash",
-        "kernels/attention/impl_sdpa.py:attention_sdpa: use varlen, or flex, or leave the choice to auto",
+        "kernels/attention/impl_sdpa.py:attention_sdpa: use varlen or flex, or set auto",
         "kernels/attention/impl_sdpa.py:attention_sdpa: use triton or sdpa_efficient",
         "kernels/attention/launch_triton.py:check: use fp32, fp16 or bf16",
         "kernels/attention/launch_triton.py:check: use sdpa_efficient",
         "kernels/attention/launch_triton.py:check: use fp16",
         "kernels/rms_norm/impl_triton.py:check_width: use 'reference'",
+    ),
+    MEMORY: (
+        "lab/profiling.py:_explained: use a device with more memory",
+        "lab/calibrate.py:_Measuring._best_copy: end other programs that use it and calibrate again",
     ),
     HUB: (
         "hub/faults.py:_explain_status: check the id and the revision",
@@ -98,6 +104,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "checkpoint/manifest.py:verify: (none)",
         "recipe/problems.py:_none_of: (none)",
         "recipe/problems.py:_problem: (none)",
+        "run/out_of_memory.py:MemoryExplainer.during: (none)",
     ),
     OURS: (
         "data/tokenizing.py:TokenizerSpec.of: this is a mistake in trimtab; please report it with the model's name",

@@ -30,7 +30,7 @@ def decoder_of(folder: Path, dtype: str = "fp32") -> Decoder:
 
 
 def adapted_of(folder: Path, adapter: str = "default", **settings: object) -> Decoder:
-    """The same with an adapter whose numbers look trained."""
+    """The same with an adapter whose weights look trained."""
     decoder = add_adapters(decoder_of(folder), LoraSettings(**{"r": 2, **settings}), adapter=adapter)  # type: ignore[arg-type]
     init_adapters(decoder, seed=3, adapter=adapter)
     return scatter(decoder, adapter)

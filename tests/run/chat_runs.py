@@ -15,7 +15,7 @@ TEMPLATE = (
 
 
 class Watching:
-    """A view that remembers what it is told."""
+    """A view that records what it receives."""
 
     def __init__(self) -> None:
         self.total_steps = 0

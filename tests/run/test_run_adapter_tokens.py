@@ -1,4 +1,4 @@
-"""Adapters with a tokenizer of their own: it comes along wherever they go, and is held to the recipe's."""
+"""Adapters with a tokenizer of their own: it is saved along with them, and is compared with the recipe's."""
 
 from __future__ import annotations
 

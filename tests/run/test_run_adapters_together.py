@@ -13,7 +13,7 @@ from tiny_model import write_recipe, write_tiny_model
 
 import trimtab
 from trimtab.adapt import active_adapters, merge_adapters, trained_parameters, use_adapters
-from trimtab.adapt.lora import place_adapters
+from trimtab.adapt.lora import attach_adapters
 from trimtab.adapt.peft_files import settings_of
 from trimtab.export import export_merged, export_peft
 from trimtab.facts.base_weights import BaseWeights
@@ -198,7 +198,7 @@ def test_a_merge_in_training_mode_drops_nothing(home: Path, tmp_path: Path) -> N
 def test_an_adapter_may_be_called_as_the_check_calls_its_own(home: Path, tmp_path: Path) -> None:
     decoder = opened(home / "model").opened.decoder
     source = opened(home / "plain" / "run").opened.decoder
-    place_adapters(decoder, settings_of(source), "read_back")
+    attach_adapters(decoder, settings_of(source), "read_back")
     ours = dict(decoder.named_parameters())
     for name, parameter in source.named_parameters():
         if ".lora_" in name:

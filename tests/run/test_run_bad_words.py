@@ -86,7 +86,7 @@ def test_a_stream_may_begin_with_nothing_to_train_on(tmp_path: Path, model: Path
     [
         ('model.added_tokens=["\\ud800"]', "model.added_tokens.0 holds a character that UTF-8 cannot write"),
         ('prompts=["\\ud800 x"]', "prompts.0 holds a character that UTF-8 cannot write"),
-        ("data.chat_template_kwargs={messages: x}", "names messages, which every chat template is given"),
+        ("data.chat_template_kwargs={messages: x}", "names messages, which every chat template gets"),
     ],
 )
 def test_words_that_no_recipe_may_have(

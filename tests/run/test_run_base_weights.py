@@ -20,7 +20,7 @@ from trimtab.run.base_weights import cached_digests, check_base
 
 @pytest.fixture(autouse=True)
 def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Names of the files that were read, as they are. Small files are worth a note here, and files settle at once."""
+    """Names of the files that were read, live. Digests of small files are cached too, and new files at once."""
     found: list[str] = []
     plain = files.digest
 

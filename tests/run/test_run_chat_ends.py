@@ -1,4 +1,4 @@
-"""What a run on conversations keeps for whoever talks to it: where answers end, and what the template was told."""
+"""What a run on conversations keeps for chatting with it: where answers end, the template's inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs on conversations: only answers are learnt, a resume repeats the run, mistakes are said before training."""
+"""Whole runs on conversations: loss on answers only, a resume repeats the run, errors before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torch_compile` in whole runs: decided once, kept, resumed bit by bit, counted in the log."""
+"""`torch_compile` in whole runs: decided once, kept, resumed bit-identically, counted in the log."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from trimtab.run.corpora import Corpora, open_corpora
 
 
 class Quiet:
-    """Nobody watches."""
+    """A view that shows nothing."""
 
     def message(self, text: str) -> None: ...
     def working(self, what: str, done: int, total: int | None, unit: str = "") -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from whole_run import Silent, losses, run
 
 import trimtab
 from trimtab import launch
+from trimtab.facts.devices import host_memory
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.recipe import load
 from trimtab.run.device import current_gpu, detect
+from trimtab.run.gpu_processes import GpuProcess
 from trimtab.run.prepare import Frozen, prepare
 from trimtab.run.resume import resume_device
 from trimtab.run.torch_setup import on_device_of
@@ -23,7 +26,9 @@ from trimtab.run.torch_setup import on_device_of
 class Gpus:
     """So many GPUs as far as torch's questions go: which is current, and what each has free."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, count: int, *, called: str | None = None, integrated: int = 0
+    ) -> None:
         self.current, self.entered = 0, []
         gpus = self
 
@@ -48,7 +53,9 @@ class Gpus:
             "mem_get_info": lambda: ((gpus.current + 1) * 2**30, 80 * 2**30),
             "memory_reserved": lambda: 0,
             "get_device_capability": lambda *_: (9, 0),
-            "get_device_name": lambda *_: f"GPU {gpus.current}",
+            "get_device_name": lambda *_: called or f"GPU {gpus.current}",
+            "current_device": lambda: gpus.current,
+            "get_device_properties": lambda *_: SimpleNamespace(is_integrated=integrated, uuid="a-b"),
         }
         for name, value in cuda.items():
             monkeypatch.setattr(torch.cuda, name, value)
@@ -65,6 +72,47 @@ def test_the_facts_are_those_of_the_gpu_that_is_named(
     assert (found.kind, found.index, found.name) == ("cuda", index, f"GPU {current}")
     assert found.free_bytes == (current + 1) * 2**30
     assert gpus.current == 0, "asking changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("called", "integrated"), [("NVIDIA GB10", 0), ("Orin", 0), ("NVIDIA Thor", 1), ("a new one", 1)]
+)
+def test_a_gpu_with_unified_memory_has_what_the_host_has(
+    monkeypatch: pytest.MonkeyPatch, called: str, integrated: int
+) -> None:
+    Gpus(monkeypatch, 1, called=called, integrated=integrated)
+    monkeypatch.setattr("trimtab.run.device.host_memory", lambda: (64 * 2**30, 50 * 2**30))
+    found = detect("cuda")
+    assert found.unified
+    assert found.free_bytes == 50 * 2**30, "not the GiB that cudaMemGetInfo calls free"
+    assert found.memory_bytes == 64 * 2**30
+    assert (found.host_free_bytes, found.pinnable_bytes) == (None, 0), "the same bytes are not counted twice"
+
+
+def test_a_card_of_its_own_is_not_unified(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpus(monkeypatch, 1, called="NVIDIA H200")
+    found = detect("cuda")
+    assert not found.unified
+    assert found.free_bytes == 2**30
+    assert found.host_free_bytes == pytest.approx(host_memory()[1], rel=0.2)
+
+
+def test_who_else_uses_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpus(monkeypatch, 1)
+    assert detect("cuda").shared is None
+    asked = []
+
+    def processes(index: int, *, uuid: str) -> tuple[GpuProcess, ...]:
+        asked.append((index, uuid))
+        return (GpuProcess(7, "python", 3 * 2**30),)
+
+    monkeypatch.setattr("trimtab.run.device.other_processes", processes)
+    monkeypatch.setenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=512M")
+    found = detect("cuda")
+    assert asked == [(0, "GPU-a-b")]
+    assert "3.00 GiB of this card are used by 1 other process (python 3.00 GiB)" in str(found.shared)
+    assert "MPS allows this process 512.0 MiB" in str(found.shared)
+    assert found.free_bytes == 512 * 2**20
 
 
 def test_a_gpu_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_a_file_that_a_run_began_with_is_not_refused(tmp_path: Path, name: str, 
 
 
 def test_the_order_of_a_run_that_has_no_checkpoint_yet(tmp_path: Path) -> None:
-    """Earlier versions let replay alone fill the first step; a run begun so trains on the same windows again."""
+    """Earlier versions let replay alone fill the first step; such a run trains on the same sequences."""
     from trimtab.data import cached_loader
 
     texts = [
@@ -178,7 +178,7 @@ def test_the_order_of_a_run_that_has_no_checkpoint_yet(tmp_path: Path) -> None:
 
 
 def test_dropout_masks_of_a_run_stay_those_of_its_version(tmp_path: Path) -> None:
-    """Earlier versions drew them for a microbatch; a run begun so goes on with its own, bit by bit."""
+    """Earlier versions drew them for a microbatch; a run begun so resumes with its own, bit-identical."""
     from trimtab.run import build
 
     settings = {
@@ -219,7 +219,7 @@ def test_a_known_delimiter_is_not_looked_for(tmp_path: Path) -> None:
 
 
 def test_choices_json_of_the_first_runs(tmp_path: Path) -> None:
-    """Their sections are those that every version has: the run goes on bit by bit, and its model can be opened."""
+    """Their sections exist in every version: the run resumes bit-identically, and its model can be opened."""
     settings = {
         "max_steps": 4,
         "num_train_epochs": None,
@@ -239,6 +239,6 @@ def test_choices_json_of_the_first_runs(tmp_path: Path) -> None:
     assert losses(stopped) == losses(whole)
     optimizer = read_json(stopped / "plan.json")["choices"]["optimizer"]
     assert optimizer == read_json(whole / "plan.json")["choices"]["optimizer"]
-    # What is only opened needs less: how its weights are laid out.
+    # What is only opened needs less: the layout of its weights.
     write_json(stopped / "choices.json", {"version": 1, "recipe": kept["recipe"]})
     assert open_model(str(stopped), device=torch.device("cpu"), on_event=print).step == 4

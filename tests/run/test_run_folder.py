@@ -68,7 +68,7 @@ def test_what_was_learnt_stays(tmp_path: Path, what: str) -> None:
 
 def test_foreign_files_are_never_touched(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    (tmp_path / "recipe.yaml").write_text("mine")  # ours by name, but no lock of ours lies beside it
+    (tmp_path / "recipe.yaml").write_text("mine")  # ours by name, but no lock of ours lies next to it
     with pytest.raises(CheckpointError, match="not empty"):
         folder.check_new()
     (tmp_path / ".lock").write_text("")

@@ -1,4 +1,4 @@
-"""Whole runs on a GPU: killed and resumed bit by bit, unpacked windows, fp16."""
+"""Whole runs on a GPU: killed and resumed bit-identically, unpacked sequences, fp16."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], lis
 def test_follows_the_cpu(
     tmp_path: Path, on_the_cpu: Callable[[bool], list[float]], changes: dict[str, object]
 ) -> None:
-    """The same windows and weights: the GPU's curve stays beside the CPU's in fp32."""
+    """The same sequences and weights: the GPU's loss curve stays close to the CPU's in fp32."""
     theirs = on_the_cpu(bool(changes.get("packing", True)))
     ours = curve_of(run(tmp_path, "run", device="cuda", learning_rate=2e-3, **changes))
     assert len(ours) == len(theirs) > 5

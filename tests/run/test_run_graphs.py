@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters, quantize_layout, recompute
-from trimtab.adapt.held import Held
 from trimtab.adapt.lora_layers import LoRALinear
+from trimtab.adapt.step_resources import StepResources
 from trimtab.data import Batch
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
@@ -103,7 +103,7 @@ def test_both_halves_give_the_whole(attention: str, packing: bool) -> None:
 
 
 def test_documents_as_tensors_of_one_size() -> None:
-    """On a CPU nobody reads the form of attention "triton"."""
+    """On a CPU the form of attention "triton" is not used."""
     decoder = build(SHAPE, dtype="fp32", device="meta", attention="triton")
     batch = batch_of(3)
     packed = MicrobatchLoss(decoder, torch.device("cpu"), nullcontext, packing=True).inputs(batch)
@@ -128,7 +128,7 @@ def made(kind: str) -> Decoder:
         with torch.no_grad():
             for name, module in decoder.named_modules():
                 if isinstance(module, LoRALinear):
-                    module.take(weights[f"{name}.weight"])
+                    module.set_weight(weights[f"{name}.weight"])
         decoder.to("cuda")
         init_adapters(decoder, seed=0)
     elif kind not in ("none", "masked"):
@@ -186,7 +186,7 @@ def test_a_recorded_microbatch_gives_a_plain_one_s_bits(kind: str, packing: bool
     device = torch.device("cuda")
     ours, theirs = made(kind), made(kind)
     losses = [MicrobatchLoss(d, device, nullcontext, packing=packing) for d in (ours, theirs)]
-    graphs = Graphs(losses[0], parameters_of(ours), device, held=Held(ours))
+    graphs = Graphs(losses[0], parameters_of(ours), device, held=StepResources(ours))
     plain = plainly(theirs, losses[1])
     assert all(map(torch.equal, run_steps(graphs, range(5)), run_steps(plain, range(5))))
     assert len(graphs._recorded) == 2

@@ -1,4 +1,4 @@
-"""Killed at random instants and resumed, a run repeats the unstopped run's losses bit by bit."""
+"""Killed at random instants and resumed, a run's losses are bit-identical to the uninterrupted run's."""
 
 from __future__ import annotations
 

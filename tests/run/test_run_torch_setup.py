@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_one_run_s_settings_are_not_the_next_one_s(tmp_path: Path, gpu: Gpu, fai
     wanted = resolved(tmp_path, deterministic=True, cap=40)
 
     def one() -> None:
-        with torch_put_back(), workspace.lend((8,), torch.float32, torch.device("cpu")):
+        with torch_put_back(), workspace.borrow((8,), torch.float32, torch.device("cpu")):
             set_up_torch(wanted)
             assert torch.are_deterministic_algorithms_enabled()
             assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -85,7 +86,7 @@ def test_one_run_s_settings_are_not_the_next_one_s(tmp_path: Path, gpu: Gpu, fai
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     assert (torch.get_num_threads(), gpu.share, gpu.emptied) == (1, 0.75, 2)
-    assert workspace.held_bytes() == 0
+    assert workspace.allocated_bytes() == 0
 
 
 def test_a_limit_is_beside_what_the_process_holds_and_within_what_it_may(tmp_path: Path, gpu: Gpu) -> None:
@@ -132,6 +133,9 @@ def test_what_torch_keeps_for_later_is_free_and_what_it_may_not_have_is_not(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    properties = SimpleNamespace(is_integrated=0, uuid="a-b")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     gpu.reserved = 20
     assert (detect("cuda").free_bytes, gpu.emptied) == (55, 1)
     gpu.share, gpu.reserved = 1.0, 10

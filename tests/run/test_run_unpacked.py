@@ -77,7 +77,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The same recipe with no layer and with all layers unpacked."""
     home = tmp_path_factory.mktemp("unpacked")
     for layers in (0, 2):
-        train(recipe(home, f"run{layers}", unpacked_layers=layers), Watched())
+        train(recipe(home, f"run{layers}", dequantized_layers=layers), Watched())
     return home / "run0", home / "run2"
 
 
@@ -88,7 +88,7 @@ def test_losses_and_checkpoints_are_the_same(runs: tuple[Path, Path]) -> None:
     assert equal(tensors(unpacked), tensors(packed))
     chosen = json.loads((unpacked / "choices.json").read_text())["memory"]
     assert chosen["unpacked_layers"] == 2
-    assert chosen["sentence"] == "none in all 2 layers; weights of 2 also unpacked"
+    assert chosen["sentence"] == "none in all 2 layers; weights of 2 also dequantized"
 
 
 def test_exported_files_are_the_same(runs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -98,12 +98,12 @@ def test_exported_files_are_the_same(runs: tuple[Path, Path], tmp_path: Path) ->
         found.append(load_file(tmp_path / run.name / "model.safetensors"))
     assert equal(*found)
     opened = trimtab.load(runs[1], dtype="fp32", device="cpu").opened.decoder
-    assert all(layer.unpacked is None for _, layer in quantized_layers(opened)), (
+    assert all(layer.dequantized_copy is None for _, layer in quantized_layers(opened)), (
         "training alone is in a hurry"
     )
 
 
-@pytest.mark.parametrize("overrides", [[], ["unpacked_layers=1"], ["unpacked_layers=auto"]], ids=str)
+@pytest.mark.parametrize("overrides", [[], ["dequantized_layers=1"], ["dequantized_layers=auto"]], ids=str)
 def test_a_resumed_run_continues_bit_by_bit(
     runs: tuple[Path, Path], overrides: list[str], tmp_path: Path
 ) -> None:
@@ -114,7 +114,9 @@ def test_a_resumed_run_continues_bit_by_bit(
         assert losses(stopped) == losses(run)
         assert equal(tensors(stopped), tensors(run))
         began = int(run.name.removeprefix("run"))
-        expected = {(): began, ("unpacked_layers=1",): 1, ("unpacked_layers=auto",): 0}[tuple(overrides)]
+        expected = {(): began, ("dequantized_layers=1",): 1, ("dequantized_layers=auto",): 0}[
+            tuple(overrides)
+        ]
         assert view.plans[0]["choices"]["memory"].get("unpacked_layers") == expected
 
 
@@ -131,30 +133,31 @@ def test_a_folder_of_before_there_was_a_choice(runs: tuple[Path, Path], tmp_path
     stopped = stopped_copy(runs[0], tmp_path)
     kept = json.loads((stopped / "choices.json").read_text())
     del kept["memory"]["unpacked_layers"]
-    del kept["recipe"]["unpacked_layers"]
+    del kept["recipe"]["dequantized_layers"]
     (stopped / "choices.json").write_text(json.dumps(kept))
     lines = (stopped / "recipe.yaml").read_text().splitlines(keepends=True)
     (stopped / "recipe.yaml").write_text(
-        "".join(line for line in lines if not line.startswith("unpacked_layers"))
+        "".join(line for line in lines if not line.startswith("dequantized_layers"))
     )
     resume(stopped, [], Watched())
     assert losses(stopped) == losses(runs[0])
 
 
 def test_the_copies_are_there_before_the_first_step(tmp_path: Path) -> None:
-    asked = recipe(tmp_path, "run", unpacked_layers=1, dtype="bf16")
+    asked = recipe(tmp_path, "run", dequantized_layers=1, dtype="bf16")
     prepared = prepare(asked)
     decoder = build_training_model(asked, prepared.resolved, prepared.shape, Mesh.single(), prepared.model)
-    assert all(layer.unpacked is None for _, layer in quantized_layers(decoder)), (
+    assert all(layer.dequantized_copy is None for _, layer in quantized_layers(decoder)), (
         "nothing whole while loading"
     )
     keep_dequantized(decoder, prepared.resolved)
     formats = [
-        None if layer.unpacked is None else layer.unpacked.dtype for _, layer in quantized_layers(decoder)
+        None if layer.dequantized_copy is None else layer.dequantized_copy.dtype
+        for _, layer in quantized_layers(decoder)
     ]
     assert formats == [torch.bfloat16] * 7 + [None] * 7
 
 
 def test_more_layers_than_there_are(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="unpacked_layers names 3 layers and the model has 2"):
-        prepare(recipe(tmp_path, "run", unpacked_layers=3))
+    with pytest.raises(RecipeError, match="dequantized_layers names 3 layers and the model has 2"):
+        prepare(recipe(tmp_path, "run", dequantized_layers=3))

@@ -9,8 +9,8 @@ from tiny_model import tiny_shape
 from trimtab.adapt import spec_quantized
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
-from trimtab.kernels import triton_here
-from trimtab.kernels.triton_here import runs_triton
+from trimtab.kernels import triton_support
+from trimtab.kernels.triton_support import runs_triton
 from trimtab.recipe import loads
 from trimtab.run.resolve import resolve_backends
 
@@ -52,7 +52,7 @@ def test_asked_for_by_name_it_is_refused() -> None:
 def test_kernels_ask_the_device(
     monkeypatch: pytest.MonkeyPatch, installed: bool, capability: tuple[int, int], runs: bool
 ) -> None:
-    monkeypatch.setattr(triton_here, "find_spec", lambda _: object() if installed else None)
+    monkeypatch.setattr(triton_support, "find_spec", lambda _: object() if installed else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     runs_triton.cache_clear()

@@ -18,7 +18,7 @@ def test_a_missing_row_and_a_missing_permission_are_found() -> None:
     found = list(violations(rows))
     assert found[:2] == ["trainer/ has no row", "lost/ has a row and no modules"]
     assert any("trimtab.data" in line and "imports trimtab.text" in line for line in found[2:])
-    assert any(line.startswith("trimtab.plan.memory imports trimtab.model.spec") for line in found[2:])
+    assert any(line.startswith("trimtab.plan.step_time imports trimtab.model.spec") for line in found[2:])
 
 
 def test_modules_are_allowed_by_their_first_word() -> None:

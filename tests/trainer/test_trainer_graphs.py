@@ -1,4 +1,4 @@
-"""When microbatches are recorded, run plainly and recorded anew, with a double of CUDA's graphs; on a GPU, by runs."""
+"""When microbatches are captured, run eagerly and recaptured, with fake CUDA graphs; on a GPU, by runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Replayed:
 
 
 class Watched(Graphs):
-    """Says what was recorded whenever a microbatch runs plainly."""
+    """Tells what was captured whenever a microbatch runs eagerly."""
 
     def __init__(self, loss: Squares) -> None:
         super().__init__(loss, dict(loss.layer.named_parameters()), torch.device("cpu"))
@@ -138,7 +138,7 @@ def test_a_recording_that_is_stopped_leaves_nothing_behind(
     for _ in range(WARM_UP):
         step(graphs, [4])
     if isinstance(error, RuntimeError):
-        step(graphs, [4])  # goes on plainly
+        step(graphs, [4])  # continues eagerly
     else:
         with pytest.raises(type(error)):
             graphs.backward(torch.randn(4, 3), 0.5)

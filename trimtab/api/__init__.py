@@ -8,8 +8,9 @@ from trimtab.facts.lazy import lazily
 
 if TYPE_CHECKING:
     from trimtab.api.model import Model, check_saving, load
+    from trimtab.api.planning import plan_run, plan_table, solve, what_if
     from trimtab.api.results import Evaluation, RunResult
-    from trimtab.api.training import plan_run, resume, train
+    from trimtab.api.training import resume, train
 
 _HOMES = {
     "Evaluation": "results",
@@ -17,11 +18,26 @@ _HOMES = {
     "RunResult": "results",
     "check_saving": "model",
     "load": "model",
-    "plan_run": "training",
+    "plan_run": "planning",
+    "plan_table": "planning",
     "resume": "training",
+    "solve": "planning",
     "train": "training",
+    "what_if": "planning",
 }
 
-__all__ = ["Evaluation", "Model", "RunResult", "check_saving", "load", "plan_run", "resume", "train"]
+__all__ = [
+    "Evaluation",
+    "Model",
+    "RunResult",
+    "check_saving",
+    "load",
+    "plan_run",
+    "plan_table",
+    "resume",
+    "solve",
+    "train",
+    "what_if",
+]
 
 __getattr__ = lazily(__name__, _HOMES)

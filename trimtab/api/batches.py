@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,9 @@ from trimtab.api.notices import tell
 from trimtab.api.prompt_files import OutputFile, PromptRow, keyword, read_prompts, settings_digest
 from trimtab.api.prompts import Prompt, encode_prompts
 from trimtab.facts.arguments import text_or_none, whole_number
-from trimtab.facts.errors import DataError, ModelError, RecipeError, ResourceError
+from trimtab.facts.errors import DataError, ModelError, RecipeError
 from trimtab.facts.names import described, path_of
+from trimtab.facts.phases import RunPhase
 
 if TYPE_CHECKING:
     from trimtab.generate import SamplingOptions
@@ -40,7 +42,10 @@ def generate_file(
 ) -> int:
     """See `trimtab.Model.generate_file`; `spelled` is how error messages write an argument's name."""
     from trimtab.generate import generate_many
-    from trimtab.run.quantizing import unpack_for_cpu
+    from trimtab.run.folder import RunFolder
+    from trimtab.run.inference_memory import predict_prompts
+    from trimtab.run.out_of_memory import ExplainedOutOfMemory, explaining_memory
+    from trimtab.run.quantizing import dequantize_for_cpu
     from trimtab.run.torch_setup import on_device_of
 
     batch_size = whole_number(batch_size, "batch_size", least=1)
@@ -55,7 +60,7 @@ def generate_file(
     asked = [row.prompt(chat=chat, system=system) for row in rows]
     encoded = _encoded(opened, asked, rows, options.max_new_tokens)
     digest = settings_digest(_settings(opened, options, chat=chat, system=system))
-    unpack_for_cpu(opened.decoder, tell)
+    dequantize_for_cpu(opened.decoder, tell)
     with (
         OutputFile(output, rows, digest, overwrite=overwrite, spelled=spelled) as written,
         on_device_of(opened.decoder),
@@ -66,21 +71,25 @@ def generate_file(
             begin = written.done
             batch = [ids.tolist() for ids in encoded[begin : begin + batch_size]]
             try:
-                done = generate_many(
-                    opened.decoder,
-                    opened.tokenizer,
-                    batch,
-                    options,
-                    batch_size=batch_size,
-                    first_index=begin,
-                )
-            except (MemoryError, RuntimeError) as error:
-                if not _lacks_memory(error):
-                    raise
-                raise ResourceError(
-                    f"there is no memory for {len(batch)} prompts at once; {begin} rows are in {output}",
+                predict = partial(predict_prompts, opened.decoder, batch, options.max_new_tokens, batch_size)
+                with explaining_memory(
+                    RunPhase.GENERATION, opened.decoder, run=RunFolder(Path(opened.name)), predict=predict
+                ):
+                    done = generate_many(
+                        opened.decoder,
+                        opened.tokenizer,
+                        batch,
+                        options,
+                        batch_size=batch_size,
+                        first_index=begin,
+                    )
+            except ExplainedOutOfMemory as error:
+                raise ExplainedOutOfMemory(
+                    error.report,
                     f"do the same again with a smaller {spelled('batch_size')}: it goes on from there",
-                ) from error
+                    error.details,
+                    cause=f"{error.cause}, for {len(batch)} prompts at once; {begin} rows are in {output}",
+                ) from error.__cause__
             written.write(done)
             if on_progress is not None:
                 on_progress(written.done, len(rows))
@@ -159,10 +168,3 @@ def _named(row: PromptRow) -> Iterator[None]:
         yield
     except ModelError as error:
         raise DataError(f"{row.place}: {error.cause}", error.remedy) from None
-
-
-def _lacks_memory(error: Exception) -> bool:
-    """Whether torch or Python found no memory; torch's CPU allocator has no exception type of its own."""
-    import torch
-
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from trimtab.api.prompts import check_stream
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.facts.names import described
+from trimtab.facts.phases import RunPhase
 
 if TYPE_CHECKING:
     from trimtab.generate import Completion, SamplingOptions
@@ -59,7 +61,7 @@ class Chat:
         """The answer to a message, which joins the conversation with it.
 
         An interrupted answer (KeyboardInterrupt) stays in the conversation as far as it was streamed, so that it can
-        go on; a message that fails otherwise, or that nothing was answered to, does not.
+        continue; a message that fails otherwise, or that got no answer, does not.
 
         Args:
             text: the user's message.
@@ -70,6 +72,8 @@ class Chat:
         """
         from trimtab.adapt import active_adapters
         from trimtab.generate import PromptCache, generate
+        from trimtab.run.inference_memory import predict_prompts
+        from trimtab.run.out_of_memory import explaining_memory
         from trimtab.run.torch_setup import on_device_of
 
         if not isinstance(text, str):
@@ -88,8 +92,12 @@ class Chat:
         question = {"role": "user", "content": text}
         before = self.left_out
         ids, self.left_out, count = self._fitted([*self.messages, question])
+        predict = partial(predict_prompts, self._opened.decoder, [ids], count, 1)
         try:
-            with on_device_of(self._opened.decoder):
+            with (
+                explaining_memory(RunPhase.GENERATION, self._opened.decoder, predict=predict),
+                on_device_of(self._opened.decoder),
+            ):
                 done = generate(
                     self._opened.decoder,
                     self._opened.tokenizer,

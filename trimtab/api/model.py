@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -24,6 +25,7 @@ from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.dtypes import dtype_alias
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.names import path_of
+from trimtab.facts.phases import RunPhase
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from trimtab.api.chat import Chat
     from trimtab.generate import Completion, SamplingKeywords
     from trimtab.run import OpenedModel
+    from trimtab.run.memory_report import PredictedMemory
 
 BATCH_SIZE = 16
 """Prompts that are generated together, unless another number is given."""
@@ -117,6 +120,7 @@ class Model:
             (' 4', 'length')
         """
         from trimtab.generate import SamplingOptions, generate, generate_many
+        from trimtab.run.inference_memory import predict_prompts
 
         options = SamplingOptions.of(sampling)
         first_index = whole_number(first_index, "first_index")
@@ -127,8 +131,9 @@ class Model:
             raise RecipeError("stream is given with a list of prompts", "give one prompt, or no stream")
         decoder, tokenizer = self.opened.decoder, self.opened.tokenizer
         ids = encode_prompts(tokenizer, prompts)
-        self._prepare()
-        with self._on_device():
+        predict = partial(predict_prompts, decoder, ids, options.max_new_tokens, batch_size)
+        with self._explained(RunPhase.GENERATION, predict), self._on_device():
+            self._prepare()
             if not is_batch:
                 return generate(decoder, tokenizer, ids[0], options, stream=stream, index=first_index)
             return generate_many(
@@ -226,19 +231,22 @@ class Model:
             [2.31, 8.4]
         """
         from trimtab.evaluate import mean_losses
+        from trimtab.run.inference_memory import predict_losses
 
         texts, is_batch = as_batch(text, "the text")
         batch_size = whole_number(batch_size, "batch_size", least=1)
         rows = encode_scored(self.opened.tokenizer, texts)
-        with self._on_device():
+        longest, together = max(len(ids) for ids, _ in rows), min(batch_size, len(rows))
+        predict = partial(predict_losses, self.opened.decoder, together, longest, packed=True)
+        with self._explained(RunPhase.EVALUATION, predict), self._on_device():
             losses = mean_losses(self.opened.decoder, rows, batch_size=batch_size)
         return losses if is_batch else losses[0]
 
     def _prepare(self) -> None:
         """Dequantizes packed weights for the CPU, once: generating is faster then."""
-        from trimtab.run.quantizing import unpack_for_cpu
+        from trimtab.run.quantizing import dequantize_for_cpu
 
-        unpack_for_cpu(self.opened.decoder, tell)
+        dequantize_for_cpu(self.opened.decoder, tell)
 
     def save(self, folder: str | Path, *, dtype: str = "bf16", overwrite: bool = False) -> Path:
         """Writes a folder that transformers loads, checks it, and returns the receipt's path."""
@@ -250,7 +258,7 @@ class Model:
                 "merge them with model.merge(folder) (`trimtab merge`), or write the adapter alone with "
                 "model.save_adapter(folder) (`trimtab export peft`)",
             )
-        with self._exporting(folder, "hf", dtype) as (target, receipt):
+        with self._explained(RunPhase.EXPORT), self._exporting(folder, "hf", dtype) as (target, receipt):
             options = self._folder_options(dtype, receipt, overwrite)
             export_hf(self.opened.decoder, self.opened.tokenizer, target, **options)
         return receipt
@@ -269,7 +277,7 @@ class Model:
 
         place = path_of(folder, "the adapter")
         check_known(place, self.opened.tokenizer)
-        with self._on_device():
+        with self._explained(RunPhase.LOAD), self._on_device():
             put_adapter(self.opened, place, tell, name=name)
 
     def use_adapters(self, *names: str) -> None:
@@ -310,7 +318,7 @@ class Model:
             base_name = check_base_name(base_name, opened.decoder.shape)
         elif (problem := unloadable_by_peft(base, opened.folder)) is not None:
             tell(problem)
-        with self._exporting(folder, "peft") as (target, receipt):
+        with self._explained(RunPhase.EXPORT), self._exporting(folder, "peft") as (target, receipt):
             export_peft(
                 opened.decoder,
                 target,
@@ -347,10 +355,21 @@ class Model:
         """
         from trimtab.export import export_merged
 
-        with self._exporting(folder, "merge", dtype) as (target, receipt):
+        with self._explained(RunPhase.MERGE), self._exporting(folder, "merge", dtype) as (target, receipt):
             options = self._folder_options(dtype, receipt, overwrite)
             export_merged(self.opened.decoder, self.opened.tokenizer, target, **options)
         return receipt
+
+    def _explained(
+        self, phase: RunPhase, predict: Callable[[], PredictedMemory] | None = None
+    ) -> AbstractContextManager[None]:
+        """Says what fills the memory where it runs out inside, and what was predicted."""
+        from trimtab.run.folder import RunFolder
+        from trimtab.run.out_of_memory import explaining_memory
+
+        return explaining_memory(
+            phase, self.opened.decoder, run=RunFolder(Path(self.opened.name)), predict=predict
+        )
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """The GPU that the model is on as torch's current one."""
@@ -432,7 +451,8 @@ def load(
     need_torch()
     import torch
 
-    from trimtab.run import open_model
+    from trimtab.run import RunFolder, open_model
+    from trimtab.run.out_of_memory import explaining_memory
 
     place = path_of(name, "the model")
     device = str(device) if isinstance(device, torch.device) else device
@@ -445,7 +465,7 @@ def load(
     if dtype not in DTYPES:
         raise RecipeError(f"dtype {dtype!r} is not known", f"use auto, {', '.join(DTYPES)}")
     written = os.fsdecode(name)
-    with current_gpu(device):
+    with explaining_memory(RunPhase.LOAD, run=RunFolder(place)), current_gpu(device):
         opened = open_model(
             str(place) if written.startswith("~") else written,
             revision=revision,

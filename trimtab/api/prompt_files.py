@@ -1,7 +1,7 @@
 """Files of prompts, and the file of what was generated for them: rows in order, resumable after a kill.
 
 An output row holds the prompt, the completion and a digest of the settings (`settings`), so that a later call can
-check that the rows already there are the beginning of what it would write, and go on behind them.
+check that the existing rows are the beginning of what it would write, and continue after them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PromptRow:
 
 
 def read_prompts(path: str | Path) -> list[PromptRow]:
-    """The prompts of a file: `.txt` one a line, `.jsonl` {"prompt": …} or {"messages": […]}, `.csv` a column `prompt`.
+    """Prompts of a file: `.txt` one per line, `.jsonl` {"prompt": …} or {"messages": […]}, `.csv` a column `prompt`.
 
     Empty lines are skipped. DataError with the line for a row that cannot be used.
 

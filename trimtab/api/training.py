@@ -1,4 +1,4 @@
-"""Training, resuming and planning from Python. The command line calls the same functions."""
+"""Training and resuming from Python. The command line calls the same functions."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def train(
     model: str | Path | dict[str, Any] | Model | None = None,
     callbacks: Sequence[Any] | None = None,
     view: LiveView | None = None,
+    explain_memory: bool = False,
     **keys: Any,
 ) -> RunResult:
     """Trains a recipe: a path to a YAML file, the recipe as a dict, or its keys by name.
@@ -44,12 +45,13 @@ def train(
         model: what a recipe's `model` says, or a loaded `Model`: the run begins from its weights.
         callbacks: objects with methods such as `on_log` (`trimtab.Callback`).
         view: shows the run; by default the terminal.
+        explain_memory: record the line that makes each tensor, for the report when memory runs out; steps are slower.
         keys: keys of the recipe, which replace what it says.
 
     Returns:
         The run, also where it ended early with everything saved: `status` is "finished", "stopped" (by a callback) or
         "interrupted". SIGINT (Ctrl-C) and SIGTERM end the training after the current step and raise nothing, so the
-        program goes on behind this call: check `run.status` before the model is used as finished.
+        program continues after this call: check `run.status` before the model is used as finished.
 
     Example:
         >>> run = trimtab.train("recipe.yaml", learning_rate=1e-4, max_steps=50)           # doctest: +SKIP
@@ -65,13 +67,13 @@ def train(
     from trimtab.run.lifecycle import Given
 
     callbacks = check_callbacks(callbacks)
-    built, given = _recipe(recipe, keys, data, model, data_key)
+    built, given = recipe_of_arguments(recipe, keys, data, model, data_key)
     loaded = model.opened if isinstance(model, Model) else None
     with _checked_view(view) as shown:
         if given.rows:
             RunFolder(Path(built.output_dir)).check_new()  # before rows are read, which may take long
         built, passed = given.store(built, shown)
-        return _result(launch.train(built, shown, given=Given(passed, callbacks, loaded)))
+        return _result(launch.train(built, shown, given=Given(passed, callbacks, loaded, explain_memory)))
 
 
 def resume(
@@ -81,6 +83,7 @@ def resume(
     data_key: str | None = None,
     callbacks: Sequence[Any] | None = None,
     view: LiveView | None = None,
+    explain_memory: bool = False,
     **keys: Any,
 ) -> RunResult:
     """Continues a run folder from its last good checkpoint; only keys that may change on resume are taken.
@@ -94,6 +97,7 @@ def resume(
         data_key: the key that the run began with, if it had one.
         callbacks: as in `train`.
         view: shows the run; by default the terminal.
+        explain_memory: as in `train`.
         keys: keys of the recipe.
 
     Example:
@@ -116,23 +120,8 @@ def resume(
         run = RunFolder(path_of(folder, "the run folder"))
         run.open()
         passed = given.store_again(recipe_of(run, words), shown, run.path)
-        return _result(launch.resume(run.path, words, shown, given=Given(passed, callbacks)))
-
-
-def plan_run(
-    recipe: str | Path | dict[str, Any] | None = None,
-    *,
-    data: Any = None,
-    model: str | Path | dict[str, Any] | Model | None = None,
-    **keys: Any,
-) -> dict[str, Any]:
-    """What a recipe will take on this machine, as plain data; nothing is trained, and torch is not needed.
-
-    The arguments are those of `train`; rows are not read. Not called `plan`: that name is the package that does it.
-    """
-    from trimtab.run.prepare import prepare
-
-    return prepare(_recipe(recipe, keys, data, model)[0]).plan.to_dict()
+        extra = Given(passed, callbacks, explain_memory=explain_memory)
+        return _result(launch.resume(run.path, words, shown, given=extra))
 
 
 def _checked_view(view: LiveView | None) -> LiveView:
@@ -154,7 +143,7 @@ def _result(finished: Finished) -> RunResult:
     return RunResult(finished.folder, finished.status, finished.step, finished.reason)
 
 
-def _recipe(
+def recipe_of_arguments(
     recipe: str | Path | dict[str, Any] | None,
     keys: dict[str, Any],
     data: Any,

@@ -4,7 +4,7 @@
     latest, best     text files with a name in them, for people and scripts; the manifests decide
     .tmp-…           being written or being deleted; worthless once its writer is dead (.latest.tmp-… likewise)
     .replaced-…      the old one while a step is saved a second time; comes back if the new one did not arrive
-    .writer.lock     held while somebody writes
+    .writer.lock     locked while a process writes
 
 A kill between any two operations leaves a folder from which `clear_up` restores this picture. No torch.
 """

@@ -20,11 +20,11 @@ from trimtab.facts.errors import CheckpointError
 # msvcrt locks byte ranges and others then cannot read them: lock one far behind the holder's name.
 _LOCKED_BYTE = 2**30
 LOOK_SECONDS = 0.2
-"""Longer than it takes to look whether a lock is held."""
+"""Longer than it takes to test whether a file is locked."""
 
 
 def _lock_now(descriptor: int) -> bool:
-    """Takes the exclusive lock or says that somebody has it."""
+    """Takes the exclusive lock; False if another process has it."""
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -49,7 +49,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody holds the lock on a file, which is neither created nor written to.
+    """Whether a process has the lock on a file, which is neither created nor written to.
 
     Example:
         >>> is_held(Path("runs/demo/.lock"))        # doctest: +SKIP
@@ -81,7 +81,7 @@ class FileLock:
     def try_acquire(self) -> bool:
         """True when the lock is ours; OSError when the file cannot be opened for writing.
 
-        FileNotFoundError when it was removed or replaced meanwhile: a lock on such a file keeps nobody out.
+        FileNotFoundError when it was removed or replaced meanwhile: a lock on such a file excludes no other process.
         """
         assert self._descriptor is None, f"{self.path} is already locked by this object"
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -100,7 +100,7 @@ class FileLock:
         return True
 
     def release(self) -> None:
-        """Gives the lock up; harmless when it is not held."""
+        """Releases the lock; does nothing if it is not locked."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -187,7 +187,7 @@ class RunLock:
         return CheckpointError(cause, f"give another {self.elsewhere}, in a folder that can be written")
 
     def release(self) -> None:
-        """Gives the folder free; harmless when it is not held."""
+        """Releases the lock on the folder; does nothing if it is not locked."""
         self._lock.release()
 
     def __enter__(self) -> RunLock:

@@ -124,7 +124,7 @@ def verify(folder: Path, *, checksums: bool = True) -> Manifest:
     """Checks that a folder holds what its manifest says; raises Damaged naming the first wrong file.
 
     Without `checksums` only presence and sizes are compared, which costs nothing; with them every byte is
-    read (1 to 2 GB a second and core).
+    read (1 to 2 GB/s per core).
     """
     manifest = read_manifest(folder)
     for name, file in manifest.files.items():

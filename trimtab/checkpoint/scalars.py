@@ -1,6 +1,6 @@
 """Numbers, texts, lists and dictionaries of a training state as JSON, back exactly as they were.
 
-Python writes floats so that they read back to the same bits. What JSON has no word for (nan, inf) becomes
+Python writes floats so that they read back bit-identical. What JSON cannot represent (nan, inf) becomes
 `{"$float": "nan"}`; what it would change silently (integer keys, numpy numbers, tensors) is refused. Tuples
 come back as lists.
 """

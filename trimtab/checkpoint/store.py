@@ -103,12 +103,12 @@ class Store:
         tags: Collection[str] = (),
         wait: bool = False,
     ) -> None:
-        """Saves the state as it is now; the caller may go on changing the tensors right away.
+        """Saves the state as it is now; the caller may change the tensors right away.
 
         `scalars` are plain JSON values, the same on every rank; tuples come back as lists. A tag (`best`)
         protects the newest checkpoint that carries it from pruning; a step saved twice in a row keeps its
-        tags. Raises ResourceError, before copying anything, when the disk has no room. What an earlier save in
-        the background ran into was told to `on_event` then; it does not keep this one from being tried.
+        tags. Raises ResourceError, before copying anything, when the disk has no room. An error of an earlier
+        background save was reported to `on_event` then; it does not prevent this save.
         """
         assert step >= 0
         for tag in tags:
@@ -160,10 +160,10 @@ class Store:
         self.close()
 
     def latest(self, verify: bool = True) -> Found | None:
-        """The last good checkpoint, or None. Damaged ones are passed over with a message that names the file.
+        """The last good checkpoint, or None. Damaged ones are skipped with a message that names the file.
 
         `verify` reads every byte of the candidate; without it only manifest and sizes are checked. Leftovers
-        of killed writers are removed on the way, unless somebody is writing.
+        of killed writers are removed as well, unless a process is writing.
         """
         return self._find(None, verify)
 

@@ -2,7 +2,7 @@
 
 Only the Hugging Face writer and reader are used: their files are safetensors, DCP's own `.metadata` is a
 pickle. Every rank writes its shards with their offsets in the header; reading into another layout, or into
-one process, is DCP's resharding. Each trap below is held by a test.
+one process, is DCP's resharding. Each pitfall below is covered by a test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`trimtab`: the verbs, and how errors reach a person.
+"""`trimtab`: the verbs, and how errors are printed.
 
 Each verb's file is imported when that verb runs, so that `trimtab --help` stays quick and needs no torch.
 """
@@ -33,6 +33,9 @@ VERBS = {
     "export": "Turn a run into files that other tools load.",
     "merge": "Merge a run's adapter into the weights it was trained on.",
     "report": "Draw a run's report page again from its data.",
+    "bench": "Measure where time and memory go: studies with tables, charts and a page.",
+    "profile": "Measure one step of a recipe: time by kernel, memory over time, what would help most.",
+    "numerics": "See what dtypes do to numbers: stored, summed, cast and quantized.",
     "doctor": "Look at this machine: devices, versions, what will be used and what is missing.",
     "schema": "Print the JSON schema of recipes, for editors.",
 }
@@ -44,7 +47,7 @@ MEANT = {"version": "--version", "resume": "train --resume RUN"}
 UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
-"""A full or read-only disk and missing rights, wherever a room did not meet them itself."""
+"""A full or read-only disk and missing permissions, if no package has handled them."""
 
 
 class LazyVerbs(typer.core.TyperGroup):
@@ -120,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return _fail(str(missing), missing.exit_code)
     except BrokenPipeError:
-        # Whoever read our output (`| head`) has enough. Nothing may be flushed into the closed pipe at exit.
+        # The reader of our output (`| head`) closed the pipe. Nothing may be flushed into it at exit.
         output.drop_output()
         return 128 + 13
     except (OSError, MemoryError, RuntimeError) as error:
@@ -137,7 +140,7 @@ def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
     try:
-        with command.make_context("trimtab", list(arguments)) as context:
+        with output.deprecations_as_notes(), command.make_context("trimtab", list(arguments)) as context:
             code = command.invoke(context)
     except typer.Exit as done:
         return int(done.exit_code)
@@ -156,7 +159,7 @@ def _misused(error: Any, arguments: list[str]) -> RecipeError:
     text = f"no such option: {error.option_name}" if possible else " ".join(error.format_message().split())
     cause = f"{text[:1].lower()}{text[1:]}".rstrip(".")
     override = _override(getattr(error, "option_name", None), arguments)
-    if override is not None and path in ("trimtab train", "trimtab plan"):
+    if override is not None and path in ("trimtab train", "trimtab plan", "trimtab profile"):
         return RecipeError(cause, f"keys of the recipe are written without dashes: {override}")
     near = f"did you mean {' or '.join(possible)}? " if possible else ""
     return RecipeError(cause, f"{near}see `{path} --help`")

@@ -46,8 +46,8 @@ def demo(
 
     A base model of 4.7 million parameters and a generated mathematics corpus ship inside the package. You see what
     will be trained and what memory it needs, live progress, loss on mathematics and on general text before and
-    after, exact answers to held-out problems, completions before and after, and the four memory buckets predicted
-    beside measured. About two minutes on two CPU cores; nothing is downloaded.
+    after, exact answers to held-out problems, completions before and after, and the four memory buckets, predicted
+    next to measured. About two minutes on two CPU cores; nothing is downloaded.
 
     With `--kill` the run is trained twice: once whole, and once ended by `kill -9` in the middle and resumed. The
     losses of both are compared bit by bit.
@@ -64,8 +64,8 @@ def demo(
     overrides = [f"output_dir={folder}"]
     if steps is not None:
         overrides += ["num_train_epochs=null", f"max_steps={steps}", f"save_steps={max(1, steps // 4)}"]
-    if bare:  # nobody looks at what the runs of --kill measure
-        overrides += ["answers=0", "probe=false", "prompts=[]", "data.eval_windows=4"]
+    if bare:  # the measurements of --kill runs are not shown
+        overrides += ["answers=0", "probe=false", "prompts=[]", "data.eval_sequences=4"]
     console = new_console()
     if kill:
         return _kill(folder, steps or 40, console)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from trimtab import __version__
 from trimtab.cli.interrupts import work_begins
 from trimtab.cli.verb import new_app
 from trimtab.facts.compilers import compile_obstacle
-from trimtab.facts.devices import host_cores
+from trimtab.facts.devices import DeviceFacts, host_cores
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.facts.openmp import describe_wait_policy
 from trimtab.facts.units import format_bytes
@@ -48,6 +49,7 @@ REPORTED_PACKAGES = (
 )
 PACKAGES_HEADING = "packages"
 """A line of every report."""
+SHARED_LABEL = "shared"
 REPORTED_VARIABLES = (
     "OMP_NUM_THREADS",
     "OMP_WAIT_POLICY",
@@ -168,6 +170,7 @@ def _device_rows() -> list[Row]:
     rows = [
         Row("device", f"{device.name} ({device.kind}), {memory} memory"),
         Row("free memory", format_bytes(device.available_bytes)),
+        *_sharing_rows(device),
         Row("compiling", _compile_row(device.kind, device.capability)),
         *_processor_rows(device.cores or host_cores()),
     ]
@@ -184,6 +187,20 @@ def _device_rows() -> list[Row]:
     else:
         rows.append(Row("capability", ".".join(map(str, device.capability or ()))))
         rows.append(Row("formats", "bf16" if device.bf16 else "no bf16 below capability 8.0: fp16 or fp32"))
+    return rows
+
+
+def _sharing_rows(device: DeviceFacts) -> list[Row]:
+    """With whom the device's memory is shared: the CPU, other processes."""
+    rows = []
+    if device.unified:
+        rows.append(Row("unified memory", "CPU and GPU share one memory: what the host has free counts"))
+    elif device.kind == "cpu" and (platform.system(), platform.machine()) == ("Darwin", "arm64"):
+        rows.append(
+            Row("unified memory", "the Apple GPU shares the CPU's memory; trimtab trains on the CPU here")
+        )
+    if device.shared is not None:
+        rows.append(Row(SHARED_LABEL, device.shared))
     return rows
 
 
@@ -244,10 +261,12 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _write_report(path: Path, rows: list[Row], verdict: str) -> None:
-    """The findings as plain text; the folder's path is left out, and only listed variables are read."""
+    """The findings as plain text, without the folder's path, programs of others and variables that are not listed."""
     lines = [f"trimtab {__version__}", f"{platform.platform()}", ""]
     for row in rows:
         text = row.text.split(" free in ")[0] + " free" if row.label == "disk" else row.text
+        if row.label == SHARED_LABEL:  # without the names of other people's programs
+            text = re.sub(r" \(.*?\)", "", text)
         lines.append(f"{row.label}: {text}" if row.label else text)
     lines += ["", PACKAGES_HEADING]
     lines += [f"  {name} {_version(name) or 'not installed'}" for name in REPORTED_PACKAGES]

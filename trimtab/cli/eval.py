@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,10 +37,16 @@ def evaluate(
     answers: Annotated[int, typer.Option(min=0, help="Let the model answer so many held-out problems.")] = 0,
     max_seq_length: Annotated[
         int | None,
-        typer.Option(min=8, help="Tokens in a window; by default 512, or what the model has room for."),
+        typer.Option(
+            min=8,
+            help="Sequence length in tokens; by default 512, or the model's context length if that is shorter.",
+        ),
     ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="At most so many windows of each text.")] = 64,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows at once.")] = 8,
+    sequences: Annotated[int, typer.Option(min=1, help="Maximum number of sequences per text.")] = 64,
+    windows: Annotated[
+        int | None, typer.Option(min=1, hidden=True, help="Former name of --sequences.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 8,
     checkpoint: Checkpoint = "latest",
     adapter: Adapter = None,
     revision: Revision = None,
@@ -66,6 +73,9 @@ def evaluate(
 
     if not (texts or probe or answers):
         raise RecipeError("there is nothing to measure", "name a text, or leave --no-probe out")
+    if windows is not None:
+        print("note: --windows is now --sequences", file=sys.stderr)
+        sequences = windows
     need_torch()
     from trimtab.api import load
     from trimtab.report import LiveView
@@ -84,7 +94,7 @@ def evaluate(
             probe=probe,
             answers=answers,
             max_seq_length=max_seq_length,
-            max_windows=windows,
+            max_sequences=sequences,
             batch_size=batch_size,
             cache_dir=None if cache_dir is None else path_of(cache_dir, "--cache-dir"),
         )

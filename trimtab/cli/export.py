@@ -34,19 +34,24 @@ def hf(
         trimtab export hf runs/demo my-model --checkpoint best
 
     The files are read back by an independent reader; names, shapes, checksums and logits are compared with the
-    model in memory; the receipt that says so goes into the run folder's `receipts/`, or beside the new folder.
+    model in memory; the receipt of this goes into the run folder's `receipts/`, or next to the new folder.
 
-    bf16, the default, is what most tools run; weights that were trained in fp32 are rounded to it, which is said.
+    bf16, the default, is what most tools run; weights that were trained in fp32 are rounded to it, with a message.
     `--dtype fp32` keeps them as they are.
     """
     from trimtab.run.device import need_torch
 
     need_torch()
     from trimtab.api import check_saving, load
+    from trimtab.facts.names import path_of
+    from trimtab.facts.phases import RunPhase
     from trimtab.report.plain import plain
+    from trimtab.run.folder import RunFolder
+    from trimtab.run.out_of_memory import explaining_memory
 
     check_saving(folder, dtype=dtype, overwrite=overwrite)
-    loaded = load(model, revision=revision, checkpoint=checkpoint, device="cpu", dtype="fp32")
+    with explaining_memory(RunPhase.EXPORT, run=RunFolder(path_of(model, "the model"))):
+        loaded = load(model, revision=revision, checkpoint=checkpoint, device="cpu", dtype="fp32")
     work_begins()
     receipt = loaded.save(folder, dtype=dtype, overwrite=overwrite)
     print(plain(f"written: {folder} in {dtype}{_rounding(loaded.opened.formats, dtype)}"))
@@ -80,10 +85,15 @@ def peft(
     need_torch()
     from trimtab.adapt.peft_files import CONFIG
     from trimtab.api import check_saving, load
+    from trimtab.facts.names import path_of
+    from trimtab.facts.phases import RunPhase
     from trimtab.report.plain import plain
+    from trimtab.run.folder import RunFolder
+    from trimtab.run.out_of_memory import explaining_memory
 
     check_saving(folder, overwrite=overwrite, holds=CONFIG)
-    loaded = load(model, checkpoint=checkpoint, device="cpu", dtype="fp32")
+    with explaining_memory(RunPhase.EXPORT, run=RunFolder(path_of(model, "the model"))):
+        loaded = load(model, checkpoint=checkpoint, device="cpu", dtype="fp32")
     work_begins()
     receipt = loaded.save_adapter(folder, base_name=base, overwrite=overwrite)
     print(plain(f"written: {folder}"))

@@ -77,7 +77,7 @@ def generate(
         trimtab generate runs/demo --prompts questions.txt --output answers.jsonl
 
     With --prompts the rows of the output stand in the order of the prompts and are written batch by batch. A command
-    that was stopped or killed goes on where it ended when it is given again. What is drawn for a prompt depends on the
+    that was stopped or killed resumes where it ended when it is repeated. What is sampled for a prompt depends on the
     seed and its number, not on --batch-size.
 
     Control characters in what a model writes are shown, never sent to the terminal.

@@ -2,7 +2,7 @@
 
 Python's own handler raises KeyboardInterrupt wherever the program is. Inside an import this leaves half-imported
 modules behind, which later code meets as an AttributeError or an endless recursion (numpy); packages swallow it and the
-program goes on; in the middle of torch's C++ code it aborts the process. So Ctrl-C during an import ends the process
+program continues; in the middle of torch's C++ code it aborts the process. So Ctrl-C during an import ends the process
 at once as long as nothing was written or started, and waits for the import to end from then on (`work_begins`).
 
 This module is loaded before anything else, so it imports little.

@@ -39,12 +39,17 @@ def merge(
 
     need_torch()
     from trimtab.api import check_saving, load
+    from trimtab.facts.names import path_of
+    from trimtab.facts.phases import RunPhase
     from trimtab.report.plain import plain
+    from trimtab.run.folder import RunFolder
+    from trimtab.run.out_of_memory import explaining_memory
 
     check_saving(folder, dtype=dtype, overwrite=overwrite)
-    loaded = load(
-        model, revision=revision, checkpoint=checkpoint, adapter=adapter, device="cpu", dtype="fp32"
-    )
+    with explaining_memory(RunPhase.MERGE, run=RunFolder(path_of(model, "the model"))):
+        loaded = load(
+            model, revision=revision, checkpoint=checkpoint, adapter=adapter, device="cpu", dtype="fp32"
+        )
     work_begins()
     receipt = loaded.merge(folder, dtype=dtype, overwrite=overwrite)
     print(plain(f"written: {folder} in {dtype}"))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import os
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 NAME = "standard output"
@@ -19,6 +22,22 @@ class _NamedFile(io.FileIO):
             return super().write(data)
         except OSError as error:
             raise OSError(error.errno, error.strerror, NAME) from None
+
+
+@contextmanager
+def deprecations_as_notes() -> Iterator[None]:
+    """Prints each FutureWarning, as of a renamed recipe key, as one line `note: …` on standard error."""
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show(message: Any, category: Any, *place: Any, **options: Any) -> None:
+            if category is FutureWarning:
+                print(f"note: {message}", file=sys.stderr)
+            else:
+                shown(message, category, *place, **options)
+
+        warnings.showwarning = show
+        yield
 
 
 def open_closed_streams() -> None:

@@ -1,4 +1,4 @@
-"""`trimtab plan`."""
+"""`trimtab plan`: what a run will take on this machine or another, and the questions around it."""
 
 from __future__ import annotations
 
@@ -12,164 +12,174 @@ import typer
 from trimtab.cli.verb import new_app
 
 if TYPE_CHECKING:
-    from trimtab.plan.longest import Longest
-    from trimtab.plan.policies import PolicyCost
-    from trimtab.run.prepare import Prepared
+    from trimtab.run.target import Target
 
 app = new_app()
+
+_QUESTIONS = "max_seq_length, batch_size, fastest, smallest_gpu or cheapest"
 
 
 @app.command()
 def plan(
-    recipe: Annotated[Path, typer.Argument(help="The recipe (YAML).")],
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TARGET",
+            help="A recipe (YAML), or a model: a hub id, a config.json, a folder or a GGUF file.",
+        ),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set from here."),
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|MEMORY", help="Plan for this GPU (rtx4090, h200, 24GB, …), not for this machine."
+        ),
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="full, lora, qlora or int8, in place of what the recipe says.")
+    ] = None,
+    solve: Annotated[
+        str | None, typer.Option(metavar="QUESTION", help=f"Search instead: {_QUESTIONS}.")
+    ] = None,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="List what each technique saves in memory and costs in time.")
+    ] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="Plan many at once: models × methods × GPUs.")
+    ] = False,
+    models: Annotated[str | None, typer.Option(metavar="A,B", help="Of --table: hub ids or paths.")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Of --table: names or memory sizes.")
+    ] = None,
+    methods: Annotated[str | None, typer.Option(metavar="A,B", help="Of --table: lora, qlora, …")] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(help="Of --solve cheapest: your own prices, a file like the one that ships."),
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="MEMORY", help="Free memory of the host of a GPU named with --gpu.")
+    ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Measure this machine once (under a minute) and keep the result."),
+    ] = False,
+    page: Annotated[
+        Path | None, typer.Option(help="Also write the plan as one HTML page to this file.")
+    ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the plan as JSON instead of drawing it.")
+        bool, typer.Option("--json", help="Print everything as JSON instead of drawing it.")
+    ] = False,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="List what each recompute policy would save and cost.")
     ] = False,
     dtypes: Annotated[
         bool, typer.Option("--dtypes", help="List which module and operation runs in which number format.")
     ] = False,
     longest: Annotated[
-        bool, typer.Option("--longest", help="Say how long a window could be within the memory there is.")
-    ] = False,
-    recompute: Annotated[
-        bool, typer.Option("--recompute", help="List what each recompute policy would save and cost.")
+        bool, typer.Option("--longest", hidden=True, help="Former name of --solve max_seq_length.")
     ] = False,
 ) -> None:
-    """Say what a recipe will take on this machine, without training anything.
+    """Say what a run will take, in memory, time and disk, without training or downloading anything.
 
-    Shows what would be trained, the four memory buckets (weights, gradients, optimizer states, activations)
-    before the first step and at the peak, disk space, and the attention and number formats that would be used.
-    A run that does not fit ends with exit code 6 and says what would make it fit.
+    TARGET is a recipe or, with the recipe's defaults, a model by name. The first line says whether it fits; a run
+    that does not fit ends with exit code 6 and says what would make it fit.
 
-        trimtab plan recipes/qwen3-0.6b-math.yaml per_device_train_batch_size=8
-        trimtab plan recipe.yaml dtype=bf16 --dtypes
+        trimtab plan r.yaml                                     on this machine
+        trimtab plan r.yaml max_seq_length=4096                 with another key
+        trimtab plan Qwen/Qwen3-8B --gpu 24GB --method qlora    a model by name
+        trimtab plan r.yaml --gpu rtx4090 --what-if             savings, costs
+        trimtab plan r.yaml --gpu 24GB --solve max_seq_length   longest that fits
+        trimtab plan r.yaml --gpu 24GB --solve batch_size       largest that fits
+        trimtab plan r.yaml --gpu rtx4090 --solve fastest       most tokens/s
+        trimtab plan r.yaml --solve smallest_gpu                least GPU
+        trimtab plan r.yaml --solve cheapest                    lowest price
+        trimtab plan --table --gpus rtx4090,h100-sxm            many at once
+        trimtab plan r.yaml --gpu h200 --page plan.html         as a page
+        trimtab plan --calibrate                                measure this machine
 
-    Weights and texts are not read for it; a text that is not there is only mentioned.
-
-    `--dtypes` runs one layer of the model's kind with the recipe's formats and lists what was seen. `--longest` looks
-    for the longest `max_seq_length` that `memory_limit`, or the free memory, has room for, and says how it would run.
-    `--recompute` lists the policies with the memory that each would save in all layers and the arithmetic it repeats.
+    Neither weights nor texts are read. `--dtypes` runs one layer of the model's kind with the recipe's formats and
+    lists what was seen; it needs torch.
     """
-    from trimtab.plan import check_fits, policy_costs
-    from trimtab.recipe import load
-    from trimtab.report import LiveView
+    from trimtab.cli import plan_questions as questions
+    from trimtab.facts.errors import RecipeError
+
+    words = list(overrides or [])
+    if target is not None and "=" in target and not Path(target).exists():
+        words = [target, *words]
+        target = None
+    if longest:
+        print("note: --longest is now --solve max_seq_length", file=sys.stderr)
+        solve = solve or "max_seq_length"
+    if calibrate:
+        questions.calibrate(as_json=as_json)
+        if target is None:
+            return
+    if table:
+        lists = questions.TableLists.parse(target, models, gpus or gpu, methods or method)
+        questions.print_table(lists, words, longest=solve == "max_seq_length", as_json=as_json, page=page)
+        return
+    if target is None:
+        raise RecipeError(
+            "nothing to plan is named",
+            "give a recipe or a model: `trimtab plan Qwen/Qwen3-8B --gpu 24GB --method qlora`; "
+            "see `trimtab plan --help`",
+        )
+    found = _read(target, words, gpu, method, host_memory)
+    if solve is not None:
+        questions.print_answer(found, solve, prices, as_json=as_json)
+        return
+    _print(found, what_if=what_if, recompute=recompute, dtypes=dtypes, as_json=as_json, page=page)
+
+
+def _read(target: str, words: list[str], gpu: str | None, method: str | None, host: str | None) -> Target:
     from trimtab.report.plain import plain
     from trimtab.run.device import has_torch
-    from trimtab.run.locate import missing_sources
-    from trimtab.run.prepare import prepare
+    from trimtab.run.target import read_target
 
-    if not has_torch():
+    if gpu is None and not has_torch():
         print(
             "torch is not installed, so this is the plan for the CPU in fp32; "
-            "a GPU is seen after: pip install 'trimtab[train]'",
+            "a GPU is seen after: pip install 'trimtab[train]', or named with --gpu",
             file=sys.stderr,
         )
-    wanted = load(recipe, overrides or [])
-    prepared = prepare(wanted)
-    for name in missing_sources(wanted):
-        print(
-            f"note: {plain(name)} does not exist here, so that training would stop at once", file=sys.stderr
-        )
-    for note in prepared.plan.notes:
+    found = read_target(target, words, gpu=gpu, method=method, host_memory=host)
+    for note in (*found.notes, *found.plan.notes):
         print(f"note: {plain(note)}", file=sys.stderr)
-    windows = _longest(prepared) if longest else {}
-    costs = policy_costs(prepared.plan.job, prepared.device) if recompute else []
+    return found
+
+
+def _print(
+    found: Target, *, what_if: bool, recompute: bool, dtypes: bool, as_json: bool, page: Path | None
+) -> None:
+    """The plan, and the lists that were asked for besides; a ResourceError at the end if it does not fit."""
+    from trimtab.cli import plan_questions as questions
+    from trimtab.plan import check_fits, list_effects, policy_costs
+    from trimtab.plan.detail import detailed
+    from trimtab.report.console import new_console
+    from trimtab.report.plan_panel import plan_view
+    from trimtab.report.plan_tables import what_if_view
+
+    plain = detailed(found.plan)
+    effects = [effect.to_dict() for effect in list_effects(found.plan)] if what_if or page else []
+    costs = policy_costs(found.plan.job, found.device) if recompute else []
+    if page is not None:
+        questions.write_plan_page(found, effects, page)
     if as_json:
-        said: dict[str, Any] = {}
-        if longest:
-            said["longest"] = {batch: found.to_dict() for batch, found in windows.items()}
+        said: dict[str, Any] = dict(plain)
+        if what_if:
+            said["what_if"] = effects
         if recompute:
             said["recompute"] = [row.to_dict() for row in costs]
-        print(json.dumps(prepared.plan.to_dict() | said, indent=2))
+        print(json.dumps(said, indent=2))
     else:
-        LiveView(detail="full").plan(prepared.plan.to_dict())
-        _print_longest(prepared, windows)
-        _print_costs(costs, prepared.shape.num_layers)
+        console = new_console()
+        console.print(plan_view(plain, console.width))
+        if what_if:
+            console.print("", what_if_view(effects))
+        questions.print_costs(costs, found.shape.num_layers)
     if dtypes:
-        _print_dtypes(prepared)
-    check_fits(prepared.plan, prepared.device)
-
-
-def _longest(prepared: Prepared) -> dict[int, Longest]:
-    """By rows of a batch: as many as the recipe has, and one."""
-    from trimtab.plan import longest_context
-    from trimtab.plan.limits import limit_of
-
-    job, limit = prepared.plan.job, limit_of(prepared.recipe, prepared.device)[0]
-    return {
-        batch: longest_context(job.changed(batch=batch), prepared.device, limit)
-        for batch in dict.fromkeys((job.batch, 1))
-    }
-
-
-def _print_longest(prepared: Prepared, windows: dict[int, Longest]) -> None:
-    from trimtab.facts.units import format_bytes
-    from trimtab.plan.limits import limit_of
-    from trimtab.plan.longest import STEP
-    from trimtab.plan.resolved import MemoryPlan
-
-    words = limit_of(prepared.recipe, prepared.device)[1]
-    for batch, found in windows.items():
-        name = f"longest window, per_device_train_batch_size: {batch}"
-        if found.setting is None:
-            print(f"{name}: not even {STEP} tokens fit {words}")
-            continue
-        positions = prepared.shape.max_positions
-        beyond = f"; the model itself has {positions} positions" if found.tokens > positions else ""
-        memory = MemoryPlan(found.setting.policies, found.setting.mlp_tiles)
-        host = f" and {format_bytes(found.setting.host)} of the host's" if found.setting.host else ""
-        print(
-            f"{name}: {found.tokens} tokens in {format_bytes(found.setting.needed)}{host} "
-            f"({memory.description}); {words}{beyond}"
-        )
-
-
-def _print_costs(costs: list[PolicyCost], num_layers: int) -> None:
-    """Of all layers together, for one microbatch."""
-    from rich.table import Table
-
-    from trimtab.facts.units import format_bytes, format_seconds
-    from trimtab.report.console import new_console
-
-    if not costs:
-        return
-    columns = {
-        "recompute": [row.policy for row in costs],
-        "keeps": [format_bytes(row.kept * num_layers) for row in costs],
-        "saves": [format_bytes(row.saved * num_layers) if row.saved else "" for row in costs],
-        "on the host": [format_bytes(row.host * num_layers) if row.host else "" for row in costs],
-        "arithmetic": [f"+ {row.arithmetic:.1%}" if row.arithmetic else "" for row in costs],
-        "time": [f"+ {format_seconds(row.seconds * num_layers)}" if row.seconds else "" for row in costs],
-    }
-    columns = {name: cells for name, cells in columns.items() if any(cells)}
-    table = Table(*columns, box=None, padding=(0, 3, 0, 0))
-    for cells in zip(*columns.values(), strict=True):
-        table.add_row(*cells)
-    console = new_console()
-    console.print("Each policy in all layers, for one microbatch:", table)
-    if costs[0].seconds is None:
-        console.print("Times are left out: what this device computes in a second is not known.")
-
-
-def _print_dtypes(prepared: Prepared) -> None:
-    from rich.table import Table
-
-    from trimtab.report.console import new_console
-    from trimtab.run.device import need_torch
-
-    need_torch()
-    from trimtab.run.dtypes import list_dtypes
-
-    found = list_dtypes(prepared.shape, prepared.resolved)
-    modules = Table("module", "weight", "output", "gradient", box=None, padding=(0, 3, 0, 0))
-    for row in found.modules:
-        modules.add_row(row.name, row.weight or "", row.output, row.gradient or "")
-    operations = Table("operation", "formats", box=None, padding=(0, 3, 0, 0))
-    for name, formats in sorted(found.operations.items()):
-        operations.add_row(name, "; ".join(formats))
-    console = new_console()
-    console.print(modules, "", operations, "", f"loss: {found.loss}", sep="\n")
+        questions.print_dtypes(found)
+    check_fits(found.plan, found.device)

@@ -39,10 +39,18 @@ def train(
             help="Print messages, and at the end where the run is; no plan, progress or results.",
         ),
     ] = False,
+    explain_memory: Annotated[
+        bool,
+        typer.Option(
+            "--explain-memory",
+            help="Record which line made each tensor, for the report of a run that runs out of memory; steps are "
+            "slower.",
+        ),
+    ] = False,
 ) -> int:
     """Train what a recipe describes, or continue a run that stopped.
 
-    Before anything is trained you see what will be trained, which attention and number formats are used and
+    Before anything is trained you see what will be trained, which attention and dtypes are used and
     why, and how much memory and disk it needs; a run that cannot fit is refused with what would make it fit. Of
     conversations one example is shown, what is trained on in colour.
 
@@ -52,9 +60,13 @@ def train(
         trimtab train --resume runs/smollm2-135m-math max_steps=400    (train it longer)
 
     Ctrl-C or SIGTERM saves and exits after the current step; a second one exits at once. Whatever stopped a
-    run, kill -9 included, `--resume` goes on from the last checkpoint with the same losses, bit by bit on a
+    run, kill -9 included, `--resume` continues from the last checkpoint with the same losses, bit-identical on a
     CPU; on a GPU set `deterministic: true` for it. The run folder gets the resolved recipe, the plan, metrics.jsonl,
-    checkpoints and report.html.
+    checkpoints and report.html, and `receipts/plan.json` with predicted and measured values.
+
+    A run that runs out of memory all the same says in which phase, what fills the memory and which setting would have
+    fitted; the rest is in the run folder's oom.txt. `--resume` continues with other memory settings, and with
+    `--explain-memory` the report names the lines that allocated the tensors.
     """
     from trimtab.cli.training import train_and_report
     from trimtab.facts.errors import RecipeError
@@ -73,4 +85,4 @@ def train(
             "no recipe given", "write `trimtab train recipe.yaml`, or see `trimtab train --help`"
         )
     run = None if resume is None else path_of(resume, "--resume")
-    return train_and_report(recipe, words, run, quiet=quiet)
+    return train_and_report(recipe, words, run, quiet=quiet, explain_memory=explain_memory)

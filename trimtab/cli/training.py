@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 
 def train_and_report(
-    recipe: Path | None, overrides: list[str], resume: Path | None, *, quiet: bool = False
+    recipe: Path | None,
+    overrides: list[str],
+    resume: Path | None,
+    *,
+    quiet: bool = False,
+    explain_memory: bool = False,
 ) -> int:
     """Train, write the report, print where everything is; return the exit code."""
     need_torch()
@@ -31,23 +36,26 @@ def train_and_report(
     console = new_console()
     detail: Detail = "quiet" if quiet else "short"
     loaded = load(recipe, overrides) if recipe is not None else None
-    import trimtab.run.lifecycle  # noqa: F401  torch takes seconds; until work begins, Ctrl-C ends the process at once
+    from trimtab.run.lifecycle import (
+        Given,  # torch takes seconds; until work begins, Ctrl-C ends the process at once
+    )
 
+    given = Given(explain_memory=explain_memory)
     work_begins()
     with LiveView(console=console, detail=detail) as view:
         if loaded is not None:
             with resume_advised(Path(loaded.output_dir), new=True):
-                finished = launch.train(loaded, view)
+                finished = launch.train(loaded, view, given=given)
         else:
             assert resume is not None
             with resume_advised(resume):
-                finished = launch.resume(resume, overrides, view)
+                finished = launch.resume(resume, overrides, view, given=given)
     return conclude(finished, console, detail)
 
 
 @contextmanager
 def resume_advised(folder: Path, *, new: bool = False) -> Iterator[None]:
-    """Adds the command that goes on with the run to a KeyboardInterrupt, which a second Ctrl-C raises.
+    """Adds the command that resumes the run to a KeyboardInterrupt, which a second Ctrl-C raises.
 
     Args:
         folder: the run folder.

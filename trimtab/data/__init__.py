@@ -1,4 +1,4 @@
-"""Sources → documents → tokens → packed windows → batches, deterministic and restorable.
+"""Sources → documents → tokens → packed sequences → batches, deterministic and restorable.
 
 `open_corpus` and `make_loader` are the public API; both return the types of `interface.py`, cached or streamed. Names
 are resolved when they are used, so that `trimtab.data.spec` and the cache work without torch.

@@ -1,6 +1,6 @@
-"""Batches: windows of isolated documents as four tensors, and the fixed batches of an evaluation.
+"""Batches: sequences of isolated documents as four tensors, and the fixed batches of an evaluation.
 
-# B windows, T tokens
+# B sequences, T tokens
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import overload
 import numpy as np
 import torch
 
-from trimtab.data.interface import Corpus, Windows
+from trimtab.data.interface import Corpus, Sequences
 from trimtab.data.packing import Piece
 from trimtab.data.spec import IGNORE_INDEX
 from trimtab.facts.errors import DataError
@@ -21,11 +21,11 @@ from trimtab.facts.errors import DataError
 
 @dataclass
 class Batch:
-    """Packed windows, labels already shifted.
+    """Packed sequences, labels already shifted.
 
     `labels_BT[b, t]` is the token to predict at t, or -100: where that token is not trained on, at the last token
     of a piece, and in padding.
-    Positions restart at 0 in each piece; `documents_BT` numbers the pieces of a window 0, 1, 2 … and is -1
+    Positions restart at 0 in each piece; `documents_BT` numbers the pieces of a sequence 0, 1, 2 … and is -1
     in padding.
     """
 
@@ -36,7 +36,7 @@ class Batch:
     num_targets: int
     origins: list[list[str]]
     first_sequence: int = 0
-    """Index of the first window in the batch of the whole step, over all microbatches and ranks."""
+    """Index of the first sequence in the batch of the whole step, over all microbatches and ranks."""
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on a device."""
@@ -51,8 +51,8 @@ class Batch:
         )
 
 
-def collate(windows: Sequence[Sequence[Piece]], max_seq_length: int, first_sequence: int = 0) -> Batch:
-    """A batch of windows, each a list of pieces that together fit into `max_seq_length`.
+def collate(sequences: Sequence[Sequence[Piece]], max_seq_length: int, first_sequence: int = 0) -> Batch:
+    """A batch of sequences, each a list of pieces that together fit into `max_seq_length`.
 
     `first_sequence` is the index of the first one in its step.
 
@@ -66,16 +66,16 @@ def collate(windows: Sequence[Sequence[Piece]], max_seq_length: int, first_seque
         >>> collate([[Piece(np.array([5, 6, 7]), "a.jsonl:1", np.array([0, 0, 1]))]], 3).labels_BT.tolist()
         [[-100, 7, -100]]
     """
-    B, T = len(windows), max_seq_length
+    B, T = len(sequences), max_seq_length
     ids_BT = np.zeros((B, T), np.int64)
     labels_BT = np.full((B, T), IGNORE_INDEX, np.int64)
     positions_BT = np.zeros((B, T), np.int64)
     documents_BT = np.full((B, T), -1, np.int32)
     count_T = np.arange(T)
     num_targets = 0
-    for b, window in enumerate(windows):
+    for b, sequence in enumerate(sequences):
         start = 0
-        for number, (ids, _, trained) in enumerate(window):
+        for number, (ids, _, trained) in enumerate(sequence):
             end = start + len(ids)
             ids_BT[b, start:end] = ids
             labels_BT[b, start : end - 1] = ids[1:]
@@ -94,20 +94,20 @@ def collate(windows: Sequence[Sequence[Piece]], max_seq_length: int, first_seque
         torch.from_numpy(positions_BT),
         torch.from_numpy(documents_BT),
         num_targets,
-        [[piece.origin for piece in window] for window in windows],
+        [[piece.origin for piece in sequence] for sequence in sequences],
         first_sequence,
     )
 
 
 class EvalBatches(Sequence[Batch]):
-    """A fixed sequence of batches, made when they are asked for."""
+    """A fixed sequence of batches, built lazily."""
 
-    def __init__(self, windows: Windows, batch_size: int, max_seq_length: int) -> None:
-        self.num_windows = windows.count
-        self._window, self._batch_size, self._max_seq_length = windows.get, batch_size, max_seq_length
+    def __init__(self, sequences: Sequences, batch_size: int, max_seq_length: int) -> None:
+        self.num_sequences = sequences.count
+        self._sequence, self._batch_size, self._max_seq_length = sequences.get, batch_size, max_seq_length
 
     def __len__(self) -> int:
-        return math.ceil(self.num_windows / self._batch_size)
+        return math.ceil(self.num_sequences / self._batch_size)
 
     @overload
     def __getitem__(self, index: int) -> Batch: ...
@@ -119,8 +119,8 @@ class EvalBatches(Sequence[Batch]):
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         start = index % len(self) * self._batch_size
-        windows = range(start, min(start + self._batch_size, self.num_windows))
-        return collate([self._window(i) for i in windows], self._max_seq_length)
+        sequences = range(start, min(start + self._batch_size, self.num_sequences))
+        return collate([self._sequence(i) for i in sequences], self._max_seq_length)
 
 
 def eval_batches(
@@ -128,20 +128,20 @@ def eval_batches(
     *,
     batch_size: int,
     max_seq_length: int,
-    max_windows: int | None = None,
+    max_sequences: int | None = None,
     packing: bool = True,
 ) -> EvalBatches:
-    """Batches of a corpus for evaluation: all windows, or `max_windows` drawn from everywhere in it.
+    """Batches of a corpus for evaluation: all sequences, or `max_sequences` sampled from all of it.
 
-    The draw depends on the corpus alone, so that every evaluation of a run, and of the next run, sees the
-    same text. From a stream the first windows are taken, shuffled within their chunk.
+    The sample depends on the corpus alone, so that every evaluation of a run, and of the next run, sees the
+    same text. From a stream the first sequences are taken, shuffled within their chunk.
 
     Example:
-        >>> batches = eval_batches(heldout, batch_size=8, max_seq_length=64, max_windows=64)  # doctest: +SKIP
+        >>> batches = eval_batches(heldout, batch_size=8, max_seq_length=64, max_sequences=64)  # doctest: +SKIP
         >>> len(batches)  # doctest: +SKIP
         8
     """
-    if max_windows is not None and max_windows < 1:
-        raise DataError(f"an evaluation of {max_windows} windows sees nothing", "give 1 or more")
-    windows = corpus.eval_windows(max_seq_length, packing=packing, max_windows=max_windows)
-    return EvalBatches(windows, batch_size, max_seq_length)
+    if max_sequences is not None and max_sequences < 1:
+        raise DataError(f"an evaluation of {max_sequences} sequences sees nothing", "give 1 or more")
+    sequences = corpus.eval_sequences(max_seq_length, packing=packing, max_sequences=max_sequences)
+    return EvalBatches(sequences, batch_size, max_seq_length)

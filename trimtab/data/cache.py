@@ -1,11 +1,11 @@
-"""The token cache: one folder an entry, memory-mapped, published by a rename, checked before it is trusted.
+"""The token cache: one folder per entry, memory-mapped, published by a rename, checked before it is trusted.
 
 <cache>/entries/<key>/tokens.bin       all ids, uint16 or uint32
-                      documents.bin    a record a document: where it ends, its row, content hash, file
-                      trained.bin      only of examples: a byte a token, 1 where it is trained on
+                      documents.bin    one record per document: where it ends, its row, content hash, file
+                      trained.bin      the loss mask, only of examples: one byte per token, 1 if trained on
                       meta.json        counts, checksums, what was skipped
-                      verified.json    size, times and inode of these files when their checksums were right
-<cache>/locks/<key>.lock               held (OS lock) while an entry is built; a dead process holds nothing
+                      verified.json    size, times and inode of these files when last verified
+<cache>/locks/<key>.lock               OS lock while an entry is built; it ends with its process
 <cache>/digests/                       digests of source files (fingerprints.py)
 """
 
@@ -36,7 +36,7 @@ FILES = ("tokens.bin", "documents.bin")
 MASK = "trained.bin"
 _SKIPPED = ("empty", "short", "repaired")
 _SKIPPED_EXAMPLES = ("bad", "untrained", "unanswered", "rewritten", "trained")
-"""Keys of `skipped` in meta.json: of every entry, and of examples besides."""
+"""Keys of `skipped` in meta.json: those of every entry, and the additional ones of examples."""
 
 _ELSEWHERE = "give another folder: data.cache_dir of a recipe, --cache-dir of `trimtab eval`"
 
@@ -50,12 +50,12 @@ class EntryMeta:
     num_documents: int
     max_id: int
     checksums: Mapping[str, str]
-    """Of each file, by its name."""
+    """The checksum of each file, by file name."""
     counts: Counts
 
     @property
     def masked(self) -> bool:
-        """Whether the entry keeps a mask of what is trained on."""
+        """Whether the entry has a loss mask."""
         return MASK in self.checksums
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class EntryMeta:
 
 @dataclass(frozen=True)
 class Entry:
-    """An opened entry: `tokens` [tokens], `records` [documents] and, of examples, `trained` [tokens] are
+    """An opened entry: `tokens` [tokens], `records` [documents] and, for examples, `trained` [tokens] are
     memory-mapped.
     """
 
@@ -105,7 +105,7 @@ class Entry:
 
 
 class Writer:
-    """Appends documents to the files of an entry, keeping a fixed amount in memory."""
+    """Appends documents to the files of an entry, with bounded memory."""
 
     def __init__(self, folder: Path, dtype: str, *, masked: bool = False) -> None:
         self.dtype = np.dtype(dtype)
@@ -119,7 +119,7 @@ class Writer:
         self._folder = folder
 
     def append_tokens(self, ids: np.ndarray, trained: np.ndarray | None = None) -> None:
-        """Adds ids to the document under way; `trained` [tokens] is theirs in an entry that keeps a mask."""
+        """Adds ids to the current document; `trained` [tokens] is their loss mask, if the entry has one."""
         if len(ids):
             if self.masked:
                 mask = np.ones(len(ids), np.uint8) if trained is None else trained
@@ -133,7 +133,7 @@ class Writer:
             self.num_tokens += len(ids)
 
     def end_document(self, file: int, row: int, content_hash: int) -> None:
-        """Closes the document under way."""
+        """Ends the current document."""
         self._records[self._filled] = (self.num_tokens, row, content_hash, file, 0)
         self._filled += 1
         self.num_documents += 1
@@ -141,7 +141,7 @@ class Writer:
             self._flush_records()
 
     def finish(self, counts: Counts) -> None:
-        """Writes what is left and the description, and makes all of it durable."""
+        """Flushes the buffers, syncs the files to disk and writes `meta.json`."""
         self._flush_records()
         for file in self._files:
             file.flush()
@@ -194,7 +194,7 @@ class TokenCache:
 
     @property
     def digests(self) -> Path:
-        """Where digests of source files are remembered."""
+        """The folder where digests of source files are cached."""
         return self.folder / "digests"
 
     def get_or_build(
@@ -206,16 +206,16 @@ class TokenCache:
         need_bytes: int,
         masked: bool = False,
     ) -> Entry:
-        """The entry of this key; built by `build(writer)` when it is not there or damaged.
+        """The entry of this key; built by `build(writer)` when it is missing or damaged.
 
-        Processes that want the same entry wait for the one that builds it. `masked` entries keep a mask.
+        Processes that want the same entry wait for the one that builds it. `masked` entries have a loss mask.
         """
         path = self.folder / "entries" / key
         entry = self._open(path)
         if entry is not None:
             return entry
         with self._lock(key):
-            entry = self._open(path)  # somebody else may have built it meanwhile
+            entry = self._open(path)  # another process may have built it meanwhile
             if entry is not None:
                 return entry
             self._build(path, build, dtype, need_bytes, masked)
@@ -240,7 +240,7 @@ class TokenCache:
         need_bytes: int,
         masked: bool,
     ) -> None:
-        part = path.with_name(f".building-{path.name}")  # only the holder of the lock comes here
+        part = path.with_name(f".building-{path.name}")  # only the process that has the lock gets here
         shutil.rmtree(part, ignore_errors=True)
         free = shutil.disk_usage(path.parent).free
         if free < need_bytes:
@@ -289,12 +289,12 @@ class TokenCache:
 
 
 class DamagedEntry(Exception):
-    """An entry whose bytes are not what was written; the text says which."""
+    """An entry whose bytes are not what was written; the message says which."""
 
 
 def open_entry(path: Path) -> Entry:
-    """Maps an entry after checking it: sizes always, checksums unless nobody wrote to the files since the
-    last time.
+    """Memory-maps an entry after checking it: sizes always, checksums unless the files are unchanged since
+    the last check.
     """
     try:
         outer = read_json_object(path / "meta.json")
@@ -338,12 +338,12 @@ def _remember_verified(path: Path, names: Iterable[str]) -> None:
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:
     if path.stat().st_size == 0:
         return np.empty(0, dtype)
-    # A plain array over the map: slicing np.memmap itself costs several times more.
+    # A plain array over the memory map: slicing np.memmap itself is several times slower.
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
 def _close_quietly(writer: Writer) -> None:
-    """Closing flushes, and on a full disk fails again: the first failure is already on its way."""
+    """Closes the files quietly: closing flushes, which fails again on a full disk after the first error."""
     try:
         writer.close()
     except OSError as error:
@@ -352,6 +352,6 @@ def _close_quietly(writer: Writer) -> None:
 
 
 def entry_key(content: str, tokenizer: str, framing: list[list[int]], settings: list[Any]) -> str:
-    """The name of an entry: a digest of content, tokenizer and settings."""
+    """The name of an entry: a digest of the content, the tokenizer and the settings."""
     assert tokenizer, "a tokenizer has a fingerprint"
     return digest_of(VERSION, content, tokenizer, framing, settings)

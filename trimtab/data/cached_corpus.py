@@ -1,4 +1,4 @@
-"""A corpus in the token cache: memory-mapped documents, views of parts of them, and their windows at one length.
+"""A corpus in the token cache: memory-mapped documents, views of parts of them, and their sequences at one length.
 
 # N documents
 """
@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from trimtab.data.cache import Entry
-from trimtab.data.interface import Corpus, Windows
+from trimtab.data.interface import Corpus, Sequences
 from trimtab.data.packing import Packing, Piece, pack_documents
 from trimtab.data.sampling import shuffled
 from trimtab.data.selection import heldout_mask, nothing_packed
@@ -48,7 +48,7 @@ class CachedCorpus(Corpus):
         return int(self.lengths_N.sum())
 
     def tokens(self, document: int) -> np.ndarray:
-        """Ids [length] of one document, not copied."""
+        """Token ids [length] of one document, as a view."""
         start = int(self.starts_N[document])
         return self.entry.tokens[start : start + int(self.lengths_N[document])]
 
@@ -88,7 +88,7 @@ class CachedCorpus(Corpus):
     def split(self, *, share: float | None = None, count: int | None = None) -> tuple[Self, Self]:
         """(train, heldout): by content hash, so that no document is on both sides.
 
-        A corpus of one distinct document is cut instead: its last tokens are held out.
+        A corpus of one distinct document is split within it instead: its last tokens are held out.
         """
         if self.num_documents == 1 or len(np.unique(self.records_N["hash"])) == 1:
             if self.masked:
@@ -102,7 +102,7 @@ class CachedCorpus(Corpus):
         return self._view(~mask_N, f"train {what}"), self._view(mask_N, f"heldout {what}")
 
     def without(self, other: CachedCorpus) -> Self:
-        """This corpus less every document that `other` (an evaluation set, say) has too."""
+        """This corpus without the documents that are also in `other` (an evaluation set, say)."""
         mask_N = ~np.isin(self.records_N["hash"], other.records_N["hash"])
         if mask_N.all():
             return self
@@ -113,14 +113,14 @@ class CachedCorpus(Corpus):
             )
         return self._view(mask_N, f"without {other.fingerprint}")
 
-    def eval_windows(self, max_seq_length: int, *, packing: bool, max_windows: int | None) -> Windows:
-        """All windows, or `max_windows` drawn from everywhere; the draw depends on the corpus alone."""
+    def eval_sequences(self, max_seq_length: int, *, packing: bool, max_sequences: int | None) -> Sequences:
+        """All sequences, or a sample of `max_sequences`; the sample depends on the corpus alone."""
         packed = PackedCorpus(self, max_seq_length, packing)
-        count = packed.packing.num_windows
+        count = packed.packing.num_sequences
         chosen = np.arange(count)
-        if max_windows is not None and max_windows < count:
-            chosen = np.sort(shuffled(count, derive(0, "evaluation"))[:max_windows])
-        return Windows(len(chosen), lambda i: packed.window(int(chosen[i])))
+        if max_sequences is not None and max_sequences < count:
+            chosen = np.sort(shuffled(count, derive(0, "evaluation"))[:max_sequences])
+        return Sequences(len(chosen), lambda i: packed.sequence(int(chosen[i])))
 
     def piece(self, number: int, max_seq_length: int) -> tuple[Piece, bool]:
         """One of the pieces that are trained on, from 0, and whether its document continues after it."""
@@ -152,7 +152,7 @@ class CachedCorpus(Corpus):
 
     @property
     def _copies(self) -> str:
-        """How often a corpus of one distinct document has it, for messages."""
+        """How many copies a corpus of one distinct document has, for messages."""
         return f"{self.num_documents} copies of " if self.num_documents > 1 else ""
 
     def _replace(self, starts_N: np.ndarray, lengths_N: np.ndarray, records_N: np.ndarray, what: str) -> Self:
@@ -168,26 +168,26 @@ class CachedCorpus(Corpus):
 
 
 class PackedCorpus:
-    """A corpus with its windows at one length."""
+    """A corpus packed into sequences of one length."""
 
     def __init__(self, corpus: CachedCorpus, max_seq_length: int, packing: bool) -> None:
         self.corpus = corpus
         self.cut = self.lost = 0
-        """Examples that are longer than a window, and those of them that have nothing to train on within it."""
+        """Examples that are longer than a sequence, and those of them that have nothing to train on within it."""
         keep_N = None
         if corpus.masked:
             keep_N = corpus.targets_N(max_seq_length) > 0
             self.cut = int(np.count_nonzero(corpus.lengths_N > max_seq_length))
             self.lost = int(np.count_nonzero(~keep_N))
         self.packing: Packing = pack_documents(corpus.lengths_N, max_seq_length, packing, keep_N=keep_N)
-        if not self.packing.num_windows:
+        if not self.packing.num_sequences:
             raise nothing_packed(corpus.shown, self.lost, max_seq_length)
 
-    def window(self, index: int) -> list[Piece]:
-        """The pieces of one window."""
+    def sequence(self, index: int) -> list[Piece]:
+        """The pieces of one sequence."""
         pieces, tokens, trained = self.packing.pieces, self.corpus.entry.tokens, self.corpus.entry.trained
         found = []
-        for piece in self.packing.window(index).tolist():
+        for piece in self.packing.sequence(index).tolist():
             document = int(pieces.document_P[piece])
             start = int(self.corpus.starts_N[document]) + int(pieces.start_P[piece])
             end = start + int(pieces.length_P[piece])

@@ -1,8 +1,8 @@
 """The loader over cached corpora: deterministic, rank-aware, restorable at every step.
 
-The windows of an epoch have an order that is a function of (seed, epoch); step g takes the next windows of
-it. So a position is two numbers, and batch 1 × 16, 4 × 4 and 16 × 1 see the same windows in each step, on
-however many ranks.
+The order of an epoch's sequences is a function of (seed, epoch); each step takes the next sequences of it.
+So a position is two numbers, and batch size × gradient accumulation of 1 × 16, 4 × 4 and 16 × 1 see the same
+sequences in each step, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from trimtab.data.sampling import (
 from trimtab.data.selection import cut_note
 
 WORTH_GROUPING = 0.1
-"""A share of padding that is worth a sentence."""
+"""The share of padding from which on `notes` mentions it."""
 
 
 class CachedLoader(Loader):
-    """Batches from cached corpora, whose windows are all known; made by `trimtab.data.make_loader`."""
+    """Batches from cached corpora, whose sequences are all known; made by `trimtab.data.make_loader`."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class CachedLoader(Loader):
         group_by_length: bool = False,
         own_text_first: bool = True,
     ) -> None:
-        assert not (packing and group_by_length), "packed windows have no lengths to group by"
+        assert not (packing and group_by_length), "packed sequences have no lengths to group by"
         self.max_seq_length = max_seq_length
         self.packing, self.group_by_length = packing, group_by_length
         self.shape = shape
         self.seed = seed
         self.packed = [PackedCorpus(corpus, max_seq_length, packing) for corpus, _ in [*train, *replay]]
         sized = [
-            (one.packing.num_windows, weight)
+            (one.packing.num_sequences, weight)
             for one, (_, weight) in zip(self.packed, [*train, *replay], strict=True)
         ]
         self.mixture: Mixture = mix(sized[: len(train)], sized[len(train) :], replay_share)
@@ -73,61 +73,69 @@ class CachedLoader(Loader):
                     self.packed, self.mixture.sizes, self.mixture.counts, strict=False
                 )
             ),
-            group_by_length=(shape.batch_size, shape.num_windows) if group_by_length else None,
+            group_by_length=(shape.batch_size, shape.num_sequences) if group_by_length else None,
         )
-        self._epoch = self._window = 0
-        self._opening = shape.num_windows if own_text_first else 0
+        self._epoch = self._sequence = 0
+        self._opening = shape.num_sequences if own_text_first else 0
         self._plan: tuple[int, tuple[np.ndarray, np.ndarray]] | None = None
 
     @property
-    def num_windows(self) -> int:
-        """Windows of one epoch, over all ranks, replay included."""
-        return self.mixture.num_windows
+    def num_sequences(self) -> int:
+        """Sequences of one epoch, over all ranks, replay included."""
+        return self.mixture.num_sequences
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps of one epoch, the last of which may be smaller."""
-        return math.ceil(self.num_windows / self.shape.num_windows)
+        return math.ceil(self.num_sequences / self.shape.num_sequences)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of one epoch, about: the mean of each source's windows times how many are drawn."""
+        """Approximate tokens per epoch: each source's mean sequence length times how many are drawn."""
         return round(
             sum(
-                int(one.packing.pieces.length_P.sum()) * count / one.packing.num_windows
+                int(one.packing.pieces.length_P.sum()) * count / one.packing.num_sequences
                 for one, count in zip(self.packed, self.mixture.counts, strict=False)
             )
         )
 
     @property
     def fill(self) -> float:
-        """The share of places in the microbatches of an epoch that hold a token."""
+        """The share of non-padding positions in the microbatches of an epoch."""
         if self.group_by_length:
             return self._grouped_fill
-        return self.num_tokens / (self.num_windows * self.max_seq_length)
+        return self.num_tokens / (self.num_sequences * self.max_seq_length)
 
     @property
     def facts(self) -> LoaderFacts:
-        """What a plan needs to know of an epoch."""
-        return LoaderFacts(self.num_windows, self.num_tokens, self.fill)
+        """The size of an epoch, for the planner."""
+        return LoaderFacts(self.num_sequences, self.num_tokens, self.fill, self._attended_share())
+
+    def _attended_share(self) -> float:
+        """The mean over each source's sequences, by how many are drawn of it."""
+        pairs = 0.0
+        for one, count in zip(self.packed, self.mixture.counts, strict=False):
+            lengths_P = one.packing.pieces.length_P.astype(np.float64)
+            pairs += float((lengths_P * (lengths_P + 1) / 2).sum()) * count / one.packing.num_sequences
+        return pairs / (self.num_sequences * self.max_seq_length * (self.max_seq_length + 1) / 2)
 
     @cached_property
     def _grouped_fill(self) -> float:
         """Of the first epoch, grouped by length, whether it is trained so or not."""
-        source_E, window_E = self._grouped(epoch_plan(self.mixture, self.seed, 0), 0)
-        return grouped_fill(self._lengths(source_E, window_E), self.shape.batch_size, self.max_seq_length)
+        source_E, sequence_E = self._grouped(epoch_plan(self.mixture, self.seed, 0), 0)
+        return grouped_fill(self._lengths(source_E, sequence_E), self.shape.batch_size, self.max_seq_length)
 
-    def _lengths(self, source_E: np.ndarray, window_E: np.ndarray) -> np.ndarray:
-        """Tokens in windows that hold one document each."""
+    def _lengths(self, source_E: np.ndarray, sequence_E: np.ndarray) -> np.ndarray:
+        """Tokens in sequences that hold one document each."""
         lengths_E = np.empty(len(source_E), np.int64)
         for source, one in enumerate(self.packed):
             of_it = source_E == source
-            lengths_E[of_it] = one.packing.pieces.length_P[one.packing.order_P[window_E[of_it]]]
+            lengths_E[of_it] = one.packing.pieces.length_P[one.packing.order_P[sequence_E[of_it]]]
         return lengths_E
 
     @property
     def dropped_tokens(self) -> int:
-        """Tokens that are in no window: ends of long documents when packing is off, otherwise none."""
+        """Tokens that are in no sequence: ends of long documents when packing is off, otherwise none."""
         return sum(one.packing.dropped for one in self.packed)
 
     def notes(self) -> list[str]:
@@ -140,10 +148,10 @@ class CachedLoader(Loader):
         return [*notes, *self._padding_note()]
 
     def _padding_note(self) -> list[str]:
-        """For windows of one document each: the share of padding, with and without grouping by length."""
+        """For sequences of one document each: the share of padding, with and without grouping by length."""
         if self.packing:
             return []
-        padded = 1 - self.num_tokens / (self.num_windows * self.max_seq_length)
+        padded = 1 - self.num_tokens / (self.num_sequences * self.max_seq_length)
         grouped = 1 - self._grouped_fill
         if self.group_by_length:
             return [f"group_by_length: {grouped:.0%} of all tokens are padding, instead of {padded:.0%}"]
@@ -156,21 +164,21 @@ class CachedLoader(Loader):
 
     @property
     def epoch(self) -> float:
-        """Epochs behind us: 1.5 is the middle of the second."""
-        return self._epoch + self._window / self.num_windows
+        """Epochs completed: 1.5 is the middle of the second."""
+        return self._epoch + self._sequence / self.num_sequences
 
     def next_step(self) -> list[Batch]:
         """The microbatches of this rank for the next step; the last one of an epoch may be smaller."""
-        source_E, window_E = self._epoch_plan()
-        end = min(self._window + self.shape.num_windows, self.num_windows)
+        source_E, sequence_E = self._epoch_plan()
+        end = min(self._sequence + self.shape.num_sequences, self.num_sequences)
         batches = []
-        for micro in deal(range(self._window, end), self.shape):
-            windows = [self.packed[int(source_E[i])].window(int(window_E[i])) for i in micro]
-            first = micro[0] - self._window if micro else 0
-            batches.append(collate(windows or [[]], self._row_length(windows), first))
-        self._window = end
-        if end == self.num_windows:
-            self._epoch, self._window = self._epoch + 1, 0
+        for micro in deal(range(self._sequence, end), self.shape):
+            sequences = [self.packed[int(source_E[i])].sequence(int(sequence_E[i])) for i in micro]
+            first = micro[0] - self._sequence if micro else 0
+            batches.append(collate(sequences or [[]], self._row_length(sequences), first))
+        self._sequence = end
+        if end == self.num_sequences:
+            self._epoch, self._sequence = self._epoch + 1, 0
         return batches
 
     def position(self) -> dict[str, Any]:
@@ -178,7 +186,7 @@ class CachedLoader(Loader):
         return {
             "version": 1,
             "epoch": self._epoch,
-            "window": self._window,
+            "window": self._sequence,
             "opening": self._opening,
             "settings": self._settings.to_dict(),
         }
@@ -186,18 +194,20 @@ class CachedLoader(Loader):
     def restore(self, position: dict[str, Any]) -> None:
         """Continues at a position; a CheckpointError or DataError says what is not as it was."""
         self._settings.check(position)
-        self._epoch, self._window = int(position["epoch"]), int(position["window"])
+        self._epoch, self._sequence = int(position["epoch"]), int(position["window"])
         # Of runs that began before replay alone could not fill their first step: theirs stays as it was.
         self._opening, self._plan = int(position.get("opening", 0)), None
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: no threads or processes are open."""
 
-    def _row_length(self, windows: list[list[Piece]]) -> int:
-        """Tokens in a row of a microbatch."""
+    def _row_length(self, sequences: list[list[Piece]]) -> int:
+        """The padded sequence length of a microbatch."""
         if not self.group_by_length:
             return self.max_seq_length
-        return padded_length([len(piece.ids) for window in windows for piece in window], self.max_seq_length)
+        return padded_length(
+            [len(piece.ids) for sequence in sequences for piece in sequence], self.max_seq_length
+        )
 
     def _epoch_plan(self) -> tuple[np.ndarray, np.ndarray]:
         if self._plan is None or self._plan[0] != self._epoch:

@@ -1,4 +1,4 @@
-"""Tokenizing a source into the token cache, or finding it there."""
+"""Tokenizes a source into the token cache, or finds it there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trimtab.data.tokenizing import TokenizerLike, TokenizerSpec, tokenize
 
 
 def default_cache_dir() -> Path:
-    """Where tokens are kept when nobody says otherwise."""
+    """The default folder of the token cache."""
     return Path.home() / ".cache" / "trimtab" / "tokens"
 
 

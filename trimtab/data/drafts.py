@@ -1,4 +1,4 @@
-"""Files of rows that appear whole or not at all: written as a draft, forced to the disk, then given their name.
+"""Atomic writes of files of rows: written to a draft, synced to disk, then renamed.
 
 A writer locks its draft. The lock ends with its process, so that a later writer recognizes the drafts of killed ones
 and removes them. Small files are `trimtab.facts.files`'.
@@ -19,12 +19,12 @@ from trimtab.facts.files import sync_folder
 
 SUFFIX = ".part"
 LEFT_AFTER_SECONDS = 60.0
-"""A draft that nobody holds is removed when it was not written to for so long: its writer may be about to lock it."""
+"""An unlocked draft is removed only after this long without a write: its writer may be about to lock it."""
 
 
 @contextmanager
 def draft(folder: Path, name: str) -> Iterator[tuple[IO[bytes], Callable[[Path], None]]]:
-    """A file to write and a function that gives it its path; without a call of that it is removed.
+    """A file to write, and a function that publishes it under a path; without that call the file is removed.
 
     Example:
         >>> with draft(Path("cache"), "rows") as (file, publish):               # doctest: +SKIP
@@ -59,11 +59,11 @@ def remove_leftovers(folder: Path) -> None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 part.unlink()
         except (FileNotFoundError, BlockingIOError, PermissionError):
-            continue  # it has its name by now, is being written, or belongs to another user
+            continue  # it was published, is being written, or belongs to another user
 
 
 def _rename(part: Path, path: Path) -> None:
-    """Gives a complete file its name, unless the same bytes have it already: another run may be reading them."""
+    """Publishes a complete file, unless one with the same bytes exists: another run may be reading it."""
     try:
         os.link(part, path)  # never over a file that is there
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Rows as examples of what to answer: messages for a chat template, or a text of which a part is trained on."""
+"""Rows as training examples: messages for a chat template, or a text of which a part is trained on."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ ROLES = {
     "function_response": "tool",
     "ipython": "tool",
 }
-"""Who speaks, by the names that data sets use, and what templates call it."""
+"""Roles by the names that datasets use, and what chat templates call them."""
 _MARKS = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
-"""Half characters, and noncharacters: no text has them, and the finding of answers uses some as marks."""
+"""Lone surrogates and noncharacters: no valid text has them, and some mark answers while rendering."""
 
 Message = dict[str, Any]
 
@@ -41,19 +41,19 @@ class Example:
     conversation: Conversation | None
     parts: tuple[tuple[str, bool], ...] = ()
     unanswered: bool = False
-    """Whether messages at the end, which no answer follows, were left out."""
+    """Whether trailing messages, which no answer follows, were left out."""
     repaired: bool = False
 
     @property
     def size(self) -> int:
-        """Characters, about."""
+        """The approximate number of characters."""
         if self.conversation is None:
             return sum(len(text) for text, _ in self.parts)
         return sum(len(str(message.get("content"))) + 32 for message in self.conversation.messages)
 
 
 class RowError(Exception):
-    """What is wrong with a row, without its place; the second argument is the remedy."""
+    """What is wrong with a row, without its location; the second argument is the remedy."""
 
     def __init__(self, cause: str, remedy: str) -> None:
         super().__init__(cause)
@@ -94,16 +94,16 @@ def example_of(place: str, value: Any, form: Format, *, template: bool, keep_end
 
 
 def _chat(found: Conversation, keep_end: bool, repaired: bool) -> Example:
-    # Once more, for lists that were written as JSON: escapes in them are characters only now.
+    # Once more, for lists that were JSON in a string: their escapes are decoded only now.
     (messages, tools), late = _clean([found.messages, found.tools])
     made, unanswered = _answered(Conversation(messages, tools, found.skipped), keep_end)
     return Example(made, unanswered=unanswered, repaired=repaired or late)
 
 
 def _answered(found: Conversation, keep_end: bool, silent: Collection[int] = ()) -> tuple[Conversation, bool]:
-    """A conversation up to its last answer in which something is said, and whether that leaves messages out.
+    """A conversation up to its last non-empty answer, and whether that leaves messages out.
 
-    Without any such answer nothing of it is trained on. Answers that are `silent` say nothing.
+    Without any such answer nothing of it is trained on. Answers that are `silent` count as empty.
     """
     messages = found.messages
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -116,28 +116,28 @@ def _answered(found: Conversation, keep_end: bool, silent: Collection[int] = ())
 
 
 def _says_something(message: Mapping[str, Any]) -> bool:
-    """Whether there is a text, be it white space, a call of a tool, thinking: anything but who speaks."""
+    """Whether a message has any content besides its role: text (even white space), a tool call, thinking."""
     return any(inner for key, inner in message.items() if key not in ("role", "name"))
 
 
 @dataclass(frozen=True)
 class WordlessCalls:
-    """What a chat template makes of answers that call tools and have no words."""
+    """How a chat template renders answers that call tools and have no text."""
 
     null_is_empty: bool
-    """Whether it is given an empty text for a content that is null: it would write the word None, or fail."""
+    """Whether null content is passed to it as an empty text: it would write the word None, or fail."""
     unwritten: tuple[str | None, ...]
-    """Of null and the empty text the contents beside which it writes nothing of a call."""
+    """The contents, of null and the empty text, with which it does not write a tool call."""
 
 
 def has_wordless_calls(conversation: Conversation) -> bool:
-    """Whether a message calls tools and has no words: its content is null or empty."""
+    """Whether a message calls tools and has no text: its content is null or empty."""
     return any(message.get("tool_calls") and not message["content"] for message in conversation.messages)
 
 
 def with_calls(example: Example, calls: WordlessCalls, *, keep_end: bool) -> Example:
-    """The example as the template takes it: null as an empty text where that serves it better, and calls that are not
-    written as answers in which nothing is said, which are not trained on.
+    """The example as the template expects it: null content becomes an empty text where the template needs it,
+    and tool calls that it does not write become empty answers, which are not trained on.
     """
     found = example.conversation
     assert found is not None
@@ -179,8 +179,8 @@ def _prompt_completion(
 
 
 def _unwritten(value: Any) -> Any:
-    """A list of messages that is written as JSON in a string, as CSV needs it; anything else as it is: a text may begin
-    with a bracket too."""
+    """A list of messages that is JSON in a string, as in CSV files; anything else is returned unchanged: a
+    text may begin with a bracket too."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
@@ -194,7 +194,7 @@ def _unwritten(value: Any) -> Any:
 
 
 def _refuse(value: Mapping[str, Any], form: Format, *parts: str) -> None:
-    """Plain texts, which no template writes, have no place for a system prompt or for tools."""
+    """Raises for a system prompt or tools in plain texts, which are not rendered by a template."""
     for part in parts:
         found = form.get(value, part)
         if found and (not isinstance(found, str) or found.strip() not in ("", "[]")):
@@ -209,7 +209,7 @@ def _refuse(value: Mapping[str, Any], form: Format, *parts: str) -> None:
 def _alpaca(
     value: Mapping[str, Any], form: Format, template: bool
 ) -> Conversation | tuple[tuple[str, bool], ...]:
-    """With a template the instruction and its input are what the user says; without one, under plain headings.
+    """With a template the instruction and its input are the user's message; without one, plain headings.
 
     An output that is empty or null is no answer, as an empty completion is none.
     """
@@ -284,7 +284,7 @@ def _message(message: Any, place: str) -> Message:
         known = ", ".join(ROLES)
         said = "has no role" if role is None else f"has the role {role!r}"
         raise RowError(f"{place} {said}", f"use one of {known}")
-    # Templates ask whether a key is there: one that is empty is not.
+    # Templates test whether a key exists, so empty keys are removed.
     rest = {
         key: inner for key, inner in message.items() if key not in (who, what) and inner not in (None, [])
     }
@@ -292,7 +292,7 @@ def _message(message: Any, place: str) -> Message:
         raise RowError(f"{place} has no {what}", "every message needs a text, which may be empty")
     content = _content(message.get(what), place)
     if content is None and not rest.get("tool_calls"):
-        content = ""  # Templates would make the word None of it, or fail.
+        content = ""  # Templates would write the word None, or fail.
     return {"role": ROLES[role.lower()], "content": content, **rest}
 
 
@@ -312,7 +312,7 @@ def _content(value: Any, place: str) -> str | None:
 
 
 def _weight(message: Message) -> int:
-    """OpenAI's mark of an answer that is context only: 0; taken out, since templates do not know it."""
+    """OpenAI's `weight` of an answer, 0 for context only; it is removed, since templates do not know it."""
     weight = message.pop("weight", 1)
     if weight is None:
         return 1
@@ -337,7 +337,7 @@ def _json(text: str, column: str) -> Any:
 
 
 def _clean(value: Any) -> tuple[Any, bool]:
-    """The value without half characters and marks, and whether there were any."""
+    """The value without lone surrogates and noncharacters, and whether there were any."""
     if isinstance(value, str):
         if value.isascii() or not _MARKS.search(value):
             return value, False

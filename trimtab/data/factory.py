@@ -1,4 +1,4 @@
-"""Factories: open a source as a corpus, make a loader of corpora; here cached or streamed is chosen."""
+"""Factories that open a source as a corpus and make a loader of corpora, cached or streamed."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def open_corpus(
     progress: ProgressCallback = silent,
     streaming: bool = False,
 ) -> Corpus:
-    """The documents of one source as tokens, from the cache where they are there, tokenized on all cores if
-    not. A source is a file, folder or glob by its name, a `SourceSpec`, or rows: a list or an iterator of texts, of
-    conversations or of dicts (`data.in_memory`).
+    """The documents of one source as tokens, from the cache if they are in it, otherwise tokenized on all
+    cores. A source is the name of a file, folder or glob, a `SourceSpec`, or rows: a list or an iterator of
+    texts, of conversations or of dicts (`data.in_memory`).
 
     Every process of a run may call it at once: one tokenizes, the others wait. `num_proc` is the number of
     tokenizing processes (default: the cores this process may use), `progress` is called with `Progress`
@@ -101,10 +101,10 @@ def make_loader(
 ) -> Loader:
     """A loader over corpora, or (corpus, weight) pairs, all cached or all streamed.
 
-    A train source of weight 1 is seen once an epoch, of weight 2 twice, of 0.5 by half (the other half in
-    the next epoch). `replay_share` of all windows come from the `replay` corpora, between which weights
-    scale their sizes. Without `packing`, `group_by_length` puts documents of similar length into each microbatch and
-    pads it to its own longest one. `own_text_first` puts a window of a train source into the first step, where replay
+    A train source of weight 1 is seen once per epoch, of weight 2 twice, of 0.5 by half (the other half in
+    the next epoch). `replay_share` of all sequences come from the `replay` corpora; their weights scale their
+    sizes. Without `packing`, `group_by_length` puts documents of similar length into each microbatch and
+    pads it to its own longest one. `own_text_first` puts a sequence of a train source into the first step, where replay
     alone would fill it; False is the order of earlier versions.
 
     Example:
@@ -151,5 +151,5 @@ def _pair(one: Weighted) -> tuple[Corpus, float]:
 
 
 def _of_kind(kind: type[Kind], pairs: Sequence[tuple[Corpus, float]]) -> list[tuple[Kind, float]]:
-    """The pairs, all of which are of this kind."""
+    """The pairs, checked to be all of this kind."""
     return [(corpus, weight) for corpus, weight in pairs if isinstance(corpus, kind)]

@@ -1,7 +1,7 @@
-"""Content fingerprints: which data this is, so that caches are right and a resume knows its files.
+"""Content fingerprints, which identify the data for caches and on resume.
 
-A file's digest is taken from all its bytes and remembered beside its size, times and inode, so that the
-next run does not read 100 GB to learn that nothing changed. Streaming reads samples only.
+A file's digest covers all its bytes. It is cached with the file's size, times and inode, so that the next run
+does not read 100 GB to find that nothing changed. Streaming digests samples only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trimtab.facts.files import read_json_object, write_json
 
 BLOCK = 1 << 20
 SETTLED_NS = 2_000_000_000
-"""How long before it is read a file must have been left alone to be remembered: the grain of the coarsest clocks."""
+"""A digest is cached only if the file was last modified this long before: the coarsest clock resolution."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def sample_file(path: Path) -> str:
 def stamp_files(
     source: ResolvedSource, memory: Path | None, *, sampled: bool = False, progress: ProgressCallback = silent
 ) -> list[FileStamp]:
-    """The stamps of a source's files; `memory` is the folder where digests are remembered."""
+    """The stamps of a source's files; `memory` is the folder where digests are cached."""
     if source.spec.rows is not None:
         return [FileStamp(source.files[0].name, UNKNOWN_SIZE, source.spec.rows.name, (0, 0, 0, 0))]
     total, done = 0, 0
@@ -115,16 +115,17 @@ def stamp_files(
 def remembered(
     path: Path, stat: tuple[int, int, int, int], memory: Path | None, read: Callable[[Path], str]
 ) -> str:
-    """A file's digest in hexadecimal, read only where there is no note of it that holds.
+    """A file's digest in hexadecimal; the file is read only if there is no valid cached digest.
 
-    A note is believed while size, both times and inode are the file's. One is made only of a file that had been left
-    alone for a while before it was read: what is written within a clock's grain of that leaves the times as they are.
+    A cached digest is valid while size, both times and inode are the file's. A digest is cached only if the
+    file was not modified shortly before it was read: a write within the clock's resolution would not change
+    the times.
 
     Args:
         path: the file.
         stat: `stat_of` it.
-        memory: the folder of notes; one that cannot be used costs reading again and nothing else.
-        read: makes the digest of all bytes; a folder holds notes of one kind only.
+        memory: the folder of cached digests; if it cannot be used, the file is read again.
+        read: computes the digest of all bytes; a folder has digests of one kind only.
     """
     if memory is None:
         return read(path)
@@ -142,7 +143,7 @@ def remembered(
 
 
 def _noted(note: Path, stat: tuple[int, int, int, int]) -> str | None:
-    """What a note says of a file that is still the one it is about; None where it is not there or not whole."""
+    """The cached digest of an unchanged file; None if it is missing, incomplete or outdated."""
     try:
         found = read_json_object(note)
         digest = found["digest"]
@@ -160,7 +161,7 @@ def content_fingerprint(source: ResolvedSource, stamps: Iterable[FileStamp]) -> 
     if source.form is not None:
         settings += [source.form.name, dict(source.form.columns), spec.train_on, dict(spec.variables)]
         settings += [spec.bad_rows]
-    # A file whose name says what separates its fields keeps the digest that it had before delimiters were detected.
+    # A file with the delimiter that its name implies keeps the digest from before delimiters were detected.
     found = [(i, delimiter_of(file), file) for i, file in enumerate(source.files) if file.kind == "csv"]
     others = [[i, delimiter] for i, delimiter, file in found if delimiter != usual_delimiter(file)]
     return digest_of(1, digests, kinds, *settings, *others)

@@ -17,7 +17,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "alpaca": (("instruction", "output"), ("input", "system", "tools")),
 }
 """For each format the parts that a row must have, and those it may have; a part's usual column has its name.
-Formats are looked for in this order."""
+Formats are detected in this order."""
 TURNS = ("messages", "conversations")
 """Parts that are lists of turns."""
 UNSUPPORTED = "__not_json__"
@@ -38,7 +38,7 @@ class Format:
 
     @property
     def used(self) -> frozenset[str]:
-        """The columns that are looked at."""
+        """The columns that are read."""
         return frozenset(self.columns.get(part, part) for part in parts_of(self.name))
 
     def get(self, value: Mapping[str, Any], part: str) -> Any:
@@ -83,7 +83,7 @@ def choose_column(file: SourceFile, value: Any) -> str:
             f"{file.label} holds {type_name(value)} where objects are expected",
             'write one {"text": …} object a row',
         )
-    # A null in the first row says nothing of a column, except where its name does.
+    # A null in the first row says nothing about the type of a column, unless its name does.
     texts = [
         name
         for name, field in value.items()

@@ -1,4 +1,4 @@
-"""Rows passed from Python: lists, generators, data sets and data frames, as the JSON lines that files hold.
+"""Rows passed from Python: lists, generators, datasets and data frames, converted to JSON lines.
 
 Rows are converted to plain JSON values once. Cached mode writes them to a file of the cache (`spool_rows`), streaming
 reads them while training (`RowStream`); from there on they are read like any other source.
@@ -23,10 +23,10 @@ from trimtab.data.formats import UNSUPPORTED
 from trimtab.facts.errors import DataError, ResourceError
 
 WINDOW_BYTES = 1 << 26
-"""How much of a stream is kept to be read again: several chunks (`spec.chunk_tokens`), to repeat a step.
-At least `HEAD_ROWS` rows are, which name the stream before its first row is trained on."""
+"""Bytes of a stream kept in memory to be read again: several chunks (`spec.chunk_tokens`), to repeat a step.
+At least `HEAD_ROWS` rows are kept; they identify the stream before its first row is trained on."""
 HEAD_ROWS = 16
-"""Rows at the beginning of a stream that stand for it in a run folder when the user gives no key."""
+"""Rows at the beginning of a stream that identify it in a run folder when the user gives no key."""
 NAME_DIGITS = 16
 _NOTHING = hashlib.blake2b(digest_size=16).hexdigest()
 _MISSING = ("NAType", "NaTType")
@@ -95,8 +95,8 @@ def _described(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it. Types that JSON does not have become a mark that messages can name: the column may be
-    one that nobody reads."""
+    """A value as JSON. Types that JSON does not have become a marker that error messages can name; there is
+    no error yet, since the column may be unused."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):
@@ -170,7 +170,7 @@ def spool_rows(
 
 
 def spool_path(folder: Path, name: str) -> Path:
-    """Where rows of this name are kept."""
+    """The file of the rows with this name."""
     return folder / f"{name}.jsonl"
 
 
@@ -185,7 +185,7 @@ def first_difference(one: Path, other: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Passed:
-    """What a run is given of rows from Python: what messages call them, and the stream where they are not spooled."""
+    """Rows from Python as a run gets them: their name in messages, and the stream if they are not spooled."""
 
     label: str
     stream: RowStream | None = None
@@ -217,7 +217,7 @@ class RowStream:
         self._asked: dict[int, str] = {}
         self._count: int | None = None
         self._lock = threading.RLock()
-        """A loader reads ahead in a thread while the run asks where it stands."""
+        """Guards the state: a loader reads ahead in a thread while the run asks for the position."""
         self._begin()
         self.name = key or self._head()
 
@@ -239,7 +239,7 @@ class RowStream:
         return self.digest_before(rows + 1)[:NAME_DIGITS]
 
     def rename(self) -> str:
-        """Another name, for a stream that is not the only one with these first rows: the same one in every run."""
+        """Renames a stream that shares its first rows with another; the name is the same in every run."""
         self.name = hashlib.blake2b(self.name.encode(), digest_size=16).hexdigest()[:NAME_DIGITS]
         return self.name
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """One report: the stage, how far it is, and a message where something happened worth a line."""
+    """One progress report: the stage, how far it is, and an optional message."""
 
     stage: Literal["hash", "tokenize", "verify", "message"]
     source: str
@@ -43,7 +43,7 @@ ProgressCallback = Callable[[Progress], None]
 
 
 def silent(progress: Progress) -> None:
-    """Reports to nobody."""
+    """Ignores progress reports."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Summary:
     bad: int = 0
     """Rows that are no example or that the chat template refuses, left out where `bad_rows: skip` says so."""
     complaint: str = ""
-    """About the first of them."""
+    """The error of the first of them."""
     unanswered: int = 0
     """Conversations whose last messages no answer follows; these messages were left out."""
     rewritten: int = 0
-    """Conversations whose earlier turns the chat template writes otherwise once an answer follows."""
+    """Conversations whose earlier turns the chat template renders differently once an answer follows."""
     trained: int = 0
     """Tokens that are trained on; all of them where documents are texts."""
     files: int = 0
@@ -81,8 +81,8 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Windows:
-    """Packed windows by their number: how many there are, and the pieces of each."""
+class Sequences:
+    """Packed sequences by their number: how many there are, and the pieces of each."""
 
     count: int
     get: Callable[[int], list[Piece]]
@@ -96,7 +96,7 @@ class Corpus(ABC):
     fingerprint: str
     """Digest of the content and of what this view takes of it."""
     summary: Summary
-    """Of a stream counts are not known before everything has been read: zero documents and tokens stand for that."""
+    """The counts of a stream are unknown until everything has been read; documents and tokens are then 0."""
     source: ResolvedSource
     """The files it is read from."""
     stamps: tuple[FileStamp, ...]
@@ -121,18 +121,18 @@ class Corpus(ABC):
 
     @abstractmethod
     def without(self, other: CachedCorpus) -> Self:
-        """This corpus less every document that `other` (a cached evaluation set, say) has too."""
+        """This corpus without the documents that are also in `other` (a cached evaluation set, say)."""
 
     @abstractmethod
-    def eval_windows(self, max_seq_length: int, *, packing: bool, max_windows: int | None) -> Windows:
-        """The windows for evaluation, the same every time: all, or `max_windows` of them."""
+    def eval_sequences(self, max_seq_length: int, *, packing: bool, max_sequences: int | None) -> Sequences:
+        """The sequences for evaluation, the same every time: all, or `max_sequences` of them."""
 
     @abstractmethod
     def piece(self, number: int, max_seq_length: int) -> tuple[Piece, bool]:
         """One of the pieces that are trained on, from 0, and whether its document continues after it."""
 
     def manifest(self) -> dict[str, Any]:
-        """Plain data for a run folder, to know the data again; see `check`."""
+        """Plain data for a run folder, to recognize the data on resume; see `check`."""
         return self._manifest.to_dict()
 
     def check(self, kept: Mapping[str, Any]) -> None:
@@ -148,13 +148,15 @@ class Corpus(ABC):
 class LoaderFacts:
     """The size of an epoch; None where it is not known before everything has been read."""
 
-    num_windows: int | None
+    num_sequences: int | None
     num_tokens: int | None
     fill: float | None
+    attended_share: float | None = None
+    """The share of the query–key pairs of causal sequences that lie within one document."""
 
 
 class Loader(ABC):
-    """Batches of an endless run of epochs, deterministic and restorable at every step.
+    """Batches of endless epochs, deterministic and restorable at every step.
 
     Made by `trimtab.data.make_loader`.
 
@@ -169,13 +171,13 @@ class Loader(ABC):
 
     @property
     @abstractmethod
-    def num_windows(self) -> int | None:
-        """Windows of one epoch, over all ranks, replay included."""
+    def num_sequences(self) -> int | None:
+        """Sequences of one epoch, over all ranks, replay included."""
 
     @property
     @abstractmethod
     def num_tokens(self) -> int | None:
-        """Tokens of one epoch, about."""
+        """Approximate tokens per epoch."""
 
     @property
     @abstractmethod
@@ -185,22 +187,22 @@ class Loader(ABC):
     @property
     @abstractmethod
     def dropped_tokens(self) -> int | None:
-        """Tokens that are in no window: ends of long documents when packing is off, otherwise none."""
+        """Tokens that are in no sequence: ends of long documents when packing is off, otherwise none."""
 
     @property
     @abstractmethod
     def fill(self) -> float:
-        """The share of places in microbatches that hold a token."""
+        """The share of non-padding positions in microbatches."""
 
     @property
     @abstractmethod
     def facts(self) -> LoaderFacts:
-        """What a plan needs to know of an epoch."""
+        """The size of an epoch, for the planner."""
 
     @property
     @abstractmethod
     def epoch(self) -> float:
-        """Epochs done: 1.5 is the middle of the second."""
+        """Epochs completed: 1.5 is the middle of the second."""
 
     @abstractmethod
     def notes(self) -> list[str]:
@@ -220,4 +222,4 @@ class Loader(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends threads and processes that read ahead; idempotent."""
+        """Stops prefetching threads and processes; idempotent."""

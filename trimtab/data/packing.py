@@ -1,11 +1,11 @@
-"""Packing: documents cut into pieces, pieces put into windows; pure functions of lengths.
+"""Packing: documents cut into pieces, pieces put into sequences; pure functions of lengths.
 
-# N documents, P pieces, W windows
+# N documents, P pieces, W sequences
 
-A document longer than the window is cut into window-sized pieces, and the rest is packed with others. A
-rest of one token would have nothing to predict, so the piece before it gives one of its own. Pieces are
-packed chunk by chunk, best fit decreasing: the longest first, each into the fullest window that still has
-room for it.
+A document longer than the sequence length is cut into pieces of that length, and the remainder is packed with
+other pieces. A remainder of one token would have nothing to predict, so the piece before it is one token
+shorter. Pieces are packed chunk by chunk, best fit decreasing: the longest first, each into the fullest
+sequence that still has room for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
     trained: np.ndarray | None = None
 
     def copy(self) -> Piece:
-        """The same piece with memory of its own."""
+        """A copy of the piece, not a view."""
         return Piece(self.ids.copy(), self.origin, None if self.trained is None else self.trained.copy())
 
 
@@ -47,9 +47,9 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Packing:
-    """Windows of pieces: window w holds the pieces `order_P[bounds_W1[w]:bounds_W1[w + 1]]`.
+    """Sequences of pieces: sequence w holds the pieces `order_P[bounds_W1[w]:bounds_W1[w + 1]]`.
 
-    `dropped` counts tokens that are in no window (only where long documents are cut off: without packing, and of
+    `dropped` counts tokens that are in no sequence (only where long documents are cut off: without packing, and of
     examples).
     """
 
@@ -60,32 +60,32 @@ class Packing:
     dropped: int = 0
 
     @property
-    def num_windows(self) -> int:
-        """Windows of one pass."""
+    def num_sequences(self) -> int:
+        """The number of sequences per pass."""
         return len(self.bounds_W1) - 1
 
     @property
     def fill(self) -> float:
-        """The share of all places that hold a token."""
-        places = self.num_windows * self.max_seq_length
+        """The share of non-padding positions."""
+        places = self.num_sequences * self.max_seq_length
         return float(self.pieces.length_P.sum()) / places if places else 0.0
 
-    def window(self, index: int) -> np.ndarray:
-        """The pieces of one window, in document order."""
+    def sequence(self, index: int) -> np.ndarray:
+        """The pieces of one sequence, in document order."""
         return self.order_P[self.bounds_W1[index] : self.bounds_W1[index + 1]]
 
 
 def pack_documents(
     lengths_N: np.ndarray, max_seq_length: int, packing: bool = True, *, keep_N: np.ndarray | None = None
 ) -> Packing:
-    """Windows for documents of these lengths (each at least 2).
+    """Sequences for documents of these lengths (each at least 2).
 
-    With `keep_N` (bool [N]) documents are examples: what is beyond the window is cut off, since the rest of an answer
+    With `keep_N` (bool [N]) documents are examples: what is beyond the sequence is cut off, since the rest of an answer
     without its question is another example, and only those marked are packed at all.
 
     Example:
         >>> packed = pack_documents(np.array([6, 3, 5, 2]), 8)
-        >>> [packed.window(w).tolist() for w in range(packed.num_windows)], packed.fill
+        >>> [packed.sequence(w).tolist() for w in range(packed.num_sequences)], packed.fill
         ([[0, 3], [1, 2]], 1.0)
     """
     check_length(max_seq_length)
@@ -109,7 +109,7 @@ def pack_documents(
 
 
 def check_length(max_seq_length: int) -> None:
-    """A DataError for windows too small to learn from."""
+    """Raises a DataError for a sequence length that is too small to train on."""
     if max_seq_length < MIN_SEQ_LENGTH:
         raise DataError(f"max_seq_length is {max_seq_length}", f"give {MIN_SEQ_LENGTH} or more")
 
@@ -130,7 +130,7 @@ def piece_lengths(length: int, max_seq_length: int) -> list[int]:
 
 
 def cut_documents(lengths_N: np.ndarray, max_seq_length: int) -> Pieces:
-    """All pieces of all documents, in order: `piece_lengths` for many at once."""
+    """All pieces of all documents, in order: a vectorized `piece_lengths`."""
     T, lengths_N = max_seq_length, lengths_N.astype(np.int64)
     counts_N = -(-lengths_N // T)
     document_P = np.repeat(np.arange(len(lengths_N)), counts_N)
@@ -146,7 +146,7 @@ def cut_documents(lengths_N: np.ndarray, max_seq_length: int) -> Pieces:
 
 
 def chunk_ends(length_P: np.ndarray, max_seq_length: int) -> list[int]:
-    """Where chunks of pieces end: after the piece that reaches the limit of tokens or of pieces."""
+    """Where chunks of pieces end: after the piece that reaches the token limit or the piece limit."""
     ends, first, limit = [], 0, chunk_tokens(max_seq_length)
     total_P = np.cumsum(length_P)
     while first < len(length_P):
@@ -158,17 +158,17 @@ def chunk_ends(length_P: np.ndarray, max_seq_length: int) -> list[int]:
 
 
 def pack_chunk(length_P: np.ndarray, max_seq_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Best fit decreasing: (piece numbers, window after window [P], pieces in each window [W]).
+    """Best fit decreasing: (piece numbers, sequence after sequence [P], pieces in each sequence [W]).
 
-    The rooms left in open windows are the set bits of one integer, so that the fullest window with room for
-    a piece is a shift and a lowest bit: about a microsecond a piece.
+    The free space left in each open sequence is a set bit of one integer. Finding the fullest sequence that
+    still fits a piece is then a shift and a lowest set bit: about a microsecond per piece.
 
     Example:
         >>> order, sizes = pack_chunk(np.array([6, 3, 5, 2]), 8)
         >>> order.tolist(), sizes.tolist()
         ([0, 3, 1, 2], [2, 2])
     """
-    windows: list[list[int]] = []
+    sequences: list[list[int]] = []
     rooms: list[list[int]] = [[] for _ in range(max_seq_length + 1)]
     open_rooms = 0
     lengths = length_P.tolist()
@@ -178,17 +178,17 @@ def pack_chunk(length_P: np.ndarray, max_seq_length: int) -> tuple[np.ndarray, n
         fitting = open_rooms >> length
         if fitting:
             room = length + (fitting & -fitting).bit_length() - 1
-            window = rooms[room].pop()
+            sequence = rooms[room].pop()
             if not rooms[room]:
                 open_rooms ^= 1 << room
-            windows[window].append(piece)
+            sequences[sequence].append(piece)
         else:
-            room, window = max_seq_length, len(windows)
-            windows.append([piece])
+            room, sequence = max_seq_length, len(sequences)
+            sequences.append([piece])
         left = room - length
         if left:
             if not rooms[left]:
                 open_rooms |= 1 << left
-            rooms[left].append(window)
-    order_P = np.array([piece for window in windows for piece in sorted(window)], np.int64)
-    return order_P, np.array([len(window) for window in windows], np.int64)
+            rooms[left].append(sequence)
+    order_P = np.array([piece for sequence in sequences for piece in sorted(sequence)], np.int64)
+    return order_P, np.array([len(sequence) for sequence in sequences], np.int64)

@@ -23,7 +23,7 @@ _LOOKED_AT = 100
 
 
 def beginning(source: ResolvedSource, *, template: bool = False) -> str:
-    """What a source was taken for and how its first document begins, printable, on one line.
+    """The detected format of a source and how its first document begins, printable, on one line.
 
     Args:
         source: the files, with the format that was found.
@@ -68,13 +68,13 @@ def highlighted(
     corpus: Corpus, tokenizer: Tokenizer, *, max_seq_length: int = 1024, number: int = 0
 ) -> dict[str, Any]:
     """One piece of a corpus as a record: `origin`, `tokens`, how many of them are `trained`, whether it was `cut` at
-    the window's end, the special tokens that close what is trained on as `ends`, ids, and `runs`, its text as [text,
+    the sequence's end, the special tokens that close what is trained on as `ends`, ids, and `runs`, its text as [text,
     trained on].
 
     Args:
         corpus: of examples or of texts, cached or streamed.
         tokenizer: the one it was opened with.
-        max_seq_length: tokens of a window.
+        max_seq_length: tokens of a sequence.
         number: which of the pieces that are trained on, from 0.
 
     Raises:

@@ -27,7 +27,7 @@ from trimtab.data.spec import SEGMENT_CHARS, UNKNOWN_SIZE
 from trimtab.facts.errors import DataError
 from trimtab.text.surrogates import replace_surrogates
 
-# Places where byte-level and SentencePiece tokenizers begin a new word anyway, best first.
+# Places where byte-level and SentencePiece tokenizers start a new word in any case, best first.
 _SEAMS = (re.compile(r"(?<=\S)(?= [A-Za-z])"), re.compile(r"(?<=\S\n)(?=\S)"), re.compile(r"(?<=\S)(?= \S)"))
 
 
@@ -42,15 +42,15 @@ class Segment:
     last: bool
     repaired: bool = False
     example: Example | None = None
-    """Instead of a text: what a chat template makes one of."""
+    """The conversation that a chat template renders, instead of a text."""
     rewritten: bool = False
-    """Set when it is rendered: whether the template writes earlier turns otherwise once an answer follows."""
+    """Set when it is rendered: whether the template renders earlier turns differently before an answer."""
     complaint: str | None = None
     """Why the row cannot be used, where such rows are skipped."""
 
     @property
     def size(self) -> int:
-        """Characters, about."""
+        """The approximate number of characters."""
         return len(self.text) if self.example is None else self.example.size
 
 
@@ -79,7 +79,7 @@ def read_values(
     columns: Collection[str] | None = None,
     turns: Collection[str] = (),
 ) -> Iterator[tuple[int, Any]]:
-    """(row, value) of a table from row `start` on; a value is what JSON has, usually a dict by column.
+    """(row, value) of a table from row `start` on; a value is a JSON value, usually a dict by column.
 
     `columns` are those that are wanted: of a Parquet file no other is read. `turns` are those that may be lists of
     messages, in which null is a content.

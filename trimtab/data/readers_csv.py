@@ -171,7 +171,7 @@ def _refuse_twins(file: SourceFile, header: list[str]) -> None:
 
 
 def _too_long(file: SourceFile, row: int, line: int, found: int, wanted: int, between: str) -> DataError:
-    """The answer to a text that was cut in several; empty fields at the end, as spreadsheets write, are none."""
+    """The error for a text that was split into several fields; empty fields at the end do not count."""
     return DataError(
         f"row {row} of {file.label} (line {line}) has {found} fields, not {wanted}",
         f"put texts that hold {between} in double quotes",

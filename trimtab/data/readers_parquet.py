@@ -13,7 +13,7 @@ from trimtab.data.sources import SourceFile
 from trimtab.facts.errors import DataError, MissingDependency
 
 _SAID_BY = {"content": "role", "value": "from"}
-"""What a message says, which may be null, and who says it."""
+"""The keys for a message's content, which may be null, and for its role."""
 
 
 def read_parquet(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
@@ -49,7 +49,7 @@ def parquet_rows(
     columns: Collection[str] | None,
     turns: Collection[str],
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(row, value by column) as JSON has it, of the wanted columns only; see `readers.read_values`."""
+    """(row, JSON value by column), of the requested columns only; see `readers.read_values`."""
     wanted = [name for name in parquet_schema(file).names if columns is None or name in columns]
     return (
         (row, {name: (_turns if name in turns else _without_none)(inner) for name, inner in value.items()})
@@ -58,14 +58,14 @@ def parquet_rows(
 
 
 def _without_none(value: Any) -> Any:
-    """Without the keys that Parquet fills up: all rows of a column have the same keys there."""
+    """Removes the null keys that Parquet adds: all rows of a Parquet column have the same keys."""
     if isinstance(value, dict):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _turns(value: Any) -> Any:
-    """The same for a list of messages, of which each keeps what it says even where that is null."""
+    """The same for a list of messages, each of which keeps its content even if that is null."""
     return [_turn(inner) for inner in value] if isinstance(value, list) else _without_none(value)
 
 

@@ -1,4 +1,4 @@
-"""Reading text, JSON lines and JSON: bytes → (row, text, last) with bounded memory and exact complaints.
+"""Reading text, JSON lines and JSON: bytes → (row, text, last) with bounded memory and exact error locations.
 
 Every reader yields `(row, text, last)`: rows count from 1, and a document may come in several stretches, the
 last of which has `last=True`, so that a text file of any size is never in memory as a whole.
@@ -35,7 +35,7 @@ class Meter:
         self._size = 1
 
     def watch(self, raw: IO[bytes], size: int) -> None:
-        """Follow a file's own position: right under compression too."""
+        """Tracks the position in the file on disk, so that it is right for compressed files too."""
         self._raw, self._size = raw, max(size, 1)
 
     @property
@@ -47,7 +47,7 @@ class Meter:
 
 
 def unreadable(file: SourceFile, error: OSError) -> DataError:
-    """The answer to a file that was there when the source was opened."""
+    """The error for a file that became unreadable after the source was opened."""
     return DataError(
         f"{file.label} cannot be read any more: {error.strerror or error}", "put it back or check its rights"
     )
@@ -79,7 +79,7 @@ def _zstd(raw: IO[bytes]) -> Any:
 
 
 def blocks(file: SourceFile, meter: Meter | None = None) -> Iterator[bytes]:
-    """The file's bytes in blocks; a damaged archive is the person's problem and is said as such."""
+    """The file's bytes in blocks; a damaged archive raises a DataError for the user."""
     with open_bytes(file, meter) as stream:
         while True:
             try:
@@ -141,13 +141,13 @@ def _refuse_binary(file: SourceFile, head: bytes) -> None:
 
 
 def _iconv(encoding: str, file: SourceFile) -> str:
-    """The command that writes a copy in UTF-8 beside a file."""
+    """The command that writes a UTF-8 copy next to a file."""
     copy = file.path.with_name(f"utf8-{file.path.name}")
     return f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(file.path))} > {shlex.quote(str(copy))}, and name the copy"
 
 
 def not_utf8(file: SourceFile, offset: int) -> DataError:
-    """The complaint about one bad byte."""
+    """The error for one bad byte."""
     return DataError(
         f"{file.label} is not UTF-8 at byte {offset}",
         f"convert it, for instance: {_iconv('LATIN1', file)}",
@@ -155,7 +155,7 @@ def not_utf8(file: SourceFile, offset: int) -> DataError:
 
 
 def read_text(file: SourceFile, mode: DocumentMode, start: int, meter: Meter | None) -> Iterator[Row]:
-    """A text file as one document, a document a line, or a document a paragraph."""
+    """A text file as one document, one document per line, or one per paragraph."""
     if mode == "file":
         if start > 1:
             return
@@ -194,12 +194,12 @@ def _paragraphs(file: SourceFile, meter: Meter | None) -> Iterator[str]:
 
 
 def read_jsonl(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
-    """One JSON value a line: an object with a text column, or a string."""
+    """One JSON value per line: an object with a text column, or a string."""
     return read_rows(file, jsonl_values(file, start, meter), column)
 
 
 def jsonl_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, Any]]:
-    """(row, JSON value), one a line. Blank lines are passed over."""
+    """(row, JSON value), one per line. Blank lines are skipped."""
     _refuse_binary(file, _head(file))
     offset = 0
     with open_bytes(file, meter) as stream:
@@ -264,7 +264,7 @@ def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
                 return
             try:
                 value, end = decoder.raw_decode(buffer, at)
-                # A number that touches the buffer's end may go on in the next stretch.
+                # A number that ends at the buffer's end may continue in the next block.
                 complete = end < len(buffer) or ended
             except json.JSONDecodeError as error:
                 if ended:

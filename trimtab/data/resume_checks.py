@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from trimtab.data.fingerprints import FileStamp
 
 SourceSettings = tuple[str | int | float, ...]
-"""Name, fingerprint and tokenizer's fingerprint of a source, then its windows and how many are drawn (cached), or its
+"""Name, fingerprint and tokenizer's fingerprint of a source, then its sequences and how many are drawn (cached), or its
 weight (streamed)."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Which data a corpus was read from; a run folder keeps it to know the data again."""
+    """Which data a corpus was read from; a run folder keeps it to recognize the data on resume."""
 
     source: str
     fingerprint: str
@@ -74,7 +74,7 @@ class LoaderSettings:
     replay_share: float | None = None
     """Of a streamed loader; a cached one has it in the counts of its sources."""
     group_by_length: tuple[int, int] | None = None
-    """(windows of a microbatch, windows of a step) where windows are grouped: they decide which meet."""
+    """(sequences per microbatch, sequences per step) if grouped by length: they determine the groups."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for a position as JSON."""

@@ -1,11 +1,11 @@
-"""Sampling order: which window comes next, and which rank and microbatch it goes to.
+"""Sampling order: which sequence comes next, and which rank and microbatch it goes to.
 
 Everything is a function of (seed, epoch) and of sizes, and the same under every version of numpy. An epoch is one pass
 over the training sources (`weight` passes where a source has a weight), interleaved with replay so that the requested
-share of all windows comes from the replay sources. A step takes the next windows of that order; they are split over
+share of all sequences comes from the replay sources. A step takes the next sequences of that order; they are split over
 ranks and microbatches, and grouped by length first where documents are not packed.
 
-# S sources, E windows of an epoch, N values
+# S sources, E sequences of an epoch, N values
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trimtab.facts.randomness import derive
 Item = TypeVar("Item")
 
 MEGA_STEPS = 50
-"""Steps whose windows are sorted together, as in Hugging Face's `LengthGroupedSampler`: enough for microbatches with
+"""Steps whose sequences are sorted together, as in Hugging Face's `LengthGroupedSampler`: enough for microbatches with
 little padding, few enough for the order of an epoch to stay random."""
 MULTIPLE = 8
 """Lengths are rounded up to a multiple of this, which keeps matrix products and attention on their fast paths."""
@@ -49,27 +49,27 @@ def shuffled(count: int, key: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Mixture:
-    """How many windows each source gives an epoch: `counts[s]` of `sizes[s]`, train sources first."""
+    """Sequences that each source contributes per epoch: `counts[s]` of `sizes[s]`, train sources first."""
 
     sizes: tuple[int, ...]
     counts: tuple[int, ...]
     num_train: int
 
     @property
-    def num_windows(self) -> int:
+    def num_sequences(self) -> int:
         """Of one epoch, replay included."""
         return sum(self.counts)
 
     @property
     def replay_share(self) -> float:
-        """The share of windows that are replay, as it came out in whole windows."""
-        return sum(self.counts[self.num_train :]) / self.num_windows
+        """The actual share of replay sequences, after rounding to whole sequences."""
+        return sum(self.counts[self.num_train :]) / self.num_sequences
 
 
 def mix(
     train: Sequence[tuple[int, float]], replay: Sequence[tuple[int, float]] = (), replay_share: float = 0.0
 ) -> Mixture:
-    """A mixture of sources given as (windows, weight).
+    """A mixture of sources given as (sequences, weight).
 
     Example:
         >>> mix([(90, 1.0)], [(1000, 1.0)], 0.1).counts
@@ -88,7 +88,7 @@ def mix(
 
 
 def check_share(replay_share: float, has_sources: bool) -> None:
-    """A DataError for a share of replay that cannot be."""
+    """Raises a DataError for an impossible share of replay."""
     if not 0 <= replay_share < 1:
         raise DataError(f"a replay share of {replay_share} is not possible", "give one from 0 up to below 1")
     if replay_share and not has_sources:
@@ -113,49 +113,48 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def epoch_plan(mixture: Mixture, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """(source [E], window [E]) in training order.
+    """(source [E], sequence [E]) in training order.
 
-    A source's windows come in its own shuffled passes, which go on from epoch to epoch; window j of c
-    stands at time (j + phase) / c, so that any stretch of the epoch holds each source in proportion, to
-    within a window.
+    Each source has its own shuffled passes, which continue from epoch to epoch. Sequence j of c is placed at
+    time (j + phase) / c, so that any part of the epoch has each source in proportion, to within one sequence.
     """
-    sources, windows, times = [], [], []
+    sources, sequences, times = [], [], []
     for s, (size, count) in enumerate(zip(mixture.sizes, mixture.counts, strict=True)):
         if not count:
             continue
         draw_C = np.arange(epoch * count, (epoch + 1) * count)
-        window_C = np.empty(count, np.int64)
+        sequence_C = np.empty(count, np.int64)
         for turn in range(int(draw_C[0]) // size, int(draw_C[-1]) // size + 1):
             inside_C = draw_C // size == turn
             order = shuffled(size, derive(seed, "order", s, turn))
-            window_C[inside_C] = order[draw_C[inside_C] % size]
+            sequence_C[inside_C] = order[draw_C[inside_C] % size]
         phase = (derive(seed, "phase", s, epoch) % (1 << 20)) / (1 << 20)
         sources.append(np.full(count, s, np.int32))
-        windows.append(window_C)
+        sequences.append(sequence_C)
         times.append((np.arange(count) + phase) / count)
     order_E = np.argsort(np.concatenate(times), kind="stable")
-    return np.concatenate(sources)[order_E], np.concatenate(windows)[order_E]
+    return np.concatenate(sources)[order_E], np.concatenate(sequences)[order_E]
 
 
 def own_text_first(
-    source_E: np.ndarray, window_E: np.ndarray, num_train: int, opening: int
+    source_E: np.ndarray, sequence_E: np.ndarray, num_train: int, opening: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The order of a run's first epoch with a train source in its first step, `opening` windows long.
+    """The order of a run's first epoch with a train source in its first step, `opening` sequences long.
 
-    Where replay alone would fill that step, the first train window changes places with the last of it. Every other
+    Where replay alone would fill that step, the first train sequence changes places with the last of it. Every other
     order, and with 0 any order, stays as it is.
     """
     last, first = min(opening, len(source_E)) - 1, int(np.argmax(source_E < num_train))
     if not opening or first <= last:
-        return source_E, window_E
+        return source_E, sequence_E
     place_E = np.arange(len(source_E))
     place_E[[last, first]] = first, last
-    return source_E[place_E], window_E[place_E]
+    return source_E[place_E], sequence_E[place_E]
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Windows of a step: `batch_size` × `accumulation` on each of `dp_size` ranks, of which this is
+    """Sequences per step: `batch_size` × `accumulation` on each of `dp_size` ranks, of which this is
     `dp_rank`.
     """
 
@@ -167,23 +166,23 @@ class StepShape:
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.accumulation < 1:
             raise DataError(
-                f"a step of {self.batch_size} windows × {self.accumulation} is empty",
+                f"a step of {self.batch_size} sequences × {self.accumulation} is empty",
                 "set per_device_train_batch_size and gradient_accumulation_steps to 1 or more",
             )
         assert 0 <= self.dp_rank < self.dp_size, (self.dp_rank, self.dp_size)
 
     @property
-    def num_windows(self) -> int:
-        """Of a full step, over all ranks."""
+    def num_sequences(self) -> int:
+        """Sequences of a full step, over all ranks."""
         return self.batch_size * self.accumulation * self.dp_size
 
 
 def deal(items: Sequence[Item], shape: StepShape) -> list[list[Item]]:
-    """The microbatches of this rank: a stretch of the step's windows, cut into batches.
+    """The microbatches of this rank: a stretch of the step's sequences, cut into batches.
 
-    The last step of an epoch may hold fewer windows than a full one. They are then spread evenly, and every
-    rank still gets as many microbatches as the others, empty ones if need be: ranks that gather weights
-    together must go through the model equally often.
+    The last step of an epoch may hold fewer sequences than a full one. They are then spread evenly, and every
+    rank still gets the same number of microbatches, empty ones if necessary: ranks that all-gather sharded
+    weights must run the model equally often.
 
     Example:
         >>> deal([1, 2, 3, 4, 5], StepShape(2, 3)), deal([1, 2, 3], StepShape(1, 1, dp_rank=1, dp_size=4))
@@ -192,7 +191,7 @@ def deal(items: Sequence[Item], shape: StepShape) -> list[list[Item]]:
         [[]]
     """
     assert items, "a step is never empty"
-    assert len(items) <= shape.num_windows, (len(items), shape)
+    assert len(items) <= shape.num_sequences, (len(items), shape)
     most, extra = divmod(len(items), shape.dp_size)
     start = shape.dp_rank * most + min(shape.dp_rank, extra)
     mine = items[start : start + most + (shape.dp_rank < extra)]
@@ -203,10 +202,10 @@ def deal(items: Sequence[Item], shape: StepShape) -> list[list[Item]]:
 
 
 def grouped_order(lengths_E: np.ndarray, shape: StepShape, seed: int, epoch: int) -> np.ndarray:
-    """int64 [E]: the places of an epoch's (already shuffled) windows in the order in which they are trained on.
+    """int64 [E]: the places of an epoch's (already shuffled) sequences in the order in which they are trained on.
 
-    The windows of each 50 steps (a mega-batch; fewer in a short epoch) are sorted by length, cut into microbatches, and
-    the microbatches shuffled, so that the steps of a mega-batch hold long and short ones alike. The longest microbatch
+    The sequences of each 50 steps (a mega-batch; fewer in a short epoch) are sorted by length, split into microbatches,
+    and these are shuffled, so that the steps of a mega-batch have long and short ones alike. The longest microbatch
     comes first, unless it is the last and incomplete one: memory is then allocated once, for all that follow.
 
     Example:
@@ -216,10 +215,10 @@ def grouped_order(lengths_E: np.ndarray, shape: StepShape, seed: int, epoch: int
         (np.int64(9), [0, 1, 2, 3, 4, 5])
     """
     count, batch = len(lengths_E), shape.batch_size
-    steps = min(max(count // (4 * shape.num_windows), 1), MEGA_STEPS)
+    steps = min(max(count // (4 * shape.num_sequences), 1), MEGA_STEPS)
     parts = []
-    for number, start in enumerate(range(0, count, steps * shape.num_windows)):
-        mega_M = lengths_E[start : start + steps * shape.num_windows]
+    for number, start in enumerate(range(0, count, steps * shape.num_sequences)):
+        mega_M = lengths_E[start : start + steps * shape.num_sequences]
         sorted_M = start + np.argsort(-mega_M, kind="stable")
         whole = len(sorted_M) // batch
         groups_GB = sorted_M[: whole * batch].reshape(whole, batch)
@@ -234,7 +233,7 @@ def grouped_order(lengths_E: np.ndarray, shape: StepShape, seed: int, epoch: int
 
 
 def padded_length(lengths: Sequence[int], max_seq_length: int) -> int:
-    """Tokens in each row of a microbatch of windows of these lengths.
+    """The padded length of a microbatch of sequences of these lengths.
 
     Example:
         >>> padded_length([5, 17], 64), padded_length([5, 17], 20), padded_length([], 64)
@@ -245,7 +244,7 @@ def padded_length(lengths: Sequence[int], max_seq_length: int) -> int:
 
 
 def grouped_fill(lengths_E: np.ndarray, batch_size: int, max_seq_length: int) -> float:
-    """The share of places that hold a token where windows come in this order, each microbatch as long as its longest.
+    """The share of non-padding positions in this order, each microbatch padded to its longest sequence.
 
     Example:
         >>> grouped_fill(np.array([16, 8, 3, 3]), 2, 64)

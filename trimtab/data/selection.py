@@ -35,17 +35,17 @@ class Counts:
     bad: int = 0
     """Rows that are no example or that the chat template refuses, left out."""
     complaint: str = ""
-    """About the first bad row."""
+    """The error of the first bad row."""
     repaired: int = 0
     """Documents with broken Unicode escapes, which became U+FFFD."""
     unanswered: int = 0
     """Conversations whose last messages no answer follows."""
     rewritten: int = 0
-    """Conversations whose earlier turns the chat template writes otherwise once an answer follows."""
+    """Conversations whose earlier turns the chat template renders differently once an answer follows."""
     trained: int | None = None
     """Tokens of examples that are trained on; None where documents are texts."""
     cut: int = 0
-    """Examples that are longer than a window, where windows are packed while reading."""
+    """Examples that are longer than a sequence, where sequences are packed while reading."""
     lost: int = 0
     """Those of them that have nothing to train on within it, left out."""
 
@@ -95,7 +95,7 @@ def heldout_mask(hashes_N: np.ndarray, share: float | None, count: int | None) -
 
 
 def left_out(count: int, why: str) -> str:
-    """Why so many documents are not there, as a sentence.
+    """Why documents were left out, and how many, as a sentence.
 
     Example:
         >>> left_out(2, "empty")
@@ -106,7 +106,7 @@ def left_out(count: int, why: str) -> str:
 
 
 def nothing_left(name: str, counts: Counts) -> DataError:
-    """The complaint about a source without a single usable document."""
+    """The error for a source without any usable document."""
     counted = [f"{count} {LEFT_OUT[why]}" for why, count in counts.left_out().items()]
     why = f": {' and '.join(counted)} were skipped" if counted else ""
     if counts.complaint:
@@ -122,7 +122,7 @@ def nothing_left(name: str, counts: Counts) -> DataError:
 
 
 def nothing_packed(name: str, lost: int, max_seq_length: int) -> DataError:
-    """The complaint about a source that leaves no window."""
+    """The error for a source that yields no sequence."""
     if lost:
         return DataError(
             f"in all {lost} examples of {name} nothing to train on is within {max_seq_length} tokens",

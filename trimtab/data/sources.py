@@ -129,7 +129,7 @@ class SourceFile:
     delimiter: str | None = None
     """What separates the fields of a CSV file; None where its first rows decide (`readers_csv.delimiter_of`)."""
     accepted: bool = False
-    """Whether a run began with this file: it is read again, even if a new run would be refused for a likely mistake."""
+    """Whether a resumed run began with this file: it is read even if a new run would be refused for it."""
 
     def __post_init__(self) -> None:
         if not self.label:
@@ -138,7 +138,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class ResolvedSource:
-    """A source's files in reading order, and what lay beside them and was left out."""
+    """A source's files in reading order, and the files next to them that were ignored."""
 
     spec: SourceSpec
     files: tuple[SourceFile, ...]
@@ -148,7 +148,7 @@ class ResolvedSource:
 
 
 def keep_texts(name: str, texts: Iterable[str], folder: Path) -> SourceSpec:
-    """Documents that are made by a program, written to `folder` so that they are read like all others.
+    """Writes generated documents to `folder`, so that they are read like any other source.
 
     Example:
         >>> keep_texts("math", ["1 + 1 = 2"], Path("run/data")).files        # doctest: +SKIP
@@ -169,8 +169,8 @@ def keep_rows(name: str, rows: Iterable[Mapping[str, Any]], folder: Path) -> Sou
 def resolve(spec: SourceSpec) -> ResolvedSource:
     """The files of a source, sorted by name, so that every machine reads them in the same order.
 
-    Hidden files and unknown extensions of a folder are left out (`ignored`), as is a README beside tables;
-    a file that is named itself is read as text whatever its extension.
+    Hidden files and unknown extensions of a folder are left out (`ignored`), as is a README next to tables;
+    a file that is named explicitly is read as text whatever its extension.
 
     Example:
         >>> resolve(SourceSpec("books/")).files[0].name        # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""Names, limits and costs of data as plain numbers; imports nothing, so that a planner can add them up."""
+"""Names, limits and memory costs of data as plain numbers, for the planner; imports nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Literal
 
 DocumentMode = Literal["file", "blank-lines", "lines"]
 DOCUMENT_MODES: tuple[str, ...] = ("file", "blank-lines", "lines")
-"""How a text file becomes documents: whole, cut at blank lines, or one a line."""
+"""How a text file becomes documents: the whole file, split at blank lines, or one per line."""
 
 FormatName = Literal["auto", "text", "messages", "sharegpt", "prompt-completion", "alpaca"]
 FORMATS: tuple[str, ...] = ("auto", "text", "messages", "sharegpt", "prompt-completion", "alpaca")
-"""What a row of a table is: a text, or an example of what to answer."""
+"""What a row of a table is: a text, or a training example with an answer."""
 
 TrainOn = Literal["completions", "last", "all"]
 TRAIN_ON: tuple[str, ...] = ("completions", "last", "all")
@@ -18,7 +18,7 @@ TRAIN_ON: tuple[str, ...] = ("completions", "last", "all")
 
 BadRows = Literal["stop", "skip"]
 BAD_ROWS: tuple[str, ...] = ("stop", "skip")
-"""What becomes of a row that is no example, or that the chat template refuses."""
+"""What happens to a row that is not an example, or that the chat template refuses."""
 
 TEXT_COLUMNS = (
     "text",
@@ -34,27 +34,27 @@ TEXT_COLUMNS = (
 """Columns taken for the text when a recipe names none, most usual first."""
 
 SEGMENT_CHARS = 1 << 17
-"""Longest stretch of a document given to the tokenizer at once: it keeps about 120 bytes a token while it
-works.
+"""The longest segment of a document passed to the tokenizer at once: tokenizing takes about 120 bytes per
+token.
 """
 
 BATCH_CHARS = 1 << 18
-"""Characters that travel to a tokenizing process together."""
+"""Characters per batch that is sent to a tokenizing process."""
 
 BATCH_EXAMPLES = 256
-"""Conversations that travel to a template's process together."""
+"""Conversations per batch that is sent to a template's process."""
 
 MIN_SEQ_LENGTH = 4
-"""A window holds at least this many tokens: shorter ones have hardly a target."""
+"""The smallest sequence length: shorter sequences have hardly any targets."""
 
 CHUNK_PIECES = 1 << 15
 UNKNOWN_SIZE = 1
-"""Stands for the bytes of rows that are streamed from Python: how many there will be is not known."""
+"""A placeholder for the bytes of rows that are streamed from Python, which are unknown."""
 IGNORE_INDEX = -100
 
 
 def chunk_tokens(max_seq_length: int) -> int:
-    """Tokens after which a chunk of documents is packed: windows enough that the last ones do not matter.
+    """Tokens per chunk of documents that is packed: enough that its last, less full sequences do not matter.
 
     Example:
         >>> chunk_tokens(1024), chunk_tokens(65536)
@@ -74,8 +74,8 @@ def token_bytes(vocab_size: int) -> int:
 
 
 def cache_bytes(num_tokens: int, num_documents: int, vocab_size: int, *, masked: bool = False) -> int:
-    """Disk that the token cache of a corpus takes: 32 bytes a document beside the tokens, and a byte a token for
-    conversations, of which not all is trained on.
+    """Disk space of a corpus in the token cache: the tokens, 32 bytes per document, and one byte per token for
+    the loss mask of conversations.
     """
     return num_tokens * (token_bytes(vocab_size) + masked) + 32 * num_documents
 
@@ -91,5 +91,5 @@ def batch_bytes(batch_size: int, max_seq_length: int) -> int:
 
 
 def estimate_tokens(text_bytes: int) -> int:
-    """A guess before tokenizing: four bytes of English text a token."""
+    """An estimate before tokenizing: four bytes of English text per token."""
     return text_bytes // 4

@@ -14,12 +14,12 @@ from trimtab.data.fingerprints import (
     content_fingerprint,
     stamp_files,
 )
-from trimtab.data.interface import Corpus, ProgressCallback, Summary, Windows, silent
+from trimtab.data.interface import Corpus, ProgressCallback, Sequences, Summary, silent
 from trimtab.data.packing import Piece
 from trimtab.data.rendering import Rendering
 from trimtab.data.selection import is_heldout, threshold
 from trimtab.data.sources import SourceSpec, resolve
-from trimtab.data.stream_windows import Cursor, Reading, WindowStream, nothing_streamed
+from trimtab.data.stream_sequences import Cursor, Reading, SequenceStream, nothing_streamed
 from trimtab.data.tokenizer_pool import default_num_proc
 from trimtab.data.tokenizing import TokenizerLike, TokenizerSpec
 from trimtab.facts.errors import DataError
@@ -39,7 +39,7 @@ class StreamCorpus(Corpus):
 
     @property
     def total_bytes(self) -> int:
-        """Of all files together, as they lie on disk."""
+        """The size of all files on disk."""
         return sum(stamp.size for stamp in self.stamps)
 
     def split(self, *, share: float | None = None, count: int | None = None) -> tuple[Self, Self]:
@@ -60,24 +60,24 @@ class StreamCorpus(Corpus):
         )
 
     def without(self, other: CachedCorpus) -> Self:
-        """This source less every document that `other` (a cached evaluation set) has too."""
+        """This source without the documents that are also in `other` (a cached evaluation set)."""
         return dataclasses.replace(
             self,
             excluded=self.excluded | frozenset(other.records_N["hash"].tolist()),
             fingerprint=f"{self.fingerprint} without {other.fingerprint}",
         )
 
-    def eval_windows(self, max_seq_length: int, *, packing: bool, max_windows: int | None) -> Windows:
-        """The first windows, shuffled within their chunk, held in memory."""
-        windows: list[list[Piece]] = []
-        with closing(WindowStream(self, max_seq_length, packing, 0, 0)) as stream:
-            while max_windows is None or len(windows) < max_windows:
-                window = stream.take()
-                if window is None:
+    def eval_sequences(self, max_seq_length: int, *, packing: bool, max_sequences: int | None) -> Sequences:
+        """The first sequences, shuffled within their chunk, kept in memory."""
+        sequences: list[list[Piece]] = []
+        with closing(SequenceStream(self, max_seq_length, packing, 0, 0)) as stream:
+            while max_sequences is None or len(sequences) < max_sequences:
+                sequence = stream.take()
+                if sequence is None:
                     break
-                # Copies: a window is a view of its chunk, which would otherwise stay in memory.
-                windows.append([piece.copy() for piece in window])
-        return Windows(len(windows), windows.__getitem__)
+                # Copies: a sequence is a view of its chunk, which would otherwise stay in memory.
+                sequences.append([piece.copy() for piece in sequence])
+        return Sequences(len(sequences), sequences.__getitem__)
 
     def piece(self, number: int, max_seq_length: int) -> tuple[Piece, bool]:
         """One of the pieces that are trained on, from 0, and whether its document continues after it."""

@@ -1,8 +1,8 @@
 """The loader over streamed sources: the same interface and the same exactness as `cached_loader.CachedLoader`.
 
-The number of windows is not known before everything has been read. Train sources are drawn in proportion to
+The number of sequences is not known before everything has been read. Train sources are drawn in proportion to
 their bytes until each has been passed once, which ends the epoch; replay sources start over when they end.
-Every rank reads the whole stream and keeps its own windows.
+Every rank reads the whole stream and keeps its own sequences.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from trimtab.data.packing import Piece
 from trimtab.data.resume_checks import LoaderSettings
 from trimtab.data.sampling import StepShape, check_share, deal
 from trimtab.data.stream_corpus import StreamCorpus
-from trimtab.data.stream_windows import StreamPosition, WindowStream
+from trimtab.data.stream_sequences import SequenceStream, StreamPosition
 from trimtab.facts.errors import DataError
 
 
 class StreamLoader(Loader):
     """Batches from sources that are read while training; made by `trimtab.data.make_loader`."""
 
-    num_windows = None
+    num_sequences = None
     num_tokens = None
     steps_per_epoch = None
     dropped_tokens = None
@@ -52,7 +52,7 @@ class StreamLoader(Loader):
         self._num_train, self._replay_share = len(train), replay_share
         self._sizes = [corpus.total_bytes * weight for corpus, weight in [*train, *replay]]
         self._streams = [
-            WindowStream(corpus, max_seq_length, packing, seed, index)
+            SequenceStream(corpus, max_seq_length, packing, seed, index)
             for index, (corpus, _) in enumerate([*train, *replay])
         ]
         self._counts = [0] * len(self._streams)
@@ -71,44 +71,44 @@ class StreamLoader(Loader):
 
     @property
     def fill(self) -> float:
-        """The share of places that held a token in the windows seen by this object; 0 before the first."""
+        """The share of non-padding positions in the sequences read so far; 0 before the first."""
         return self._tokens / self._places if self._places else 0.0
 
     @property
     def facts(self) -> LoaderFacts:
-        """Nothing of an epoch is known beforehand."""
+        """The size of an epoch, which is unknown for a stream."""
         return LoaderFacts(None, None, None)
 
     @property
     def epoch(self) -> float:
-        """Epochs behind us; within an epoch by the bytes read, about."""
+        """Epochs completed; within an epoch, estimated from the bytes read."""
         train, sizes = self._streams[: self._num_train], self._sizes[: self._num_train]
         done = sum(stream.share_done * size for stream, size in zip(train, sizes, strict=True))
         return self._epoch + min(done / sum(sizes), 0.999999)
 
     def notes(self) -> list[str]:
-        """Nothing yet: what was cut or left out is told when a pass over a source is over."""
+        """Nothing yet: what was cut or left out is reported at the end of a pass over a source."""
         return []
 
     def next_step(self) -> list[Batch]:
         """The microbatches of this rank for the next step; the last one of an epoch may be smaller."""
-        windows: list[list[Piece]] = []
-        while len(windows) < self.shape.num_windows and not self._exhausted():
-            windows.append(self._draw())
-        self._tokens += sum(len(piece.ids) for window in windows for piece in window)
-        self._places += len(windows) * self.max_seq_length
+        sequences: list[list[Piece]] = []
+        while len(sequences) < self.shape.num_sequences and not self._exhausted():
+            sequences.append(self._draw())
+        self._tokens += sum(len(piece.ids) for sequence in sequences for piece in sequence)
+        self._places += len(sequences) * self.max_seq_length
         if self._exhausted():
             self._epoch += 1
             for index, stream in enumerate(self._streams[: self._num_train]):
                 stream.start_pass(self._epoch)
                 self._counts[index] = 0
         return [
-            collate([windows[i] for i in micro] or [[]], self.max_seq_length, micro[0] if micro else 0)
-            for micro in deal(range(len(windows)), self.shape)
+            collate([sequences[i] for i in micro] or [[]], self.max_seq_length, micro[0] if micro else 0)
+            for micro in deal(range(len(sequences)), self.shape)
         ]
 
     def position(self) -> dict[str, Any]:
-        """Where the next step begins, as JSON: for each source (pass, chunk, file, row, window)."""
+        """Where the next step begins, as JSON: for each source (pass, chunk, file, row, sequence)."""
         return {
             "version": 1,
             "epoch": self._epoch,
@@ -127,7 +127,7 @@ class StreamLoader(Loader):
             stream.restore(StreamPosition.from_dict(state))
 
     def close(self) -> None:
-        """Ends the reading threads and their processes."""
+        """Stops the reading threads and their processes."""
         for stream in self._streams:
             stream.close()
 
@@ -140,11 +140,11 @@ class StreamLoader(Loader):
         group = range(self._num_train, len(self._streams)) if replay else range(self._num_train)
         open_ones = [i for i in group if replay or self._streams[i].peek() is not None]
         index = min(open_ones, key=lambda i: ((self._counts[i] + 1) / self._sizes[i], i))
-        window = self._streams[index].take()
-        if window is None:
+        sequence = self._streams[index].take()
+        if sequence is None:
             self._streams[index].start_pass(self._streams[index].turn + 1)
-            window = self._streams[index].take()
-        assert window is not None
+            sequence = self._streams[index].take()
+        assert sequence is not None
         self._draws += 1
         self._counts[index] += 1
-        return window
+        return sequence

@@ -102,7 +102,7 @@ class WorkerPool:
         self._finalizer = weakref.finalize(self, _close_all, self._workers)
 
     def submit(self, batch: list[Segment]) -> Future[Tokens]:
-        """Hands segments to the next idle process."""
+        """Sends segments to the next idle process."""
         return self._threads.submit(self._encode, batch)
 
     def _encode(self, batch: list[Segment]) -> Tokens:
@@ -113,7 +113,7 @@ class WorkerPool:
             self._idle.put(one)
 
     def close(self) -> None:
-        """Ends the processes; what was under way is dropped."""
+        """Ends the processes and drops batches in flight."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._finalizer()
         self._threads.shutdown(wait=True)

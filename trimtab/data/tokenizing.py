@@ -231,7 +231,7 @@ def _encoded(
 def encode_conversations(
     tokenizer: Tokenizer, conversations: Sequence[Sequence[Mapping[str, Any]]]
 ) -> list[tuple[list[int], list[bool]]]:
-    """(ids, which of them are of an answer) of each conversation, rendered with the tokenizer's chat template.
+    """(ids, mask of answer tokens) of each conversation, rendered with the tokenizer's chat template.
 
     Raises:
         ModelError: there is no chat template, or it fails.

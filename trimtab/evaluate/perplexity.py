@@ -41,7 +41,7 @@ class Windows(Protocol):
     documents_BT: torch.Tensor
     num_targets: int
     origins: list[list[str]]
-    """Of each window, the document (`file:row`) of each of its pieces."""
+    """For each sequence, the document (`file:row`) of each of its pieces."""
 
     def to(self, device: Any) -> Any:
         """The same windows on a device."""

@@ -1,6 +1,6 @@
-"""Models out of trimtab, each with a receipt of what was checked.
+"""Export of models from trimtab, each with a receipt of what was checked.
 
-Names resolve when they are used (PEP 562), so that importing the room imports no torch.
+Names are imported lazily (PEP 562), so that importing the package imports no torch.
 """
 
 from __future__ import annotations

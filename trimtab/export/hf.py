@@ -52,11 +52,11 @@ def export_hf(
     """Write a folder that transformers, vLLM and llama.cpp's converter load, and prove that it is the model.
 
     Before the folder appears under its name: an independent reader compares names, shapes and every weight's
-    bytes with the model in memory, and a fresh decoder loaded from the files must give bit-equal logits.
+    bytes with the model in memory, and a fresh decoder loaded from the files must give bit-identical logits.
 
     Args:
         decoder: the model.
-        tokenizer: saved beside it; None leaves the folder without one.
+        tokenizer: saved next to it; None leaves the folder without one.
         folder: must not exist, or be empty, unless `overwrite` (then it must hold a model).
         dtype: "fp32", "bf16" or "fp16" on disk.
         receipt: where the receipt is written; None writes none.

@@ -31,7 +31,7 @@ def export_merged(
 
     Args:
         decoder: in fp32, with the adapters active; plain afterwards.
-        tokenizer: saved beside it.
+        tokenizer: saved next to it.
         folder: must not exist, or be empty, unless `overwrite`.
         dtype: "fp32", "bf16" or "fp16" on disk.
         options: as in `export_hf`.
@@ -68,7 +68,7 @@ def export_merged(
         )
     check = Check(
         "merge",
-        f"{merged.layers} layers, {format_count(merged.changed)} of {format_count(merged.numbers)} numbers changed "
+        f"{merged.layers} layers, {format_count(merged.changed)} of {format_count(merged.elements)} numbers changed "
         f"in {dtype}; logits within {worst:.2g} of base and adapter",
     )
     return export_hf(decoder, tokenizer, folder, dtype=dtype, kind="merge", checked=[check], **options)

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab.adapt.lora import adapter_names, remembered, remove_adapter, use_adapters
+from trimtab.adapt.lora import adapter_names, remember_adapters, remove_adapter, use_adapters
 from trimtab.adapt.peft_config import CONFIG
 from trimtab.adapt.peft_files import load_adapter, save_adapter, stored_tensors
+from trimtab.adapt.saved_modules import rounded_modules
 from trimtab.adapt.spec import DEFAULT
-from trimtab.adapt.whole import rounded_modules
 from trimtab.export.hf import digest_of, first_and_last, probe_ids, probe_logits, versions
 from trimtab.export.reader import read_tensors
 from trimtab.export.receipt import Check, Receipt
@@ -29,7 +29,7 @@ from trimtab.text import Tokenizer
 
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CHECKED = "read_back"
-"""The name under which the written adapter is put beside the one it was written from."""
+"""The name under which the written adapter is loaded next to the original one."""
 
 
 def export_peft(
@@ -47,7 +47,7 @@ def export_peft(
     """Write a folder that peft loads, and prove that it is the adapter.
 
     Before the folder appears under its name: an independent reader compares every tensor's bytes with the model in
-    memory, and the written adapter, put beside the first on the same base, must give bit-equal logits.
+    memory, and the written adapter, loaded onto the same base, must give bit-identical logits.
 
     Args:
         decoder: with the adapter on it.
@@ -59,7 +59,7 @@ def export_peft(
         receipt: where the receipt is written; None writes none.
         source: what is known of the adapter's origin, for the receipt.
         overwrite: replace an adapter's folder.
-        tokenizer: saved beside the adapter, where it is another than the base's.
+        tokenizer: saved next to the adapter, if it differs from the base's.
 
     Raises:
         ModelError: the folder exists, what was written is not the adapter, or the model holds a rounded one.
@@ -116,7 +116,7 @@ def export_peft(
 @contextmanager
 def _using(decoder: Decoder, adapter: str) -> Iterator[None]:
     """One adapter alone in use; afterwards the model is as it was."""
-    put_back = remembered(decoder)
+    put_back = remember_adapters(decoder)
     use_adapters(decoder, adapter)
     try:
         yield

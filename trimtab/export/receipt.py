@@ -18,7 +18,7 @@ RECEIPT_VERSION = 1
 def receipt_path(folder: Path, receipts: Path | None, kind: str = "hf") -> Path:
     """Where the receipt of an export to `folder` goes, asked before the export.
 
-    Into `receipts`, under a name that belongs to this target alone; beside the target where there is no such folder
+    Into `receipts`, under a name unique to this target; next to the target if there is no such folder
     or nothing can be written there (the caller says so: it sees by the parent which of them it is).
     """
     if receipts is None or not _can_write(receipts):

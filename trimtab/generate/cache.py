@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, so that each new token costs one position and not all of them.
+"""The KV cache: keys and values of earlier tokens, so that a decoding step computes only the new token.
 
 Legend: B rows, T new tokens, S tokens so far, K key/value heads, D head size.
 """
@@ -13,15 +13,15 @@ from torch import nn
 
 
 class KVCache:
-    """Grows in blocks; every row holds the same number of tokens (shorter ones begin with padding).
+    """A KV cache that grows in blocks; every row has the same number of tokens (shorter rows are left-padded).
 
-    A layer whose attention has a window drops keys and values that no later token sees, so that its memory and the time
-    of a token stay the same however long the text is.
+    A layer with sliding-window attention drops keys and values that no later token attends to, so that its memory
+    and its time per token do not grow with the length of the text.
 
     Args:
-        num_layers: of the model.
-        windows: of each layer's attention, None for all tokens; no layer has one by default.
-        block: tokens by which it grows.
+        num_layers: the number of layers of the model.
+        windows: the sliding window of each layer, None for full attention; by default no layer has one.
+        block: the number of tokens by which it grows.
 
     Example:
         >>> cache = KVCache(num_layers=1, block=4)
@@ -40,27 +40,27 @@ class KVCache:
         self.windows = tuple(windows or [None] * num_layers)
         assert len(self.windows) == num_layers, f"{len(self.windows)} windows for {num_layers} layers"
         self._dropped = [0] * num_layers
-        """The first tokens that a layer holds no more."""
+        """The number of first tokens that a layer has dropped."""
         self._keys: list[torch.Tensor | None] = [None] * num_layers
         self._values: list[torch.Tensor | None] = [None] * num_layers
         self._lengths = [0] * num_layers
 
     @property
     def length(self) -> int:
-        """Tokens that every layer has read; during a forward pass still the number before it."""
+        """Tokens in the cache of every layer; during a forward pass, the number before that pass."""
         return min(self._lengths)
 
     @property
     def nbytes(self) -> int:
-        """Memory held, the room for tokens to come included."""
+        """Allocated memory, including the preallocated space for later tokens."""
         return sum(t.nbytes for t in (*self._keys, *self._values) if t is not None)
 
     def update(
         self, layer: int, k_BTKD: torch.Tensor, v_BTKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a layer's new keys and values; returns those that the new tokens see, k_BSKD and v_BSKD (views).
+        """Add a layer's new keys and values; returns those that the new tokens attend to, k_BSKD and v_BSKD (views).
 
-        S counts the new tokens and all earlier ones, or as many of these as the layer's window reaches back to.
+        S counts the new tokens and all earlier ones, or those within the layer's sliding window.
         """
         T, window = k_BTKD.shape[1], self.windows[layer]
         held = self._lengths[layer] - self._dropped[layer]
@@ -77,7 +77,7 @@ class KVCache:
         return keys[:, held - seen : end], values[:, held - seen : end]
 
     def _drop(self, layer: int, count: int) -> None:
-        """Frees the first `count` tokens that a layer holds."""
+        """Frees the first `count` cached tokens of a layer."""
         end = self._lengths[layer] - self._dropped[layer]
         for stored in (self._keys, self._values):
             tensor = stored[layer]
@@ -96,12 +96,12 @@ class KVCache:
         self._dropped = [max(dropped - start, 0) for dropped in self._dropped]
 
     def can_truncate(self, length: int) -> bool:
-        """Whether everything that the token after the first `length` ones sees is still held."""
+        """Whether the cache still has everything that the token after the first `length` ones attends to."""
         pairs = zip(self._dropped, self.windows, strict=True)
         return all(not dropped or dropped <= length - ((window or 1) - 1) for dropped, window in pairs)
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens; the next ones are written over what followed.
+        """Keep the first `length` tokens; the next ones overwrite the rest.
 
         Example:
             >>> cache = KVCache(num_layers=1)
@@ -119,7 +119,7 @@ class KVCache:
     ) -> torch.Tensor:
         if held is not None and held.shape[1] >= needed:
             return held
-        # Half as much again, so that a long text is copied a few times and not once a block.
+        # Grow by half, so that a long text is copied a few times and not once per block.
         capacity = -(-max(needed, length + length // 2) // self.block) * self.block
         grown = new.new_empty(new.shape[0], capacity, *new.shape[2:])
         if held is not None:
@@ -128,9 +128,10 @@ class KVCache:
 
 
 class WeightState:
-    """The weights of a model at one time, to notice that keys and values are of other ones.
+    """Identifies the current weights of a model, to detect that cached keys and values are stale.
 
-    Holds no weight in memory. A tensor that is replaced or written to is noticed; writing through `tensor.data` is not.
+    It keeps no weights in memory. Replacing a tensor or writing to it is detected; writing through `tensor.data`
+    is not.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -145,11 +146,11 @@ class WeightState:
     def __init__(self, model: nn.Module) -> None:
         tensors = [*model.parameters(), *model.buffers()]
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
-        # Tensors that were made in inference mode count no versions.
+        # Tensors created in inference mode have no version counter.
         self._versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
     def matches(self, other: WeightState) -> bool:
-        """Whether both are of the same tensors, unchanged."""
+        """Whether both identify the same, unchanged tensors."""
         pairs = zip(self._tensors, other._tensors, strict=False)
         return self._versions == other._versions and all(
             mine() is not None and mine() is theirs() for mine, theirs in pairs
@@ -157,10 +158,10 @@ class WeightState:
 
 
 class PromptCache:
-    """A cache that outlives a call of `generate`: the next prompt is read from where it differs from the last.
+    """A prefix cache that is kept between calls of `generate`: only the part of a prompt that differs is prefilled.
 
-    Where weights were changed since, all of the prompt is read. It cannot see which adapters are in use: with other
-    ones take a new cache.
+    If the weights have changed since, the whole prompt is prefilled. It cannot detect which adapters are active: use
+    a new cache for other adapters.
 
     Example:
         >>> cache = PromptCache()
@@ -172,7 +173,7 @@ class PromptCache:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
-        """The tokens read so far, those of a pass that was interrupted included."""
+        """The tokens in the cache, including those of an interrupted forward pass."""
         self._cache: KVCache | None = None
         self._weights: WeightState | None = None
 
@@ -184,10 +185,10 @@ class PromptCache:
         windows: Sequence[int | None] | None = None,
         weights: WeightState | None = None,
     ) -> KVCache:
-        """The cache with what it shares with the beginning of a prompt; the last token is always read anew.
+        """The cache, truncated to the prefix that it shares with a prompt; the last token is always recomputed.
 
-        With other `weights` than last time it is empty, and likewise where `windows` made it drop what the next token
-        of the prompt sees.
+        The cache is empty if `weights` differ from the last call, or if `windows` made it drop keys and values that
+        the next token of the prompt attends to.
         """
         if weights is not None and (self._weights is None or not self._weights.matches(weights)):
             self._cache, self._weights = None, weights

@@ -1,4 +1,4 @@
-"""One text being continued, and what came of it."""
+"""A completion, and the state of one while it is generated."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _CONTEXT = 8
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model wrote after a prompt."""
+    """What a model generated after a prompt."""
 
     text: str
     """Without the prompt, and without the stop string or end token that ended it."""
     ids: list[int]
-    """The tokens written, the end token left out. With a stop string they may reach beyond `text`."""
+    """The generated tokens, without the end token. With a stop string they may reach beyond `text`."""
     finish_reason: FinishReason
     """"eos": the model ended; "stop": a stop string came; "length": as long as was asked for."""
     tokens_per_second: float
-    """New tokens of the whole call (all its prompts) a second, reading the prompts included."""
+    """New tokens per second of the whole call (all its prompts), including the time for prefill."""
 
 
 class Writing:
-    """A row of the batch: its prompt, what was written, and whether it goes on."""
+    """A row of the batch: its prompt, the generated tokens, and whether it is finished."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Writing:
         self.finish_reason: FinishReason | None = None
         self._pieces: list[str] = []
         self._stop_ids = tokenizer.stop_ids
-        # The end of the prompt stays in view: some decoders drop the space before the first token they see.
+        # The end of the prompt is decoded too: some tokenizers drop the space before the first token.
         self._detokenizer = Detokenizer(tokenizer, context=prompt[-_CONTEXT:])
         self._stops = StopStrings(stop)
         self._stream = stream

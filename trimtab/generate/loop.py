@@ -1,10 +1,10 @@
 """The generation loop, for one prompt or a batch.
 
 Prompts of different lengths share a batch by left padding: all rows end at the same column, each row has its own
-positions, and no token sees padding. One pass (in chunks, where a batch is large) reads all prompts into the
-key/value cache, then each pass adds one token per row. Every row is what it would be alone, up to the rounding of
-products of other shapes. Prompts are sorted so that rows of a batch have similar lengths. Legend: B rows, T tokens
-of a pass, C hidden size, V vocabulary.
+positions, and no token attends to padding. One prefill pass (in chunks, if the batch is large) reads all prompts
+into the KV cache, then each decoding pass adds one token per row. A row's result does not depend on the other
+rows, up to the rounding of matrix products of other shapes. Prompts are sorted so that rows of a batch have
+similar lengths. Legend: B rows, T tokens of a pass, C hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEFAULT_OPTIONS = SamplingOptions()
 _SPREAD = 64
 """Prompts whose lengths differ by no more share a batch, however much of it is padding."""
 _PREFILL_TOKENS = 8192
-"""Tokens of a batch read in one pass, padding included: bounds its activations and its attention mask."""
+"""Tokens per prefill pass, padding included: it bounds the activations and the attention mask."""
 
 
 def generate(
@@ -51,10 +51,10 @@ def generate(
         tokenizer: its tokenizer; the model's stop ids end the text.
         prompt: a text (it gets the tokenizer's own beginning), or ids used as they are.
         options: length, sampling and stop strings; by default the likeliest token is always taken.
-        index: number of the prompt: with the seed, it decides what is drawn.
+        index: number of the prompt: with the seed, it determines what is sampled.
         stream: called with each piece of text as it is certain; the pieces add up to the result's text.
-        cache: keeps keys and values between calls, so that a prompt which begins like the last one (the next
-            message of a conversation) is read from where they differ.
+        cache: keeps keys and values between calls, so that a prompt that begins like the last one (the next
+            message of a conversation) is prefilled only from where they differ.
 
     Example:
         >>> generate(decoder, tokenizer, "2 + 2 =", SamplingOptions(max_new_tokens=4)).text  # doctest: +SKIP
@@ -73,9 +73,9 @@ def generate_many(
     first_index: int = 0,
     batch_size: int = 64,
 ) -> list[Completion]:
-    """Continue many prompts, in batches; `generate` for each, in their order, much faster.
+    """Continue many prompts in batches, much faster than `generate` for each; results are in the prompts' order.
 
-    What is drawn for a prompt depends on the seed and its number, which counts from `first_index`, and not on the
+    What is sampled for a prompt depends on the seed and its number, which counts from `first_index`, and not on the
     batch size or the other prompts.
 
     Example:
@@ -215,7 +215,7 @@ def _run_batch(
         if not live:
             return
         if 2 * len(live) <= len(rows):
-            # Finished rows ride along until half are done: dropping them copies the cache.
+            # Finished rows stay in the batch until half are done: dropping them copies the cache.
             rows, next_BT = [rows[i] for i in live], [next_BT[i] for i in live]
             unused = min(padding[i] for i in live)
             cache.select(live, start=unused)
@@ -225,7 +225,7 @@ def _run_batch(
 def _last_logits(
     decoder: Decoder, ids_BT: list[list[int]], padding: list[int], cache: KVCache, parameters: int
 ) -> torch.Tensor:
-    """Reads tokens into the cache, in chunks where they are many; logits_BV after the last one."""
+    """Prefills tokens into the cache, in chunks if there are many; returns logits_BV after the last one."""
     device = decoder.head_weight.device
     B, T = len(ids_BT), len(ids_BT[0])
     chunk = T if B == 1 else max(1, _PREFILL_TOKENS // B)

@@ -1,4 +1,4 @@
-"""The options of generating text: one list of them, validated in one place. No torch."""
+"""The options for text generation, validated in one place. No torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SamplingOptions:
     max_new_tokens: int | None = None
     """At most so many; None for 128 (512 in a conversation), or fewer where the model has no more positions."""
     temperature: float | None = None
-    """0 takes the likeliest token, 1 draws from the model's own distribution; None: see `sampling_temperature`."""
+    """0 is greedy decoding, 1 samples from the model's own distribution; None: see `sampling_temperature`."""
     top_p: float = 1.0
     """Only the likeliest tokens that together reach this probability."""
     top_k: int = 0
@@ -45,7 +45,7 @@ class SamplingOptions:
     stop: str | Sequence[str] | None = ()
     """A text or several that end the generation; they are not part of the result. Becomes a tuple."""
     seed: int = 0
-    """The same seed draws the same text."""
+    """The same seed samples the same text."""
     spelled: InitVar[Callable[[str], str]] = str
 
     def __post_init__(self, spelled: Callable[[str], str]) -> None:
@@ -103,7 +103,7 @@ class SamplingOptions:
         return cls(**given)
 
     def _limits(self) -> list[str]:
-        """The given options that take tokens out of the distribution."""
+        """The given options that remove tokens from the distribution."""
         return [name for name, given in (("top_p", self.top_p != 1.0), ("top_k", self.top_k != 0)) if given]
 
 

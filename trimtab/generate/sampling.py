@@ -1,7 +1,7 @@
 """From logits to the next token. Legend: B rows, V vocabulary, N candidates of a row, best first.
 
 Randomness is one number u in [0, 1) per token, a pure function of (seed, prompt, step): the token is the one at u
-on the cumulative distribution. So a text does not depend on the prompts that ran beside it.
+of the cumulative distribution. So a text does not depend on the other prompts of its batch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from trimtab.facts.randomness import derive
 from trimtab.generate.options import SamplingOptions
 
 LEAST_TEMPERATURE = 1e-30
-"""Below it logits overflow when they are divided, and nothing but the likeliest token has a chance anyway."""
+"""Below it, logits overflow when divided by it; only the likeliest token would be sampled in any case."""
 
 
 def uniform(seed: int, prompt: int, step: int) -> float:
-    """The number in [0, 1) that decides one token."""
+    """The random number in [0, 1) that one token is sampled with."""
     return derive(seed, "sample", prompt, step) / 2**63
 
 
@@ -40,7 +40,7 @@ def pick_tokens(
         scaled_BV, ids_BN = scaled_BV.topk(top_k, dim=-1)
     elif top_p < 1:
         scaled_BV, ids_BN = scaled_BV.sort(dim=-1, descending=True, stable=True)
-    # fp64: a running sum over 150,000 probabilities loses the rare ones in fp32.
+    # fp64: a cumulative sum over 150,000 probabilities loses the rare ones in fp32.
     cumulative_BN = scaled_BV.double().softmax(dim=-1).cumsum(dim=-1)
     total_B1 = cumulative_BN[:, -1:]
     if top_p < 1:

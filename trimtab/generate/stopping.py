@@ -1,4 +1,4 @@
-"""Stop strings: found across the borders of tokens, never shown, not even their beginning."""
+"""Stop strings: matched across token boundaries and never streamed, not even in part."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Holds back text that may be the beginning of a stop string.
+    """Buffers text that may be the beginning of a stop string.
 
     Example:
         >>> stops = StopStrings(["\\n\\n"])
@@ -32,12 +32,12 @@ class StopStrings:
         return shown, False
 
     def finish(self) -> str:
-        """What was held back, when no text follows."""
+        """Returns the buffered text when no more text follows."""
         rest, self._held = self._held, ""
         return rest
 
     def _overlap(self, stop: str) -> int:
-        """How many characters at the end of the held text begin the stop string."""
+        """How many characters at the end of the buffered text begin the stop string."""
         for size in range(min(len(stop) - 1, len(self._held)), 0, -1):
             if self._held.endswith(stop[:size]):
                 return size

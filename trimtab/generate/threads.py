@@ -1,4 +1,4 @@
-"""CPU threads of a forward pass: one, where a pass is so small that waking the others costs more than they save."""
+"""CPU threads of a forward pass: one if the pass is so small that waking more threads costs more than it saves."""
 
 from __future__ import annotations
 

@@ -25,22 +25,23 @@ from trimtab.adapt import (
     add_adapters,
     compile_regions,
     init_adapters,
-    keep_unpacked,
     recompute,
+    set_dequantized_copies,
     trained_parameters,
 )
-from trimtab.adapt.held import Held
 from trimtab.adapt.lora import set_masks
 from trimtab.adapt.peft_config import read_adapter_folder
-from trimtab.adapt.peft_files import fill_adapter
+from trimtab.adapt.peft_files import copy_adapter_tensors
+from trimtab.adapt.step_resources import StepResources
 from trimtab.adapt.targets import EMBEDDING, HEAD
-from trimtab.adapt.tokens import fill_grown
+from trimtab.adapt.tokens import load_with_new_tokens
 from trimtab.checkpoint import Found, Store
 from trimtab.checkpoint.layout import step_name
 from trimtab.data import Batch
 from trimtab.evaluate import probe_items
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import RecipeError, TrimtabError
+from trimtab.facts.phases import During, no_phase
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import Decoder, build, check_weights, init_weights, load_weights, read_shape
 from trimtab.model.building import torch_dtype
@@ -55,7 +56,7 @@ from trimtab.run.evaluation import ANSWERS_SEED, Evaluation
 from trimtab.run.folder import RunFolder
 from trimtab.run.lengths import extend, learning_rate
 from trimtab.run.microbatch import MicrobatchLoss
-from trimtab.run.quantizing import lay_out
+from trimtab.run.quantizing import quantize_linear_layers
 from trimtab.run.record import SAVED
 from trimtab.run.resume import cut_log
 from trimtab.run.torch_setup import set_up_torch
@@ -124,7 +125,7 @@ def build_model(
         loss_impl=resolved.loss.impl,
         loss_memory=resolved.loss.memory_bytes if memory is None else memory.loss_memory,
     )
-    lay_out(decoder, resolved.quantization, weights, resolved.device)
+    quantize_linear_layers(decoder, resolved.quantization, weights, resolved.device)
     if resolved.lora is not None:
         add_adapters(decoder, resolved.lora)
     if memory is not None:
@@ -151,7 +152,7 @@ def build_training_model(
     if read_weights and random:
         init_weights(decoder, recipe.seed)
     elif read_weights:
-        fill_grown(decoder, stored, lambda: load_weights(decoder, weights))
+        load_with_new_tokens(decoder, stored, lambda: load_weights(decoder, weights))
     if resolved.lora is not None and fresh:
         _init_adapters(recipe, decoder, weights)
     set_gradient_dtype(decoder, resolved)
@@ -167,13 +168,13 @@ def _init_adapters(recipe: Recipe, decoder: Decoder, weights: Path) -> None:
     found = read_adapter_folder(recipe.lora.adapter)
     if recipe.model.init != "random":
         check_adapter_base(found.base, weights, found.folder)
-    fill_adapter(decoder, found, switchable=False)
+    copy_adapter_tensors(decoder, found, switchable=False)
 
 
 def keep_dequantized(decoder: Decoder, resolved: Resolved) -> None:
     """Dequantized copies of the layers that the memory plan names; once all is loaded, whose peak they would raise."""
     layers = resolved.memory_plan.unpacked_layers
-    keep_unpacked(decoder, layers, dtype=torch_dtype(resolved.precision.dtype))
+    set_dequantized_copies(decoder, layers, dtype=torch_dtype(resolved.precision.dtype))
 
 
 def set_gradient_dtype(model: torch.nn.Module, resolved: Resolved) -> None:
@@ -206,6 +207,7 @@ def build_microstep(
     *,
     packing: bool,
     on_event: Callable[[str], None] = print,
+    during: During = no_phase,
 ) -> MicroStep:
     """Forward and backward of a microbatch, captured as CUDA graphs where that was resolved.
 
@@ -216,6 +218,7 @@ def build_microstep(
         mesh: the processes of the run; several capture no graphs.
         packing: whether sequences hold several documents.
         on_event: called with one-line messages.
+        during: entered with the phase at work (`TrainingSetup.during`).
     """
     loss = MicrobatchLoss(
         decoder,
@@ -229,8 +232,10 @@ def build_microstep(
     if resolved.graphs.enabled and mesh.size > 1:
         on_event("steps are not captured as CUDA graphs: there are several processes")
     elif resolved.graphs.enabled:
-        graphs = Graphs(loss, parameters, loss.device, held=Held(decoder), on_event=on_event)
-    return MicroStep(loss, graphs)
+        graphs = Graphs(
+            loss, parameters, loss.device, held=StepResources(decoder), on_event=on_event, during=during
+        )
+    return MicroStep(loss, graphs, during=during)
 
 
 def build_optimizer(recipe: Recipe, resolved: Resolved, parameters: dict[str, torch.nn.Parameter]) -> Any:
@@ -289,6 +294,7 @@ def build_run(
     callbacks: Sequence[Any] = (),
     lengths: Sequence[Length] = (),
     dropout_by_sequence: bool = True,
+    during: During = no_phase,
 ) -> Run:
     """A run that is ready to train.
 
@@ -309,6 +315,7 @@ def build_run(
         callbacks: the user's own (`trainer.callbacks`).
         lengths: how many steps the run was planned for so far; none for a new run.
         dropout_by_sequence: `Choices.dropout_by_sequence`.
+        during: entered with each phase of the run; explains errors that leave it.
     """
     device = torch.device(resolved.device)
     set_up_torch(resolved)
@@ -332,9 +339,10 @@ def build_run(
     total_steps = corpora.total_steps(mesh)
     now = extend(lengths, found.step if found else 0, total_steps)
     microstep = build_microstep(
-        decoder, parameters, resolved, mesh, packing=recipe.packing, on_event=on_event
+        decoder, parameters, resolved, mesh, packing=recipe.packing, on_event=on_event, during=during
     )
     evaluation = _evaluation(recipe, decoder, tokenizer, corpora, total_steps, autocast_of(resolved))
+    evaluation.during = during
     setup = TrainingSetup(
         model=decoder,
         parameters=parameters,
@@ -365,6 +373,7 @@ def build_run(
         compiled=Regions(decoder) if decoder.regions is not None else None,
         before_microbatch=_masks(recipe, decoder, device, mesh, by_sequence=dropout_by_sequence),
         callbacks=_callbacks(callbacks, folder, total_steps),
+        during=during,
     )
     run = Run(setup, TrainState(), None, folder, now)
     if resume:

@@ -55,7 +55,7 @@ class Corpora:
     evaluation: dict[str, list[CachedCorpus]]
     commits: dict[str, str | None]
     own_text_first: bool = True
-    """Whether the first step has a window of a train source; runs of earlier versions may begin with replay alone."""
+    """Whether the first step has a sequence of a train source; runs of earlier versions may begin with replay alone."""
 
     def loader(self, mesh: Mesh) -> Loader:
         """The training loader for one process of a mesh."""
@@ -79,7 +79,7 @@ class Corpora:
     def facts(self) -> DataFacts:
         """What the planner wants to know."""
         facts = self._alone.facts
-        return DataFacts(facts.num_windows, facts.num_tokens, facts.fill)
+        return DataFacts(facts.num_sequences, facts.num_tokens, facts.fill, facts.attended_share)
 
     @cached_property
     def _alone(self) -> Loader:
@@ -93,7 +93,7 @@ class Corpora:
         return steps
 
     def notes(self) -> list[str]:
-        """What was cut or left out because of the windows' length."""
+        """What was cut or left out because of the sequences' length."""
         return self._alone.notes()
 
     def example(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
@@ -114,7 +114,7 @@ class Corpora:
                     corpus,
                     batch_size=recipe.per_device_train_batch_size,
                     max_seq_length=recipe.max_seq_length,
-                    max_windows=max(1, recipe.data.eval_windows // len(corpora)),
+                    max_sequences=max(1, recipe.data.eval_sequences // len(corpora)),
                 )
             ]
             for name, corpora in self.evaluation.items()
@@ -182,7 +182,7 @@ def open_for_eval(
     tokenizer: Tokenizer,
     watcher: Watcher,
     max_seq_length: int,
-    max_windows: int,
+    max_sequences: int,
     batch_size: int,
     cache_dir: Path | None = None,
 ) -> list[Batch]:
@@ -191,7 +191,7 @@ def open_for_eval(
     corpus = _Opening(None, tokenizer, watcher, cache_dir=cache_dir).cached(Source(source=name))
     return list(
         data.eval_batches(
-            corpus, batch_size=batch_size, max_seq_length=max_seq_length, max_windows=max_windows
+            corpus, batch_size=batch_size, max_seq_length=max_seq_length, max_sequences=max_sequences
         )
     )
 

@@ -9,8 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+from trimtab.facts.calibration_file import calibration_folder, read_calibration
+from trimtab.facts.data_sheets import known_sheet
 from trimtab.facts.devices import BF16_CAPABILITY, DeviceFacts, host_cores, host_memory, parse_device
 from trimtab.facts.errors import MissingDependency, RecipeError, ResourceError
+from trimtab.run.gpu_processes import describe_sharing, mps_limit, other_processes
 
 INSTALL_TORCH = "pip install 'trimtab[train]'"
 
@@ -44,13 +47,24 @@ def detect(requested: str = "auto") -> DeviceFacts:
     """
     kind, index = check_device(requested)
     if not has_torch() or kind == "cpu":
-        return _cpu()
+        return _calibrated(_cpu())
     import torch
 
     if not torch.cuda.is_available():
-        return _cpu()
+        return _calibrated(_cpu())
     with current_gpu(requested):
-        return dataclasses.replace(_cuda(), index=index)
+        return dataclasses.replace(_calibrated(_cuda()), index=index)
+
+
+def _calibrated(device: DeviceFacts) -> DeviceFacts:
+    """The device with what `trimtab plan --calibrate` measured of it on this machine, if it did.
+
+    A CPU's calibration belongs to a number of threads, which only torch knows; it is asked where there are files.
+    """
+    if not calibration_folder().is_dir():
+        return device
+    found = read_calibration(device.name, threads() if device.kind == "cpu" else None)
+    return device if found is None else dataclasses.replace(device, calibration=found)
 
 
 def check_device(requested: str) -> tuple[str, int | None]:
@@ -124,11 +138,17 @@ def _cuda() -> DeviceFacts:
         gc.collect()
         torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
+    name, index = torch.cuda.get_device_name(), torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(index)
+    unified = has_unified_memory(name, integrated=bool(properties.is_integrated))
+    if unified:
+        free, total = _unified_memory(total)
+    limit = mps_limit(index)
     allowed = int(memory_share() * total) - torch.cuda.memory_reserved()
-    free = max(min(free, allowed), 0)
+    free = max(min(free, allowed, total if limit is None else limit), 0)
     capability = torch.cuda.get_device_capability()
     return DeviceFacts(
-        name=torch.cuda.get_device_name(),
+        name=name,
         kind="cuda",
         memory_bytes=total,
         free_bytes=free,
@@ -136,8 +156,36 @@ def _cuda() -> DeviceFacts:
         bf16=capability >= BF16_CAPABILITY,
         triton=find_spec("triton") is not None,
         cores=host_cores(),
-        host_free_bytes=host_memory()[1],
+        host_free_bytes=None if unified else host_memory()[1],
+        unified=unified,
+        shared=describe_sharing(name, other_processes(index, uuid=f"GPU-{properties.uuid}"), limit),
     )
+
+
+def has_unified_memory(name: str, *, integrated: bool) -> bool:
+    """Whether a CUDA device shares its memory with the CPU: a Jetson, a DGX Spark.
+
+    Args:
+        name: as the driver reports it.
+        integrated: what the driver says of it (`cudaDeviceProp.integrated`).
+
+    Example:
+        >>> has_unified_memory("NVIDIA GB10", integrated=False), has_unified_memory("NVIDIA H200", integrated=False)
+        (True, False)
+    """
+    sheet = known_sheet(name)
+    return integrated or (sheet is not None and sheet.unified)
+
+
+def _unified_memory(total: int) -> tuple[int, int]:
+    """(free, total) bytes of a GPU that shares the host's memory.
+
+    `cudaMemGetInfo` counts memory there that the kernel would give back on demand (page cache, buffers) as used: CUDA's
+    documentation of `cuMemGetInfo` refers to the Tegra application note for integrated GPUs, and llama.cpp reads
+    MemAvailable on a DGX Spark (https://github.com/ggml-org/llama.cpp/pull/17368). Swap is not counted.
+    """
+    everything, available = host_memory()
+    return min(available, total), min(total, everything)
 
 
 def _cpu_has_bf16() -> bool:

@@ -14,20 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from trimtab.adapt import LoraSettings, trained_parameters
 from trimtab.adapt.spec import resolve
 from trimtab.adapt.targets import short_names
-from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import init_weights
 from trimtab.parallel import Mesh
 from trimtab.plan.resolved import Resolved
 from trimtab.run.build import autocast_of, build_model, set_gradient_dtype
+from trimtab.run.dtype_trace import NAMES, DtypeTrace
 
-NAMES = {getattr(torch, long): short for short, long in TORCH_NAMES.items()}
 VOCABULARY = 64
 
 
@@ -50,26 +47,6 @@ class Dtypes:
     operations: dict[str, list[str]]
     """`mm` → [`bf16 → bf16`]; formats of the inputs, then of the output."""
     loss: str
-
-
-class _Operations(TorchDispatchMode):
-    """Notes the floating-point formats that go into and come out of each operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, set[str]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        before, after = _formats((args, kwargs)), _formats(out)
-        if before and after:
-            self.seen.setdefault(func.overloadpacket.__name__, set()).add(f"{before} → {after}")
-        return out
-
-
-def _formats(values: Any) -> str:
-    found = [NAMES[t.dtype] for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.dtype in NAMES]
-    return ", ".join(dict.fromkeys(found))
 
 
 def list_dtypes(shape: ModelShape, resolved: Resolved) -> Dtypes:
@@ -108,7 +85,7 @@ def list_dtypes(shape: ModelShape, resolved: Resolved) -> Dtypes:
         m.register_forward_hook(hook(n)) for n, m in decoder.named_modules() if n and not list(m.children())
     ]
     ids_BT = torch.arange(16, device=device)[None] % small.vocab_size
-    with _Operations() as operations:
+    with DtypeTrace() as trace:
         with autocast_of(resolved)():
             loss = decoder.loss(ids_BT, ids_BT)
         loss.backward()
@@ -124,8 +101,11 @@ def list_dtypes(shape: ModelShape, resolved: Resolved) -> Dtypes:
         for name, p in trained_parameters(decoder).items()
         if ".lora_" in name
     ]
+    operations: dict[str, set[str]] = {}
+    for one in trace.counts:
+        operations.setdefault(one.name, set()).add(f"{one.inputs} → {one.output}")
     return Dtypes(
-        rows, {name: sorted(pairs) for name, pairs in sorted(operations.seen.items())}, NAMES[loss.dtype]
+        rows, {name: sorted(pairs) for name, pairs in sorted(operations.items())}, NAMES[loss.dtype]
     )
 
 

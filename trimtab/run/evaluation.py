@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,15 @@ from trimtab import evaluate
 from trimtab.data import Batch
 from trimtab.evaluate import ProbeItem, probe_items
 from trimtab.facts.errors import RecipeError
+from trimtab.facts.phases import During, RunPhase, no_phase
 from trimtab.generate import SamplingOptions, generate_many
 from trimtab.model import Decoder
+from trimtab.plan.phases import PROBE_TOKENS, PROMPT_TOKENS, ROWS
 from trimtab.run.corpora import Watcher, open_for_eval
+from trimtab.run.folder import RunFolder
+from trimtab.run.inference_memory import predict_generation, predict_losses
+from trimtab.run.memory_report import PredictedMemory
+from trimtab.run.out_of_memory import explaining_memory
 from trimtab.run.torch_setup import on_device_of
 from trimtab.starter import Problem, check, math_problems
 from trimtab.text import Tokenizer
@@ -32,7 +39,7 @@ if TYPE_CHECKING:
 ANSWERS_SEED = 30_000
 """The held-out problems are the same for every run, so that runs can be compared."""
 EVAL_TOKENS = 512
-"""A window of `trimtab eval` where nothing else is asked for and the model has room for it."""
+"""A sequence of `trimtab eval` where nothing else is asked for and the model has room for it."""
 ANSWER_TOKENS = 64
 SAMPLE_TOKENS = 48
 
@@ -49,6 +56,8 @@ class Evaluation:
     problems: Sequence[Problem] = ()
     prompts: Sequence[str] = ()
     autocast: Callable[[], Any] = torch.no_grad
+    during: During = no_phase
+    """Entered while text is generated."""
 
     def __call__(self, step: int) -> list[dict[str, Any]]:
         """Records for the metrics log; the decoder is left in the mode it was in."""
@@ -74,7 +83,8 @@ class Evaluation:
             self.decoder.train(training)
 
     def _generated(self, step: int) -> list[dict[str, Any]]:
-        return [*self._answers(step), *self._samples(step)]
+        with self.during(RunPhase.GENERATION):
+            return [*self._answers(step), *self._samples(step)]
 
     def _losses(self, step: int) -> list[dict[str, Any]]:
         records = []
@@ -100,7 +110,8 @@ class Evaluation:
     def _probe(self, step: int) -> list[dict[str, Any]]:
         if not self.probe_items:
             return []
-        choices = evaluate.probe_choices(self.decoder, self.tokenizer, self.probe_items)
+        with self.during(RunPhase.PROBE):
+            choices = evaluate.probe_choices(self.decoder, self.tokenizer, self.probe_items)
         texts = (text for item in self.probe_items for text in (item.kind, item.context, *item.alternatives))
         return [
             {
@@ -180,7 +191,7 @@ def evaluate_model(
     probe: bool,
     answers: int,
     max_seq_length: int | None,
-    max_windows: int,
+    max_sequences: int,
     batch_size: int,
     cache_dir: Path | None = None,
 ) -> list[dict[str, Any]]:
@@ -192,8 +203,9 @@ def evaluate_model(
             f"max_seq_length {length} is beyond the model's {positions} positions",
             f"give at most {positions}",
         )
+    run = RunFolder(Path(opened.name))
     sets = {
-        text: open_for_eval(text, opened.tokenizer, watcher, length, max_windows, batch_size, cache_dir)
+        text: open_for_eval(text, opened.tokenizer, watcher, length, max_sequences, batch_size, cache_dir)
         for text in texts
     }
     evaluation = Evaluation(
@@ -204,5 +216,17 @@ def evaluate_model(
         probe_items=probe_items() if probe else (),
         problems=math_problems(ANSWERS_SEED, answers) if answers else (),
     )
-    with on_device_of(opened.decoder):
+    predictions: dict[RunPhase, Callable[[], PredictedMemory]] = {
+        RunPhase.EVALUATION: partial(predict_losses, opened.decoder, batch_size, length, packed=True),
+        RunPhase.GENERATION: partial(
+            predict_generation, opened.decoder, min(answers, ROWS), PROMPT_TOKENS, ANSWER_TOKENS
+        ),
+        RunPhase.PROBE: partial(
+            predict_losses, opened.decoder, ROWS, min(PROBE_TOKENS, positions), packed=True
+        ),
+    }
+    evaluation.during = lambda phase: explaining_memory(
+        phase, opened.decoder, run=run, predict=predictions.get(phase)
+    )
+    with evaluation.during(RunPhase.EVALUATION), on_device_of(opened.decoder):
         return evaluation(opened.step or 0)

@@ -32,8 +32,12 @@ OURS = (
     "checkpoints",
     "tensorboard",
     "wandb",
+    "oom.json",
+    "oom.txt",
 )
 """All that a run folder has before its first step."""
+EXPLAINED = ("oom.json", "oom.txt")
+"""Why a run ran out of memory: it stays, and so does what the run can be started from."""
 KEPT = (RunLock.NAME, "recipe.yaml")
 """What stays to the last when a folder is emptied."""
 LATER = ("receipts", "report.html", ".demo")
@@ -92,8 +96,23 @@ class RunFolder:
 
     @property
     def receipts(self) -> Path:
-        """Proofs of exports."""
+        """Proofs of exports, and what the run took beside what was predicted."""
         return self.path / "receipts"
+
+    @property
+    def measured(self) -> Path:
+        """What every start of the run took, beside what was predicted."""
+        return self.receipts / "plan.json"
+
+    @property
+    def oom(self) -> Path:
+        """Why the run ran out of memory."""
+        return self.path / EXPLAINED[0]
+
+    @property
+    def oom_text(self) -> Path:
+        """The same to read."""
+        return self.path / EXPLAINED[1]
 
     @property
     def report(self) -> Path:
@@ -141,7 +160,8 @@ class RunFolder:
 
     @contextmanager
     def create(self, recipe: str) -> Iterator[None]:
-        """Creates and locks the folder of a new run; a start that fails before the first step removes it again.
+        """Creates and locks the folder of a new run; a start that fails before the first step removes it again, unless
+        it ran out of memory: then the recipe and the report of that stay, and `resume` starts it with other keys.
 
         `recipe` is the text of recipe.yaml. It is in the folder from the first instant on and goes last, so that a
         start that is killed at any instant leaves a folder that `resume` can begin again, or none at all. From the
@@ -156,7 +176,9 @@ class RunFolder:
                 self._clear()
                 yield
             finally:
-                if not self.began():
+                if not self.began() and self.oom.is_file():
+                    self._clear(keep=(*KEPT, *EXPLAINED, "start"))
+                elif not self.began():
                     self._clear()
                     self._vanish(own)
 
@@ -169,7 +191,7 @@ class RunFolder:
             yield
         finally:
             if not self.began():
-                self._clear(keep=(*KEPT, "start"))
+                self._clear(keep=(*KEPT, *EXPLAINED, "start"))
 
     def _take(self, recipe: str) -> tuple[RunLock, bool]:
         """(the folder's lock, held; whether a run made the folder, so that a failed start removes it)."""
@@ -267,6 +289,11 @@ class RunFolder:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+    def remove_explanations(self) -> None:
+        """Removes the report of an earlier start that ran out of memory."""
+        for name in EXPLAINED:
+            (self.path / name).unlink(missing_ok=True)
 
     def lock(self, elsewhere: str | None = None) -> RunLock:
         """One process at a time: `with folder.lock():`. `elsewhere` is the key that names another folder."""

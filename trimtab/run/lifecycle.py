@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from trimtab.checkpoint.layout import step_folders
 from trimtab.data.in_memory import Passed
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError, RecipeError
+from trimtab.facts.phases import RunPhase
 from trimtab.facts.run_layout import is_checkpoint
 from trimtab.model import read_shape
 from trimtab.parallel import Mesh
@@ -27,13 +27,17 @@ from trimtab.plan import Plan, check_disk, check_fits, total_steps
 from trimtab.recipe import Recipe, check_resume, dump, load, loads, to_dict
 from trimtab.run import base_weights, corpora, models
 from trimtab.run import build as building
+from trimtab.run.allocations import AllocationRecorder, recording
 from trimtab.run.choices import Choices, Length, read_choices, read_recipe, write_choices
 from trimtab.run.device import current_gpu, need_trackers
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
 from trimtab.run.lengths import check_length, describe_change
 from trimtab.run.locate import START, absolute, check_bytes, model_folder, own_start, shape_of, tokenizer_of
+from trimtab.run.memory_record import recording_memory
 from trimtab.run.models import OpenedModel
+from trimtab.run.out_of_memory import MemoryExplainer, explaining_memory
+from trimtab.run.plan_receipt import PlanReceipt
 from trimtab.run.prepare import Frozen, Prepared, prepare, unwritten_tokens
 from trimtab.run.resume import (
     asks_for_device,
@@ -42,13 +46,14 @@ from trimtab.run.resume import (
     first_losses,
     resolve_for_device,
     resume_device,
+    tell_threads,
     with_device,
 )
 from trimtab.run.starting import check_start, start_from
 from trimtab.run.torch_setup import torch_put_back
 from trimtab.text import Tokenizer
 
-MEMORY_KEYS = ("memory_limit", "recompute", "gradient_checkpointing", "unpacked_layers")
+MEMORY_KEYS = ("memory_limit", "recompute", "gradient_checkpointing", "dequantized_layers")
 """A resume that changes one of these chooses anew what layers keep."""
 
 
@@ -67,7 +72,7 @@ class View(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """What only a Python program can give a run."""
+    """What a call gives a run besides its recipe."""
 
     rows: Mapping[str, Passed] = field(default_factory=dict)
     """Rows in memory, by the names of their sources (`data.in_memory`)."""
@@ -75,6 +80,8 @@ class Given:
     """The user's own (`trainer.callbacks`)."""
     model: OpenedModel | None = None
     """A loaded model to begin from."""
+    explain_memory: bool = False
+    """Record where tensors are made, for the report of a run that runs out of memory; steps are slower."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,8 @@ def _train_loaded(
     place = recipe.model.model_copy(update={"name": str(folder.path.absolute() / START), "revision": None})
     unwritten = recipe.model_copy(update={"model": place})
     with folder.create(dump(unwritten)), current_gpu(recipe.device), torch_put_back():
-        recipe = absolute(start_from(recipe, opened, folder.path, view.message))
+        with explaining_memory(RunPhase.CHECKPOINT, opened.decoder):
+            recipe = absolute(start_from(recipe, opened, folder.path, view.message))
         prepared = _prepare_new(recipe)
         write_text(folder.recipe, dump(prepared.recipe))
         return _go(prepared, folder, view, kept=None, after_step=after_step, given=given)
@@ -179,7 +187,7 @@ def resume(
         around.enter_context(current_gpu(recipe.device))
         around.enter_context(torch_put_back())
         need_trackers(recipe.report_to)
-        _tell_threads(resolved.threads, recipe, view)
+        tell_threads(resolved.threads, recipe, view.message)
         if not resolved.deterministic and device.kind == "cuda" and not other:
             view.message(
                 "deterministic is off: on a GPU losses may differ in the last bits from an unstopped run"
@@ -194,21 +202,6 @@ def resume(
         if asked:
             kept = dataclasses.replace(kept, recipe=with_device(kept.recipe, recipe))
         return _go(prepared, folder, view, kept=kept, after_step=after_step, given=given or Given())
-
-
-def _tell_threads(began: int, recipe: Recipe, view: View) -> None:
-    """What a resumed run's number of CPU threads means for its bits and its speed."""
-    if recipe.num_threads not in (None, began):
-        view.message(
-            f"the run began with {began} CPU thread{'s' if began != 1 else ''} and continues with "
-            f"num_threads: {recipe.num_threads}: sums may be added up in another order, so losses may differ in the "
-            "last bits from an uninterrupted run"
-        )
-    elif began > (os.cpu_count() or 1):
-        view.message(
-            f"the run began with {began} threads and this machine has {os.cpu_count()} cores: "
-            "sums are added in the same order all the same, only slower"
-        )
 
 
 def _begin_again(
@@ -254,6 +247,30 @@ def _go(
     after_step: Callable[[int], None] | None,
     given: Given,
 ) -> Finished:
+    recorder = AllocationRecorder() if given.explain_memory else None
+    explainer = MemoryExplainer(prepared.plan, recorder)
+    with recording_memory(explainer, folder, prepared.plan):
+        run, plan = _build(prepared, folder, view, explainer, kept=kept, given=given)
+        folder.remove_explanations()
+        run.setup.after_step = after_step
+        run.setup.on_measured = PlanReceipt(folder, plan, view)
+        _prepare_view(view, run, folder)
+        compiled = run.setup.compiled is not None
+        with recording(recorder, run.setup.model, view.message, compiled=compiled):
+            outcome = run.train()
+    return Finished(folder.path, outcome.status, outcome.state.step, outcome.signal, outcome.reason)
+
+
+def _build(
+    prepared: Prepared,
+    folder: RunFolder,
+    view: View,
+    explainer: MemoryExplainer,
+    *,
+    kept: Choices | None,
+    given: Given,
+) -> tuple[building.Run, Plan]:
+    """A run that is ready to train, its folder complete, and its plan with what the data say."""
     recipe, resolved, shape = prepared.recipe, prepared.resolved, prepared.shape
     tokenizer_commit = None
     found = _checkpoint(folder, recipe, view) if kept is not None else None
@@ -263,9 +280,10 @@ def _go(
         if unwritten is not None:
             view.message(unwritten)
     tokenizer = models.load_tokenizer(folder.model, shape)
-    opened = corpora.open_corpora(
-        recipe, tokenizer, view, kept=kept.data if kept else None, passed=given.rows
-    )
+    with explainer.during(RunPhase.DATA):
+        opened = corpora.open_corpora(
+            recipe, tokenizer, view, kept=kept.data if kept else None, passed=given.rows
+        )
     plan = prepared.plan.with_data(opened.facts)
     free = shutil.disk_usage(folder.path).free + folder.checkpoint_bytes()
     check_disk(plan.disk, free, str(folder.path), resumed=kept is not None)
@@ -283,24 +301,27 @@ def _go(
         view.record(example)
         tokenizer = _stopping(example, tokenizer, folder, view)
     planned = _lengths(kept, opened)
-    run = building.build_run(
-        recipe,
-        resolved,
-        shape,
-        Mesh.world(),
-        weights=weights,
-        tokenizer=tokenizer,
-        corpora=opened,
-        folder=folder,
-        observers=[view, *building.trackers(recipe, folder, to_dict(recipe))],
-        on_event=view.message,
-        resume=kept is not None,
-        found=found,
-        base=base,
-        callbacks=given.callbacks,
-        lengths=planned,
-        dropout_by_sequence=kept is None or kept.dropout_by_sequence,
-    )
+    with explainer.during(RunPhase.LOAD):
+        run = building.build_run(
+            recipe,
+            resolved,
+            shape,
+            Mesh.world(),
+            weights=weights,
+            tokenizer=tokenizer,
+            corpora=opened,
+            folder=folder,
+            observers=[view, *building.trackers(recipe, folder, to_dict(recipe))],
+            on_event=view.message,
+            resume=kept is not None,
+            found=found,
+            base=base,
+            callbacks=given.callbacks,
+            lengths=planned,
+            during=explainer.during,
+            dropout_by_sequence=kept is None or kept.dropout_by_sequence,
+        )
+    explainer.watch(run.setup.model, run.setup.optimizer, lambda: run.state.step)
     if kept is None:
         choices = Choices(
             resolved,
@@ -317,10 +338,7 @@ def _go(
         _keep_changes(prepared, folder, run, plan, kept, planned, view)
     if example is not None and run.state.step == 0 and found is None:
         run.setup.log.append(example)
-    run.setup.after_step = after_step
-    _prepare_view(view, run, folder)
-    outcome = run.train()
-    return Finished(folder.path, outcome.status, outcome.state.step, outcome.signal, outcome.reason)
+    return run, plan
 
 
 def _checkpoint(folder: RunFolder, recipe: Recipe, view: View) -> Found | None:

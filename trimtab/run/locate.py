@@ -33,17 +33,20 @@ START = "start"
 """The folder inside a run folder with the weights that the run began from, where no other place has them."""
 
 
-def model_folder(name: str, *, revision: str | None = None, weights: bool = True) -> tuple[Path, str | None]:
+def model_folder(
+    name: str, *, revision: str | None = None, weights: bool = True, offline: bool = False
+) -> tuple[Path, str | None]:
     """(local folder or GGUF file, commit) of a model by any name; a run folder's is its latest checkpoint.
 
-    Without `weights` only config and tokenizer of a hub id are fetched: enough to plan.
+    Without `weights` only config and tokenizer of a hub id are fetched: enough to plan. `offline` uses only what was
+    downloaded before.
     """
     if name == STARTER:
         return base_folder(), None
     checkpoint = trained_checkpoint(name)
     if checkpoint is not None:
         return checkpoint, None
-    resolved = hub.resolve_model(name, revision=revision, weights=weights)
+    resolved = hub.resolve_model(name, revision=revision, weights=weights, offline=offline)
     return resolved.path, resolved.commit
 
 

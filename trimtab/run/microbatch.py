@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trimtab.data import Batch
-from trimtab.kernels.attention.layout import Bounds, Layout, Ready
+from trimtab.kernels.attention.layout import Bounds, Layout, PreparedLayout
 from trimtab.model import Decoder
 from trimtab.trainer.microstep import LossSum
 
@@ -63,7 +63,7 @@ class MicrobatchLoss:
         """The loss of such tensors on the device; nothing waits for it."""
         layout = Layout(inputs.get("documents"))  # from which masks are made on the device
         if "first" in inputs:
-            layout = Ready(Bounds(inputs["first"], inputs["last"]), inputs["first"])
+            layout = PreparedLayout(Bounds(inputs["first"], inputs["last"]), inputs["first"])
         return self._loss(inputs["ids"], inputs["labels"], inputs["positions"], layout)
 
     def _loss(

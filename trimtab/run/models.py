@@ -12,10 +12,10 @@ import torch
 from trimtab import text
 from trimtab.adapt import active_adapters, load_adapter, trained_parameters, use_adapters
 from trimtab.adapt.peft_config import read_adapter_folder
+from trimtab.adapt.saved_modules import store_modules
 from trimtab.adapt.spec import DEFAULT, LoraSettings, trained
 from trimtab.adapt.spec_quantized import Quantization
-from trimtab.adapt.tokens import fill_grown
-from trimtab.adapt.whole import keep_whole
+from trimtab.adapt.tokens import load_with_new_tokens
 from trimtab.checkpoint import Found, Store, read_manifest
 from trimtab.checkpoint.layout import step_folders
 from trimtab.facts.base_weights import BaseWeights
@@ -140,7 +140,7 @@ def open_model(
         check_weights(stored, folder)  # before anything is made in the sizes that the config claims
         decoder = new_decoder()
         read: list[Provenance] = []
-        fill_grown(decoder, stored, lambda: read.append(load_weights(decoder, folder)))
+        load_with_new_tokens(decoder, stored, lambda: read.append(load_weights(decoder, folder)))
         formats = tuple(GGUF_FLOATS.get(name, name) for name in read[0].formats)
         opened = OpenedModel(
             decoder, tokenizer, name, folder, None, formats, own_tokenizer=texts != folder, commit=commit
@@ -195,7 +195,7 @@ def _load_base(decoder: Decoder, base: BaseWeights, place: Path | None) -> None:
         return
     stored = read_shape(place)
     check_weights(stored, place)
-    fill_grown(decoder, stored, lambda: load_weights(decoder, place))
+    load_with_new_tokens(decoder, stored, lambda: load_weights(decoder, place))
 
 
 def put_adapter(
@@ -284,7 +284,7 @@ def _load_checkpoint(
             if name not in whole:
                 parameter.copy_(tensors[name])
     if whole:  # the base's own are kept, to be used without the adapter
-        keep_whole(decoder, DEFAULT, whole)
+        store_modules(decoder, DEFAULT, whole)
         use_adapters(decoder, DEFAULT)
     ours = {theirs: name for name, theirs in TORCH_NAMES.items()}
     return tuple(sorted({ours[stored[f"parameters.{name}"].dtype] for name in tensors}))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trimtab import text
 from trimtab.adapt.targets import EMBEDDING, HEAD
-from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.devices import DeviceFacts, host_cores
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model.source import read_shape, unknown_config_keys
@@ -52,30 +52,50 @@ class Prepared:
     plan: Plan
 
 
-def prepare(recipe: Recipe, frozen: Frozen | None = None) -> Prepared:
+def prepare(recipe: Recipe, frozen: Frozen | None = None, *, device: DeviceFacts | None = None) -> Prepared:
     """Finds the model, decides every `auto` and makes the plan.
 
     Of a hub id only config and tokenizer are fetched here, so that a run that does not fit costs no download. A run
     that is continued has both in its folder (`frozen`), with what was decided when it began.
+
+    Args:
+        recipe: what is asked.
+        frozen: what a run folder keeps of its beginning.
+        device: plan for this device instead of the one that the recipe asks for on this machine.
     """
     if frozen is None:
-        device = detect(recipe.device)
+        num_threads = threads() if device is None else host_cores()
+        device = device or detect(recipe.device)
         model, commit = model_folder(recipe.model.name, revision=recipe.model.revision, weights=False)
         check_same_tokens(recipe, model)
         shape = shape_of(recipe, model)
         check_replay(recipe, model)
-        if "max_seq_length" not in recipe.model_fields_set and recipe.max_seq_length > shape.max_positions:
-            recipe = recipe.model_copy(update={"max_seq_length": shape.max_positions})
-        resolved = resolve_recipe(recipe, shape, device, threads())
+        recipe = default_length(recipe, shape)
+        resolved = resolve_recipe(recipe, shape, device, num_threads)
     else:
         device, model, commit = frozen.device, frozen.model, frozen.commit
         shape = read_shape(model)
         resolved = _resolve_resumed(recipe, shape, frozen)
     plan = make_plan(recipe, shape, resolved, device=device)
-    _check_rates(plan)
+    check_rates(plan)
     if frozen is None:
         plan = dataclasses.replace(plan, notes=(*model_notes(model), *plan.notes))
     return Prepared(recipe, device, shape, model, commit, resolved, plan)
+
+
+def default_length(recipe: Recipe, shape: ModelShape) -> Recipe:
+    """The recipe, its sequence length lowered to the model's positions where the recipe leaves it at the default.
+
+    Example:
+        >>> from trimtab.recipe import loads
+        >>> from trimtab.facts.shapes import uniform_shape
+        >>> short = uniform_shape("llama", 64, 16, 32, 1, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=128)
+        >>> default_length(loads("model: a\\ndata: {train: x}"), short).max_seq_length
+        128
+    """
+    if "max_seq_length" in recipe.model_fields_set or recipe.max_seq_length <= shape.max_positions:
+        return recipe
+    return recipe.model_copy(update={"max_seq_length": shape.max_positions})
 
 
 def model_notes(model: Path) -> list[str]:
@@ -102,7 +122,7 @@ def _resolve_resumed(recipe: Recipe, shape: ModelShape, frozen: Frozen) -> Resol
     return resolve_graphs(recipe, shape, device, resolved)
 
 
-def _check_rates(plan: Plan) -> None:
+def check_rates(plan: Plan) -> None:
     """A learning rate of embeddings and head, where neither is trained, would be of nothing."""
     if plan.recipe.embedding_learning_rate is None:
         return
@@ -142,7 +162,12 @@ def check_replay(recipe: Recipe, model: Path) -> None:
         return
     if not unknown_tokens(text.load(base_folder()), tokenizer_of(recipe, model, None)[0]):
         return
-    raise RecipeError(
+    raise replay_refused(recipe)
+
+
+def replay_refused(recipe: Recipe) -> RecipeError:
+    """The answer to `starter:replay` beside another model than the starter."""
+    return RecipeError(
         f"data.replay mixes in {REPLAY}, which is text that the starter was pretrained on, and model.name is "
         f"{recipe.model.name}",
         "set data.replay=null to train without replay, or name general text of your own: "

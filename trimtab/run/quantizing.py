@@ -8,19 +8,19 @@ from pathlib import Path
 
 import torch
 
-from trimtab.adapt import keep_unpacked, quantize_layout, spec_quantized
+from trimtab.adapt import quantize_layout, set_dequantized_copies, spec_quantized
 from trimtab.adapt.quantized import quantized_layers
 from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.devices import HOST_RESERVE, host_memory
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.units import format_bytes
-from trimtab.kernels.triton_here import runs_triton
+from trimtab.kernels.triton_support import runs_triton
 from trimtab.model.building import torch_dtype
 from trimtab.model.decoder import Decoder
 from trimtab.model.weights import packed_names, stored_packing
 
 
-def lay_out(
+def quantize_linear_layers(
     decoder: Decoder, quantization: Quantization | None, weights: Path | None, device: torch.device | str
 ) -> None:
     """Replaces a decoder's linear layers, on meta, by the quantized ones that a run chose, if it did.
@@ -87,7 +87,7 @@ def requantized(quantization: Quantization | None, device: torch.device) -> Quan
     return dataclasses.replace(quantization, impl=impl)
 
 
-def unpack_for_cpu(decoder: Decoder, on_event: Callable[[str], None]) -> None:
+def dequantize_for_cpu(decoder: Decoder, on_event: Callable[[str], None]) -> None:
     """Dequantizes a model's packed weights once, if they lie on a CPU, where each token would do so again.
 
     Copies in the format of the products are kept beside the packed weights where the memory for them is free; either
@@ -95,7 +95,7 @@ def unpack_for_cpu(decoder: Decoder, on_event: Callable[[str], None]) -> None:
     """
     weight = decoder.model.embed_tokens.weight
     layers = [layer for _, layer in quantized_layers(decoder)]
-    if not layers or weight.device.type != "cpu" or layers[0].unpacked is not None:
+    if not layers or weight.device.type != "cpu" or layers[0].dequantized_copy is not None:
         return
     needed = weight.element_size() * sum(layer.in_features * layer.out_features for layer in layers)
     free = host_memory()[1]
@@ -107,4 +107,4 @@ def unpack_for_cpu(decoder: Decoder, on_event: Callable[[str], None]) -> None:
         )
         return
     on_event(f"{kind} weights are dequantized once, which takes {format_bytes(needed)} of memory")
-    keep_unpacked(decoder, decoder.shape.num_layers, dtype=weight.dtype)
+    set_dequantized_copies(decoder, decoder.shape.num_layers, dtype=weight.dtype)

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 from trimtab.adapt import spec_quantized
-from trimtab.adapt.peft_config import fitted, read_adapter_folder
+from trimtab.adapt.peft_config import fit_to_model, read_adapter_folder
 from trimtab.adapt.spec import LoraSettings, check_trainable, resolve
 from trimtab.adapt.spec_quantized import Quantization
 from trimtab.adapt.targets import EMBEDDING, select_modules
@@ -149,9 +149,9 @@ def resolve_inference(
             requested="auto",
             tokens=1,  # generation asks for one token after another
         )
-    impls = [chosen[block.attention.head_dim].impl for block in shape.blocks]
+    impls = [chosen[block.mixer.head_dim].impl for block in shape.blocks]
     layers = tuple(LayerAttention(impl, impl) for impl in impls)
-    first = chosen[shape.blocks[0].attention.head_dim]
+    first = chosen[shape.blocks[0].mixer.head_dim]
     return Resolved(
         device=device,
         threads=0,
@@ -181,7 +181,7 @@ def resolve_backends(recipe: Recipe, shape: ModelShape, device: DeviceFacts, thr
         )
     settings, quantization = _lora(recipe, shape), _quantization(recipe, device, weights)
     if settings is not None and quantization is not None:
-        spec_quantized.check_whole(shape, select_modules(shape, settings.modules_to_save))
+        spec_quantized.check_not_quantized(shape, select_modules(shape, settings.modules_to_save))
     attention = _attention(recipe, shape, device, dtype)
     loss = choose_loss(
         triton=device.runs_triton,
@@ -219,7 +219,7 @@ def _lora(recipe: Recipe, shape: ModelShape) -> LoraSettings | None:
     if lora is None:
         return None
     if lora.adapter is not None:
-        settings = fitted(shape, read_adapter_folder(lora.adapter)).settings
+        settings = fit_to_model(shape, read_adapter_folder(lora.adapter)).settings
         check_trainable(shape, settings, lora.adapter)
         if recipe.model.added_tokens and EMBEDDING not in settings.modules_to_save:
             raise RecipeError(
@@ -256,8 +256,8 @@ def _attention(recipe: Recipe, shape: ModelShape, device: DeviceFacts, dtype: st
         head_dim: _attention_of(recipe, blocks, device, dtype)
         for head_dim, blocks in _by_head_dim(shape).items()
     }
-    first = found[shape.blocks[0].attention.head_dim]
-    layers = tuple(found[block.attention.head_dim].layers[0] for block in shape.blocks)
+    first = found[shape.blocks[0].mixer.head_dim]
+    layers = tuple(found[block.mixer.head_dim].layers[0] for block in shape.blocks)
     return dataclasses.replace(first, layers=layers)
 
 
@@ -265,7 +265,7 @@ def _by_head_dim(shape: ModelShape) -> dict[int, list[BlockShape]]:
     """Blocks by the size of their heads, on which it depends which backends can serve them."""
     found: dict[int, list[BlockShape]] = {}
     for block in shape.blocks:
-        found.setdefault(block.attention.head_dim, []).append(block)
+        found.setdefault(block.mixer.head_dim, []).append(block)
     return found
 
 
@@ -280,7 +280,7 @@ def _attention_of(
         "device": device.kind,
         "capability": device.capability,
         "dtype": dtype,
-        "head_dim": blocks[0].attention.head_dim,
+        "head_dim": blocks[0].mixer.head_dim,
         "window": min(shorter, default=None),
         "training": True,
         "requested": recipe.model.attn_implementation,

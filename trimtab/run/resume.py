@@ -7,6 +7,7 @@ one, which the `checkpoint` records of metrics.jsonl tell.
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -165,3 +166,18 @@ def describe_move(old: str, new: Resolved) -> str:
         f"device: {old} → {new.device}: implementations are chosen anew (attention: "
         f"{new.attention.packed_backends}); from here on losses are not bit-equal to those of an unstopped run on {old}"
     )
+
+
+def tell_threads(began: int, recipe: Recipe, on_event: Callable[[str], None]) -> None:
+    """What a resumed run's number of CPU threads means for its bits and its speed."""
+    if recipe.num_threads not in (None, began):
+        on_event(
+            f"the run began with {began} CPU thread{'s' if began != 1 else ''} and continues with "
+            f"num_threads: {recipe.num_threads}: sums may be added up in another order, so losses may differ in the "
+            "last bits from an uninterrupted run"
+        )
+    elif began > (os.cpu_count() or 1):
+        on_event(
+            f"the run began with {began} threads and this machine has {os.cpu_count()} cores: "
+            "sums are added in the same order all the same, only slower"
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from trimtab.adapt import workspace
+from trimtab.facts.errors import release_frames
 from trimtab.plan.resolved import Resolved
 
 
@@ -82,7 +82,7 @@ def torch_put_back() -> Iterator[None]:
         yield
     except BaseException as error:
         if torch.cuda.is_initialized():
-            _let_go(error)
+            release_frames(error)  # they hold the model for as long as somebody keeps the error
         raise
     finally:
         torch.set_num_threads(threads)
@@ -91,15 +91,6 @@ def torch_put_back() -> Iterator[None]:
         if torch.cuda.is_initialized():
             torch.cuda.set_per_process_memory_fraction(share)
             _give_back()
-
-
-def _let_go(error: BaseException | None) -> None:
-    """What an error's frames hold: the model, for as long as somebody remembers the error, as notebooks do."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _give_back() -> None:

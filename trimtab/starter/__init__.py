@@ -2,7 +2,7 @@
 
     base_folder()                     the base model, a Hugging Face folder
     data_file("general")              held-out general text; data_file("replay") text it was trained on
-    recipe_file("demo")               the recipes that ship beside it
+    recipe_file("demo")               the recipes that ship with it
     math_documents(seed, count)       the mathematics corpus; math_problems(seed, count) held-out problems
     math_chats(seed, count)           the same problems as conversations
 

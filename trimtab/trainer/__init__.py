@@ -1,4 +1,4 @@
-"""The training loop and what guards it. Knows no model family, no kernel, no layout: it is handed callables."""
+"""The training loop and its checks. It knows no model family, kernel or layout: callables are passed in."""
 
 from __future__ import annotations
 

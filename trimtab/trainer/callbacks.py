@@ -1,4 +1,4 @@
-"""Code of the user's own that is called between optimizer steps: it can watch a run and stop it."""
+"""User callbacks, called between optimizer steps. They can watch a run and stop it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimtab.facts.names import with_article
 
 
 class Control:
-    """What a callback knows of the run, and how it stops it."""
+    """What a callback sees of the run, and how it stops the run."""
 
     def __init__(self, folder: Path, total_steps: int) -> None:
         self.folder = folder
@@ -22,12 +22,13 @@ class Control:
         self.step = 0
         """Optimizer steps done."""
         self.reason: str | None = None
-        """Why the run is to stop, empty where no reason was given; None while it goes on."""
+        """Why the run should stop. Empty if no reason was given, None while the run continues."""
 
     def stop(self, reason: str | None = None) -> None:
-        """Ends the run after this step: everything is saved, its status is `stopped`, and it can be resumed.
+        """Stop the run after this step. Everything is saved, its status is `stopped`, and it can be resumed.
 
-        Called before the first step (in `on_train_begin`, or in `on_eval` of the first evaluation), no step is trained.
+        If it is called before the first step (in `on_train_begin`, or in `on_eval` of the first evaluation),
+        no step is trained.
 
         Args:
             reason: recorded in metrics.jsonl and returned as `RunResult.reason`.
@@ -36,9 +37,9 @@ class Control:
 
 
 class Callback:
-    """Base of callbacks; override what you need. Calls come between steps, when all that is due is written.
+    """Base class of callbacks; override what you need. Callbacks run between steps, after all due writes.
 
-    What a callback raises ends the run with its state saved, and reaches the caller of `trimtab.train` as it is.
+    If a callback raises, the state is saved, the run ends, and `trimtab.train` raises the same exception.
 
     Example:
         >>> class Patience(Callback):
@@ -48,22 +49,22 @@ class Callback:
     """
 
     def on_train_begin(self, control: Control) -> None:
-        """Before the first step of a run or of its continuation."""
+        """Called before the first step of a new or resumed run."""
 
     def on_step_end(self, control: Control) -> None:
         """After each optimizer step; `control.step` is its number."""
 
     def on_log(self, record: dict[str, Any], control: Control) -> None:
-        """For each step when it is logged: `step`, `loss`, `lr`, `grad_norm`, `tokens_per_second`, ….
+        """Called for each step when it is logged: `step`, `loss`, `lr`, `grad_norm`, `tokens_per_second`, ….
 
         Losses are read from the device every `logging_steps`, so several steps may be logged at once.
         """
 
     def on_eval(self, record: dict[str, Any], control: Control) -> None:
-        """For each evaluated set: `step`, `name` (`domain` or `general`), `loss`, `perplexity`."""
+        """Called for each evaluation set: `step`, `name` (`domain` or `general`), `loss`, `perplexity`."""
 
     def on_save(self, path: Path, control: Control) -> None:
-        """After a checkpoint is completely written, with its folder."""
+        """Called with the checkpoint folder after the checkpoint is completely written."""
 
     def on_train_end(self, control: Control) -> None:
         """After the last step, or after a stop, when everything is saved."""
@@ -130,7 +131,7 @@ def _refuse_uncallable(callback: Any, index: int) -> None:
 
 
 class Callbacks:
-    """The callbacks of a run: collects what happens in a step and tells them when the step is complete."""
+    """The callbacks of a run. Collects the events of a step; calls the callbacks when the step is complete."""
 
     def __init__(self, callbacks: Sequence[Any], control: Control, saved: Callable[[int], Path]) -> None:
         self.control = control
@@ -141,7 +142,7 @@ class Callbacks:
 
     @property
     def stopping(self) -> bool:
-        """Whether one of them asked for the run to stop."""
+        """Whether a callback asked to stop the run."""
         return self.control.reason is not None
 
     @property
@@ -155,7 +156,7 @@ class Callbacks:
 
     @property
     def saves_pending(self) -> bool:
-        """Whether a checkpoint is among what they are told next."""
+        """Whether a checkpoint is among the events that the callbacks receive next."""
         return any(hook == "on_save" for hook, _ in self._events)
 
     def note(self, hook: str, subject: Any) -> None:
@@ -164,24 +165,24 @@ class Callbacks:
             self._events.append((hook, subject))
 
     def begin(self, step: int) -> None:
-        """Tells them that training begins."""
+        """Calls `on_train_begin`."""
         self.control.step = step
         self._call("on_train_begin")
 
     def step_done(self, step: int) -> None:
-        """Tells them of a step and of all that happened in it."""
+        """Calls the callbacks for a step and for every event in it."""
         self.control.step = step
         self.tell()
         self._call("on_step_end")
 
     def tell(self) -> None:
-        """Tells them what was noted."""
+        """Calls the callbacks for the events that were collected."""
         events, self._events = self._events, []
         for hook, subject in events:
             self._call(hook, self._saved(subject) if hook == "on_save" else dict(subject))
 
     def end(self) -> None:
-        """Tells them that training is over."""
+        """Calls the callbacks at the end of training."""
         self.tell()
         self._call("on_train_end")
 

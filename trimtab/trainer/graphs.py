@@ -1,14 +1,15 @@
-"""Forward and backward of a microbatch as one launch: recorded once as a CUDA graph, then replayed.
+"""Forward and backward of a microbatch in one launch: captured once as a CUDA graph, then replayed.
 
-A step of a small model is a few thousand kernels of some microseconds each, and handing them to the GPU one by one
-takes longer than computing them. A graph holds them all, with the addresses they read and write: what changes from
-step to step is copied into the same tensors before each replay. The kernels are those of the plain step, and so is
-every bit.
+A step of a small model launches a few thousand kernels that take a few microseconds each. Launching them one
+by one takes longer than running them. A graph contains all of them, with the addresses they read and write.
+What changes from step to step is copied into the graph's static input tensors before each replay. A replay
+runs the same kernels as an eager step, and its results are bit-identical.
 
-The first steps run plainly: kernels are compiled, libraries set up, memory measured. Then the first microbatch of a
-step (whose gradients are new) and the following ones (which are added to them) are recorded, each when it first comes.
-Before anything else needs the memory, evaluation say or a microbatch of fewer rows, the graphs are given up; recording
-anew takes about a plain step.
+The first steps run eagerly: kernels are compiled, libraries are initialized, and memory is measured. After
+that, two graphs are captured, each when it is first needed: one for the first microbatch of a step, which
+creates the gradients, and one for the following microbatches, which accumulate into them. The graphs are
+released before anything else needs their memory, such as evaluation or a microbatch with fewer rows. Capturing
+them again takes about as long as an eager step.
 """
 
 from __future__ import annotations
@@ -20,33 +21,35 @@ from typing import Any, Protocol
 
 import torch
 
+from trimtab.facts.phases import During, RunPhase, no_phase
+
 WARM_UP = 2
-"""Plain steps at the beginning of a session."""
+"""Eager steps at the beginning of a session."""
 
 Inputs = dict[str, torch.Tensor]
 
 
 class FixedLoss(Protocol):
-    """A loss in two halves: what the host prepares of a microbatch, and what the device computes from that."""
+    """A loss in two halves: the host prepares the inputs of a microbatch, the device computes the loss."""
 
     def inputs(self, batch: Any) -> Inputs:
         """Tensors on the host; their names and shapes are the same for every microbatch."""
 
     def of(self, inputs: Inputs) -> torch.Tensor:
-        """The sum of the token losses, of the same tensors on the device; nothing in it waits for the device."""
+        """The sum of the token losses, from the same tensors on the device, without synchronization."""
 
 
 class Held(Protocol):
-    """What a model holds from step to step besides its tensors, and a graph must know of."""
+    """State that a model keeps between steps besides its tensors, and that graph capture must know about."""
 
-    def forget(self) -> None:
-        """Gives up device memory that is only kept to be used again: it must not lie in a graph's, nor beside it."""
+    def release_workspace(self) -> None:
+        """Free cached device buffers: they must be neither in a graph's memory pool nor next to it."""
 
-    def settle(self) -> None:
-        """Everything queued is done: nothing of it needs to be waited for any more."""
+    def clear_copy_events(self) -> None:
+        """All queued work has finished: nothing needs to wait for it any more."""
 
-    def join(self) -> None:
-        """The current stream waits for all others that have been given work."""
+    def wait_for_copies(self) -> None:
+        """Make the current stream wait for all other streams that have work."""
 
 
 @dataclass
@@ -59,14 +62,15 @@ class _Recorded:
 
 
 class Graphs:
-    """Forward and backward of microbatches on a CUDA device, replayed once they are recorded.
+    """Forward and backward of microbatches on a CUDA device, replayed once they are captured.
 
     Args:
         loss: the two halves.
-        parameters: those that are trained, by name.
-        device: where they are.
-        held: what the model holds besides.
-        on_event: told if recording fails; the run then goes on plainly.
+        parameters: the trainable parameters, by name.
+        device: the device of the parameters.
+        held: state that the model keeps besides its tensors.
+        on_event: called if capture fails; the run then falls back to eager.
+        during: entered with the current phase; explains errors that leave it.
 
     Example:
         >>> graphs = Graphs(loss, dict(model.named_parameters()), torch.device("cuda"))  # doctest: +SKIP
@@ -81,28 +85,31 @@ class Graphs:
         *,
         held: Held | None = None,
         on_event: Callable[[str], None] = print,
+        during: During = no_phase,
     ) -> None:
         self.loss, self.parameters, self.device = loss, parameters, device
-        self.held, self.on_event = held, on_event
+        self.held, self.on_event, self.during = held, on_event, during
         self.steps = 0
+        self.captures = 0
+        """How many captures were attempted, failed ones included."""
         self.failed = False
         self._recorded_step = False
-        """Whether the gradients there are, are those of a graph."""
+        """Whether the current gradients were written by a graph."""
         self._shapes: dict[str, torch.Size] = {}
-        """Of the largest microbatch's inputs that came before a recording: those that are recorded."""
+        """Input shapes of the largest microbatch seen before a capture: the shapes that are captured."""
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._recorded: dict[bool, _Recorded] = {}
 
     def backward(self, batch: Any, factor: float) -> torch.Tensor:
-        """Adds the gradients of `factor` times a microbatch's loss to the parameters; returns the loss, a sum.
+        """Accumulate the gradients of `factor` times the loss; returns the sum of the token losses.
 
-        The returned tensor is written again by the next call.
+        The next call overwrites the returned tensor.
         """
         first = all(parameter.grad is None for parameter in self.parameters.values())
         self.steps += first
         if first and self.failed:
-            self.release()  # of one that was recorded before another could not be
+            self.release()  # a graph that was captured before another capture failed
         inputs = {name: tensor.pin_memory() for name, tensor in self.loss.inputs(batch).items()}
         recorded = self._fitting(first, inputs)
         if recorded is None:
@@ -122,7 +129,7 @@ class Graphs:
         return recorded.loss
 
     def release(self) -> None:
-        """Gives up the graphs and their memory, gradients included; the next microbatch is recorded anew."""
+        """Release the graphs and their memory, gradients included; the next microbatch is captured again."""
         if not self._recorded:
             return
         torch.cuda.synchronize(self.device)
@@ -136,7 +143,7 @@ class Graphs:
         torch.cuda.empty_cache()
 
     def _make_room(self) -> None:
-        """For a plain microbatch amid recorded ones: their memory, the gradients so far put elsewhere meanwhile."""
+        """Free the graphs for an eager microbatch between captured ones; copy the gradients so far elsewhere."""
         waiting = {name: p.grad.cpu() for name, p in self.parameters.items() if p.grad is not None}
         self.release()
         for name, gradient in waiting.items():
@@ -144,26 +151,26 @@ class Graphs:
         self._recorded_step = False
 
     def _abandon(self, before: dict[str, torch.Tensor | None]) -> None:
-        """A recording that failed: the gradients as they were before it, and no other is tried."""
+        """After a failed capture: restore the gradients from before it, and do not try to capture again."""
         for name, parameter in self.parameters.items():
             parameter.grad = before[name]
         self.failed = True
         self._unwind()
 
     def _unwind(self) -> None:
-        """After a recording that failed: torch's allocator still believes in it (2.11), and holds on to the memory that
-        was taken for it (2.13 too). Where torch has seen to that itself, it says so."""
+        """After a failed capture: torch's allocator still considers it active (2.11), and does not free the
+        memory allocated for it (2.13 too). If torch has already cleaned up, it raises an error that says so."""
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
         if self._recorded:
-            return  # the other graph is in the same memory, until it is released
+            return  # the other graph uses the same pool until it is released
         self._give_back()
         self._pool = None
         self._forget()
         torch.cuda.empty_cache()
 
     def _give_back(self) -> None:
-        """What a recording that failed has taken of the graphs' memory; the graphs that did not are gone by now."""
+        """Free what a failed capture allocated in the graphs' pool; the other graphs are already released."""
         with suppress(RuntimeError):
             torch._C._cuda_releasePool(self._index, self._pool)
 
@@ -172,30 +179,33 @@ class Graphs:
         return torch.cuda.current_device() if self.device.index is None else self.device.index
 
     def _forget(self) -> None:
-        """What is kept for the stream that runs next to nothing from now on."""
+        """Free what is cached for a stream that runs almost nothing from now on."""
         torch._C._cuda_clearCublasWorkspaces()
         if self.held is not None:
-            self.held.forget()
+            self.held.release_workspace()
 
     def _fitting(self, first: bool, inputs: Inputs) -> _Recorded | None:
-        """The graph that serves a microbatch; None if it has to run plainly."""
+        """The graph for a microbatch; None if it has to run eagerly."""
         shapes = {name: tensor.shape for name, tensor in inputs.items()}
         if not self._recorded and _numbers(shapes) > _numbers(self._shapes):
-            self._shapes = shapes  # those of a session's first microbatch may be an epoch's last rows
+            self._shapes = shapes  # a session's first microbatch may be the short last one of an epoch
         if self.steps <= WARM_UP or self.failed or shapes != self._shapes:
             return None
         if not (first or self._recorded_step):
-            return None  # what is added to gradients of a plain microbatch is not where a graph looks for it
+            return None  # an eager microbatch's gradients are not at the addresses that the graph uses
         return self._recorded.get(first) or self._record(first, inputs)
 
     def _plain(self, inputs: Inputs, factor: float) -> torch.Tensor:
-        moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
-        loss = self.loss.of(moved)
-        (loss * factor).backward()
+        with self.during(RunPhase.FORWARD):
+            moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
+            loss = self.loss.of(moved)
+        with self.during(RunPhase.BACKWARD):
+            (loss * factor).backward()
         return loss.detach()
 
     def _record(self, first: bool, inputs: Inputs) -> _Recorded | None:
-        """Records without computing anything; None if that cannot be done here."""
+        """Capture without running any kernel; None if capture fails here."""
+        self.captures += 1
         torch.cuda.synchronize(self.device)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
@@ -203,7 +213,7 @@ class Graphs:
             self._pool = torch.cuda.graph_pool_handle()
             self._forget()
         if self.held is not None:
-            self.held.settle()
+            self.held.clear_copy_events()
         static = {name: torch.empty_like(tensor, device=self.device) for name, tensor in inputs.items()}
         factor = torch.zeros((), device=self.device)
         graph = torch.cuda.CUDAGraph()
@@ -211,15 +221,15 @@ class Graphs:
         failure = ""
         try:
             loss = self._capture(graph, static, factor)
-        except RuntimeError as error:  # running out of memory is one as well
+        except RuntimeError as error:  # an out-of-memory error is one too
             failure = (str(error).strip() or type(error).__name__).splitlines()[0]
         except BaseException:
-            # A second Ctrl-C, a host without memory: nothing to go on from, but torch has to know.
+            # A second Ctrl-C, or no host memory left: the run ends, but torch must end the capture.
             with suppress(RuntimeError):
                 self._abandon(before)
             raise
         if self.held is not None:
-            self.held.settle()
+            self.held.clear_copy_events()
         if failure:
             self._abandon(before)
             self.on_event(f"a step could not be recorded as a CUDA graph and runs plainly: {failure}")
@@ -229,12 +239,12 @@ class Graphs:
         return self._recorded[first]
 
     def _capture(self, graph: torch.cuda.CUDAGraph, static: Inputs, factor: torch.Tensor) -> torch.Tensor:
-        # Other threads (a checkpoint being written) may go on with what they do.
+        # Other threads (a checkpoint being written) may continue their work.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             loss = self.loss.of(static)
             (loss * factor).backward()
             if self.held is not None:
-                self.held.join()
+                self.held.wait_for_copies()
         return loss.detach()
 
 

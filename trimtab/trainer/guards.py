@@ -1,4 +1,4 @@
-"""Watching for losses and gradients that are not finite, without asking the device after every step.
+"""Detect non-finite losses and gradients without synchronizing with the device after every step.
 
 The flag stays on the device. Once a step is bad, that step and all after it leave weights and optimizer states
 untouched, so that when the host next looks, the state is still the one before the bad step: it can be saved,
@@ -30,16 +30,16 @@ class FiniteGuard:
         return self._first_bad >= 0
 
     def first_bad(self) -> int | None:
-        """Reads the flag: the first bad step (from 0), or None. Waits for the device."""
+        """Reads the flag: the first bad step (from 0), or None. Synchronizes with the device."""
         step = int(self._first_bad)
         return None if step < 0 else step
 
 
 def explain(setup: TrainingSetup, microbatches: Sequence[Any], num_targets: int, step: int = 0) -> str | None:
-    """Runs a bad step again with every module watched; says the batch, its documents and the first bad layer.
+    """Reruns a bad step with hooks on every module; reports the batch, its documents and the first bad layer.
 
-    None if each microbatch by itself is sound. On a mesh each process looks at its own microbatches, and all say what
-    the first that found something says.
+    None if every microbatch is finite by itself. On a mesh each process checks its own microbatches, and all
+    processes report what the first one with a finding reports.
     """
     return setup.mesh.first_text(_explain_here(setup, microbatches, num_targets, step))
 
@@ -74,7 +74,7 @@ def _has_bad(tensor: torch.Tensor | None) -> bool:
 
 
 def bad_documents(origins: Sequence[Sequence[str]], found: Sequence[Sequence[int]] | None) -> list[str]:
-    """Origins of the documents by number in each window; of all documents where `found` is None or names none.
+    """Origins of the documents by number in each sequence; of all documents where `found` is None or names none.
 
     Example:
         >>> bad_documents([["a", "b"], ["c"]], [[1], []])
@@ -84,8 +84,10 @@ def bad_documents(origins: Sequence[Sequence[str]], found: Sequence[Sequence[int
     """
     named: list[str] = []
     if found is not None:
-        named = [window[number] for window, numbers in zip(origins, found, strict=True) for number in numbers]
-    return list(dict.fromkeys(named or (origin for window in origins for origin in window)))
+        named = [
+            sequence[number] for sequence, numbers in zip(origins, found, strict=True) for number in numbers
+        ]
+    return list(dict.fromkeys(named or (origin for sequence in origins for origin in sequence)))
 
 
 class Watch:
@@ -93,13 +95,13 @@ class Watch:
 
     Args:
         model: Its modules are watched.
-        documents_BT: The number of each token's document in its window, -1 for padding; None where there is none.
+        documents_BT: The number of each token's document in its sequence, -1 for padding; None where there is none.
     """
 
     def __init__(self, model: torch.nn.Module, documents_BT: torch.Tensor | None = None) -> None:
         self.first: str | None = None
         self.documents: list[list[int]] | None = None
-        """Of each window; None where the output has no tokens to tell them by."""
+        """Of each sequence; None where the output has no tokens to tell them by."""
         self._model, self._documents_BT = model, documents_BT
         self._handles: list[Any] = []
 
@@ -128,3 +130,20 @@ class Watch:
     def __exit__(self, *exc: object) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def remedy(setup: TrainingSetup, saved_step: int, *, documents: bool) -> str:
+    """What to do about non-finite values; `documents` if some were named."""
+    adapters = any(".lora_" in name for name in setup.parameters)
+    look = "look at those documents; " if documents else ""
+    if saved_step == 0:
+        lower = "lower lora.lora_alpha, " if adapters else ""
+        return f"{look}as it is so from the start, {lower}set another dtype, or see whether the weights are sound"
+    if adapters:
+        way = "`trimtab export peft --checkpoint STEP` writes an adapter to name as lora.adapter"
+    else:
+        way = "`trimtab export hf --checkpoint STEP` writes a model to name as model.name"
+    return (
+        f"{look}start a new run with a lower learning_rate or another dtype, from the beginning or from an earlier "
+        f"checkpoint: {way}"
+    )

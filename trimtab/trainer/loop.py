@@ -1,7 +1,7 @@
 """The loop: steps, metrics, evaluation, checkpoints. One loop serves a CPU, a GPU and a mesh.
 
-Losses, norms and finite flags stay on the device and are read together every `logging_steps`. Whatever stops
-the loop (a signal, a bad step, data that vanished), the state before it is saved first.
+Losses, gradient norms and the non-finite flag stay on the device and are read together every `logging_steps`.
+Whatever stops the loop (a signal, a bad step, missing data), the state before it is saved first.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from trimtab.facts.errors import TrainingError, TrimtabError
+from trimtab.facts.errors import OutOfMemory, TrainingError, TrimtabError, release_frames
+from trimtab.facts.phases import RunPhase
 from trimtab.trainer.early_stopping import is_better
-from trimtab.trainer.guards import FiniteGuard, explain
-from trimtab.trainer.memory import StepMeter, process_bytes, standing
+from trimtab.trainer.guards import FiniteGuard, explain, remedy
+from trimtab.trainer.measured import Stopwatch
+from trimtab.trainer.memory import StepMeter, process_bytes, standing, whole_process
 from trimtab.trainer.scaling import LossScaler
 from trimtab.trainer.setup import Outcome, TrainingSetup, TrainState
 from trimtab.trainer.signals import StopSignals
@@ -26,7 +28,7 @@ MEASURED_STEP = 1
 """The memory of the second step of a session is measured: the first also pays for one-time buffers."""
 
 STOP = 1 << 20
-"""Stands for a callback's wish to stop, above any number of processes with a signal."""
+"""Encodes a stop request of a callback; larger than any number of processes that got a signal."""
 
 
 def train(setup: TrainingSetup, state: TrainState, scaler: LossScaler | None = None) -> Outcome:
@@ -45,14 +47,16 @@ class _Loop:
         self.guard = FiniteGuard(setup.device)
         self.pending: list[dict[str, Any]] = []
         self.clock = time.perf_counter()
+        self.stopwatch = Stopwatch(state.step)
+        self.told_measured = False
         self.saved_step = state.step
         self.steps_here = 0
         self.observers = list(setup.observers)
         self.callbacks = setup.callbacks if setup.mesh.is_main else None
         self.position = setup.loader.position()
-        """Of the data after the last whole step: what a checkpoint stores, whatever the loader did since."""
+        """Data position after the last complete step, for checkpoints; the loader may be ahead of it."""
         self.updating = False
-        """While weights and states are being changed they belong to no step and are not saved."""
+        """While weights and optimizer states are being updated, they belong to no step and are not saved."""
 
     def run(self) -> Outcome:
         setup, state, cadence = self.setup, self.state, self.setup.cadence
@@ -95,9 +99,11 @@ class _Loop:
         return self.finished()
 
     def finished(self, reason: str | None = None) -> Outcome:
-        """The last records of a run whose state is saved."""
+        """Writes the last records of a run whose state is saved."""
         setup = self.setup
-        setup.store.wait()
+        with setup.during(RunPhase.CHECKPOINT):
+            setup.store.wait()
+        self.tell_measured()
         self.memory_record("after", standing(setup))
         self.compile_record(None)
         setup.log.sync()
@@ -106,7 +112,7 @@ class _Loop:
         return Outcome("finished", self.state, reason=reason)
 
     def stops_early(self) -> bool:
-        """Whether early stopping ends the run here; all processes of a mesh decide alike."""
+        """Whether early stopping ends the run here; all processes of a mesh make the same decision."""
         setup, state = self.setup, self.state
         if setup.early_stopping is None or state.step >= setup.cadence.total_steps:
             return False
@@ -123,8 +129,9 @@ class _Loop:
             )
             self.tell({"kind": "event", "step": state.step, "message": message})
             return Outcome("finished", state, reason=reason)
-        for record in setup.evaluate_end(state.step) if setup.evaluate_end else []:
-            self.emit(record)
+        with setup.during(RunPhase.EVALUATION):
+            for record in setup.evaluate_end(state.step) if setup.evaluate_end else []:
+                self.emit(record)
         message = f"stopped early at step {state.step} of {setup.cadence.total_steps}: {reason}"
         self.emit({"kind": "event", "step": state.step, "message": message})
         state.ended = state.step
@@ -141,7 +148,7 @@ class _Loop:
         return self.callbacks is not None and self.callbacks.stopping
 
     def stops_before_training(self) -> bool:
-        """Whether a callback stopped the run before its first step here; all processes of a mesh decide alike."""
+        """Whether a callback stopped the run before its first step; all processes of a mesh agree."""
         if self.state.step >= self.setup.cadence.total_steps:
             return False
         return bool(self.setup.mesh.sum_int(int(self.stop_asked)))
@@ -154,10 +161,10 @@ class _Loop:
         if self.callbacks.saves_pending:
             self.setup.store.wait()
         self.callbacks.step_done(self.state.step)
-        self.clock += time.perf_counter() - began  # their time is none of training's
+        self.clock += time.perf_counter() - began  # callback time does not count as training time
 
     def begin(self) -> None:
-        """Measures a fresh state, and one that was saved because its evaluation failed."""
+        """Evaluates a new run's state, or a state that was saved because its evaluation failed."""
         state, cadence = self.state, self.setup.cadence
         if state.step == 0:
             if cadence.eval_on_start and state.measured < 0:
@@ -167,46 +174,54 @@ class _Loop:
 
     @contextmanager
     def rescued(self) -> Iterator[None]:
-        """Whatever stops the loop, what was learnt so far is saved before the error goes on its way."""
+        """Whatever stops the loop, the training state is saved before the error propagates."""
         try:
             yield
-        except Exception:
-            if self.state.step > self.saved_step and not self.updating:
-                # The log may be what failed; its records are not worth losing the weights for.
-                with suppress(TrimtabError, OSError):
+        except Exception as error:
+            if isinstance(error, OutOfMemory):
+                release_frames(error)  # saving needs memory too
+            unsaved = self.state.step > self.saved_step and not self.updating
+            # The log may be what failed; its records are not worth losing the weights for.
+            with suppress(TrimtabError, OSError):
+                if unsaved:
                     self.flush()
+                self.tell_measured()
+            if unsaved:
                 self.publish(set(), wait=True)
             raise
 
     def step(self) -> None:
         setup, state = self.setup, self.state
         before = setup.optimizer.scalars()
-        microbatches = setup.loader.next_step()
+        with setup.during(RunPhase.DATA):
+            microbatches = setup.loader.next_step()
         num_targets = setup.mesh.sum_int(sum(b.num_targets for b in microbatches))
         if num_targets == 0:
-            origin = next((o for b in microbatches for window in b.origins for o in window), "unknown")
+            origin = next((o for b in microbatches for sequence in b.origins for o in sequence), "unknown")
             raise TrainingError(
                 f"step {state.step + 1} has no token to learn from (first document: {origin})",
                 "check that labels are not all masked and documents have at least two tokens",
             )
         lr = setup.learning_rate(state.step)
-        # On a CPU the meter looks at single operations, of which a compiled program shows none.
+        # On a CPU the meter sees individual operations; a compiled graph does not show any.
         visible = setup.compiled is None or setup.device.type == "cuda"
         measured = visible and self.steps_here == MEASURED_STEP
         with StepMeter(setup) if measured else nullcontext() as meter:
             self.updating = setup.in_backward is not None
-            loss = forward_backward(
-                setup,
-                microbatches,
-                num_targets,
-                self.scaler.scale if self.scaler else 1.0,
-                self.before_backward(lr),
-                step=state.step,
-            )
+            with setup.during(RunPhase.FORWARD):
+                loss = forward_backward(
+                    setup,
+                    microbatches,
+                    num_targets,
+                    self.scaler.scale if self.scaler else 1.0,
+                    self.before_backward(lr),
+                    step=state.step,
+                )
             if meter is not None:
                 meter.backward_done()
             self.updating = True
-            norm = self.update(loss, lr)
+            with setup.during(RunPhase.OPTIMIZER_STEP):
+                norm = self.update(loss, lr)
         state.step += 1
         state.tokens += num_targets
         self.updating = False
@@ -225,11 +240,12 @@ class _Loop:
             }
         )
         if meter is not None:  # writes, and so may fail: not before the step is counted
+            self.stopwatch.buckets = dict(meter.buckets)
             self.flush()  # records stay in the order of their steps
             self.memory_record("peak", meter.buckets)
 
     def first_step_done(self) -> None:
-        """Says how long the first step took: compilers and allocators have their say in it."""
+        """Reports how long the first step took: it includes compilation and first allocations."""
         if self.setup.device.type == "cuda":
             torch.cuda.synchronize(self.setup.device)
         self.compile_record(time.perf_counter() - self.clock)
@@ -237,12 +253,12 @@ class _Loop:
     def compile_record(self, first_step: float | None) -> None:
         if self.setup.compiled is None:
             return
-        count, seconds = self.setup.compiled.so_far()
+        count, seconds = self.setup.compiled.compilations()
         record = {"kind": "compile", "step": self.state.step, "count": count, "seconds": seconds}
         self.emit(record if first_step is None else {**record, "first_step_seconds": first_step})
 
     def before_backward(self, lr: float) -> Callable[[torch.Tensor], None] | None:
-        """What an optimizer in backward has to know first: the rate, and whether the loss is finite."""
+        """What an optimizer step in backward needs: the learning rate, and whether the loss is finite."""
         steps = self.setup.in_backward
         if steps is None:
             return None
@@ -264,7 +280,7 @@ class _Loop:
             given_up = overflowed and self.scaler.exhausted
             self.scaler.update(overflowed)
             if overflowed and not given_up:
-                # Expected in fp16 now and then: this step is left out, the scale is lower next time.
+                # Expected in fp16 now and then: this step is skipped, and the next one uses a lower scale.
                 self.clear_gradients()
                 return norm
         skip = self.guard.observe(self.state.step, loss, norm)
@@ -277,13 +293,14 @@ class _Loop:
             parameter.grad = None
 
     def flush(self) -> None:
-        """Reads what the device has computed since the last time, checks it, writes one record a step."""
+        """Reads what the device has computed since the last read, checks it, writes one record per step."""
         if not self.pending:
             return
         bad = self.guard.first_bad()
         rows = torch.stack([torch.stack([p["loss"], p["grad_norm"]]) for p in self.pending]).tolist()
         now = time.perf_counter()
         elapsed, self.clock = now - self.clock, now
+        self.stopwatch.interval(elapsed, len(self.pending), one_time=self.one_time_work())
         rate = sum(p["num_targets"] for p in self.pending) / max(elapsed, 1e-9)
         before = self.state.seconds
         self.state.seconds += elapsed
@@ -307,14 +324,31 @@ class _Loop:
             del self.pending[0]  # between log and screen: no record is lost and none is written twice
             self.tell(record)
             self.note("on_log", record)
+        if self.stopwatch.warm and not self.told_measured:
+            self.tell_measured()
+
+    def one_time_work(self) -> tuple[int, int]:
+        """(CUDA graphs captured, graphs compiled) so far."""
+        compiled = self.setup.compiled
+        return self.setup.microstep.captures, 0 if compiled is None else compiled.compilations()[0]
+
+    def tell_measured(self) -> None:
+        """Passes on what was measured since this start of the run; nothing before its first step."""
+        setup = self.setup
+        trained = self.state.step > self.stopwatch.first_step  # a step that is not finite does not count
+        if setup.on_measured is None or not setup.mesh.is_main or not trained:
+            return
+        self.told_measured, began = True, time.perf_counter()
+        setup.on_measured(self.stopwatch.measured(self.state.step, **whole_process(setup.device)))
+        self.clock += time.perf_counter() - began
 
     def note(self, hook: str, subject: Any) -> None:
-        """Keeps an event for the callbacks, which are told when the step is complete."""
+        """Keeps an event for the callbacks, which receive it when the step is complete."""
         if self.callbacks is not None:
             self.callbacks.note(hook, subject)
 
     def stop_at(self, entry: dict[str, Any]) -> NoReturn:
-        """Leaves a checkpoint of the state before the bad step, then says what is bad and where."""
+        """Saves a checkpoint of the state before the bad step, then reports what is not finite and where."""
         setup, state = self.setup, self.state
         setup.loader.restore(entry["position"])
         setup.optimizer.restore_scalars(entry["optimizer"])
@@ -336,7 +370,7 @@ class _Loop:
         setup.log.sync()
         raise TrainingError(
             f"the loss or its gradient is not finite at step {entry['step']}: {where}; {saved}",
-            _remedy(setup, state.step, documents=found is not None),
+            remedy(setup, state.step, documents=found is not None),
         )
 
     def evaluate(self) -> bool:
@@ -345,26 +379,28 @@ class _Loop:
         self.flush()
         if setup.evaluate is None:
             return False
-        setup.microstep.release()  # what evaluation needs shall not come on top of a step's memory
-        records = []
-        for record in setup.evaluate(state.step):
-            self.tell(record)
-            records.append(record)
+        setup.microstep.release()  # evaluation memory must not add to a step's memory
+        records, began = [], time.perf_counter()
+        with setup.during(RunPhase.EVALUATION):
+            for record in setup.evaluate(state.step):
+                self.tell(record)
+                records.append(record)
+        self.stopwatch.evaluated(time.perf_counter() - began)
         improved = False
-        for record in records:  # whole or not at all: one that fails is made again when the run goes on
+        for record in records:  # all or nothing: a failed evaluation is repeated when the run resumes
             self.write(record)
             if record["kind"] == "eval":
                 self.note("on_eval", record)
             if record["kind"] == "eval" and record["name"] == setup.best_of:
                 improved = self.score(record["loss"])
         state.measured = state.step
-        self.clock = time.perf_counter()
+        self.restart_clock()
         return improved and state.step > 0
 
     def score(self, loss: float) -> bool:
         """Takes the loss that decides the best checkpoint and early stopping; True if it is the lowest so far."""
         state, stopping = self.state, self.setup.early_stopping
-        if state.step > 0:  # counted in every run: early stopping may be asked for when one is resumed
+        if state.step > 0:  # counted in every run: a resume may turn early stopping on
             threshold = 0.0 if stopping is None else stopping.threshold
             state.stale = 0 if is_better(loss, state.best, threshold) else state.stale + 1
         improved = is_better(loss, state.best)
@@ -381,10 +417,14 @@ class _Loop:
             return
         self.publish(tags, wait=wait)
         if wait:
-            self.clock = time.perf_counter()
+            self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """The next step's time begins now."""
+        self.clock, self.stopwatch.aside = time.perf_counter(), 0.0
 
     def publish(self, tags: set[str], *, wait: bool) -> None:
-        """Hands the state after the last whole step to the store."""
+        """Passes the state after the last complete step to the store."""
         setup, state = self.setup, self.state
         scalars = {
             "state": vars(state).copy(),
@@ -392,7 +432,10 @@ class _Loop:
             "optimizer": setup.optimizer.scalars(),
             "scaler": self.scaler.to_dict() if self.scaler else None,
         }
-        setup.store.save(state.step, setup.tensors(), scalars, tags=tags, wait=wait)
+        began = time.perf_counter()
+        with setup.during(RunPhase.CHECKPOINT):
+            setup.store.save(state.step, setup.tensors(), scalars, tags=tags, wait=wait)
+        self.stopwatch.saved(time.perf_counter() - began, whole=wait)
         self.saved_step = state.step
         self.note("on_save", state.step)
 
@@ -401,6 +444,7 @@ class _Loop:
         self.flush()
         self.save(set(), wait=True)
         self.setup.store.wait()
+        self.tell_measured()
         reason = None
         if by_callback and self.callbacks is not None:
             reason = self.callbacks.control.reason or None
@@ -428,11 +472,11 @@ class _Loop:
             self.setup.log.append(record)
 
     def tell(self, record: dict[str, Any]) -> None:
-        """Shows a record to whoever watches; one that can no longer be reached is left alone from then on."""
+        """Passes a record to the observers; an observer that fails is not called again."""
         for observer in list(self.observers) if self.setup.mesh.is_main else []:
             try:
                 observer.record(record)
-            except OSError as error:  # a closed terminal, a full disk behind TensorBoard: training goes on
+            except OSError as error:  # a closed terminal, a full disk behind TensorBoard: training continues
                 self.observers.remove(observer)
                 for other in self.observers:
                     other.message(f"{type(observer).__name__} is told nothing more: {error}")
@@ -441,20 +485,3 @@ class _Loop:
 def _asks(signal: bool, callback: bool) -> int:
     """One number, summed over processes, for both ways of asking for a stop; a signal wins."""
     return int(signal) + STOP * int(callback)
-
-
-def _remedy(setup: TrainingSetup, saved_step: int, *, documents: bool) -> str:
-    """What to do about numbers that are not finite; `documents` if some were named."""
-    adapters = any(".lora_" in name for name in setup.parameters)
-    look = "look at those documents; " if documents else ""
-    if saved_step == 0:
-        lower = "lower lora.lora_alpha, " if adapters else ""
-        return f"{look}as it is so from the start, {lower}set another dtype, or see whether the weights are sound"
-    if adapters:
-        way = "`trimtab export peft --checkpoint STEP` writes an adapter to name as lora.adapter"
-    else:
-        way = "`trimtab export hf --checkpoint STEP` writes a model to name as model.name"
-    return (
-        f"{look}start a new run with a lower learning_rate or another dtype, from the beginning or from an earlier "
-        f"checkpoint: {way}"
-    )

@@ -1,7 +1,7 @@
 """Measured memory in four buckets: weights, gradients, optimizer states, activations; the rest is `other`.
 
-On a GPU the allocator knows. On a CPU nobody does, so one step is run under a dispatch mode that sees every
-tensor's storage come and go: exact bytes of tensors, at the cost of a slower step, taken once.
+On a GPU the caching allocator counts bytes. On a CPU nothing does, so one step runs under a dispatch mode
+that sees every storage being allocated and freed. That gives exact tensor bytes at the cost of one slower step.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def standing(setup: TrainingSetup) -> dict[str, int]:
-    """Bytes of what stands between steps, by bucket."""
+    """Bytes that stay allocated between steps, by bucket."""
     return {
         "weights": storage_bytes([*setup.model.parameters(), *setup.model.buffers()]),
         "gradients": storage_bytes(p.grad for p in setup.parameters.values()),
@@ -84,8 +84,8 @@ class StepMeter:
     """Measures one whole step: `with StepMeter(setup) as meter:` … `meter.backward_done()` … then `meter.buckets`.
 
     Gradients must be None when the block begins. The buckets add up to the step's true peak: activations are
-    what forward and backward held at their peak besides the gradients, `other` is what the update needed
-    beyond that peak.
+    what forward and backward had allocated at their peak besides the gradients, `other` is what the update
+    needed beyond that peak.
     """
 
     def __init__(self, setup: TrainingSetup) -> None:
@@ -122,9 +122,21 @@ class StepMeter:
 
 
 def process_bytes() -> int:
-    """Resident memory of this process now, or 0 where it cannot be told."""
+    """Resident memory of this process now, or 0 if it cannot be read."""
     try:
         import psutil
     except ImportError:
         return 0
     return int(psutil.Process().memory_info().rss)
+
+
+def whole_process(device: torch.device) -> dict[str, int | None]:
+    """Memory of this process as fields of `measured.Measured`, read without device synchronization."""
+    host = process_bytes() or None
+    if device.type != "cuda":
+        return {"process": host, "host": host}
+    return {
+        "highest": int(torch.cuda.max_memory_allocated(device)),
+        "reserved": int(torch.cuda.max_memory_reserved(device)),
+        "host": host,
+    }

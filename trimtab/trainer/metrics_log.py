@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, appended as training goes, cut back when a run is taken up again."""
+"""metrics.jsonl: one JSON object per line, appended during training, truncated when a run is resumed."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ class MetricsLog:
                 raise _explain(error, self.path) from error
 
     def cut_back(self, step: int) -> Cut:
-        """Forgets what happened after `step`, the checkpoint's; returns what was removed and what is left.
+        """Removes the records after `step`, the checkpoint's step; returns what was removed and what is left.
 
-        Removed are records of a greater step, records without a step that come after such a one, and lines
-        that cannot be read. The file is replaced in one move: old or new, never half.
+        It removes records of later steps, records without a step that follow such a record, and lines that
+        cannot be read. The file is replaced atomically.
         """
         with self._lock:
             kept: list[bytes] = []
@@ -120,7 +120,7 @@ class MetricsLog:
         self.close()
 
     def _drop_torn_line(self) -> None:
-        """A record appended behind half a line would be lost with it."""
+        """Truncates a partial last line: a record appended to it would be lost."""
         size = os.fstat(self._file.fileno()).st_size
         if size:
             content = self.path.read_bytes()
@@ -138,7 +138,7 @@ class MetricsLog:
 
 
 class NoLog:
-    """The log of every process of a mesh but the first, which alone writes."""
+    """The log of every process of a mesh except the first; only the first one writes."""
 
     def append(self, record: dict[str, Any]) -> None:
         """Nothing."""

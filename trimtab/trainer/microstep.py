@@ -7,9 +7,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from trimtab.facts.phases import During, RunPhase, no_phase
+
 
 class LossSum(NamedTuple):
-    """The token losses of a microbatch, added up, and how many there are."""
+    """The sum of a microbatch's token losses, and the number of target tokens."""
 
     total: torch.Tensor
     """0-dim, fp32, on the device."""
@@ -19,6 +21,8 @@ class LossSum(NamedTuple):
 class Graphs(Protocol):
     """Forward and backward of a microbatch in one launch (`trainer.graphs`)."""
 
+    captures: int
+
     def backward(self, batch: Any, factor: float) -> torch.Tensor: ...
     def release(self) -> None: ...
 
@@ -27,16 +31,23 @@ class MicroStep:
     """Adds the gradients of a microbatch to the parameters.
 
     Args:
-        loss: a microbatch to the sum of its token losses and their number.
-        graphs: runs forward and backward in one launch, where it is given; `loss` and autograd serve what is rare.
+        loss: maps a microbatch to the sum of its token losses and their number.
+        graphs: if given, runs forward and backward in one launch; `loss` and autograd handle the rare cases.
+        during: entered with the current phase; explains errors that leave it.
 
     Example:
         >>> microstep = MicroStep(lambda batch: LossSum((weight * batch).sum(), 4))  # doctest: +SKIP
         >>> microstep.backward(batch, factor=1 / 4)  # doctest: +SKIP
     """
 
-    def __init__(self, loss: Callable[[Any], LossSum], graphs: Graphs | None = None) -> None:
-        self.loss, self.graphs = loss, graphs
+    def __init__(
+        self,
+        loss: Callable[[Any], LossSum],
+        graphs: Graphs | None = None,
+        *,
+        during: During = no_phase,
+    ) -> None:
+        self.loss, self.graphs, self.during = loss, graphs, during
 
     def backward(
         self,
@@ -56,11 +67,18 @@ class MicroStep:
         """
         if self.graphs is not None and not eager:
             return self.graphs.backward(batch, factor)
-        loss = self.loss(batch).total
+        with self.during(RunPhase.FORWARD):
+            loss = self.loss(batch).total
         if before_backward is not None:
             before_backward(loss.detach())
-        (loss * factor).backward()
+        with self.during(RunPhase.BACKWARD):
+            (loss * factor).backward()
         return loss.detach()
+
+    @property
+    def captures(self) -> int:
+        """How many CUDA graphs were captured so far: a step that captures one takes longer than the others."""
+        return self.graphs.captures if self.graphs is not None else 0
 
     def release(self) -> None:
         """Free the captured graphs and their memory, gradients included; they are captured again when needed."""

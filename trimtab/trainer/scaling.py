@@ -1,4 +1,4 @@
-"""Loss scaling for fp16: gradients are kept out of the flush-to-zero range, overflows halve the scale."""
+"""Loss scaling for fp16: keeps gradients from underflowing to zero; an overflow halves the scale."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LossScaler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether a lower scale can no longer be tried: gradients that are not finite now are no overflow."""
+        """Whether the scale cannot be lowered any more: non-finite gradients are then not an overflow."""
         return self.scale <= LEAST
 
     def update(self, overflowed: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the loop is handed: plain data and a few callables, so that a test can hand it something tiny."""
+"""The inputs of the loop: plain data and a few callables, so that a test can pass something tiny."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
+from trimtab.facts.phases import During, no_phase
 from trimtab.parallel import Mesh
 from trimtab.trainer.callbacks import Callbacks
 from trimtab.trainer.early_stopping import EarlyStopping
+from trimtab.trainer.measured import Measured
 from trimtab.trainer.microstep import MicroStep
 
 
@@ -65,7 +67,7 @@ class CheckpointStore(Protocol):
 
 
 class Log(Protocol):
-    """Where metrics go, one record a line."""
+    """Where metrics go, one record per line."""
 
     def append(self, record: dict[str, Any]) -> None: ...
     def sync(self) -> None: ...
@@ -75,12 +77,12 @@ class Log(Protocol):
 class Compiled(Protocol):
     """A model of which parts are compiled."""
 
-    def so_far(self) -> tuple[int, float]: ...
+    def compilations(self) -> tuple[int, float]: ...
     def paused(self) -> AbstractContextManager[None]: ...
 
 
 class Observer(Protocol):
-    """Whoever watches: the terminal, TensorBoard, a test."""
+    """An observer of the run: the terminal, TensorBoard, a test."""
 
     def record(self, record: dict[str, Any]) -> None: ...
     def message(self, text: str) -> None: ...
@@ -135,7 +137,7 @@ class TrainingSetup:
 
     model: torch.nn.Module
     parameters: dict[str, torch.nn.Parameter]
-    """Those that are trained, by name; the model may have others."""
+    """The trainable parameters, by name; the model may have others."""
     microstep: MicroStep
     """Forward and backward of a microbatch."""
     optimizer: Optimizer
@@ -144,7 +146,7 @@ class TrainingSetup:
     global_norm: Callable[[Any], torch.Tensor]
     """Parameters to the norm of their gradients, on the device."""
     clip_factor: Callable[[torch.Tensor], torch.Tensor]
-    """That norm to the factor that gradients are multiplied with, on the device."""
+    """Maps that norm to the factor by which gradients are multiplied, on the device."""
     loader: Loader
     store: CheckpointStore
     log: Log
@@ -167,12 +169,16 @@ class TrainingSetup:
     """Where the model is compiled: (programs, seconds it took) in this process, and how to run without."""
     observers: Sequence[Observer] = field(default_factory=list)
     before_microbatch: Callable[[int, int, Any], None] | None = None
-    """Called with the step (from 0), the microbatch's number in it, and the microbatch: what is random in a model
-    follows from them."""
+    """Called with the step (from 0), the index of the microbatch in it, and the microbatch: random numbers in
+    the model depend only on them."""
     after_step: Callable[[int], None] | None = None
     """Called with the finished step; the kill demonstration and tests hook in here."""
     callbacks: Callbacks | None = None
     """The user's own, called between steps."""
+    on_measured: Callable[[Measured], None] | None = None
+    """Called with what was measured once steps are representative, and at the end."""
+    during: During = no_phase
+    """Entered with each phase of a step and of the run; explains errors raised in it."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of a checkpoint, by name."""

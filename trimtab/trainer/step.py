@@ -1,4 +1,4 @@
-"""Forward and backward of one step: microbatches accumulated under one divisor."""
+"""Forward and backward of one step: gradient accumulation, normalized by the step's token count."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def forward_backward(
     *,
     step: int = 0,
 ) -> torch.Tensor:
-    """Plain accumulation: the mean loss over `num_targets` tokens of all microbatches and processes.
+    """Gradient accumulation: the mean loss over `num_targets` tokens of all microbatches and processes.
 
-    Each microbatch's summed loss is divided by the step's whole token count before its backward, so the
+    Each microbatch's summed loss is divided by the token count of the whole step before its backward, so the
     gradient does not depend on how tokens are spread over microbatches or processes. A pipeline schedule has
-    the same signature. `scale` is fp16's loss scale, 1 otherwise. `before_backward` is told each loss. `step` counts
-    from 0.
+    the same signature. `scale` is fp16's loss scale, 1 otherwise. `before_backward` receives each loss.
+    `step` counts from 0.
     """
     total = accumulate(setup, microbatches, num_targets, scale, before_backward, step=step)
     setup.mesh.sum_gradients(setup.parameters.values())
@@ -42,7 +42,7 @@ def accumulate(
     first: int = 0,
     eager: bool = False,
 ) -> torch.Tensor:
-    """This process's part of `forward_backward`: the sum of its token losses; no other process is waited for.
+    """This process's part of `forward_backward`: the sum of its token losses, without communication.
 
     `first` is the number in its step of the first microbatch given; `eager` uses no CUDA graphs.
     """

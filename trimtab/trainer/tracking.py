@@ -1,4 +1,4 @@
-"""Metrics to TensorBoard and Weights & Biases, for those who ask for them in `report_to`."""
+"""Metrics to TensorBoard and Weights & Biases, if `report_to` names them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TensorBoardSink:
     def record(self, record: dict[str, Any]) -> None:
         """One metrics record."""
         if self._writer is None:
-            # A session's first record bears the step of its checkpoint, whose own numbers are there already.
+            # A session's first record has the step of its checkpoint, whose metrics were already written.
             step = record["step"]
             self._writer = self._new_writer(log_dir=str(self._folder), purge_step=step and step + 1)
         for name, value in scalars_of(record).items():
@@ -70,7 +70,7 @@ class WandbSink:
             raise MissingDependency(
                 "report_to names wandb, which is not installed", "pip install 'trimtab[wandb]'"
             ) from error
-        # The run's id is its folder's name, so that a resumed run goes on in the same page.
+        # The run's id is its folder's name, so that a resumed run continues on the same page.
         self._run = wandb.init(
             project="trimtab", name=name, id=name, dir=str(folder), config=config, resume="allow"
         )

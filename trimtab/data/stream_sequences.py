@@ -1,8 +1,8 @@
-"""Windows of a streamed source: documents read, tokenized and packed while training, nothing kept on disk.
+"""Sequences of a streamed source: documents read, tokenized and packed while training, nothing kept on disk.
 
 A pass over a source is a run of chunks; a chunk is packed and shuffled exactly as in the cached mode, and
 begins at a (file, row, token) from which it can be made again. A position is therefore that start, the
-chunk's number and the window in it.
+chunk's number and the sequence in it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Cursor:
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The next window of a source: in which pass and chunk it is, where the chunk begins (None: the pass ended)."""
+    """The next sequence of a source: in which pass and chunk it is, where the chunk begins (None: the pass ended)."""
 
     turn: int
     chunk: int
     cursor: Cursor | None
-    window: int
+    sequence: int
     rows: tuple[tuple[int, str], ...] | None = None
     """Of rows from Python: numbers of rows, and digests of those before, at the beginning and in the chunk."""
 
@@ -59,7 +59,7 @@ class StreamPosition:
             "pass": self.turn,
             "chunk": self.chunk,
             "cursor": dataclasses.asdict(self.cursor) if self.cursor else None,
-            "window": self.window,
+            "window": self.sequence,
         }
         return made if self.rows is None else {**made, "rows": [list(row) for row in self.rows]}
 
@@ -73,11 +73,11 @@ class StreamPosition:
 
 @dataclass
 class Chunk:
-    """Packed windows of one chunk [W], in training order, and where the next chunk begins (None: the pass
+    """Packed sequences of one chunk [W], in training order, and where the next chunk begins (None: the pass
     ends).
     """
 
-    windows: list[list[Piece]]
+    sequences: list[list[Piece]]
     following: Cursor | None
     done_bytes: int
     counts: Counts
@@ -86,7 +86,7 @@ class Chunk:
 
 @dataclass
 class _Document:
-    """The document under way: ids not yet in a piece, and how many before them are."""
+    """The current document: ids not yet in a piece, and how many ids before them are."""
 
     segment: TokenSegment
     taken_before: int
@@ -146,7 +146,7 @@ class Reading:
         return f"{self.corpus.stamps[segment.file].name}:{segment.row}"
 
     def _example(self, segment: TokenSegment, document: _Document) -> Iterator[tuple[Cursor, Piece]]:
-        """An example is one piece, cut off at the window's end."""
+        """An example is one piece, cut off at the sequence's end."""
         T, trained = self.max_seq_length, segment.trained
         assert trained is not None
         self._found["cut"] += len(segment.ids) > T
@@ -176,7 +176,7 @@ class Reading:
 def chunks_of(
     corpus: StreamCorpus, max_seq_length: int, packing: bool, start: Cursor, number: int, key: int
 ) -> Generator[Chunk]:
-    """Chunks from `start` on, which is where chunk `number` begins; the order of windows follows from
+    """Chunks from `start` on, which is where chunk `number` begins; the order of sequences follows from
     `key`.
     """
     reading = Reading(corpus, max_seq_length, packing, start)
@@ -185,39 +185,39 @@ def chunks_of(
     tokens = 0
     for cursor, piece in reading:
         if len(held) >= CHUNK_PIECES or tokens >= chunk_tokens(max_seq_length):
-            windows = _windows(held, max_seq_length, packing, key, number)
-            yield Chunk(windows, cursor, reader.done_bytes, reading.counts)
+            sequences = _sequences(held, max_seq_length, packing, key, number)
+            yield Chunk(sequences, cursor, reader.done_bytes, reading.counts)
             held, tokens, number = [], 0, number + 1
         held.append(piece)
         tokens += len(piece.ids)
-    windows = _windows(held, max_seq_length, packing, key, number)
-    yield Chunk(windows, None, reader.total_bytes, reading.counts)
+    sequences = _sequences(held, max_seq_length, packing, key, number)
+    yield Chunk(sequences, None, reader.total_bytes, reading.counts)
 
 
-def _windows(
+def _sequences(
     held: list[Piece], max_seq_length: int, packing: bool, key: int, number: int
 ) -> list[list[Piece]]:
     if packing:
         order, sizes = pack_chunk(np.array([len(piece.ids) for piece in held], np.int64), max_seq_length)
         parts = np.split(order, np.cumsum(sizes)[:-1]) if len(sizes) else []
-        windows = [[held[piece] for piece in part.tolist()] for part in parts]
+        sequences = [[held[piece] for piece in part.tolist()] for part in parts]
     else:
-        windows = [[piece] for piece in held]
-    return [windows[w] for w in shuffled(len(windows), derive(key, "chunk", number)).tolist()]
+        sequences = [[piece] for piece in held]
+    return [sequences[w] for w in shuffled(len(sequences), derive(key, "chunk", number)).tolist()]
 
 
 def nothing_streamed(corpus: StreamCorpus, counts: Counts, max_seq_length: int) -> DataError:
-    """The complaint about a stream that a whole pass took nothing from."""
+    """The error for a stream that yielded nothing in a whole pass."""
     name = corpus.shown if corpus.side == "all" else f"{corpus.shown} ({corpus.side})"
     if counts.lost:
         return nothing_packed(name, counts.lost, max_seq_length)
     return nothing_left(name, counts)
 
 
-class WindowStream:
-    """Windows of one source, pass after pass, one chunk made ahead in a thread.
+class SequenceStream:
+    """Sequences of one source, pass after pass, with one chunk prefetched in a thread.
 
-    `position()` names the next window; `restore(position)` continues with it.
+    `position()` names the next sequence; `restore(position)` continues with it.
     """
 
     def __init__(
@@ -231,20 +231,20 @@ class WindowStream:
         self._ahead: Future[Chunk] | None = None
         self._chunk: Chunk | None = None
         self._cursor: Cursor | None = Cursor()
-        self.turn = self._number = self._window = self._done_bytes = 0
+        self.turn = self._number = self._sequence = self._done_bytes = 0
 
     def start_pass(self, number: int) -> None:
         """Goes to the beginning of a pass."""
         self._go(number, 0, Cursor(), 0)
 
     def position(self) -> StreamPosition:
-        """The next window; of rows from Python also digests of those before and in its chunk."""
-        position = StreamPosition(self.turn, self._number, self._cursor, self._window)
+        """The next sequence; of rows from Python also digests of those before and in its chunk."""
+        position = StreamPosition(self.turn, self._number, self._cursor, self._sequence)
         rows = self.corpus.source.spec.rows
         if rows is None or self._cursor is None:
             return position
         ends = [self._cursor]
-        if self._chunk is not None and self._window:
+        if self._chunk is not None and self._sequence:
             ends.append(self._chunk.following or Cursor(row=rows.count + 1))
         # A document that a chunk ends in belongs to it.
         numbers = [cursor.row + (cursor.skip > 0) for cursor in ends]
@@ -258,40 +258,40 @@ class WindowStream:
         if rows is not None:
             for number, digest in position.rows or ():
                 rows.check(number, digest)
-        self._go(position.turn, position.chunk, position.cursor, position.window)
+        self._go(position.turn, position.chunk, position.cursor, position.sequence)
 
     @property
     def share_done(self) -> float:
-        """How much of the pass has been read, of its bytes, about."""
+        """The approximate share of the pass's bytes that has been read."""
         if self._cursor is None:
             return 1.0
         done = float(self._done_bytes)
-        if self._chunk is not None and self._chunk.windows:
-            done += (self._chunk.done_bytes - done) * self._window / len(self._chunk.windows)
+        if self._chunk is not None and self._chunk.sequences:
+            done += (self._chunk.done_bytes - done) * self._sequence / len(self._chunk.sequences)
         return done / max(1, self.corpus.total_bytes)
 
     def peek(self) -> list[Piece] | None:
-        """The next window of this pass; None at its end."""
+        """The next sequence of this pass; None at its end."""
         while self._cursor is not None:
             if self._chunk is None:
                 self._chunk = self._next_chunk()
-            if self._window < len(self._chunk.windows):
-                return self._chunk.windows[self._window]
+            if self._sequence < len(self._chunk.sequences):
+                return self._chunk.sequences[self._sequence]
             self._done_bytes = self._chunk.done_bytes
-            if self._chunk.following is None and self._number == 0 and not self._chunk.windows:
+            if self._chunk.following is None and self._number == 0 and not self._chunk.sequences:
                 raise nothing_streamed(self.corpus, self._chunk.counts, self.max_seq_length)
             if self._chunk.following is None:
                 self._tell(self._chunk.counts)
             self._cursor, self._chunk = self._chunk.following, None
-            self._number, self._window = self._number + 1, 0
+            self._number, self._sequence = self._number + 1, 0
         return None
 
     def take(self) -> list[Piece] | None:
-        """The next window, which is then behind us."""
-        window = self.peek()
-        if window is not None:
-            self._window += 1
-        return window
+        """Returns the next sequence and advances past it."""
+        sequence = self.peek()
+        if sequence is not None:
+            self._sequence += 1
+        return sequence
 
     def close(self) -> None:
         """Ends the reading thread and its processes; says what was left out of the pass under way."""
@@ -309,9 +309,9 @@ class WindowStream:
         for text in said:
             self.corpus.progress(Progress("message", name, message=text))
 
-    def _go(self, turn: int, number: int, cursor: Cursor | None, window: int) -> None:
+    def _go(self, turn: int, number: int, cursor: Cursor | None, sequence: int) -> None:
         self._drop_ahead()
-        self.turn, self._number, self._cursor, self._window = turn, number, cursor, window
+        self.turn, self._number, self._cursor, self._sequence = turn, number, cursor, sequence
         self._chunk = None
         self._done_bytes = 0
 

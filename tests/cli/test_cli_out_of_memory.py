@@ -1,0 +1,250 @@
+"""Memory runs out in every phase of every verb: what is said, what is left, and how the run resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_world import Call, Said, World
+from full_memory import SMALL, FullMemory
+
+import trimtab
+from trimtab.run import out_of_memory
+
+Job = Callable[..., Path]
+
+MOST_LINES = 15
+
+
+def explained(said: Said, *words: str) -> list[str]:
+    """Checks an error that explains itself; returns its lines."""
+    said.refused(6, "out of memory", *words)
+    lines = said.err.strip().splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("error: "))
+    assert len(lines) - start <= MOST_LINES, said.err
+    return lines[start:]
+
+
+def report_of(run: Path) -> dict[str, Any]:
+    text = (run / "oom.txt").read_text()
+    assert text.startswith("out of memory")
+    return json.loads((run / "oom.json").read_text())
+
+
+def resume_words(error: str) -> list[str]:
+    """The arguments of the command that an error names."""
+    found = re.search(r"`trimtab (train --resume [^`]*)`", error)
+    assert found, error
+    return shlex.split(found[1])
+
+
+STEP: dict[str, Callable[[], FullMemory]] = {
+    "forward": lambda: FullMemory("trainer/microstep.py", spared=400, backward=False),
+    "loss": lambda: FullMemory("linear_cross_entropy/__init__.py", spared=3, backward=False),
+    "backward": lambda: FullMemory("trainer/microstep.py", spared=400, backward=True),
+    "optimizer_step": lambda: FullMemory("trainer/loop.py", "update", spared=40),
+}
+
+
+@pytest.mark.parametrize("phase", STEP)
+def test_a_step_that_has_no_memory_is_explained_and_goes_on(
+    phase: str, job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Tensors that earlier tests of this process left alive are larger than those of this tiny model.
+    monkeypatch.setattr(out_of_memory, "LISTED", 1_000_000)
+    path = job(max_steps=4, recompute="none", per_device_train_batch_size=4)
+    with STEP[phase]() as memory:
+        said = cli("train", path)
+    assert memory.failed
+    lines = explained(said, "2.00 GiB more could not be allocated", "pid 4711", "saves")
+    report = report_of(tmp_path / "run")
+    assert report["phase"] == phase
+    assert report["memory"]["allocated"] == 15 * 2**30
+    assert report["memory"]["fragmented"] == 1.25 * 2**30
+    assert report["predicted"]["phase"] > 0
+    kinds = {tensor["kind"] for tensor in report["tensors"]}
+    assert {"weights", "optimizer"} <= kinds
+    assert phase == "optimizer_step" or "activations" in kinds
+    text = "\n".join(lines)
+    assert "trimtab/" in text
+    assert "--explain-memory" in text
+    assert cli(*resume_words(said.err)).code == 0
+
+
+def test_a_run_without_a_step_starts_with_any_other_key(job: Job, cli: Call, tmp_path: Path) -> None:
+    path = job(per_device_train_batch_size=4)
+    with FullMemory("trainer/microstep.py", backward=True, message=SMALL):
+        said = cli("train", path)
+    explained(said, "backward pass of step 1", "nothing was trained yet")
+    assert "may not be enough" not in said.err
+    run = tmp_path / "run"
+    assert {name.name for name in run.iterdir()} == {".lock", "recipe.yaml", "oom.json", "oom.txt"}
+    words = resume_words(said.err)
+    assert words[3:] == ["per_device_train_batch_size=2", "gradient_accumulation_steps=2"]
+    assert cli(*words).code == 0
+    assert not (run / "oom.json").exists()
+    assert "per_device_train_batch_size: 2" in (run / "recipe.yaml").read_text()
+
+
+def test_a_run_that_ran_out_can_be_started_anew(job: Job, cli: Call) -> None:
+    path = job()
+    with FullMemory("trainer/microstep.py", backward=True):
+        explained(cli("train", path))
+    assert cli("train", path).code == 0
+
+
+def test_what_was_trained_is_saved_and_only_memory_settings_are_advised(
+    job: Job, cli: Call, tmp_path: Path
+) -> None:
+    path = job(max_steps=12, recompute="none", per_device_train_batch_size=4)
+    with FullMemory("trainer/microstep.py", spared=1000, backward=True):
+        said = cli("train", path)
+    explained(said, "saved         step", "may not be enough")
+    words = resume_words(said.err)
+    assert words[3:] == ["recompute=block"]
+    again = cli(*words)
+    assert again.code == 0
+    assert "continuing from step" in again.out
+    assert not (tmp_path / "run" / "oom.json").exists()  # of a start that is past
+
+
+PHASES: dict[str, tuple[Callable[[], FullMemory], dict[str, Any]]] = {
+    "evaluation": (
+        lambda: FullMemory("evaluate/perplexity.py"),
+        {"eval_on_start": True, "data_eval_share": 0.3},
+    ),
+    "generation": (lambda: FullMemory("generate/loop.py"), {"eval_on_start": True, "prompts": ["the cat"]}),
+    "probe": (lambda: FullMemory("evaluate/likelihood.py"), {"eval_on_start": True, "probe": True}),
+    "checkpoint": (lambda: FullMemory("checkpoint/tensors.py", "take", host=True), {}),
+    "load": (lambda: FullMemory("run/build.py", "build_training_model"), {}),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_other_phases_of_a_run(phase: str, job: Job, cli: Call, tmp_path: Path) -> None:
+    full, keys = PHASES[phase]
+    with full() as memory:
+        said = cli("train", job(**keys))
+    assert memory.failed
+    explained(said)
+    assert report_of(tmp_path / "run")["phase"] == phase
+    again = cli(*resume_words(said.err))
+    assert again.code == 0, again.err
+
+
+IN_A_PROCESS = """
+import sys
+from full_memory import FullMemory
+from trimtab.cli.main import main
+with FullMemory("trainer/microstep.py", spared=30, backward=True):
+    code = main(sys.argv[1:])
+sys.exit(code)
+"""
+
+
+def test_lines_that_made_tensors_are_named_when_recorded(job: Job, tmp_path: Path) -> None:
+    # In a process of its own: autograd keeps the graphs of backward passes that failed in other tests.
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_PROCESS, "train", str(job(recompute="none")), "--explain-memory"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said = Said(done.returncode, done.stdout, done.stderr)
+    assert "recording where tensors are made" in said.out
+    assert "--explain-memory" not in "".join(explained(said))
+    report = report_of(tmp_path / "run")
+    assert report["recorded"]
+    assert report["asked"]["module"].startswith("backward of model.")
+    saved = [tensor["origin"] for tensor in report["tensors"] if tensor["kind"] == "activations"]
+    in_layers = [origin for origin in saved if re.match(r"model\.layers\.\d", origin["module"] or "")]
+    assert len(in_layers) >= 10
+    assert all((origin["line"] or "").startswith("trimtab/") for origin in in_layers), in_layers
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "phase", "remedy"),
+    [
+        (["eval", "RUN", "TEXT"], "evaluate/perplexity.py", "evaluation", "--batch-size"),
+        (["eval", "RUN", "--no-probe", "--answers", "2"], "generate/loop.py", "generation", "--answers"),
+        (["generate", "RUN", "the cat"], "generate/loop.py", "generation", "--max-new-tokens"),
+        (["generate", "RUN", "the cat"], "run/models.py", "load", "--dtype bf16"),
+        (["export", "hf", "RUN", "OUT"], "export/hf.py", "export", "exporting holds the model"),
+        (["export", "hf", "RUN", "OUT"], "run/models.py", "load", "exporting holds the model"),
+    ],
+)
+def test_verbs_that_train_nothing(
+    words: list[str],
+    file: str,
+    phase: str,
+    remedy: str,
+    world: World,
+    cli: Call,
+    tmp_path: Path,
+) -> None:
+    run = shutil.copytree(world.run, tmp_path / "copy")
+    places = {"RUN": run, "OUT": tmp_path / "out", "TEXT": world.folder / "domain.jsonl"}
+    with FullMemory(file) as memory:
+        said = cli(*(places.get(word, word) for word in words))
+    assert memory.failed
+    lines = explained(said, remedy)
+    assert report_of(run)["phase"] == phase
+    assert any("full report" in line for line in lines)
+    # What loading takes depends on the files, which may be quantized: only the model's own phases are predicted.
+    assert any("predicted" in line for line in lines) is (words[0] == "export" or phase != "load")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "phase"),
+    [
+        (["merge", "RUN", "OUT"], "export/merged.py", "merge"),
+        (["merge", "RUN", "OUT"], "run/models.py", "load"),
+        (["export", "peft", "RUN", "OUT"], "export/peft.py", "export"),
+    ],
+)
+def test_verbs_on_a_run_with_an_adapter(
+    words: list[str], file: str, phase: str, job: Job, cli: Call, tmp_path: Path
+) -> None:
+    assert cli("train", job(lora={"r": 2})).code == 0
+    places = {"RUN": tmp_path / "run", "OUT": tmp_path / "out"}
+    with FullMemory(file, host=True) as memory:
+        said = cli(*(places.get(word, word) for word in words))
+    assert memory.failed
+    lines = explained(said, "4.00 KiB more could not be allocated on the host", "holds the model in fp32")
+    report = report_of(tmp_path / "run")
+    assert report["phase"] == phase
+    planned = words[0] == "merge"  # an adapter's files are small: exporting them is not planned
+    assert any(line.startswith("  predicted") for line in lines) is planned
+    assert (report["predicted"] is not None) is planned
+    assert not (tmp_path / "out").exists()
+    assert cli(*(places.get(word, word) for word in words)).code == 0
+
+
+def test_an_error_of_another_kind_keeps_its_own_words(
+    job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr("trimtab.trainer.loop._Loop.update", fail)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        cli("train", job())
+    assert not (tmp_path / "run" / "oom.json").exists()
+
+
+def test_python_records_lines_too(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trimtab.train(str(job()), explain_memory=True)
+    assert "recording where tensors are made" in capsys.readouterr().out
+    again = trimtab.resume(run.folder, explain_memory=True)
+    assert again.status == "finished"

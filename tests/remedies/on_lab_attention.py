@@ -1,0 +1,41 @@
+"""The attention study: what each refusal of an option or a record names works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cases import World, case, in_turn, listed
+
+from trimtab.lab.samples import Samples
+from trimtab.lab.studies.attention.cells import Options, cells
+from trimtab.lab.studies.attention.measure import measure
+from trimtab.lab.studies.attention.settings import AttentionSettings
+
+CELLS = "lab/studies/attention/cells.py"
+
+
+def ask(**options: Any) -> int:
+    found = len(cells(Options(**options), device="cpu", memory_bytes=2**35))
+    assert found > 0
+    return found
+
+
+case(
+    f"{CELLS}:_known: {{}}use one of {{}}",
+    lambda w: ask(backends=["flash"]),
+    lambda w, remedy: in_turn(lambda name: ask(backends=[name]), listed(remedy, "use one of")),
+)
+case(f"{CELLS}:_positive: give at least 1", lambda w: ask(lengths=[0]), lambda w, remedy: ask(lengths=[1]))
+case(f"{CELLS}:_checked: give more than 0", lambda w: ask(seconds=0.0), lambda w, remedy: ask(seconds=0.001))
+
+
+def measured_once_more(w: World, remedy: str) -> None:
+    cell = AttentionSettings("sdpa_flash", batch=1, head_dim=8, length=8, repetitions=1)
+    assert Samples.from_dict(measure(cell.to_dict())["forward"]).repetitions == 1
+
+
+case(
+    "lab/samples.py:damaged_record: measure once more: the same command with --again",
+    lambda w: Samples.from_dict({"times_ms": "fast"}),
+    measured_once_more,
+)

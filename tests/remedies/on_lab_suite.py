@@ -1,0 +1,28 @@
+"""Suites of studies: what each refusal names works."""
+
+from __future__ import annotations
+
+from cases import case
+
+from trimtab.lab.suite import suite_cells
+
+
+def suite(name: str) -> None:
+    assert suite_cells(name, device="cpu", memory_bytes=2**35)
+
+
+case(
+    "lab/suite.py:suite_cells: {}the suites are {}",
+    lambda w: suite("all"),
+    lambda w, remedy: [suite(name) for name in remedy.rpartition("the suites are ")[2].split(" and ")],
+)
+case(
+    "cli/bench.py:bench: name one, or --suite study; see `trimtab bench --help`",
+    lambda w: w.cli("bench"),
+    lambda w, remedy: w.cli("bench", "sizes", "tiny", "--out", w.tmp / "sizes"),
+)
+case(
+    "cli/bench.py:bench: give a number above 0",
+    lambda w: w.cli("bench", "--suite", "study", "--minutes", "-1"),
+    lambda w, remedy: w.cli("bench", "--suite", "study", "--minutes", "1e-9", "--out", w.tmp / "suite"),
+)

@@ -1,0 +1,84 @@
+"""`trimtab plan`: targets, methods, questions and pages that cannot be, and what is advised instead."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cases import World, case, in_turn
+
+MODEL = "Qwen/Qwen3-0.6B"
+GPU = ("--gpu", "rtx4090")
+
+
+def plan(w: World, *words: object) -> str:
+    return w.cli("plan", *words)
+
+
+def choices(remedy: str) -> list[str]:
+    return remedy.removeprefix("choose one of ").split(", ")
+
+
+case(
+    "cli/plan.py:plan: give a recipe or a model: `trimtab plan Qwen/Qwen3-8B --gpu 24GB --method qlora`; "
+    "see `trimtab plan --help`",
+    lambda w: plan(w),
+    lambda w, remedy: (
+        w.cli(*re.findall("`trimtab (.*?)`", remedy)[0].split()),
+        plan(w, w.recipe()),
+        plan(w, "--help"),
+    ),
+)
+case(
+    "cli/plan_questions.py:print_answer: take a smaller model, a larger GPU, or see what would save memory with "
+    "--what-if",
+    lambda w: plan(w, "Qwen/Qwen3-8B", "--gpu", "12GB", "--solve", "batch_size"),
+    lambda w, remedy: (
+        plan(w, MODEL, "--gpu", "12GB", "--solve", "batch_size"),
+        plan(w, "Qwen/Qwen3-8B", "--gpu", "h200", "--solve", "batch_size"),
+        plan(w, "Qwen/Qwen3-8B", "--gpu", "h200", "--what-if"),
+    ),
+)
+case(
+    "plan/solve.py:check_question: choose one of {}",
+    lambda w: plan(w, MODEL, *GPU, "--solve", "longest"),
+    lambda w, remedy: in_turn(lambda word: plan(w, MODEL, *GPU, "--solve", word), choices(remedy)[:3]),
+)
+case(
+    "plan/solve.py:_need_time: measure it with `trimtab plan --calibrate`, or name a GPU of the data sheets with --gpu",
+    lambda w: plan(w, MODEL, "--gpu", "24GB", "--solve", "fastest"),
+    lambda w, remedy: plan(w, MODEL, *GPU, "--solve", "fastest"),
+)
+case(
+    "recipe/rules.py:_size: lower them to {} together",
+    lambda w: plan(w, MODEL, *GPU, "per_device_train_batch_size=1000000000000"),
+    lambda w, remedy: plan(w, MODEL, *GPU, "per_device_train_batch_size=1"),
+)
+case(
+    "run/target.py:model_shape: check the path",
+    lambda w: plan(w, "./nothing.json", *GPU),
+    lambda w, remedy: plan(w, w.model / "config.json", *GPU, "max_seq_length=64"),
+)
+case(
+    "run/target.py:model_shape: {}plan it from its config.json: `trimtab plan path/to/config.json`; a recipe that "
+    "names it fetches that file from the hub",
+    lambda w: plan(w, "nobody/nothing", *GPU),
+    lambda w, remedy: plan(w, w.model / "config.json", *GPU, "max_seq_length=64"),
+)
+case(
+    "run/target.py:with_method: choose one of {}",
+    lambda w: plan(w, MODEL, *GPU, "--method", "quick"),
+    lambda w, remedy: in_turn(lambda word: plan(w, MODEL, *GPU, "--method", word), choices(remedy)),
+)
+case(
+    "run/target.py:_host_bytes: write it like 64GB or 64GiB",
+    lambda w: plan(w, MODEL, *GPU, "--host-memory", "lots"),
+    lambda w, remedy: in_turn(
+        lambda word: plan(w, MODEL, *GPU, "--host-memory", word), re.findall(r"\d+\w+", remedy)
+    ),
+)
+case(
+    "report/html.py:write_html: give another place with {}",
+    lambda w: plan(w, MODEL, *GPU, "--page", w.model / "config.json" / "plan.html"),
+    lambda w, remedy: [plan(w, MODEL, *GPU, "--page", w.tmp / "plan.html"), Path(w.tmp / "plan.html").stat()],
+)

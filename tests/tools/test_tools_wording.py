@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import wording
+from tools.wording import IDIOMS, ROOT, UNFINISHED, find, find_all, tracked
+
+
+@pytest.mark.parametrize(
+    ("line", "better"),
+    [
+        ("what a person sees", "user"),
+        ("layers that are computed again", "recompute"),
+        ("8 bytes a parameter", "per token"),
+        ("a run goes on from its checkpoint", "resume"),
+        ("the gradients held by a layer", "allocated"),
+        ("the number format of a tensor", "dtype"),
+        ("packed windows of 1024 tokens", "sequence"),
+    ],
+)
+def test_an_idiom_is_found_with_its_line_and_the_better_term(line: str, better: str) -> None:
+    (found,) = find(Path("a.md"), f"fine\n{line}\n")
+    assert found.line == 2
+    assert better in found.describe()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "loss on held-out text",
+        "a sliding window of 4096 tokens",
+        "there is room for two more",
+        "8 bytes per parameter",
+        "for somebody  # wording: allow",
+    ],
+)
+def test_plain_english_is_left_alone(line: str) -> None:
+    assert list(find(Path("a.py"), line)) == []
+
+
+def test_finished_files_have_no_idioms() -> None:
+    finished = [path for path in tracked(ROOT) if not str(path).startswith(UNFINISHED)]
+    assert [one.describe() for one in find_all(ROOT, finished)] == []
+    assert len(finished) > 100
+
+
+def test_every_unfinished_path_is_there_and_has_idioms() -> None:
+    files = tracked(ROOT)
+    for beginning in UNFINISHED:
+        below = [path for path in files if str(path).startswith(beginning)]
+        assert find_all(ROOT, below), f"{beginning} is finished: remove it from UNFINISHED"
+
+
+def test_idioms_have_names_of_their_own() -> None:
+    assert len({one.name for one in IDIOMS}) == len(IDIOMS)
+
+
+def test_the_command_fails_on_a_file_with_an_idiom(tmp_path: Path) -> None:
+    file = tmp_path / "page.md"
+    command = [sys.executable, "-m", "tools.wording", "--check", str(file)]
+    file.write_text("the user resumes the run\n")
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    file.write_text("the run goes on\n")
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "page.md:1: 'goes on': write continue, resume" in ended.stdout
+    assert wording.ALLOWED in ended.stderr

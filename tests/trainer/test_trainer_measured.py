@@ -1,0 +1,137 @@
+"""What a run measures of itself: which steps count, and when it is reported."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from tiny_setup import TinyLoader, tiny_setup
+
+from trimtab.facts.errors import DataError, OutOfMemory
+from trimtab.facts.phases import RunPhase
+from trimtab.trainer import Cadence, TrainState, train
+from trimtab.trainer.measured import Measured, Spread, Stopwatch
+
+NOTHING = (0, 0)
+
+
+def test_the_first_steps_do_not_count() -> None:
+    watch = Stopwatch(0)
+    watch.interval(9.0, 1, one_time=NOTHING)
+    watch.interval(5.0, 1, one_time=NOTHING)
+    assert not watch.warm
+    early = watch.measured(2)
+    assert early.step == Spread(5.0, 5.0, 9.0, 2)
+    assert not early.warm
+    for seconds in (1.0, 1.2, 1.1):
+        watch.interval(seconds, 1, one_time=NOTHING)
+    measured = watch.measured(5)
+    assert measured.warm
+    assert measured.step == Spread(1.1, 1.0, 1.2, 3)
+
+
+@pytest.mark.parametrize("captures_and_programs", [(1, 0), (0, 1)])
+def test_steps_with_a_capture_or_a_compilation_do_not_count(captures_and_programs: tuple[int, int]) -> None:
+    watch = Stopwatch(0)
+    watch.interval(1.0, 2, one_time=NOTHING)
+    watch.interval(50.0, 1, one_time=captures_and_programs)
+    assert not watch.warm
+    watch.interval(4.0, 2, one_time=captures_and_programs)
+    assert watch.measured(5).step == Spread(2.0, 2.0, 2.0, 2)
+
+
+def test_time_of_a_save_is_no_time_of_a_step() -> None:
+    watch = Stopwatch(10)
+    watch.interval(2.0, 2, one_time=NOTHING)
+    watch.saved(3.0, whole=False)
+    watch.interval(5.0, 2, one_time=NOTHING)
+    watch.saved(7.0, whole=True)
+    measured = watch.measured(14)
+    assert measured.first_step == 10
+    assert measured.step == Spread(1.0, 1.0, 1.0, 2)
+    assert measured.checkpoint == Spread(7.0, 7.0, 7.0, 1)
+    assert measured.checkpoint_stall is not None
+    assert measured.checkpoint_stall.count == 2
+
+
+def measure(**more: Any) -> list[Measured]:
+    told: list[Measured] = []
+    train(tiny_setup(TinyLoader(), on_measured=told.append, **more), TrainState())
+    return told
+
+
+def test_a_run_tells_it_once_warm_and_at_its_end() -> None:
+    told = measure(cadence=Cadence(total_steps=8, eval_on_start=False))
+    assert [one.last_step for one in told] == [3, 8]
+    assert all(one.warm for one in told)
+    assert told[-1].step is not None
+    assert told[-1].step.count == 6
+    assert told[0].buckets is not None
+    assert told[0].allocated == sum(told[0].buckets.values())
+    assert told[-1].checkpoint is not None
+
+
+def test_a_run_that_is_too_short_tells_it_at_its_end() -> None:
+    (told,) = measure(total_steps=2)
+    assert not told.warm
+    assert told.last_step == 2
+    assert told.step is not None
+
+
+def test_with_rare_logging_it_is_told_when_the_device_is_read_anyway() -> None:
+    told = measure(cadence=Cadence(total_steps=20, logging_steps=10, eval_on_start=False))
+    assert [one.last_step for one in told] == [10, 20]
+
+
+def test_evaluations_are_measured_apart_from_steps() -> None:
+    def evaluate(step: int) -> list[dict[str, Any]]:
+        time.sleep(0.02)
+        return []
+
+    told = measure(cadence=Cadence(total_steps=6, eval_steps=2), evaluate=evaluate)[-1]
+    assert told.evaluation is not None
+    assert told.evaluation.count == 4
+    assert told.evaluation.median >= 0.02
+    assert told.step is not None
+    assert told.step.median < 0.02
+
+
+def test_a_run_that_fails_tells_what_it_measured() -> None:
+    told: list[Measured] = []
+    setup = tiny_setup(TinyLoader(vanish_step=5), on_measured=told.append)
+    with pytest.raises(DataError):
+        train(setup, TrainState())
+    assert told[-1].last_step == 5
+
+
+def test_measuring_changes_no_loss() -> None:
+    plain, measured = tiny_setup(TinyLoader()), tiny_setup(TinyLoader(), on_measured=lambda _: None)
+    train(plain, TrainState())
+    train(measured, TrainState())
+    assert plain.log.losses() == measured.log.losses()
+
+
+def test_out_of_memory_is_met_in_its_phase_and_the_state_before_is_saved() -> None:
+    """The phases of a step, as the loop enters them; an error in one leaves the state after the last whole step."""
+    entered: list[RunPhase] = []
+
+    class Watch:
+        def __init__(self, phase: RunPhase) -> None:
+            self.phase = phase
+
+        def __enter__(self) -> None:
+            entered.append(self.phase)
+            if self.phase is RunPhase.BACKWARD and entered.count(RunPhase.OPTIMIZER_STEP) == 3:
+                raise OutOfMemory("no memory")
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    setup = tiny_setup(TinyLoader(), during=Watch)
+    setup.microstep.during = Watch
+    with pytest.raises(OutOfMemory):
+        train(setup, TrainState())
+    assert max(setup.store.saved) == 3
+    assert entered[:4] == [RunPhase.DATA, RunPhase.FORWARD, RunPhase.FORWARD, RunPhase.BACKWARD]
+    assert entered[-1] is RunPhase.CHECKPOINT

@@ -1,0 +1,83 @@
+"""`trimtab bench compile`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.studying import Again, AsJson, Out, StudyDevice, run_study, study_device
+
+
+def compile(
+    sizes: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B",
+            help="small, medium, large, xl, 2.7B; or recipes, hub ids, folders, config.json or GGUF files.",
+        ),
+    ] = "small",
+    methods: Annotated[
+        str, typer.Option(metavar="A,B", help="full, qlora; a recipe says it itself.")
+    ] = "full,qlora",
+    scopes: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B", help="regions (each block, as `torch_compile: true`), whole (model and loss)."
+        ),
+    ] = "regions,whole",
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="dynamic, static, auto (torch's default, of the whole model alone). By default dynamic,static for "
+            "regions and auto for the whole model.",
+        ),
+    ] = None,
+    lengths: Annotated[
+        str,
+        typer.Option(metavar="N,M", help="Sequence lengths in the order they are met; the first is timed."),
+    ] = "256,192,320,128",
+    batch: Annotated[int, typer.Option(help="Sequences per step.")] = 1,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="fp32, bf16 or fp16; fp32 on a CPU and bf16 on a GPU by default."),
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(help="inductor; aot_eager and eager only trace: breaks and recompilations.")
+    ] = "inductor",
+    steps: Annotated[int, typer.Option(help="Timed steps.")] = 5,
+    device: StudyDevice = "auto",
+    out: Out = None,
+    again: Again = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what torch.compile costs and gains: graph breaks, recompilations with reasons, seconds, step time.
+
+    Shows where graphs break and why; how many programs several sequence lengths need, with the guard that failed for
+    each recompilation; seconds with an empty and with a filled cache; whether loss and gradients equal those of eager
+    mode; and after how many steps compiling has paid.
+
+        trimtab bench compile                             full training and QLoRA
+        trimtab bench compile --methods qlora --scopes regions
+        trimtab bench compile --sizes recipe.yaml --backend aot_eager
+    """
+    from trimtab.lab.choices import parse_counts, split_words
+    from trimtab.lab.studies.compile.cells import cells
+    from trimtab.run.device import need_torch
+
+    need_torch()
+    chosen = study_device(device)
+    asked = cells(
+        device=chosen,
+        sizes=split_words(sizes),
+        methods=split_words(methods),
+        scopes=split_words(scopes),
+        shapes=split_words(shapes),
+        lengths=parse_counts(lengths, "--lengths"),
+        batch=batch,
+        precision=precision,
+        backend=backend,
+        steps=steps,
+    )
+    run_study("compile", asked, device=chosen, out=out, again=again, as_json=as_json)

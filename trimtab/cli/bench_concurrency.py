@@ -1,0 +1,58 @@
+"""`trimtab bench concurrency`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trimtab.cli.studying import Again, AsJson, Out, StudyDevice, run_study, study_device
+
+
+def concurrency(
+    prompts: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A file of prompts: .txt with one per line, or .jsonl or .csv with `prompt`. By default 32 problems "
+            "of mathematics.",
+            show_default=False,
+        ),
+    ] = None,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--way",
+            help="one-by-one, batch, threads, asyncio, asyncio-threads or processes; may be repeated. All by default.",
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="A run folder, a model folder, a GGUF file, a hub id, or `starter`.")
+    ] = "starter",
+    workers: Annotated[
+        int | None, typer.Option(help="Threads or processes at once; by default one per core, from 2 to 4.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="For each prompt, at most.")] = 48,
+    device: StudyDevice = "auto",
+    out: Out = None,
+    again: Again = False,
+    as_json: AsJson = False,
+) -> None:
+    """Generate one file of prompts by threads, asyncio, processes, one by one and as a batch: time and memory of each.
+
+    Every way gives the same completions (the likeliest token is always taken), which is checked. The table has
+    seconds, tokens per second, the speed-up against one by one, and the peak memory of all processes together, with
+    the reasons: Python's global interpreter lock, which torch releases inside its kernels; one model per process; and
+    a batch, which needs no concurrency at all.
+
+        trimtab bench concurrency
+        trimtab bench concurrency questions.txt --workers 4 --max-new-tokens 100
+        trimtab bench concurrency --way batch --way processes --model runs/my-run
+    """
+    from trimtab.lab.studies.concurrency.cells import cells
+
+    used = study_device(device)
+    chosen = cells(
+        way or (), file=prompts, model=model, max_new_tokens=max_new_tokens, workers=workers, device=used
+    )
+    run_study("concurrency", chosen, device=used, out=out, again=again, as_json=as_json)

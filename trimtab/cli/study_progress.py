@@ -1,0 +1,132 @@
+"""The progress of a study: a moving line on a terminal, one plain line per cell elsewhere; how all cells ended."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from trimtab.facts.units import format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trimtab.lab.study import Cell, Measurement
+
+
+class StudyProgress:
+    """Shows cells as they are measured, on standard error; `trimtab.lab.sweep.run_sweep` calls it.
+
+    Example:
+        >>> with StudyProgress(10) as progress:                                      # doctest: +SKIP
+        ...     run_sweep(cells, folder, device="cpu", progress=progress)
+    """
+
+    def __init__(self, total: int, console: Console | None = None) -> None:
+        from trimtab.report.console import new_console
+
+        self.total = total
+        self.console = console or new_console(file=sys.stderr)
+        self.done = 0
+        self.recorded = 0
+        """Cells that were not measured because they have a record."""
+        self._moving = self.console.is_terminal and not self.console.is_dumb_terminal
+        self._bar: Any = None
+        self._task: Any = None
+        self._began: float | None = None
+        """When the current cell began; None for one that has a record."""
+        self._spent = 0.0
+        self._measured = 0
+
+    def __enter__(self) -> StudyProgress:
+        if self._moving:
+            from rich.progress import BarColumn, Progress, TextColumn
+            from rich.table import Column
+
+            name = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
+            self._bar = Progress(
+                name,
+                BarColumn(24),
+                TextColumn("{task.completed}/{task.total}"),
+                TextColumn("{task.fields[left]}", style="cyan"),
+                console=self.console,
+                transient=True,
+                expand=True,
+            )
+            self._task = self._bar.add_task("", total=self.total, left="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int, total: int, cell: Cell, measurement: Measurement | None) -> None:
+        """A cell begins (without a measurement) or has ended."""
+        from trimtab.report.plain import plain
+
+        self.done = done
+        name = plain(cell.name, keep_newlines=False)
+        if measurement is None:
+            self._began = time.monotonic()
+            self._move(name)
+            return
+        if self._began is None:
+            self.recorded += 1
+        else:
+            self._spent += time.monotonic() - self._began
+            self._measured += 1
+            self._tell(done, name, measurement)
+        self._began = None
+        self._move(name)
+
+    def left(self) -> float | None:
+        """Seconds left by the mean of the cells so far; None before the first one."""
+        return self._spent / self._measured * (self.total - self.done) if self._measured else None
+
+    def _move(self, name: str) -> None:
+        if self._bar is not None:
+            left = self.left()
+            told = f"{format_seconds(left)} left" if left else ""
+            self._bar.update(self._task, completed=self.done, description=name, left=told)
+
+    def _tell(self, done: int, name: str, measurement: Measurement) -> None:
+        """A line for a cell; on a terminal only for one that was not measured."""
+        from rich.text import Text
+
+        from trimtab.lab.study import Outcome
+        from trimtab.lab.sweep import UNFINISHED
+        from trimtab.report.plain import plain
+
+        outcome = measurement.outcome
+        if self._moving and outcome is Outcome.MEASURED:
+            return
+        reason = plain(f": {measurement.message}", keep_newlines=False) if measurement.message else ""
+        ended = "" if outcome is Outcome.MEASURED else f": {outcome.value}{reason}"
+        style = "red" if outcome in UNFINISHED else ""
+        line = f"[{done}/{self.total}] {name}{ended} ({format_seconds(measurement.seconds)})"
+        self.console.print(Text(line, style), soft_wrap=True)
+
+
+def count_outcomes(measurements: Sequence[Measurement]) -> str:
+    """How cells ended, in one line.
+
+    Example:
+        >>> count_outcomes([])
+        '0 cells'
+    """
+    from trimtab.lab.study import Outcome
+
+    counts = Counter(one.outcome for one in measurements)
+    told = ", ".join(f"{counts[outcome]} {outcome.value}" for outcome in Outcome if counts[outcome])
+    cells = f"{len(measurements)} cell{'' if len(measurements) == 1 else 's'}"
+    return f"{cells}: {told}" if told else cells
+
+
+def has_failed(measurements: Sequence[Measurement]) -> bool:
+    """Whether a cell has neither a result nor a reason why there can be none: it failed, or took too long."""
+    from trimtab.lab.sweep import UNFINISHED
+
+    return any(one.outcome in UNFINISHED for one in measurements)

@@ -1,0 +1,85 @@
+"""The operations that torch carries out, autocast's casts included, with the dtypes of inputs and output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.module_tracker import ModuleTracker
+
+from trimtab.facts.dtypes import TORCH_NAMES
+
+NAMES = {getattr(torch, long): short for short, long in TORCH_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kind of operation at one module."""
+
+    module: str
+    """Path of the innermost module that was running; empty outside of all."""
+    backward: bool
+    name: str
+    """As torch calls it: mm, _to_copy."""
+    inputs: str
+    """Floating-point formats that go in, each once: "bf16, fp32"."""
+    output: str
+    is_view: bool
+    """Whether it only looks at the input's memory in another shape."""
+
+
+class DtypeTrace(TorchDispatchMode):
+    """Notes every operation with a floating-point input and output that runs inside.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 2, bias=False)
+        >>> with DtypeTrace() as trace, torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     _ = layer(torch.ones(1, 2))
+        >>> [(one.name, one.inputs, one.output) for one in trace.counts if not one.is_view]
+        [('_to_copy', 'fp32', 'bf16'), ('mm', 'bf16', 'bf16')]
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[Operation, int] = {}
+        """How often each ran, in the order of their first time."""
+        self._modules = ModuleTracker()
+
+    def __enter__(self) -> DtypeTrace:
+        self._modules.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._modules.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        before, after = _formats((args, kwargs)), _formats(out)
+        if before and after:
+            innermost = max(self._modules.parents, key=lambda path: path.count("."))
+            one = Operation(
+                innermost.partition(".")[2],
+                bool(self._modules.is_bw),
+                func.overloadpacket.__name__,
+                before,
+                after,
+                _is_view(func),
+            )
+            self.counts[one] = self.counts.get(one, 0) + 1
+        return out
+
+
+def _formats(values: Any) -> str:
+    found = [NAMES[t.dtype] for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.dtype in NAMES]
+    return ", ".join(dict.fromkeys(found))
+
+
+def _is_view(func: Any) -> bool:
+    """By its schema: a result shares memory with an input that is not written to."""
+    aliases = [one.alias_info for one in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)

@@ -1,0 +1,118 @@
+"""What evaluating or generating with a loaded model was expected to hold, for the report when memory runs out.
+
+The weights are those of the model as it was loaded; the tensors of a pass come from the same declarations that
+`trimtab plan` adds up.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from trimtab.adapt.quantized import QuantizedLinear
+from trimtab.adapt.spec_quantized import Quantization
+from trimtab.facts.dtypes import TORCH_NAMES
+from trimtab.generate.loop import DEFAULT_NEW_TOKENS
+from trimtab.model import Decoder
+from trimtab.plan.inference import generation_tensors, loss_tensors, total
+from trimtab.plan.job import Job
+from trimtab.plan.memory import OUTSIDE
+from trimtab.run.memory_report import PredictedMemory
+
+
+def predict_generation(decoder: Decoder, rows: int, prompt: int, new_tokens: int) -> PredictedMemory:
+    """Of continuing prompts in one batch.
+
+    Args:
+        decoder: the loaded model.
+        rows: prompts that are generated together.
+        prompt: tokens of the longest one.
+        new_tokens: tokens that are written at most.
+
+    Example:
+        >>> predict_generation(decoder, rows=8, prompt=100, new_tokens=64).moment   # doctest: +SKIP
+        '8 prompts of at most 100 + 64 tokens at once, with their cache'
+    """
+    passes = generation_tensors(_job(decoder, rows, prompt, packed=False), rows, prompt, new_tokens)
+    texts = "one prompt" if rows == 1 else f"{rows} prompts"
+    return _predicted(
+        decoder, total(passes), f"{texts} of at most {prompt} + {new_tokens} tokens at once, with their cache"
+    )
+
+
+def predict_prompts(
+    decoder: Decoder, ids: Sequence[Sequence[int]], max_new_tokens: int | None, batch_size: int
+) -> PredictedMemory:
+    """Of continuing tokenized prompts in batches: the largest one, with as many new tokens as `generate` writes."""
+    longest = max(map(len, ids))
+    room = max(decoder.shape.max_positions - longest, 1)
+    new_tokens = max_new_tokens or min(DEFAULT_NEW_TOKENS, room)
+    return predict_generation(decoder, min(batch_size, len(ids)), longest, new_tokens)
+
+
+def predict_losses(decoder: Decoder, rows: int, tokens: int, *, packed: bool) -> PredictedMemory:
+    """Of a loss by token over one batch of `rows` sequences of at most `tokens` tokens.
+
+    Example:
+        >>> predict_losses(decoder, rows=8, tokens=1024, packed=True).moment        # doctest: +SKIP
+        '8 × 1024 tokens at once, losses by token'
+    """
+    passes = loss_tensors(_job(decoder, rows, tokens, packed=packed))
+    return _predicted(decoder, total(passes), f"{rows} × {tokens} tokens at once, losses by token")
+
+
+def _predicted(decoder: Decoder, activations: int, moment: str) -> PredictedMemory:
+    device = next(decoder.parameters()).device.type
+    tensors = {id(t): t for t in itertools.chain(decoder.parameters(), decoder.buffers())}
+    weights = sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
+    return PredictedMemory(
+        allocated=weights + activations,
+        moment=moment,
+        process=weights + activations + OUTSIDE.get(device, 0),
+        buckets={"weights": weights, "gradients": 0, "optimizer": 0, "activations": activations, "other": 0},
+        phase=weights + activations,
+        host=weights + activations + OUTSIDE["cpu"] if device == "cpu" else OUTSIDE["cpu"],
+    )
+
+
+def _job(decoder: Decoder, rows: int, tokens: int, *, packed: bool) -> Job:
+    norm = decoder.model.norm.weight
+    dtype = _name(norm.dtype)
+    backends = tuple(k.attention if packed else k.unpacked_attention for k in decoder.kernels)
+    return Job(
+        decoder.shape,
+        batch=rows,
+        tokens=tokens,
+        accumulation=1,
+        dtype=dtype,
+        weights_dtype=dtype,
+        gradient_dtype=dtype,
+        optimizer="adamw_torch",
+        attention=backends[0],
+        layer_attention=backends,
+        device=norm.device.type,
+        packed=packed,
+        pointwise=decoder.kernels[0].pointwise,
+        loss_impl=decoder.loss_impl,
+        loss_memory=decoder.loss_memory,
+        quantization=_quantization(decoder, dtype),
+    )
+
+
+def _quantization(decoder: Decoder, dtype: str) -> Quantization | None:
+    """As the packed layers have it; None where there are none, or all have dequantized copies."""
+    for module in decoder.modules():
+        if isinstance(module, QuantizedLinear) and module.dequantized_copy is None:
+            packing = module.packing
+            return Quantization(
+                packing.kind, packing.block, packing.nested_block > 0, dtype, impl=packing.impl
+            )
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    """Our name of torch's dtype."""
+    names = {getattr(torch, torch_name): name for name, torch_name in TORCH_NAMES.items()}
+    return names[dtype]

@@ -1,0 +1,69 @@
+"""How a run that ran out of memory ends: the report in its folder, and the command that goes on with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from trimtab.checkpoint.layout import step_folders
+from trimtab.facts.phases import RunPhase
+from trimtab.plan.make import Plan
+from trimtab.run.folder import RunFolder
+from trimtab.run.memory_remedies import Suggestion, resume_command, training_suggestions
+from trimtab.run.memory_report import MemoryReport
+from trimtab.run.memory_text import RECORDING, essentials
+from trimtab.run.out_of_memory import ExplainedOutOfMemory, MemoryExplainer, write_report
+
+
+@contextmanager
+def recording_memory(explainer: MemoryExplainer, folder: RunFolder, plan: Plan) -> Iterator[None]:
+    """A run's work: out of memory leaves oom.json and oom.txt, and an error that says how to go on."""
+    try:
+        with explainer.during(RunPhase.OTHER):
+            yield
+    except ExplainedOutOfMemory as error:
+        raise concluded(_first(error), folder, plan) from error.__cause__
+
+
+def concluded(error: ExplainedOutOfMemory, folder: RunFolder, plan: Plan) -> ExplainedOutOfMemory:
+    """The error with remedy and details, its report written."""
+    report, began = error.report, folder.began()
+    suggestions = training_suggestions(report, plan, began=began)
+    best = suggestions[0] if suggestions else None
+    details = essentials(report)
+    details.append(_saved(folder))
+    if write_report(report, folder, suggestions):
+        lines = "" if report.recorded else f"; add {RECORDING} for the lines that made the tensors"
+        details.append(f"full report   {folder.oom_text}{lines}")
+    return ExplainedOutOfMemory(report, _remedy(report, folder, best), tuple(details))
+
+
+def _remedy(report: MemoryReport, folder: RunFolder, best: Suggestion | None) -> str:
+    command = f"`{resume_command(folder.path, best)}`"
+    if best is not None:
+        return f"set {best.describe()}: {command}"
+    if report.phase is RunPhase.CHECKPOINT:
+        return f"a checkpoint is copied to the host's memory first: free some there, then {command}"
+    others = report.state.others
+    if others:
+        return f"end the other processes on the GPU (pid {others[0].pid}), or use a larger one: {command}"
+    return f"no setting that may change is known to be enough: use a device with more memory, then {command}"
+
+
+def _saved(folder: RunFolder) -> str:
+    steps = [int(path.name.removeprefix("step-")) for path in step_folders(folder.checkpoints)]
+    if steps:
+        return f"saved         step {max(steps)}, from which the command above goes on"
+    if folder.began():
+        return "saved         no checkpoint: the command above begins again at step 0"
+    return "saved         nothing was trained yet: the command above starts the run, and any key may change"
+
+
+def _first(error: ExplainedOutOfMemory) -> ExplainedOutOfMemory:
+    """Where saving the state fails as well, what ran out first is the cause."""
+    first, context = error, error.__context__
+    while context is not None:
+        if isinstance(context, ExplainedOutOfMemory):
+            first = context
+        context = context.__context__
+    return first

@@ -1,0 +1,142 @@
+"""What would have fitted: changes of the recipe, each planned anew, or of the command's options."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimtab.facts.phases import OWN_STEP, RunPhase
+from trimtab.facts.units import format_bytes
+from trimtab.plan.fit import Remedy, remedies
+from trimtab.plan.make import Plan
+from trimtab.recipe.resume import CHANGEABLE_ON_RESUME
+from trimtab.run.memory_report import MemoryReport
+
+_SETTING = re.compile(r"(\w+): (\{[^}]*\}|[^\s,]+)")
+
+_BATCH = "per_device_train_batch_size"
+
+COMMAND_REMEDIES = {
+    RunPhase.LOAD: "use a smaller dtype (--dtype bf16), another --device, or end other programs that hold memory",
+    RunPhase.EVALUATION: "use a smaller --batch-size or --max-seq-length",
+    RunPhase.PROBE: "leave the probe out (--no-probe)",
+    RunPhase.GENERATION: "use a smaller --batch-size or --max-new-tokens, or a shorter prompt",
+    RunPhase.MERGE: "merging holds the model in fp32 on the host: end other programs, or merge on a machine with "
+    "more memory",
+    RunPhase.EXPORT: "exporting holds the model in fp32 on the host: end other programs, or export on a machine with "
+    "more memory",
+}
+"""What to do where nothing is trained."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change that saves memory, as words of the recipe and as words of the command line."""
+
+    change: str
+    overrides: tuple[str, ...]
+    saving: int | None = None
+    """Bytes, by the plan of the changed recipe; None where that is not planned."""
+    enough: bool = True
+    """Whether the run would have fitted, judged by what was in memory."""
+
+    def describe(self) -> str:
+        """The change with what it saves."""
+        if self.saving is None:
+            return self.change
+        short = "" if self.enough else ", which alone may not be enough"
+        return f"{self.change} (saves {format_bytes(self.saving)}{short})"
+
+
+def command_remedy(command: RunPhase, failed: RunPhase) -> str:
+    """What to do about a command that trains nothing, by what it does and by the phase that failed.
+
+    Example:
+        >>> command_remedy(RunPhase.EVALUATION, RunPhase.EVALUATION)
+        'use a smaller --batch-size or --max-seq-length'
+    """
+    if command is RunPhase.EVALUATION and failed is RunPhase.GENERATION:
+        return "let it answer fewer problems at once (--answers), or none"
+    phase = command if failed is RunPhase.LOAD else failed
+    return COMMAND_REMEDIES.get(phase, "end other programs that hold memory")
+
+
+def overrides_of(change: str) -> tuple[str, ...]:
+    """A remedy's words as overrides for the command line.
+
+    Example:
+        >>> overrides_of("per_device_train_batch_size: 2 with gradient_accumulation_steps: 8")
+        ('per_device_train_batch_size=2', 'gradient_accumulation_steps=8')
+    """
+    return tuple(f"{key}={value}" for key, value in _SETTING.findall(change))
+
+
+def training_suggestions(report: MemoryReport, plan: Plan, *, began: bool) -> list[Suggestion]:
+    """Changes of a run, the cheapest that is enough first.
+
+    Args:
+        report: what ran out.
+        plan: of the run.
+        began: whether steps were trained, after which only some keys may change.
+    """
+    phase, recipe = report.phase, plan.recipe
+    if phase is RunPhase.GENERATION:
+        found = [Suggestion("answers: 0 and prompts: []", ("answers=0", "prompts=[]"))]
+    elif phase is RunPhase.CHECKPOINT and (recipe.save_steps is not None or recipe.eval_steps is not None):
+        change = "save_steps: null and eval_steps: null, so that only the end of the run is saved"
+        found = [Suggestion(change, ("save_steps=null", "eval_steps=null"))]
+    elif phase is RunPhase.DATA:
+        found = [Suggestion("data.num_proc: 1", ("data.num_proc=1",))]
+    elif phase is RunPhase.PROBE:
+        found = [Suggestion("probe: false", ("probe=false",))]
+    elif phase is RunPhase.EVALUATION:  # its batches are those of training
+        found = [_suggestion(one) for one in remedies(plan) if _BATCH in one.change]
+    elif phase in (*OWN_STEP, RunPhase.LOAD):
+        found = _enough_first(report, plan)
+    else:
+        found = []
+    return [one for one in found if not began or _may_change(one)]
+
+
+def resume_command(folder: Path, suggestion: Suggestion | None) -> str:
+    """The command that goes on with a run under other settings."""
+    words = ["trimtab", "train", "--resume", str(folder), *(suggestion.overrides if suggestion else ())]
+    return shlex.join(words)
+
+
+def _suggestion(remedy: Remedy, *, enough: bool = True) -> Suggestion:
+    return Suggestion(remedy.change, overrides_of(remedy.change), remedy.saving, enough)
+
+
+def _may_change(suggestion: Suggestion) -> bool:
+    return all(word.partition("=")[0] in CHANGEABLE_ON_RESUME for word in suggestion.overrides)
+
+
+def _enough_first(report: MemoryReport, plan: Plan) -> list[Suggestion]:
+    """Changes that are enough in the order of the planner, then the others by what they save."""
+    fits, found = enough(report, plan), remedies(plan)
+    short = sorted((one for one in found if not fits(one)), key=lambda one: -one.saving)
+    return [
+        *(_suggestion(one) for one in found if fits(one)),
+        *(_suggestion(one, enough=False) for one in short),
+    ]
+
+
+def enough(report: MemoryReport, plan: Plan) -> Callable[[Remedy], bool]:
+    """Whether a remedy would have fitted, judged by what was really in memory.
+
+    What the run held beyond its prediction stays on top of every other prediction.
+    """
+    state, predicted = report.state, report.predicted
+    held = state.allocated if state.on_gpu else state.process
+    if held is None or state.free is None or state.requested is None or predicted is None:
+        wanted = state.requested or 0
+        return lambda remedy: remedy.saving >= wanted
+    expected = predicted.process if not state.on_gpu else (predicted.phase or predicted.allocated)
+    beyond = max(0, held + state.requested - expected)
+    room = held + state.free
+    outside = plan.memory.outside if state.on_gpu else 0
+    return lambda remedy: remedy.needed - outside + beyond <= room

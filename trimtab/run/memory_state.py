@@ -1,0 +1,173 @@
+"""How much memory was allocated, reserved and free when an allocation failed, and who else holds memory."""
+
+from __future__ import annotations
+
+import errno
+import re
+import resource
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from trimtab.facts.devices import host_memory
+from trimtab.facts.units import parse_bytes
+from trimtab.run.gpu_processes import GpuProcess, other_processes
+from trimtab.trainer.memory import process_bytes
+
+_MESSAGES = (
+    "can't allocate memory",  # torch's DefaultCPUAllocator
+    "CUDA error: out of memory",  # the driver: a context, pinned memory
+    "CUDA out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+)
+_CUDA = re.compile(r"CUDA|CUBLAS|CUDNN")
+_SIZE = r"(\d+(?:\.\d+)? (?:[KMGT]iB|bytes))"
+# The wording of c10/cuda/CUDACachingAllocator.cpp, torch 2.11 to 2.13.
+_REQUESTED = re.compile(rf"Tried to allocate {_SIZE}")
+_CAPACITY = re.compile(rf"has a total capacity of {_SIZE} of which {_SIZE} is free")
+_ALLOWED = re.compile(rf"{_SIZE} allowed")
+_OWN = re.compile(rf"this process has {_SIZE} memory in use")
+_ALLOCATED = re.compile(rf"Of the allocated memory {_SIZE} is allocated by PyTorch")
+_UNALLOCATED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
+_OTHERS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
+_HOST_REQUESTED = re.compile(r"tried to allocate (\d+) bytes")
+
+
+@dataclass(frozen=True)
+class MemoryState:
+    """Memory of a device at the moment an allocation failed; None where nothing says."""
+
+    device: str
+    """The GPU's name, or `host`."""
+    requested: int | None = None
+    """Bytes of the allocation that failed."""
+    allocated: int | None = None
+    """Bytes in tensors, as torch's allocator counts them."""
+    reserved: int | None = None
+    """Bytes that torch's allocator has taken from the GPU."""
+    process: int | None = None
+    """Bytes of this process: with the CUDA context on a GPU, resident memory on the host."""
+    free: int | None = None
+    total: int | None = None
+    """Bytes of the device, or what this process is allowed of them."""
+    address_space: int | None = None
+    """Bytes that the process may address at most, where that is limited (`ulimit -v`)."""
+    largest_free_block: int | None = None
+    """The largest free block inside what the allocator has reserved."""
+    others: tuple[GpuProcess, ...] = ()
+    """Other processes on the GPU, the largest first."""
+
+    @property
+    def fragmented(self) -> int | None:
+        """Bytes that are reserved and in no tensor: too small or in the wrong place for what was requested."""
+        if self.reserved is None or self.allocated is None:
+            return None
+        return max(0, self.reserved - self.allocated)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the GPU's memory ran out, and not the host's."""
+        return self.device != "host"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {**asdict(self), "fragmented": self.fragmented}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that the GPU or the host has no memory left.
+
+    Example:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
+        (True, False)
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM  # mapping a file of weights
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _MESSAGES)
+
+
+def parse_message(error: BaseException) -> MemoryState:
+    """What torch's message says of the moment of failure.
+
+    Example:
+        >>> text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 22.00 GiB of which "
+        >>> state = parse_message(torch.OutOfMemoryError(text + "1.50 GiB is free."))
+        >>> state.requested == 2 * 2**30, state.free == 3 * 2**29
+        (True, True)
+    """
+    text = str(error)
+    if not (isinstance(error, torch.OutOfMemoryError) or _CUDA.search(text)):
+        found = _HOST_REQUESTED.search(text)
+        return MemoryState("host", requested=int(found[1]) if found else None)
+    capacity, allocated = _CAPACITY.search(text), _first(_ALLOCATED, text)
+    unallocated, total = _first(_UNALLOCATED, text), _bytes(capacity[1]) if capacity else None
+    others = [GpuProcess(int(pid), "process", _bytes(size)) for pid, size in _OTHERS.findall(text)]
+    return MemoryState(
+        "GPU",
+        requested=_first(_REQUESTED, text),
+        allocated=allocated,
+        reserved=None if allocated is None or unallocated is None else allocated + unallocated,
+        process=_first(_OWN, text),
+        free=_bytes(capacity[2]) if capacity else None,
+        total=_first(_ALLOWED, text) or total,
+        others=tuple(others),
+    )
+
+
+def largest_free_block(segments: Iterable[Mapping[str, Any]]) -> int | None:
+    """The largest block that torch's allocator holds and no tensor uses, from `torch.cuda.memory_snapshot()`.
+
+    Example:
+        >>> blocks = [{"size": 512, "state": "active_allocated"}, {"size": 256, "state": "inactive"}]
+        >>> largest_free_block([{"blocks": blocks}])
+        256
+    """
+    blocks = (block for segment in segments for block in segment.get("blocks", ()))
+    return max((int(block["size"]) for block in blocks if block.get("state") == "inactive"), default=None)
+
+
+def memory_state(error: BaseException) -> MemoryState:
+    """Memory at the failure: torch's message first, which is of that very moment, and the allocator for the rest."""
+    said = parse_message(error)
+    if not said.on_gpu:
+        total, available = host_memory()
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        return replace(
+            said,
+            process=process_bytes() or None,
+            free=available,
+            total=total,
+            address_space=None if limit == resource.RLIM_INFINITY else limit,
+        )
+    if not torch.cuda.is_initialized():
+        return said
+    index = torch.cuda.current_device()
+    said = replace(said, device=torch.cuda.get_device_name(index))
+    with suppress(RuntimeError):  # a device in a bad state answers nothing more
+        free, total = torch.cuda.mem_get_info(index)
+        said = replace(
+            said,
+            allocated=said.allocated or torch.cuda.memory_allocated(index),
+            reserved=said.reserved or torch.cuda.memory_reserved(index),
+            free=free if said.free is None else said.free,
+            total=said.total or total,
+            largest_free_block=largest_free_block(torch.cuda.memory_snapshot()),
+            others=other_processes(index) or said.others,
+        )
+    return said
+
+
+def _first(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.search(text)
+    return _bytes(found[1]) if found else None
+
+
+def _bytes(text: str) -> int | None:
+    return int(text.split()[0]) if text.endswith("bytes") else parse_bytes(text.replace(" ", ""))

@@ -1,0 +1,259 @@
+"""What `trimtab plan` is asked about: a recipe, or a model by name with a method, on the device that is there or on
+another. Needs no torch, no data and, for known models, no network."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.errors import ModelError, RecipeError
+from trimtab.facts.gguf_header import is_gguf
+from trimtab.facts.gpus import find_gpu
+from trimtab.facts.names import unusable_name
+from trimtab.facts.shapes import ModelShape
+from trimtab.facts.units import parse_bytes
+from trimtab.hub.local_files import looks_local
+from trimtab.model.catalogue import CatalogueEntry, find_model, suggest_models
+from trimtab.model.families import FAMILIES, described_shape
+from trimtab.model.families.config_json import read_model_json
+from trimtab.model.source import read_described_shape
+from trimtab.plan import Plan, make_plan
+from trimtab.recipe import Recipe, build, load, loads
+from trimtab.recipe.shipped import shipped
+from trimtab.run.device import detect, threads
+from trimtab.run.locate import STARTER, missing_sources, model_folder, shape_of
+from trimtab.run.prepare import REPLAY, Prepared, check_rates, default_length, prepare, replay_refused
+from trimtab.run.resolve import resolve_recipe
+
+METHODS = ("full", "lora", "qlora", "int8")
+NO_DATA = "your-data"
+"""Stands for the training data where only a model is named."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A recipe, the shape of its model and the device to plan for."""
+
+    recipe: Recipe
+    shape: ModelShape
+    device: DeviceFacts
+    plan: Plan
+    notes: tuple[str, ...] = ()
+    """What the user should know besides the plan's own notes: of the data and the model."""
+
+    def plan_for(self, recipe: Recipe, device: DeviceFacts) -> Plan:
+        """The same model with another recipe or on another device, every `auto` decided for it."""
+        return plan_shape(recipe, self.shape, device)
+
+
+def plan_shape(recipe: Recipe, shape: ModelShape, device: DeviceFacts) -> Plan:
+    """A plan from a recipe and a shape alone: no files of the model are read."""
+    recipe = default_length(recipe, shape)
+    num_threads = threads() if device.kind == "cpu" else 1
+    plan = make_plan(recipe, shape, resolve_recipe(recipe, shape, device, num_threads), device=device)
+    check_rates(plan)
+    return plan
+
+
+def read_target(
+    target: str,
+    overrides: Sequence[str] = (),
+    *,
+    gpu: str | None = None,
+    method: str | None = None,
+    host_memory: str | None = None,
+) -> Target:
+    """What a name stands for, planned.
+
+    Args:
+        target: a recipe file or the name of one that ships with trimtab; or a model: a hub id of the catalogue, a
+            config.json, a folder, a GGUF file, `starter`.
+        overrides: `key=value` of the recipe.
+        gpu: a name of the data sheets or an amount of memory; None for the device that is there.
+        method: full, lora, qlora or int8, over what the recipe says.
+        host_memory: free memory of the host, where a GPU is named that is not here.
+
+    Example:
+        >>> target = read_target("Qwen/Qwen3-8B", gpu="24GB", method="qlora")
+        >>> target.plan.memory.needed < 24 * 10**9
+        True
+    """
+    recipe = named_recipe(target, overrides, method)
+    return plan_recipe(recipe, gpu=gpu, host_memory=host_memory)
+
+
+def named_recipe(target: str, overrides: Sequence[str] = (), method: str | None = None) -> Recipe:
+    """The recipe that a name stands for; of a model the recipe's defaults, without data."""
+    if is_recipe(target):
+        return with_method(load(target, overrides), method)
+    text = f"model: {{name: {_quoted(target)}}}\ndata: {{train: {NO_DATA}}}"
+    return with_method(loads(text, overrides, name="the defaults"), method)
+
+
+def plan_recipe(
+    recipe: Recipe, *, gpu: str | None = None, method: str | None = None, host_memory: str | None = None
+) -> Target:
+    """A recipe, planned; the shape of a model that the catalogue knows is taken from there.
+
+    Args:
+        recipe: what is asked; with `NO_DATA` as its data only the model's shape is looked at.
+        gpu: as in `read_target`.
+        method: as in `read_target`.
+        host_memory: as in `read_target`.
+    """
+    recipe = with_method(recipe, method)
+    device = planned_device(recipe, gpu, host_memory)
+    missing = [name for name in missing_sources(recipe) if name != NO_DATA]
+    notes = [f"{name} does not exist here, so that training would stop at once" for name in missing]
+    found = known_shape(recipe)
+    if found is None:
+        prepared: Prepared = prepare(recipe, device=device)
+        recipe, shape, plan = prepared.recipe, prepared.shape, prepared.plan
+    else:
+        shape, more = found
+        notes += more
+        recipe = default_length(recipe, shape)
+        plan = plan_shape(recipe, shape, device)
+    return Target(recipe, shape, device, plan, tuple(notes))
+
+
+def shape_of_recipe(recipe: Recipe) -> ModelShape:
+    """The shape of a recipe's model, by any name that `read_target` takes."""
+    found = known_shape(recipe)
+    if found is not None:
+        return found[0]
+    place = model_folder(recipe.model.name, revision=recipe.model.revision, weights=False)[0]
+    return shape_of(recipe, place)
+
+
+def known_shape(recipe: Recipe) -> tuple[ModelShape, tuple[str, ...]] | None:
+    """(shape, notes) where files of the model need not be read: it is in the catalogue, or there is no data to train
+    on, so that its tokenizer does not matter; None otherwise."""
+    if recipe.data.train[0].source == NO_DATA:
+        return model_shape(recipe.model.name)
+    entry = _catalogued(recipe)
+    if entry is None:
+        return None
+    if recipe.data.replay is not None and any(one.source == REPLAY for one in recipe.data.replay.sources):
+        raise replay_refused(recipe)
+    return entry.shape, _entry_notes(entry)
+
+
+def planned_device(recipe: Recipe, gpu: str | None, host_memory: str | None = None) -> DeviceFacts:
+    """The GPU that is named, or the device that the recipe asks for on this machine."""
+    free = _host_bytes(host_memory)
+    if gpu is None:
+        device = detect(recipe.device)
+        return device if free is None else dataclasses.replace(device, host_free_bytes=free)
+    device = find_gpu(gpu)
+    return device if free is None else dataclasses.replace(device, host_free_bytes=free)
+
+
+def is_recipe(target: str) -> bool:
+    """Whether a name is meant as a recipe: a file that is no model, or one that ships with trimtab.
+
+    Example:
+        >>> is_recipe("qwen3-8b-qlora"), is_recipe("my.yaml"), is_recipe("Qwen/Qwen3-8B"), is_recipe("starter")
+        (True, True, False, False)
+    """
+    if target == STARTER:
+        return False
+    if unusable_name(target) is not None:
+        return True  # loading it says what is wrong with the name
+    path = Path(target).expanduser()
+    if path.suffix.lower() in (".yaml", ".yml") or target in shipped():
+        return True
+    if looks_local(target) and not path.exists():
+        return path.suffix.lower() not in (".json", ".gguf")
+    if path.is_dir():
+        return not (_has_config(path) or any(path.glob("*.gguf")))
+    if path.is_file():
+        return path.suffix.lower() != ".json" and not is_gguf(path)
+    if "/" in target or find_model(target) is not None:
+        return False
+    return bool(difflib.get_close_matches(target, shipped(), n=1, cutoff=0.7)) or not suggest_models(target)
+
+
+def model_shape(name: str) -> tuple[ModelShape, tuple[str, ...]]:
+    """(shape of a model by any name, notes); nothing is downloaded."""
+    path = Path(name).expanduser()
+    if name == STARTER or path.exists():
+        if path.suffix.lower() == ".json" and path.is_file():
+            shape = described_shape(read_model_json(path), str(path))
+        else:
+            shape = read_described_shape(model_folder(name, weights=False)[0])
+        return shape, () if shape.family in FAMILIES else (_untrainable(name),)
+    entry = find_model(name)
+    if entry is not None:
+        return entry.shape, _entry_notes(entry)
+    if looks_local(name):
+        raise ModelError(f"{name} does not exist", "check the path")
+    near = suggest_models(name)
+    meant = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
+    raise ModelError(
+        f"{name} is not in trimtab's catalogue of models",
+        f"{meant}plan it from its config.json: `trimtab plan path/to/config.json`; a recipe that names it fetches "
+        "that file from the hub",
+    )
+
+
+def with_method(recipe: Recipe, method: str | None) -> Recipe:
+    """The recipe with a training method over what it says; an adapter that it describes stays.
+
+    Example:
+        >>> recipe = with_method(loads("model: a\\ndata: {train: x}"), "qlora")
+        >>> recipe.lora.r, recipe.load_in_4bit
+        (16, True)
+    """
+    if method is None:
+        return recipe
+    if method not in METHODS:
+        raise RecipeError(f"--method {method} is not known", f"choose one of {', '.join(METHODS)}")
+    plain = recipe.model_dump(mode="json", exclude_unset=True)
+    keys: dict[str, Any] = {"load_in_4bit": method == "qlora", "load_in_8bit": method == "int8"}
+    if method == "full":
+        keys["lora"] = None
+    elif recipe.lora is None:
+        keys["lora"] = {"r": 16}
+    return build(plain | keys)
+
+
+def _catalogued(recipe: Recipe) -> CatalogueEntry | None:
+    """The catalogue's entry of a recipe's model, where nothing but its shape matters and no local copy is named."""
+    model = recipe.model
+    if model.revision is not None or model.added_tokens or model.tokenizer is not None:
+        return None
+    if model.name == STARTER or Path(model.name).expanduser().exists() or looks_local(model.name):
+        return None
+    return find_model(model.name)
+
+
+def _entry_notes(entry: CatalogueEntry) -> tuple[str, ...]:
+    return () if entry.trainable else (_untrainable(entry.name),)
+
+
+def _untrainable(name: str) -> str:
+    return f"trimtab cannot train {name} yet: memory is planned from its description, and its time was never validated"
+
+
+def _has_config(path: Path) -> bool:
+    return any((path / place / "config.json").is_file() for place in (".", "model"))
+
+
+def _host_bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    size = parse_bytes(text)
+    if not size:
+        raise RecipeError(f"--host-memory {text} is not a size", "write it like 64GB or 64GiB")
+    return size
+
+
+def _quoted(text: str) -> str:
+    """A name as a YAML string, whatever it holds."""
+    return "'" + text.replace("'", "''") + "'"
