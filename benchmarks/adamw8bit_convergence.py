@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from trimtab.kernels.adamw8bit import State8bit
-from trimtab.kernels.adamw8bit.code import SHIPPED, Code, Format
+from trimtab.kernels.adamw8bit.code import DEFAULT_FORMAT, Code, Format
 from trimtab.kernels.adamw8bit.impl_reference import adamw8bit_step, new_state
 from trimtab.kernels.adamw8bit.spec import SMALL
 from trimtab.kernels.adamw8bit.update import apply_, moments_
@@ -113,8 +113,10 @@ def formats() -> dict[str, Format]:
         "dynamic v, nearest": Format(Nearest(dynamic1), Nearest(dynamic2), root=False),
         "dynamic √v, nearest, no zero": Format(Nearest(even1), Nearest(dynamic2, no_zero=True), root=True),
         "dynamic √v, random": Format(even1, dynamic2, root=True),
-        "quartic √v, nearest": Format(Nearest(SHIPPED.first), Nearest(SHIPPED.second), root=True),
-        SHIPPED_NAME: SHIPPED,
+        "quartic √v, nearest": Format(
+            Nearest(DEFAULT_FORMAT.first), Nearest(DEFAULT_FORMAT.second), root=True
+        ),
+        SHIPPED_NAME: DEFAULT_FORMAT,
     }
 
 

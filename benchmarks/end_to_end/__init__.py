@@ -1,1 +1,1 @@
-"""Whole training steps beside the peers, and the longest context in a given memory."""
+"""Whole training steps compared with the peers, and the longest context in a given memory."""

@@ -1,9 +1,10 @@
-"""Whole training steps beside Hugging Face with peft and bitsandbytes, Liger and Unsloth; the longest context.
+"""Whole training steps vs. Hugging Face with peft and bitsandbytes, Liger and Unsloth; the longest context.
 
     python -m benchmarks.end_to_end [--only TEXT] [--out FILE.jsonl] [--weights DIR] [--minutes N] [--tiny]
 
 Each case is a process of its own and one JSON line of the file, with device, versions and commit; a command that was
-cut short goes on where it ended, the most telling cases first. `--tiny` runs what a CPU can, in seconds a case.
+cut short resumes where it stopped, the most telling cases first. `--tiny` runs what a CPU can, in seconds
+per case.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.end_to_end.jobs import PEER_GIB, Case, cases, model_of, tiny_cases
 from benchmarks.end_to_end.table import markdown, problems, read
-from benchmarks.provenance import commit, versions
+from trimtab.lab.records import append_record, checkout_commit, file_name, is_recorded, timestamp, versions
 
 RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "liger_kernel", "unsloth")
@@ -32,7 +32,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "UNSLOTH_DISABLE_
 
 
 def limits_of(records: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The memory, GiB, of the thriftiest peer at each job: measured in this file, or once before."""
+    """The memory, GiB, of the lowest-memory peer for each job: measured in this file, or once before."""
     limits = dict(PEER_GIB)
     for record in records.values():
         case = record.get("case") or {}
@@ -101,13 +101,12 @@ def run_process(batch: list[Case], order: dict[str, Any], cold: bool) -> tuple[l
 def run_all(wanted: list[Case], path: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Measures what the file does not have for this commit and these versions; returns all records."""
     device = "cpu" if options.tiny else "cuda"
-    where = {"commit": options.commit or commit(), "versions": versions(PACKAGES)}
+    where = {"commit": options.commit or checkout_commit(), "versions": versions(PACKAGES)}
     if sys.platform == "linux":
         where["host_cores"] = len(os.sched_getaffinity(0))
     records = {} if options.fresh else read(path)
     same = {} if options.missing else {key: where[key] for key in ("commit", "versions")}
-    left = [case for case in wanted if not _done(records.get(case.name), same)]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    left = [case for case in wanted if not is_recorded(records.get(case.name), same)]
     until = time.monotonic() + 60 * options.minutes
     for batch in processes(left, options.share_processes):
         if time.monotonic() > until:
@@ -125,29 +124,15 @@ def run_all(wanted: list[Case], path: Path, options: argparse.Namespace) -> dict
         order["tokens"] = {cap: int(count) for cap, count in order["tokens"].items()}
         measured, stopped = run_process(batch, order, batch[0].start == "cold")
         for record in measured:
-            record |= {**where, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+            record |= {**where, "time": timestamp()}
             record |= {"shared_process": len(batch) > 1}
             records[record["name"]] = record
-            append(path, record)
+            append_record(path, record)
             print("  " + _line(record), file=sys.stderr, flush=True)
         if stopped:
             print("stopped: what is measured is kept, and the next call goes on", file=sys.stderr)
             break
     return records
-
-
-def append(path: Path, record: dict[str, Any]) -> None:
-    """One more line, a torn one before it ended first: behind half a line it would be lost with it."""
-    with path.open("a+b") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
-        torn = file.read(1) not in (b"", b"\n")
-        file.write(("\n" * torn + json.dumps(record, ensure_ascii=False) + "\n").encode())
-
-
-def _done(record: dict[str, Any] | None, same: dict[str, Any]) -> bool:
-    if record is None or record.get("failed"):
-        return False
-    return all(record.get(key) == value for key, value in same.items())
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -234,8 +219,7 @@ def _gpu() -> str | None:
     """The GPU's name for a file, asked in a process of its own: this one leaves the device alone."""
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    name = done.stdout.strip().lower().replace("nvidia ", "").replace(" ", "-")
-    return name or None
+    return file_name(done.stdout) or None
 
 
 if __name__ == "__main__":

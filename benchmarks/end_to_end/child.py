@@ -19,6 +19,9 @@ import torch
 
 from benchmarks.end_to_end import peers, world
 from benchmarks.end_to_end.jobs import LONG, NEAREST, OURS, Case, Job, config_of
+from trimtab.lab.contests import first_line
+from trimtab.lab.records import append_record
+from trimtab.lab.timing import ceilings, synchronize, time_once
 
 STEPS = 10
 """After the first: so many, or as many as the seconds allow."""
@@ -37,11 +40,11 @@ def read_order(path: Path) -> dict[str, Any]:
 
 
 def main(words: list[str]) -> int:
-    """Runs the order's cases; what a case raises is its result, and the next one goes on."""
+    """Runs the order's cases; what a case raises is its result, and the next one still runs."""
     order, results = read_order(Path(words[0])), Path(words[1])
     device = order["device"]
     if order.get("ceilings"):
-        _write(results, {"name": "device", **_ceilings(device)})
+        append_record(results, {"name": "device", **_ceilings(device)})
     kept: dict[str, Any] = {}
     for case in order["cases"]:
         record: dict[str, Any] = {"name": case.name, "case": asdict(case)}
@@ -52,9 +55,9 @@ def main(words: list[str]) -> int:
             record["failed"] = "out of memory"
             kept.clear()
         except Exception as error:  # noqa: BLE001 - whatever a contestant raises is its result
-            record["failed"] = f"{type(error).__name__}: {_first_line(error)}"
+            record["failed"] = f"{type(error).__name__}: {first_line(error)}"
         record["process_s"] = round(time.perf_counter() - started, 2)
-        _write(results, record)
+        append_record(results, record)
         _clean_up(device)
     return 0
 
@@ -147,17 +150,14 @@ def _measured(
     step: peers.Step, case: Case, device: str, started: float, *, recorded: bool = False
 ) -> dict[str, Any]:
     """Times of synchronized steps after the first ones, losses of all, and the most memory that tensors took."""
-    _sync(device)
+    synchronize(device)
     loaded = time.perf_counter()
     load_peak = _peak(device)
     losses: list[float] = []
     times: list[float] = []
 
     def once() -> float:
-        begin = time.perf_counter()
-        losses.append(float(step()))
-        _sync(device)
-        return time.perf_counter() - begin
+        return time_once(lambda: losses.append(float(step())), device)
 
     first = once()
     if not case.start:
@@ -183,8 +183,6 @@ def _measured(
 def _ceilings(device: str) -> dict[str, Any]:
     if device != "cuda":
         return {"device": "cpu", "matmul_flops_per_s": None}
-    from trimtab.lab.timing import ceilings
-
     return asdict(ceilings())
 
 
@@ -197,11 +195,6 @@ def _peak(device: str) -> int | None:
     return peak
 
 
-def _sync(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def _clean_up(device: str) -> None:
     gc.collect()
     torch._dynamo.reset()
@@ -210,15 +203,6 @@ def _clean_up(device: str) -> None:
             torch.cuda.set_per_process_memory_fraction(1.0)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or "without a message").splitlines()[0][:300]
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ GB = 10**9
 BESIDE_GB = 0.7
 """Of a card's memory, for the CUDA context: what is left is the allocator's cap."""
 LONGEST_ATTENTION = "triton"
-"""cuDNN's backward adds up in fp32 beside the gradients, 16 KB a token here; ours does not, and is slower."""
+"""cuDNN's backward has extra fp32 accumulators, 16 KB per token here; ours has none, and is slower."""
 LONG = 20_000
 """Tokens from which a step takes seconds."""
 DOCUMENT_TOKENS = 400
-"""The average document of packed windows; lengths are exponential."""
+"""The average document length in packed sequences; lengths are exponentially distributed."""
 
 _SMALL = {
     "hidden_size": 64,
@@ -44,7 +44,7 @@ def config_of(model: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Job:
-    """One micro-step: forward, backward, 8-bit AdamW, over `rows` windows of `tokens`."""
+    """One micro-step: forward, backward, 8-bit AdamW, over `rows` sequences of `tokens`."""
 
     model: str
     method: str
@@ -52,7 +52,7 @@ class Job:
     rows: int
     tokens: int
     packed: bool = False
-    """Whether windows hold several documents, none of which sees another."""
+    """Whether sequences contain several documents, none of which attends to another."""
 
     @property
     def name(self) -> str:
@@ -103,7 +103,7 @@ PEER_GIB = {
     "llama-8b qlora 1×32768": 14.0,
     "llama-8b qlora 1×65536": 22.0,
 }
-"""What the thriftiest peer took in an earlier run on an H200: the limit of "trimtab tight" until the file has one."""
+"""The lowest-memory peer in an earlier run on an H200: limit of "trimtab tight" until the file has one."""
 
 QWEN_SHORT, QWEN_LONG = (Job("qwen3-0.6b", "full", 4, tokens) for tokens in (1024, 4096))
 LLAMA_SHORT = Job("llama-8b", "qlora", 2, 2048)
@@ -112,14 +112,14 @@ JOBS = (LLAMA_SHORT, QWEN_SHORT, LLAMA_8K, QWEN_LONG, LLAMA_32K, LLAMA_64K)
 
 
 def card_bytes(cap_gb: float, device: str) -> int:
-    """What a recipe may name as its limit, so that the allocator gets a card's memory less what is beside it."""
+    """A recipe's memory limit that leaves the allocator a card's memory minus what lies outside it."""
     return round((cap_gb - BESIDE_GB) * GB) + CONTEXT[device]
 
 
 def recipe_of(
     job: Job, folder: str | Path, adapter: Path | None, device: str, limit_bytes: int | None
 ) -> dict[str, Any]:
-    """What a person would write for the job; gradients in the weights' own format, as the peers have them."""
+    """What a user would write for the job; gradients in the weights' dtype, as in the peers."""
     recipe: dict[str, Any] = {
         "model": {"name": str(folder)},
         "data": {"train": [{"source": "starter:math"}]},
@@ -145,7 +145,7 @@ def recipe_of(
 
 
 def model_of(case: Case) -> str:
-    """What two cases share if one loaded model serves both: transformers recomputes or does not as it is told."""
+    """Equal for cases that share a loaded model: transformers switches gradient checkpointing at run time."""
     loaded = "hf" if case.contestant == "hf recompute" else case.contestant
     return f"{loaded} {case.job.model} {case.job.method}"
 

@@ -6,28 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.end_to_end.jobs import GB, LONGEST_ATTENTION, Case, card_bytes, recipe_of
 from benchmarks.end_to_end.peers import Step
 from benchmarks.end_to_end.world import Tokens
-from trimtab.adapt import trained_parameters
-from trimtab.adapt.spec_recompute import counted
+from trimtab.adapt.spec_recompute import count_policies
 from trimtab.data import Batch
-from trimtab.parallel import Mesh
+from trimtab.lab.training_step import build_step
 from trimtab.plan import longest_context
 from trimtab.plan.memory import OUTSIDE, predict
 from trimtab.plan.resolved_json import resolved_to_dict
 from trimtab.recipe import build as build_recipe
-from trimtab.run.build import (
-    build_in_backward,
-    build_microstep,
-    build_optimizer,
-    build_training_model,
-    keep_dequantized,
-)
 from trimtab.run.prepare import Prepared, prepare
-from trimtab.run.torch_setup import set_up_torch
 
 
 def prepared_for(
@@ -53,7 +42,7 @@ def prepared_for(
     prepared = prepare(build_recipe(recipe | (more or {})))
     if limit_gib is None:
         return prepared
-    # The peers' memory is what their tensors took, not what their allocator held; so is ours to be.
+    # The peers' memory is what their tensors allocated, not what was reserved; ours is measured alike.
     memory = replace(prepared.resolved.memory_plan, allocator_bytes=None)
     return replace(prepared, resolved=replace(prepared.resolved, memory=memory))
 
@@ -62,17 +51,7 @@ def build(
     prepared: Prepared, folder: Path, tokens: Tokens, *, nearest: bool = False
 ) -> tuple[Step, dict[str, Any]]:
     """The micro-step, and what was chosen for it. `nearest` rounds weights in 16 bits to the nearest."""
-    recipe, resolved = prepared.recipe, prepared.resolved
-    device, mesh = torch.device(resolved.device), Mesh.single()
-    set_up_torch(resolved)
-    decoder = build_training_model(recipe, resolved, prepared.shape, mesh, folder)
-    load_peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    keep_dequantized(decoder, resolved)
-    parameters = trained_parameters(decoder)
-    optimizer = build_optimizer(recipe, resolved, parameters)
-    optimizer.stochastic_rounding &= not nearest
-    microstep = build_microstep(decoder, parameters, resolved, mesh, packing=recipe.packing)
-    in_backward = build_in_backward(recipe, resolved, optimizer, mesh)
+    resolved = prepared.resolved
     batch = Batch(
         tokens.ids_BT,
         tokens.labels_BT,
@@ -81,23 +60,11 @@ def build(
         tokens.num_targets,
         [["benchmark"]] * len(tokens.ids_BT),
     )
-    lr, one, no = recipe.learning_rate, torch.ones((), device=device), torch.zeros((), device=device).bool()
-    decoder.train()
-
-    def step() -> torch.Tensor:
-        if in_backward is not None:
-            in_backward.begin(lr=lr, skip=no)
-        loss = microstep.backward(batch, 1 / batch.num_targets) / batch.num_targets
-        if in_backward is not None:
-            return loss
-        optimizer.step(lr=lr, grad_scale=one, skip=no)
-        for parameter in parameters.values():
-            parameter.grad = None
-        return loss
-
+    step = build_step(prepared, folder, batch)
+    step.optimizer.stochastic_rounding &= not nearest
     plain = resolved_to_dict(resolved)
     chosen = {
-        "load_peak_bytes": load_peak,
+        "load_peak_bytes": step.load_peak_bytes,
         "attention": resolved.attention.packed_backends,
         "compile": plain["compile"],
         "graphs": plain["graphs"],
@@ -131,9 +98,9 @@ def part_of(
         prepared_for(case, *place, device, None).plan for place in zip(folders, adapters, strict=True)
     )
     more = {
-        "recompute": proportion(counted(whole.job.layers), part.shape.num_layers),
+        "recompute": proportion(count_policies(whole.job.layers), part.shape.num_layers),
         "mlp_tiles": whole.job.mlp_tiles,
-        "unpacked_layers": 0,
+        "dequantized_layers": 0,
     }
     job = prepared_for(case, folders[1], adapters[1], device, None, more).plan.job
     needed = predict(job.changed(loss_memory=whole.job.loss_memory)).needed

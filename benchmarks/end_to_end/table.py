@@ -1,4 +1,4 @@
-"""The tables made from the runner's data: times and memory beside each other, losses, first steps, longest contexts."""
+"""Tables of the runner's data: times and memory side by side, losses, first steps, longest contexts."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from benchmarks.end_to_end.jobs import (
     config_of,
     recipe_of,
 )
-from benchmarks.records import read as read_records
 from trimtab.facts.devices import DeviceFacts
+from trimtab.lab.records import read_records
 from trimtab.model.families import shape_from_config
 from trimtab.model.spec import flops_per_token
 from trimtab.plan import longest_context
 from trimtab.plan.longest import Longest
 from trimtab.plan.make import job_of
 from trimtab.recipe import build
+from trimtab.report.document_markdown import aligned_table
 from trimtab.run.resolve import resolve_backends
 
 FIRST_LOSS_OFF = 5e-3
 LAST_LOSS_OFF = 3e-2
 """How far first and last losses of contestants may lie apart; they differ in rounding. Last ones of bf16 weights are
-compared with those of ours that round to the nearest, as the peers do: by chance, as ours do otherwise, no update is
-lost, and losses fall faster."""
+compared with those of ours that round to nearest, as the peers do: with stochastic rounding, our default, no update
+is lost, and losses fall faster."""
 
 TITLES = {
     "llama-8b": "Llama 3.1 8B",
@@ -75,7 +76,9 @@ def markdown(records: Records) -> str:
         "The first step": _first_steps(records),
         "Longest context, batch 1": _longest(records),
     }
-    return "\n".join(f"### {title}\n\n{_aligned(rows)}" for title, rows in tables.items() if len(rows) > 1)
+    return "\n".join(
+        f"### {title}\n\n{aligned_table(rows)}" for title, rows in tables.items() if len(rows) > 1
+    )
 
 
 def problems(records: Records) -> list[str]:
@@ -188,7 +191,7 @@ def _losses(records: Records) -> list[list[str]]:
 
 
 def _first_steps(records: Records) -> list[list[str]]:
-    """Ours alone compiles; the peers' first steps stand beside it."""
+    """Ours alone compiles; the peers' first steps are shown next to it."""
     rows = [["job", "contestant", "load s", "load GiB", "first step s", "programs", "compiling s"]]
     for record in records.values():
         case = record.get("case")
@@ -260,8 +263,8 @@ def _longest(records: Records) -> list[list[str]]:
 
 
 def summary(records: Records) -> str:
-    """The jobs in short, as a list of what a person would choose from: the fastest peer and the thriftiest one, ours
-    beside each; then the longest contexts."""
+    """The jobs in short, as a list of what a user would choose from: the fastest peer and the
+    lowest-memory one, ours next to each; then the longest contexts."""
     rows = [["job", "fastest peer", "trimtab", "", "thriftiest peer", "trimtab in its memory", ""]]
     for job, of_job in by_job(records).items():
         peers = {name: of_job[name] for name in PEERS if name in of_job}
@@ -282,15 +285,4 @@ def summary(records: Records) -> str:
         part = "*" if "/" in record["case"]["job"]["model"] else ""
         lengths[1].append(f"{record['confirmed']:,}{part}")
     parts = " (* by 8 of its 32 layers; no longer one was tried)" if "*" in "".join(lengths[1]) else ""
-    return f"{_aligned(rows)}\n{LONGEST}{parts}:\n\n{_aligned(lengths)}"
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    """A table that also reads well in a terminal."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines) + "\n"
+    return f"{aligned_table(rows)}\n{LONGEST}{parts}:\n\n{aligned_table(lengths)}"

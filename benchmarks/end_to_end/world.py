@@ -1,4 +1,4 @@
-"""What every contestant is given: a Hugging Face folder of random weights, an adapter, windows of random tokens."""
+"""Inputs of every contestant: a Hugging Face folder of random weights, an adapter, random sequences."""
 
 # B rows, T tokens
 
@@ -8,84 +8,27 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from benchmarks.end_to_end.jobs import DOCUMENT_TOKENS, LORA, TARGETS, Job, config_of
 from trimtab.facts.randomness import derive
+from trimtab.lab import random_models
+from trimtab.lab.random_models import random_model_folder
 from trimtab.model.families import shape_from_config
 
-SHARD_BYTES = 4 * 2**30
 IGNORED = -100
 
 
 def model_folder(root: Path, model: str, device: str) -> Path:
-    """The folder of a model, made at the first call: config, safetensors, a tokenizer that nobody uses."""
-    folder = root / model.replace("/", "-")
-    if (folder / "complete").exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    config = config_of(model)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    config = config | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    _write_weights(folder, config, device, dtype)
-    _write_tokenizer(folder, config["vocab_size"])
-    (folder / "complete").touch()
-    return folder
+    """The folder of a model, made at the first call: config, safetensors, a tokenizer that is not used."""
+    return random_model_folder(root / model.replace("/", "-"), config_of(model), device)
 
 
 def config_folder(root: Path, model: str) -> Path:
     """A folder with the config alone: enough to plan."""
-    folder = root / f"{model.replace('/', '-')}-config"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config_of(model), indent=1))
-    return folder
-
-
-def _write_weights(folder: Path, config: dict[str, Any], device: str, dtype: torch.dtype) -> None:
-    shape = shape_from_config(config, str(folder / "config.json"))
-    generator = torch.Generator(device).manual_seed(derive(0, "benchmark weights"))
-    index: dict[str, str] = {}
-    shard: dict[str, torch.Tensor] = {}
-
-    def flush() -> None:
-        name = f"model-{len(set(index.values())):05}.safetensors"
-        save_file(shard, folder / name, metadata={"format": "pt"})
-        index.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    for name, size in shape.parameters():
-        tensor = torch.empty(size, dtype=dtype, device=device)
-        if name.endswith("norm.weight"):
-            tensor.fill_(1.0)
-        else:
-            tensor.normal_(0.0, shape.initializer_range, generator=generator)
-        # Rounded for everyone: what is quantized in fp32 by one and in bf16 by another would differ in its codes.
-        shard[name] = tensor.bfloat16().to(dtype).cpu()
-        if sum(t.nbytes for t in shard.values()) > SHARD_BYTES:
-            flush()
-    if shard:
-        flush()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-
-
-def _write_tokenizer(folder: Path, vocab_size: int) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocabulary = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, min(vocab_size, 1000))}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    words = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": "<pad>",
-        "eos_token": "<eos>",
-        "model_max_length": 2**20,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(words))
+    return random_models.config_folder(root / f"{model.replace('/', '-')}-config", config_of(model))
 
 
 def adapter_folder(root: Path, model: str) -> Path:
@@ -145,7 +88,7 @@ class Tokens:
         return {name: tensor.to(device) for name, tensor in found.items()}
 
     def in_one_row(self, device: str) -> dict[str, torch.Tensor]:
-        """The same packed windows as Unsloth's collator hands them over: one row, and the documents' lengths."""
+        """Packed sequences as Unsloth's collator returns them: one row, and the documents' lengths."""
         flat = {name: tensor.view(1, -1) for name, tensor in self.for_peers(device, packed=True).items()}
         starts_D = torch.nonzero(self.positions_BT.view(-1) == 0).view(-1)
         ends_D = torch.cat([starts_D[1:], torch.tensor([self.positions_BT.numel()])])
@@ -153,7 +96,7 @@ class Tokens:
 
 
 def make_tokens(job: Job) -> Tokens:
-    """The same windows for everyone; packed ones hold documents of exponential lengths."""
+    """The same sequences for everyone; packed ones contain documents of exponential lengths."""
     generator = torch.Generator().manual_seed(derive(0, "benchmark tokens", job.rows, job.tokens))
     ids_BT = torch.randint(2, config_of(job.model)["vocab_size"], (job.rows, job.tokens), generator=generator)
     documents_BT = torch.zeros_like(ids_BT, dtype=torch.int32)

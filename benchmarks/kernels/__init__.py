@@ -1,1 +1,1 @@
-"""Every operation beside its peers: `python -m benchmarks.kernels`. One module an operation, each with `cases()`."""
+"""Every operation vs. its peers: `python -m benchmarks.kernels`. One module per operation, with `cases()`."""

@@ -64,13 +64,13 @@ class Runner:
     def run(self, name: str, variant: tuple[int, ...]) -> Any:
         """One launch of the forward, or both of the backward with one of them changed."""
         chosen = Tiles(*variant[:4])
-        described = launch_triton._describable
+        described = launch_triton._supports_tma
         if len(variant) > 4:
-            launch_triton._describable = lambda x: False
+            launch_triton._supports_tma = lambda x: False
         try:
             return self.forward(chosen) if name == "forward" else self.gradient(name, chosen)
         finally:
-            launch_triton._describable = described
+            launch_triton._supports_tma = described
 
 
 def jobs() -> list[tuple[Shape, str, tuple[int, ...]]]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.case import Bench, Case, Contestant, floor, missing
 from benchmarks.models import MODELS
 from trimtab.kernels.adamw8bit import spec
 from trimtab.kernels.adamw8bit.truth import adamw_truth
+from trimtab.lab.contests import Bench, Case, Contestant, floor, missing
 from trimtab.model.families import shape_from_config
 from trimtab.optim import build
 

@@ -1,4 +1,4 @@
-"""Causal attention in bf16: four shapes, forward and backward apart, beside torch's own kernels.
+"""Causal attention in bf16: four shapes, forward and backward separately, compared with torch's own kernels.
 
 Truth is the reference in fp64 on two slices, the first and the last (row, key/value head) with its group of
 query heads: heads do not see each other, so a slice is exact by itself, and the whole would not fit.
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 import torch._functorch.config as settings
 
-from benchmarks.kernels.case import Bench, Case, Contestant, floor
 from trimtab.facts.errors import ModelError
 from trimtab.kernels.attention import Layout, attention, choose_attention, spec
 from trimtab.kernels.exactness import SHARE, judge
+from trimtab.lab.contests import Bench, Case, Contestant, floor
 
 PEERS = ("sdpa_cudnn", "sdpa_flash", "flex", "varlen")
 

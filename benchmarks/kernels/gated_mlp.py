@@ -1,4 +1,4 @@
-"""SwiGLU and GeGLU beside torch, torch.compile and Liger."""
+"""SwiGLU and GeGLU compared with torch, torch.compile and Liger."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.case import Case, missing
 from benchmarks.kernels.passes import Entry, compiled, two_passes
 from trimtab.kernels.gated_mlp import gated_activation, spec
+from trimtab.lab.contests import Case, missing
 
 
 def caller(impl: str, activation: str) -> Callable[..., Any]:

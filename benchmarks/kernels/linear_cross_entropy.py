@@ -1,4 +1,4 @@
-"""The loss over a vocabulary with both gradients, beside torch, torch.compile, Liger and cut-cross-entropy.
+"""The loss over a vocabulary with both gradients, vs. torch, torch.compile, Liger and cut-cross-entropy.
 
 Flat logits (a fresh model) and peaked ones (hidden states that point at their label): some peers skip what is small,
 and are fast or right on one kind only.
@@ -15,8 +15,8 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 
-from benchmarks.kernels.case import Bench, Case, Contestant, disagreement, floor, missing
 from trimtab.kernels.linear_cross_entropy import linear_cross_entropy, schedule, spec
+from trimtab.lab.contests import Bench, Case, Contestant, disagreement, floor, missing
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -136,7 +136,7 @@ def peers(shape: Shape) -> tuple[dict[str, tuple[Loss, bool, int]], dict[str, st
         from cut_cross_entropy import linear_cross_entropy as cce
 
         found["cut-cross-entropy, filtered"] = (lambda h, w, y: cce(h, w, y), False, 1)
-        # Without the filter it is further from truth than plain bf16 all the same: timed, its error beside it.
+        # Without the filter it is still further from the truth than plain bf16: timed, its error next to it.
         found["cut-cross-entropy, unfiltered"] = (lambda h, w, y: cce(h, w, y, filter_eps=None), False, 1)
     return found, absent
 
@@ -158,7 +158,7 @@ def build(shape: Shape, peaked: bool) -> Bench:
 
     for mode, budget in (("fast", shape.fast), ("low memory", shape.low)):
         plan = schedule.schedule(shape.N, shape.C, shape.V, 2, 2, memory_bytes=budget * schedule.MiB)
-        chunks = -(-shape.N // plan.rows) if plan.way == "rows" else 1
+        chunks = -(-shape.N // plan.rows) if plan.strategy == "rows" else 1
         enter(f"triton, {mode}", partial(ours, budget * schedule.MiB), True, True, chunks)
     enter("chunked", partial(ours, None), True, True, 1)
     found, absent = peers(shape)

@@ -1,4 +1,4 @@
-"""NF4 beside bitsandbytes and Unsloth: double quantization, blocks of 64, bf16; every bit is compared.
+"""NF4 compared with bitsandbytes and Unsloth: double quantization, blocks of 64, bf16; every bit is compared.
 
 Unsloth patches other libraries when it is imported; that happens here, inside `build`, and only in its rows.
 """
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.case import Bench, Case, Contestant, floor, missing
 from trimtab.kernels import nf4
 from trimtab.kernels.exactness import SHARE, judge
 from trimtab.kernels.nf4 import NF4Weight, spec
+from trimtab.lab.contests import Bench, Case, Contestant, floor, missing
 
 SHAPES = ((1024, 4096), (4096, 4096), (14336, 4096), (28672, 8192))
 MATMULS = ((1, (4096, 4096)), (2, (4096, 4096)), (16, (4096, 4096)), (1, (14336, 4096)), (2, (14336, 4096)))
@@ -26,7 +26,7 @@ def _weight(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _differing(got: torch.Tensor, truth: torch.Tensor, what: str) -> str | None:
-    """None if every bit agrees; -0.0 and 0.0 are told apart."""
+    """None if every bit agrees; -0.0 and 0.0 are distinguished."""
     if got.element_size() == 2:
         got, truth = got.contiguous().view(torch.int16), truth.contiguous().view(torch.int16)
     wrong = int((got.reshape(-1) != truth.reshape(-1)).sum())

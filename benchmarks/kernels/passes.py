@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.case import Bench, Case, Contestant, disagreement, floor
+from trimtab.lab.contests import Bench, Case, Contestant, disagreement, floor
 
 Tensors = dict[str, torch.Tensor]
 

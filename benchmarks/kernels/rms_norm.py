@@ -1,4 +1,4 @@
-"""The norm, alone and with the residual's addition, beside torch, torch.compile and Liger."""
+"""RMSNorm, alone and with the residual addition, compared with torch, torch.compile and Liger."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.case import Case, missing
 from benchmarks.kernels.passes import Entry, compiled, two_passes
 from trimtab.kernels.rms_norm import add_rms_norm, rms_norm, spec
+from trimtab.lab.contests import Case, missing
 
 
 def caller(impl: str, eps: float) -> Callable[..., Any]:

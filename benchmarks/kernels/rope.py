@@ -1,4 +1,4 @@
-"""Rotary positions, with and without query and key norms, beside torch, torch.compile and Liger."""
+"""RoPE, with and without query and key norms, compared with torch, torch.compile and Liger."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.case import Case, missing
 from benchmarks.kernels.passes import Entry, compiled, two_passes
 from trimtab.kernels.rope import rope, spec
+from trimtab.lab.contests import Case, missing
 
 
 def caller(impl: str) -> Callable[..., Any]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks import records
+from trimtab.lab.records import read_records
+from trimtab.report.document_markdown import aligned_table
 
 HEAD = ("operation", "case", "implementation", "ms", "10–90 %", "peer / this", "of floor", "MiB", "note")
 
 
 def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """The last record of each operation and case."""
-    return records.read(path, "op", "case")
+    return read_records(path, "op", "case")
 
 
 def best_peer(record: dict[str, Any]) -> float | None:
@@ -56,13 +57,7 @@ def markdown(found: list[dict[str, Any]]) -> str:
     lines: list[tuple[str, ...]] = [HEAD]
     for record in found:
         lines += rows(record)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
-    text = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    ]
-    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(text) + "\n"
+    return aligned_table(lines)
 
 
 def page(found: list[dict[str, Any]]) -> str:

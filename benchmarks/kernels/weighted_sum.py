@@ -1,4 +1,4 @@
-"""The weighted sum beside torch's own product and torch.compile, from the cases of its spec."""
+"""The weighted sum compared with torch's own product and torch.compile, from the cases of its spec."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernels.case import Case
 from benchmarks.kernels.passes import Entry, compiled, two_passes
 from trimtab.kernels.weighted_sum import spec, weighted_sum
+from trimtab.lab.contests import Case
 
 
 def entries() -> tuple[dict[str, Entry], dict[str, str]]:

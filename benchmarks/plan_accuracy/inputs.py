@@ -1,0 +1,98 @@
+"""What a case needs: a model folder, documents of random words, a recipe. No torch, but for weights of large models."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plan_accuracy.cases import CONFIGS, Case
+from trimtab.lab.random_models import config_folder, random_model_folder, write_tokenizer
+from trimtab.model.families import shape_from_config
+
+LARGE = 2.5e9
+"""Parameters from which weights are read from a folder: drawing them takes a CPU a minute for each run."""
+DOCUMENT_TOKENS = 400
+"""The average document of packed sequences; lengths are exponential."""
+WORDS = 998
+"""Of the tokenizer (`write_tokenizer`): w2 to w999."""
+FLOPS = 3e14
+"""A guess at the rate of a GPU, which only decides how many steps are measured."""
+
+
+def model_folder(root: Path, model: str, device: str) -> tuple[Path, str]:
+    """(folder, `model.init`) of a model."""
+    config = CONFIGS[model]
+    folder = root / "models" / model
+    if shape_from_config(config, model).num_parameters > LARGE:
+        return random_model_folder(folder, config, device), "pretrained"
+    if not (folder / "tokenizer_config.json").exists():
+        config_folder(folder, config)
+        write_tokenizer(folder, config["vocab_size"])
+    return folder, "random"
+
+
+def documents_file(root: Path, case: Case, sequences: int) -> Path:
+    """At least so many sequences of documents: each one document of the whole length, or several when packed."""
+    kind = "packed" if case.packed else "whole"
+    path = root / "documents" / f"{kind}-{case.tokens}-{sequences}.jsonl"
+    if path.exists():
+        return path
+    rng = random.Random(f"{case.tokens} {case.packed}")
+    most = min(CONFIGS[case.model]["vocab_size"], WORDS + 2) - 1
+    left, lines = sequences * case.tokens, []
+    while left > 0:
+        # one less: the tokenizer ends a document with a token of its own
+        length = case.tokens - 1
+        if case.packed:
+            average = min(DOCUMENT_TOKENS, case.tokens / 4)
+            length = max(1, min(round(rng.expovariate(1 / average)), case.tokens - 1))
+        words = " ".join(f"w{n}" for n in rng.choices(range(2, most), k=length))
+        lines.append(json.dumps({"text": words}))
+        left -= length + 1
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def steps_of(case: Case) -> tuple[int, int]:
+    """(optimizer steps that are timed together, how often), the first time to warm up.
+
+    Example:
+        >>> steps_of(Case.parse("qwen3-0.6b full 4x1024")), steps_of(Case.parse("llama-8b qlora 1x65536"))
+        ((12, 3), (3, 2))
+    """
+    if case.model.startswith("tiny-"):
+        return 3, 2  # they only test the code
+    parameters = shape_from_config(CONFIGS[case.model], case.model).num_parameters
+    seconds = 6.0 * parameters * case.step_tokens / FLOPS
+    together = max(3, min(12, round(1.5 / seconds)))  # three: a step is captured as a CUDA graph in the third
+    return together, 2 if seconds > 2 else 3
+
+
+def recipe_of(case: Case, root: Path, output: Path, device: str) -> dict[str, Any]:
+    """The whole recipe of a case. It has one step more than are measured: the run is ended before it saves."""
+    folder, init = model_folder(root, case.model, device)
+    together, times = steps_of(case)
+    steps = together * times + 1
+    sequences = (steps + 1) * case.rows * int(case.options.get("accumulation", 1))
+    return {
+        "model": {"name": str(folder), "init": init},
+        "data": {
+            "train": [{"source": str(documents_file(root, case, sequences + 8))}],
+            "cache_dir": str(root / "tokens"),
+            "num_proc": 1,
+        },
+        "output_dir": str(output),
+        "max_steps": steps + 1,
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "logging_steps": together,
+        "save_steps": None,
+        "save_total_limit": 1,
+        "eval_on_start": False,
+        "probe": False,
+        "device": device,
+        **case.recipe(),
+    }

@@ -1,0 +1,64 @@
+"""What a run folder says of a run: the plan's predictions, and the times of its steps. No torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+TERMS = ("weights", "gradients", "optimizer", "activations", "other")
+
+
+def predicted(plan: dict[str, Any]) -> dict[str, Any]:
+    """The figures of plan.json that are measured as well; None for those that a plan does not have.
+
+    Example:
+        >>> predicted({"memory": {"peak": {"total": 8}, "needed": 10}, "time": {}})["process"]
+        10
+    """
+    memory, time = plan.get("memory") or {}, plan.get("time") or {}
+    peak, step = memory.get("peak") or {}, time.get("step") or {}
+    reserved = memory.get("reserved")
+    by_holder = reserved if isinstance(reserved, dict) else {"reserved": reserved}
+    return {
+        "allocated": peak.get("total"),
+        "buckets": {term: peak.get(term) for term in TERMS},
+        "reserved": by_holder.get("reserved"),
+        "process": by_holder.get("process") or memory.get("needed"),
+        "step_seconds": step.get("seconds"),
+        "low_seconds": step.get("low_seconds"),
+        "high_seconds": step.get("high_seconds"),
+        "by_kind": step.get("by_kind"),
+        "by_phase": step.get("by_phase"),
+        "host_seconds": step.get("host_seconds"),
+        "exposed_copies": step.get("exposed_copies"),
+        "basis": step.get("basis") or time.get("basis"),
+        "moment": memory.get("moment"),
+    }
+
+
+def step_times(rows: Sequence[dict[str, Any]], together: int) -> dict[str, Any]:
+    """Seconds of an optimizer step, from the records of metrics.jsonl: the first group of steps warms up.
+
+    Steps that were logged together have one rate of trained tokens, written with six digits; their seconds are their
+    tokens divided by it. The seconds in the records themselves are rounded to milliseconds.
+
+    Example:
+        >>> rows = [{"kind": "train", "step": n, "tokens": 100 * n, "tokens_per_second": r}
+        ...         for n, r in ((1, 50.0), (2, 50.0), (3, 400.0), (4, 400.0))]
+        >>> step_times(rows, 2)["step_seconds"]
+        0.25
+    """
+    train = [row for row in rows if row["kind"] == "train"]
+    groups = []
+    for last in range(together, len(train) + 1, together):
+        before = train[last - together - 1]["tokens"] if last > together else 0
+        tokens = train[last - 1]["tokens"] - before
+        groups.append(tokens / train[last - 1]["tokens_per_second"] / together)
+    timed = groups[1:] or groups
+    return {
+        "step_seconds": statistics.median(timed) if timed else None,
+        "spread": (max(timed) - min(timed)) / statistics.median(timed) if timed else None,
+        "first_seconds": groups[0] if groups else None,
+        "steps": together * len(timed),
+    }

@@ -1,0 +1,157 @@
+"""A process of the sweep: trains its cases one after another and writes a JSON line for each.
+
+python -m benchmarks.plan_accuracy.worker ORDER.json RESULTS.jsonl
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import re
+import resource
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.plan_accuracy.cases import Case
+from benchmarks.plan_accuracy.inputs import recipe_of, steps_of
+from benchmarks.plan_accuracy.readings import predicted, step_times
+from trimtab import launch
+from trimtab.facts.errors import TrimtabError
+from trimtab.lab.contests import first_line
+from trimtab.lab.records import append_record
+from trimtab.plan.reserved import reserved_memory
+from trimtab.recipe import Recipe, build
+from trimtab.report import LiveView
+from trimtab.run.prepare import prepare
+
+POLL_SECONDS = 0.05
+CASE_SECONDS = 25.0
+"""About what a case takes: none is begun with less time left."""
+
+
+class Enough(Exception):
+    """All steps that are measured are done: the run ends without saving."""
+
+
+class DeviceMemory:
+    """The most memory of the GPU in use, by all processes, while the block lasts."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda, self.peak = device.startswith("cuda"), 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._poll, daemon=True)
+
+    def _poll(self) -> None:
+        while not self._done.wait(POLL_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        free, total = torch.cuda.mem_get_info()
+        self.peak = max(self.peak, total - free)
+
+    def __enter__(self) -> DeviceMemory:
+        if self.cuda:
+            torch.cuda.init()
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.cuda:
+            self._look()
+            self._done.set()
+            self._thread.join()
+        else:
+            self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def run(case: Case, order: dict[str, Any]) -> dict[str, Any]:
+    """What the plan said and what was measured."""
+    root, device = Path(order["work"]), order["device"]
+    folder = root / "runs" / re.sub(r"[^a-z0-9.]+", "-", case.name)
+    shutil.rmtree(folder, ignore_errors=True)
+    recipe = build(recipe_of(case, root, folder, device))
+    clean_up(device)  # large weights were drawn on the device
+    together, times = steps_of(case)
+
+    def after_step(step: int) -> None:
+        if step > together * times:
+            raise Enough
+
+    with DeviceMemory(device) as memory, LiveView(console=Console(quiet=True)) as view:
+        started = time.perf_counter()
+        with contextlib.suppress(Enough):
+            launch.train(recipe, view, after_step=after_step)
+        seconds = time.perf_counter() - started
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    peak = next(row for row in rows if row["kind"] == "memory" and row["when"] == "peak")
+    buckets = ("weights", "gradients", "optimizer", "activations", "other")
+    measured: dict[str, Any] = {
+        "allocated": sum(peak[bucket] for bucket in buckets),
+        "buckets": {bucket: peak[bucket] for bucket in buckets},
+        "process": memory.peak - order["used_before"],
+        **step_times(rows, together),
+    }
+    if device.startswith("cuda"):
+        measured["reserved"] = torch.cuda.max_memory_reserved()
+        measured["allocated_whole_run"] = torch.cuda.max_memory_allocated()
+    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    choices = json.loads((folder / "choices.json").read_text(encoding="utf-8"))
+    told = predicted(plan)
+    if told["reserved"] is None and device.startswith("cuda"):
+        told |= predict_reserved(recipe)
+    shutil.rmtree(folder, ignore_errors=True)
+    kept = ("dtype", "weights_dtype", "gradient_dtype", "graphs", "compile", "memory", "loss", "optimizer")
+    chosen = {key: choices[key] for key in kept if key in choices}
+    return {"predicted": told, "measured": measured, "chosen": chosen, "run_s": round(seconds, 2)}
+
+
+def predict_reserved(recipe: Recipe) -> dict[str, int]:
+    """The planner's figures of the allocator and of the whole process, where plan.json has none."""
+    prepared = prepare(recipe)
+    found = reserved_memory(prepared.plan.job, graphs=prepared.resolved.graphs.enabled)
+    return {"reserved": found.reserved, "process": found.process}
+
+
+def main(words: list[str]) -> int:
+    """Runs the order's cases; what a case raises is its result. After a failure the process ends: the next case begins
+    with memory that nothing else used."""
+    order, results = json.loads(Path(words[0]).read_text()), Path(words[1])
+    began = time.monotonic()
+    for position, line in enumerate(order["cases"]):
+        if position and time.monotonic() - began > order["seconds"] - CASE_SECONDS:
+            break
+        append_record(results, {"started": line})
+        record: dict[str, Any] = {"case": line, "fresh_process": position == 0}
+        try:
+            record |= run(Case.parse(line), order)
+        except torch.OutOfMemoryError as error:
+            record["failed"] = f"out of memory: {first_line(error)}"
+        except TrimtabError as error:
+            record["failed"] = f"refused: {first_line(error)}"
+        except Exception as error:  # noqa: BLE001 - recorded, and the other cases continue
+            record["failed"] = f"{type(error).__name__}: {first_line(error)}"
+        append_record(results, record)
+        if "failed" in record:
+            return 1
+        clean_up(order["device"])
+    return 0
+
+
+def clean_up(device: str) -> None:
+    """Frees memory that is no longer used."""
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
