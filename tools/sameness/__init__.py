@@ -1,4 +1,4 @@
-"""Proves that two commits train the same numbers: short real runs of both, compared bit by bit.
+"""Proves that training in two commits is bit-identical: short real runs of both are compared.
 
     make sameness PARENT=main~3
     python -m tools.sameness --parent main~3 --only 'lora*'

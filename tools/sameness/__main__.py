@@ -110,7 +110,7 @@ class Recorder:
 
 
 def sides(options: argparse.Namespace, scratch: Path, stack: ExitStack) -> tuple[trees.Side, trees.Side]:
-    """(parent, head): two commits of this repository, or a tree that was unpacked beside this one."""
+    """(parent, head): two commits of this repository, or a tree that was unpacked next to this one."""
     if options.tree:
         parent = trees.Side(Path(options.tree).resolve(), options.parent_commit, options.parent_commit)
         return parent, trees.Side(trees.ROOT, options.commit, options.commit)

@@ -14,7 +14,7 @@ H200_BYTES = 139 * 2**30
 
 
 def pretended_gpu() -> AbstractContextManager[object]:
-    """torch.cuda as it answers beside an H200, as far as planning asks."""
+    """torch.cuda as it answers on a machine with an H200, as far as planning asks."""
     import torch
 
     return patch.multiple(

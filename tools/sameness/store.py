@@ -1,4 +1,4 @@
-"""Recordings as JSON lines, written case by case, so that a recording that was stopped goes on where it ended."""
+"""Recordings as JSON lines, written per case, so that an interrupted recording resumes where it stopped."""
 
 from __future__ import annotations
 

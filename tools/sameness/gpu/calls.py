@@ -1,4 +1,4 @@
-"""Calls of every kernel package's public functions, in the number formats and sizes that training asks for.
+"""Calls of every kernel package's public functions, in the dtypes and sizes that training uses.
 
 Names and arguments are those that all compared commits have. Values do not matter: kernels are not run.
 """
@@ -39,7 +39,7 @@ def _attention(
     softcap: float | None = None,
     spare: int = 0,
 ) -> None:
-    """`spare` numbers lie between two heads, so that TMA cannot read them."""
+    """`spare` elements lie between two heads, so that TMA cannot read them."""
     from trimtab.kernels.attention import Layout, attention
 
     (H, K), T = heads, 512

@@ -72,7 +72,7 @@ def _weighted_sum(dtype: str) -> None:
 
 
 def optimizer_calls() -> Iterator[tuple[str, Callable[[], None]]]:
-    """8-bit AdamW by formats of weight and gradient, stochastic rounding, the example kernel."""
+    """8-bit AdamW by dtypes of weight and gradient, stochastic rounding, the example kernel."""
     for impl in ("triton", "triton_exact"):
         for dtype, gradient in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")):
             for shape in ((256, 1024), (131, 300), (576,)):

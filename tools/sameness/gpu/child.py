@@ -73,7 +73,7 @@ def _import_everything(package: ModuleType) -> None:
 
 
 def _in_fork(name: str, case: Recorded, store: Store) -> None:
-    """Records a case and ends the process, whatever happens: it must not go on with its parent's loop."""
+    """Records a case and ends the process, whatever happens: it must not continue its parent's loop."""
     try:
         log, recording = record(name, case)
         compile_launched(log, store)

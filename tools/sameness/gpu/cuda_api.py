@@ -1,4 +1,4 @@
-"""torch.cuda as it answers beside an H200, streams and graphs included, where there is no GPU.
+"""torch.cuda as it answers on a machine with an H200, streams and graphs included, where there is no GPU.
 
 Operations on streams are recorded: work that is no longer waited for would be a difference.
 """

@@ -59,7 +59,7 @@ class Specialization:
     constants: Mapping[str, str]
     """Values of the `constexpr` parameters."""
     aligned: tuple[str, ...]
-    """Pointers and integers that are multiples of 16, which the compiler is told."""
+    """Pointers and integers that the compiler may assume to be multiples of 16."""
     options: Mapping[str, str]
     """num_warps, num_stages, …"""
 
