@@ -40,12 +40,12 @@ class Supervisor:
 
     def __init__(self, recipe: Path, run: Path, *, resume_first: bool) -> None:
         self.recipe, self.run, self.resume_first = recipe, run, resume_first
-        self.held = False
+        self.has_run = False
         self.errors = run.with_suffix(".err")
 
     def start(self) -> subprocess.Popen[bytes]:
         """The next process."""
-        if self.run.exists() if self.resume_first else self.held:
+        if self.run.exists() if self.resume_first else self.has_run:
             words = ["--resume", str(self.run)]
         else:
             words = [str(self.recipe), f"output_dir={self.run}"]
@@ -62,7 +62,7 @@ class Supervisor:
         """What was wrong with a process that ended by itself; None if it did what it should."""
         said = self.errors.read_text()
         if code == 5 and not self.resume_first and "already holds a run" in said:
-            self.held = True
+            self.has_run = True
             return None
         return None if code == 0 else f"exit code {code}: {said.strip()[-500:]}"
 

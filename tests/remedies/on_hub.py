@@ -24,7 +24,7 @@ def dataset(w: World, name: str = "owner/data", **options: Any) -> LocalFiles:
     return resolve_dataset(name, **options)
 
 
-def held(w: World, files: dict[str, Any], **options: Any) -> LocalFiles:
+def resolved(w: World, files: dict[str, Any], **options: Any) -> LocalFiles:
     w.hub.add_model("owner/name", files)
     return model(w, **options)
 
@@ -82,7 +82,7 @@ case(
 # What a repository holds.
 case(
     "hub/models.py:resolve_model: name a model in Hugging Face's format, or owner/name/file.gguf",
-    lambda w: held(w, {"model.safetensors": b"x"}),
+    lambda w: resolved(w, {"model.safetensors": b"x"}),
     lambda w, remedy: (good(w), gguf_named(w)),
 )
 
@@ -102,17 +102,19 @@ case(
 )
 INDEX = "model.safetensors.index.json"
 COPY = "hub/models.py:_weight_files: use another revision or copy of the model"
-case(COPY, lambda w: held(w, {"config.json": "{}", INDEX: "[]"}), good)
+case(COPY, lambda w: resolved(w, {"config.json": "{}", INDEX: "[]"}), good)
 shards = json.dumps({"weight_map": {"a": "model-1.safetensors"}})
-case(COPY, lambda w: held(w, {"config.json": "{}", INDEX: shards}), good)
+case(COPY, lambda w: resolved(w, {"config.json": "{}", INDEX: shards}), good)
 case(
     "hub/models.py:_weight_files: use a revision or a model that has them; pickles can run code and are never read",
-    lambda w: held(w, {"config.json": "{}", "pytorch_model.bin": b"x"}),
+    lambda w: resolved(w, {"config.json": "{}", "pytorch_model.bin": b"x"}),
     good,
 )
 case(
     "hub/local_files.py:check_name: it leads out of its folder; use another copy of the repository",
-    lambda w: held(w, {"config.json": "{}", INDEX: json.dumps({"weight_map": {"a": "../x.safetensors"}})}),
+    lambda w: resolved(
+        w, {"config.json": "{}", INDEX: json.dumps({"weight_map": {"a": "../x.safetensors"}})}
+    ),
     good,
 )
 
@@ -127,12 +129,12 @@ def follow_revision(w: World, remedy: str) -> None:
 
 case(
     "hub/faults.py:explain: name a branch, a tag or a commit of it",
-    lambda w: held(w, GOOD, revision="v9"),
+    lambda w: resolved(w, GOOD, revision="v9"),
     follow_revision,
 )
 case(
     "hub/repository.py:open_repository: name a branch, a tag or a commit of it",
-    lambda w: held(w, GOOD, revision="v" * 300),
+    lambda w: resolved(w, GOOD, revision="v" * 300),
     follow_revision,
 )
 
@@ -229,7 +231,7 @@ case(
 )
 case(
     "hub/repository.py:Repository.fetch: run it once without offline (HF_HUB_OFFLINE)",
-    lambda w: (held(w, GOOD, weights=False), model(w, offline=True)),
+    lambda w: (resolved(w, GOOD, weights=False), model(w, offline=True)),
     follow_once_online,
 )
 

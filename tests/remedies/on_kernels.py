@@ -52,7 +52,7 @@ def known(attempt: Callable[[str], object], names: list[str]) -> None:
 
 def offers(key: str, attempt: Callable[[str], object], after: str = "one of") -> None:
     """A case of an unknown name: those that are offered instead are known."""
-    case(key, lambda w: attempt("nobody"), lambda w, remedy: known(attempt, listed(remedy, after)))
+    case(key, lambda w: attempt("unknown"), lambda w, remedy: known(attempt, listed(remedy, after)))
 
 
 HIDDEN, HEAD, LABELS = torch.ones(3, 4), torch.ones(8, 4), torch.tensor([1, -100, 7])
@@ -136,7 +136,7 @@ def chosen(name: str) -> object:
 
 case(
     "kernels/attention/choice.py:choose_attention: use auto or one of {}",
-    lambda w: chosen("nobody"),
+    lambda w: chosen("unknown"),
     lambda w, remedy: (chosen("auto"), known_choices(listed(remedy, "one of"))),
 )
 

@@ -62,7 +62,7 @@ case(
 case(
     "run/target.py:model_shape: {}plan it from its config.json: `trimtab plan path/to/config.json`; a recipe that "
     "names it fetches that file from the hub",
-    lambda w: plan(w, "nobody/nothing", *GPU),
+    lambda w: plan(w, "unknown/nothing", *GPU),
     lambda w, remedy: plan(w, w.model / "config.json", *GPU, "max_seq_length=64"),
 )
 case(

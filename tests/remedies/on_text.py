@@ -229,11 +229,11 @@ case(
     "data/rendering.py:no_template: set model.chat_template to a Jinja file or to the template itself, or use a "
     "tokenizer that has one",
     lambda w: chat_recipe(w, None),
-    lambda w, remedy: (follow_jinja(w, remedy), follow_beside(w)),
+    lambda w, remedy: (follow_jinja(w, remedy), follow_template_file(w)),
 )
 
 
-def follow_beside(w: World) -> None:
+def follow_template_file(w: World) -> None:
     (w.own() / "chat_template.jinja").write_text(CHAT)
     rows = str(w.tmp / "chats.jsonl")
     w.train(model={"name": str(w.model), "tokenizer": str(w.own())}, data_train=[rows], max_steps=1)

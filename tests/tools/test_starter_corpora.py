@@ -62,8 +62,8 @@ def test_number_facts_hold_and_answer_no_heldout_problem() -> None:
             "×": b <= 10,
             "/": False,
         }[parts[1]]
-        held = derive(0, "starter-split", names[parts[1]], *key) % HELDOUT_ONE_IN == 0
-        assert basic or not held, line
+        is_heldout = derive(0, "starter-split", names[parts[1]], *key) % HELDOUT_ONE_IN == 0
+        assert basic or not is_heldout, line
         seen += 1
     assert seen > 1000
 
