@@ -238,7 +238,7 @@ def test_no_space_is_said_before_and_while_writing(source: Path, tokenizer, monk
 
 def test_a_cache_folder_that_cannot_be_made_is_an_error(source: Path, tokenizer) -> None:
     (source.parent / "cache").write_text("a file is in the way")
-    with pytest.raises(ResourceError, match=r"cannot be made .*; give another folder: data\.cache_dir"):
+    with pytest.raises(ResourceError, match=r"cannot be created .*; use another folder: data\.cache_dir"):
         opened(source, tokenizer)
 
 
@@ -250,10 +250,10 @@ def test_changed_data_is_named(source: Path, tokenizer, prose) -> None:
     (source / "f2.txt").unlink()
     (source / "new.txt").write_text("new text")
     with pytest.raises(
-        DataError, match=r"vanished: f2\.txt; changed: f1\.txt; new: new\.txt\); put the files back"
+        DataError, match=r"missing: f2\.txt; changed: f1\.txt; new: new\.txt\); restore the files"
     ):
         opened(source, tokenizer).check(kept)
-    with pytest.raises(DataError, match=r"read with other settings"):
+    with pytest.raises(DataError, match=r"read with different settings"):
         Manifest.from_dict(kept).check(Manifest.from_dict({**kept, "fingerprint": "x"}))
 
 

@@ -205,7 +205,7 @@ def test_a_call_that_the_template_does_not_write_is_no_answer(
     assert trained_texts(corpus, tokenizer) == trained_texts(corpus, tokenizer, 1) == answer
     assert opened(path, tokenizer, train_on="all").summary.documents == 4
     with pytest.raises(
-        DataError, match=r"nothing to train on: 2 without a token to train on \(no answer, or one of wh"
+        DataError, match=r"nothing to train on: 2 without a token to train on \(no answer, or one that"
     ):
         opened(write(tmp_path / "b.jsonl", [alone] * 2), tokenizer)
 

@@ -53,7 +53,7 @@ def test_commas_stay_where_the_header_has_no_other(tmp_path: Path, content: str)
 
 def test_semicolons_in_texts_without_quotes_are_refused(tmp_path: Path) -> None:
     source = source_of(tmp_path / "a.csv", "id;text\n1;one; two\n2;three\n3;four; five; six\n")
-    with pytest.raises(DataError, match="put texts that hold semicolons in double quotes"):
+    with pytest.raises(DataError, match="put texts that contain semicolons in double quotes"):
         texts(source)
 
 
@@ -88,7 +88,7 @@ def test_a_delimiter_belongs_to_what_a_cache_knows_a_file_by(tmp_path: Path) -> 
 )
 def test_a_first_row_that_is_no_header_is_refused(tmp_path: Path, first: str) -> None:
     source = source_of(tmp_path / "a.csv", f"{first}\nAnother row here.\n")
-    with pytest.raises(DataError, match=r"looks like data and not like names of columns.*such as `text`"):
+    with pytest.raises(DataError, match=r"looks like data, not like column names.*such as `text`"):
         texts(source)
     # The advice works.
     assert len(texts(source_of(tmp_path / "a.csv", f"text\n{first}\nAnother row here.\n"))) == 2
@@ -101,7 +101,7 @@ def test_a_single_row_without_a_header_is_refused(tmp_path: Path) -> None:
 
 def test_names_that_look_like_data_can_be_named(tmp_path: Path) -> None:
     content = "2019,2020\none,two\n"
-    with pytest.raises(DataError, match="if these are the names, set text_column"):
+    with pytest.raises(DataError, match="if these are the column names, set text_column"):
         texts(source_of(tmp_path / "a.csv", content))
     assert texts(source_of(tmp_path / "a.csv", content, text_column="2020")) == ["two"]
 
@@ -140,7 +140,7 @@ def test_the_beginning_of_a_folder_names_what_is_left_out(tmp_path: Path) -> Non
         (tmp_path / name).write_text(f"the text of {name} " * 10)
     source = resolve(SourceSpec(str(tmp_path)))
     assert beginning(source).startswith(
-        "2 files, left out as no text: c.pdf; first document: 'the text of a.md"
+        "2 files, skipped (not text): c.pdf; first document: 'the text of a.md"
     )
     assert beginning(source).endswith(" …'")
     assert len(beginning(source)) < 150

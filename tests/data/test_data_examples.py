@@ -50,7 +50,7 @@ def test_a_text_may_begin_with_a_bracket(tmp_path: Path, chatml: Tokenizer, text
 def test_files_without_rows_say_nothing_of_the_others(tmp_path: Path, chatml: Tokenizer, form: str) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.csv").write_text("text,completion\n")
-    with pytest.raises(DataError, match=r"holds no (rows|documents); give a source with"):
+    with pytest.raises(DataError, match=r"contains no (rows|documents); use a source"):
         opened(tmp_path / "in", chatml, format=form)
     write(tmp_path / "in/b.jsonl", [{"text": "x", "prompt": [QUESTION], "completion": [ANSWER]}])
     assert runs(tmp_path / "in", chatml, format=form) == RENDERED

@@ -70,7 +70,7 @@ def test_every_document_once_with_less_padding(corpus: CachedCorpus) -> None:
     assert grouped.notes() == [
         f"group_by_length: {padding(ours):.0%} of all tokens are padding, instead of {padding(theirs):.0%}"
     ]
-    assert plain.notes()[-1].endswith(f"group_by_length: true would leave {padding(ours):.0%}")
+    assert plain.notes()[-1].endswith(f"group_by_length: true would reduce it to {padding(ours):.0%}")
 
 
 def test_microbatches_are_as_long_as_their_longest_document(corpus: CachedCorpus) -> None:

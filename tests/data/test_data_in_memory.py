@@ -137,7 +137,7 @@ def test_a_stream_is_read_again_within_its_window(monkeypatch: pytest.MonkeyPatc
         assert list(stream.values(98)) == [(98, "row 098"), (99, "row 099"), (100, "row 100")]
         assert next(stream.values(97)) == (97, "row 097")
     assert next(many.values(1)) == (1, "row 001")
-    with pytest.raises(DataError, match="data is an iterator, of which row 1 was read"):
+    with pytest.raises(DataError, match="data is an iterator, and its row 1 cannot be read a second time"):
         next(once.values(1))
 
 

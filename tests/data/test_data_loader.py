@@ -270,7 +270,7 @@ def test_evaluation_sees_the_same_windows_each_time(corpora) -> None:
     everything = eval_batches(corpora[0], batch_size=4, max_seq_length=T)
     assert set(rows(list(batches))) < set(rows(list(everything)))
     assert sum(b.num_targets for b in everything) > corpora[0].num_tokens * 0.9
-    with pytest.raises(DataError, match=r"0 sequences sees nothing"):
+    with pytest.raises(DataError, match=r"0 sequences is empty"):
         eval_batches(corpora[0], batch_size=4, max_seq_length=T, max_sequences=0)
 
 

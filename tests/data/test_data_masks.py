@@ -74,10 +74,10 @@ def test_what_is_cut_is_counted_and_said(corpus: CachedCorpus) -> None:
     assert lost > 0
     (note,) = loader.notes()
     assert note.startswith(f"{corpus.name}: {packed.cut} examples are longer than max_seq_length (48)")
-    assert f"; {lost} of them have nothing to train on before the cut and are left out" in note
+    assert f"; {lost} of them have nothing to train on before that point and are left out" in note
     assert not make_loader([corpus], max_seq_length=4096, batch_size=4).notes()
     with pytest.raises(
-        DataError, match=r"in all \d+ examples of .* is within 4 tokens; raise max_seq_length"
+        DataError, match=r"all \d+ examples of .* within max_seq_length \(4 tokens\); raise max_seq_length"
     ):
         make_loader([corpus], max_seq_length=4, batch_size=4)
 
@@ -104,7 +104,7 @@ def test_a_stream_sees_what_the_cache_holds(
     expected = Counter(epoch_of(cached))
     assert Counter(epoch_of(streamed)) == expected
     said = [note.message for note in told if note.message]
-    assert any("have nothing to train on before the cut" in text for text in said if text)
+    assert any("have nothing to train on before that point" in text for text in said if text)
     assert any("without a token to train on" in text for text in said if text)
     streamed.close()
     assert highlighted(stream, chatml, max_seq_length=T) == highlighted(corpus, chatml, max_seq_length=T)
@@ -125,7 +125,7 @@ def test_a_stream_without_anything_to_train_on_is_refused(tmp_path: Path, chatml
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
     stream = open_corpus(str(path), chatml, streaming=True, num_proc=1)
     loader = make_loader([stream], max_seq_length=T, batch_size=1)
-    with pytest.raises(DataError, match=r"holds nothing to train on: 1 without a token to train on"):
+    with pytest.raises(DataError, match=r"contains nothing to train on: 1 without a token to train on"):
         loader.next_step()
     loader.close()
 
@@ -134,11 +134,11 @@ LONG = {"role": "user", "content": "far too much before the answer " * 20}
 NOTHING = {
     "no answer": (
         [{"role": "user", "content": "Hi"}],
-        r"a.jsonl holds nothing to train on: 12 without a token",
+        r"a.jsonl contains nothing to train on: 12 without a token",
     ),
     "too far": (
         [LONG, {"role": "assistant", "content": "Yes."}],
-        "in all 12 examples of .* within 48 tokens; raise",
+        r"all 12 examples of .* within max_seq_length \(48 tokens\); raise",
     ),
 }
 
@@ -221,7 +221,7 @@ def test_settings_are_part_of_the_cache_and_of_a_place(
     for other in others:
         with pytest.raises(DataError, match="not what the run began with"):
             make_loader([other], max_seq_length=T, batch_size=2).restore(place)
-    with pytest.raises(DataError, match="it is read with other settings"):
+    with pytest.raises(DataError, match="it is read with different settings"):
         others[0].check(first.manifest())
 
 
@@ -260,7 +260,9 @@ def test_held_out_conversations_are_measured_on_their_answers(corpus: CachedCorp
         for d in range(held.num_documents)
     )
     one = corpus._view(np.arange(corpus.num_documents) == 3, "one")
-    with pytest.raises(DataError, match=r"is one example, of which no part can be held out; .*eval_share: 0"):
+    with pytest.raises(
+        DataError, match=r"contains one example, which cannot be split to hold out a part; .*eval_share: 0"
+    ):
         one.split(share=0.5)
 
 

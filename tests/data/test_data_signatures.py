@@ -52,12 +52,12 @@ MAKERS: dict[str, tuple[Any, str, str]] = {
     "gzip": (
         lambda p: p.write_bytes(gzip.compress(b"text")),
         "compressed with gzip",
-        "let its name end in .gz",
+        "rename it to end in .gz",
     ),
     "zstd": (
         lambda p: p.write_bytes(pa.compress(b"text" * 9, "zstd").to_pybytes()),
         "zstd",
-        "let its name end in .zst",
+        "rename it to end in .zst",
     ),
     "xz": (lambda p: p.write_bytes(lzma.compress(b"text")), "compressed with xz", "xz -d"),
     "bzip2": (lambda p: p.write_bytes(bz2.compress(b"text")), "compressed with bzip2", "bunzip2"),
@@ -68,9 +68,9 @@ MAKERS: dict[str, tuple[Any, str, str]] = {
     ),
     "jpeg": (lambda p: p.write_bytes(b"\xff\xd8\xff\xe0\x00\x10JFIF"), "an image (JPEG)", "leave it out"),
     "gguf": (lambda p: p.write_bytes(b"GGUF\x03\x00\x00\x00" + bytes(20)), "a GGUF model", "model.name"),
-    "safetensors": (lambda p: save_file({"a": np.zeros(3)}, p), "a safetensors file", "weights and no text"),
+    "safetensors": (lambda p: save_file({"a": np.zeros(3)}, p), "a safetensors file", "weights, not text"),
     "pickle": (lambda p: p.write_bytes(pickle.dumps({"a": 1})), "a pickle", "can run code"),
-    "torch": (lambda p: torch.save({"a": torch.zeros(2)}, p), "a PyTorch checkpoint", "never read"),
+    "torch": (lambda p: torch.save({"a": torch.zeros(2)}, p), "a PyTorch checkpoint", "never loaded"),
     "sqlite": (sqlite, "an SQLite database", "CSV or JSON lines"),
     "parquet": (lambda p: parquet.write_table(pa.table({"text": ["a"]}), p), "a Parquet file", ".parquet"),
     "arrow": (arrow, "an Arrow file", "write it as Parquet"),
@@ -133,7 +133,7 @@ def test_preferences_are_refused_with_what_works(tmp_path: Path, row: dict[str, 
 
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    with pytest.raises(DataError, match="preference training such as DPO is not available") as caught:
+    with pytest.raises(DataError, match="preference training such as DPO is not supported") as caught:
         detect(resolve(SourceSpec(str(path))))
     assert f"'data.train.0.{advice}'" in str(caught.value)
     source = loads(f"model: a\ndata: {{train: ['{path}']}}\n", [f"data.train.0.{advice}"]).data.train[0]

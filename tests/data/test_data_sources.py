@@ -111,15 +111,15 @@ def test_columns_are_found_or_listed(tmp_path: Path) -> None:
         documents(file)
     with pytest.raises(DataError, match=r"c\.jsonl:1 has no column 'txt' \(it has question, answer, n\)"):
         documents(file, text_column="txt")
-    with pytest.raises(DataError, match=r"column 'n' of .*c\.jsonl:1 holds a number, not text"):
+    with pytest.raises(DataError, match=r"column 'n' of .*c\.jsonl:1 contains a number, not text"):
         documents(file, text_column="n")
     table = pa.table({"messages": [["a"]], "x": [1], "y": ["s"]})
     parquet.write_table(table, tmp_path / "d.parquet")
     with pytest.raises(
-        DataError, match=r"'messages' of .* holds list<.*>, not text; set text_column to one of y"
+        DataError, match=r"'messages' of .* contains list<.*>, not text; set text_column to one of y"
     ):
         documents(tmp_path / "d.parquet", text_column="messages")
-    with pytest.raises(DataError, match=r"'text' of .* is not there; set text_column to one of y"):
+    with pytest.raises(DataError, match=r"'text' of .* does not exist; set text_column to one of y"):
         documents(tmp_path / "d.parquet", text_column="text")
     with pytest.raises(DataError, match=r"no column 'z'; set text_column to one of a, b"):
         documents(write(tmp_path / "e.csv", "a,b\n1,2\n"), text_column="z")
@@ -137,20 +137,20 @@ BAD_FILES = {
     "bad line": (
         "a.jsonl",
         b'{"text": "a"}\n{"text": \n',
-        r"a\.jsonl:2 is not JSON .*write one JSON object a line",
+        r"a\.jsonl:2 is not JSON .*write one JSON object per line",
     ),
     "bad later column": ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', r"a\.jsonl:2 has no column 'text'"),
-    "list rows": ("a.jsonl", b"[1, 2]\n", "holds a list where objects are expected"),
+    "list rows": ("a.jsonl", b"[1, 2]\n", "contains a list, not objects"),
     "bad array": ("a.json", b'[{"text": "a"}, {"text": }]', "is not JSON at element 2"),
     "open array": ("a.json", b'[{"text": "a"},', "ends inside its JSON array"),
     "gzip": ("a.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 99)[:-9], "cannot be read"),
     "not gzip": ("a.txt.gz", b"plain", r"cannot be read \(Not a gzipped file"),
-    "parquet": ("a.parquet", b"PAR1 and nothing else", "is not a whole Parquet file"),
+    "parquet": ("a.parquet", b"PAR1 and nothing else", "is not a complete Parquet file"),
     "csv row": ("a.csv", b"n,text\n1,a\n2\n", "row 2 of .* has 1 fields, not 2"),
     "csv row too long": (
         "a.csv",
         b'n,text\n1,"a\nb"\n2,2, 3, 5 and 7\n',
-        r"row 2 of .*a\.csv \(line 4\) has 4 fields, not 2; put texts that hold commas in double quotes",
+        r"row 2 of .*a\.csv \(line 4\) has 4 fields, not 2; put texts that contain commas in double quotes",
     ),
     "one column too long": (
         "a.csv",
@@ -160,29 +160,29 @@ BAD_FILES = {
     "tsv row too long": (
         "a.tsv",
         b"n\ttext\n1\ta, b\n2\ta\tb\n",
-        r"row 2 of .*a\.tsv \(line 3\) has 3 fields, not 2; put texts that hold tabs in double quotes",
+        r"row 2 of .*a\.tsv \(line 3\) has 3 fields, not 2; put texts that contain tabs in double quotes",
     ),
-    "blank only": ("a.txt", b" \n\t\n", r"holds no documents: 1 empty were skipped"),
-    "empty rows": ("a.jsonl", b'{"text": ""}\n{"text": null}\n', "holds no documents: 2 empty"),
+    "blank only": ("a.txt", b" \n\t\n", r"contains no documents: 1 empty were skipped"),
+    "empty rows": ("a.jsonl", b'{"text": ""}\n{"text": null}\n', "contains no documents: 2 empty"),
     "a quote without an end": (
         "a.csv",
         b'n,text\n1,fine\n2,"He said hi\n3,second\n',
-        r"is not CSV at line 3 \(unexpected end of data\); .*double those inside",
+        r"is not CSV at line 3 \(unexpected end of data\); .*double the inner quotes",
     ),
     "quotes inside": (
         "a.tsv",
         b'text\tn\n"Quoted" start\t1\n',
-        r"is not CSV at line 2 .*double those inside",
+        r"is not CSV at line 2 .*double the inner quotes",
     ),
-    "twins": ("a.csv", b"text,text\na,b\n", "has several columns 'text'; give each a name"),
-    "two arrays": ("a.json", b'[{"text": "a b"}]\n[{"text": "c d"}]', "goes on after its JSON array"),
+    "twins": ("a.csv", b"text,text\na,b\n", "has several columns named 'text'; give each a diff"),
+    "two arrays": ("a.json", b'[{"text": "a b"}]\n[{"text": "c d"}]', "has content after its JSON array"),
     "digits": ("a.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b"}", r"a\.jsonl:1 is not JSON"),
     "digits in an array": ("a.json", b'[{"text": "a", "n": ' + b"1" * 5000 + b"}]", "at element 1"),
-    "no rows": ("a.csv", b"text\n", "holds no documents; give a source with text"),
+    "no rows": ("a.csv", b"text\n", "contains no documents; use a source that contains text"),
     "no rows, and no text column": (
         "a.csv",
         b"prompt,completion\n",
-        "holds no documents; give a source with text",
+        "contains no documents; use a source that contains text",
     ),
 }
 
@@ -212,11 +212,11 @@ def test_truncated_parquet_is_refused(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "a.parquet")
     whole = (tmp_path / "a.parquet").read_bytes()
     write(tmp_path / "cut.parquet", whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"is not a whole Parquet file"):
+    with pytest.raises(DataError, match=r"is not a complete Parquet file"):
         documents(tmp_path / "cut.parquet")
     middle = len(whole) // 3
     write(tmp_path / "holed.parquet", whole[:middle] + b"\xff" * 4000 + whole[middle + 4000 :])
-    with pytest.raises(DataError, match=r"is not a whole Parquet file|is not UTF-8"):
+    with pytest.raises(DataError, match=r"is not a complete Parquet file|is not UTF-8"):
         documents(tmp_path / "holed.parquet")
 
 
@@ -227,18 +227,20 @@ def test_links_and_devices_are_named_as_what_they_are(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     with pytest.raises(DataError, match=r"link\.txt is a broken link \(to absent\.txt\); point the link to"):
         resolve(SourceSpec(str(link)))
-    with pytest.raises(DataError, match=r"texts holds no text \(link\.txt in it is a broken link\); point"):
+    with pytest.raises(
+        DataError, match=r"texts contains no text files \(link\.txt is a broken link\); point"
+    ):
         resolve(SourceSpec(str(link.parent)))
     for path in (pipe, Path(os.devnull)):
-        with pytest.raises(DataError, match=rf"{path} is not a regular file .*; write its content to a file"):
+        with pytest.raises(DataError, match=rf"{path} is not a regular file: .*; write its content to a file"):
             resolve(SourceSpec(str(path)))
 
 
 def test_folders_and_globs_without_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds no text \(nothing in it\)"):
+    with pytest.raises(DataError, match=r"contains no text files \(it is empty\)"):
         resolve(SourceSpec(str(tmp_path)))
     write(tmp_path / "a.pdf", b"x")
-    with pytest.raises(DataError, match=r"holds no text \(only a\.pdf in it\)"):
+    with pytest.raises(DataError, match=r"contains no text files \(only a\.pdf\)"):
         resolve(SourceSpec(str(tmp_path)))
     with pytest.raises(DataError, match=r"no file matches .*\.txt; check the pattern"):
         resolve(SourceSpec(str(tmp_path / "*.txt")))

@@ -194,7 +194,7 @@ def test_what_a_stream_cannot_do_is_said(corpus_folder: Path, tokenizer, tmp_pat
     empty = make_loader(
         [open_corpus(str(tmp_path / "blank.txt"), tokenizer, streaming=True)], max_seq_length=T, batch_size=1
     )
-    with pytest.raises(DataError, match=r"holds no documents"):
+    with pytest.raises(DataError, match=r"contains no documents"):
         empty.next_step()
     empty.close()
 

@@ -69,7 +69,7 @@ def test_a_tokenizer_that_travels_badly_is_refused(tokenizer) -> None:
 
         encode_document = encode
 
-    with pytest.raises(ModelError, match=r"gives other ids in a tokenizing process"):
+    with pytest.raises(ModelError, match=r"returns different ids in a worker process"):
         TokenizerSpec.of(Strange())  # type: ignore[arg-type]
 
 
@@ -81,7 +81,7 @@ def test_a_process_that_dies_is_reported_and_none_is_left(tokenizer) -> None:
         for one in pool._workers:
             one.process.kill()
             one.process.wait()
-        with pytest.raises(ResourceError, match=r"a tokenizing process ended early \(signal 9\)"):
+        with pytest.raises(ResourceError, match=r"a tokenizer process exited early \(signal 9\)"):
             pool.submit([Segment(0, 1, "some text", True, True)]).result(30)
     finally:
         pool.close()
@@ -92,7 +92,7 @@ def test_a_worker_says_why_it_ended(tokenizer) -> None:
     spec = TokenizerSpec("{not a tokenizer", "{not a tokenizer", (), (), 5, "f")
     pool = WorkerPool((spec.json, spec.continued_json), 1)
     try:
-        with pytest.raises(ResourceError, match=r"ended early .*(expected|key|Error)"):
+        with pytest.raises(ResourceError, match=r"exited early .*(expected|key|Error)"):
             pool.submit([Segment(0, 1, "text", True, True)]).result(30)
     finally:
         pool.close()

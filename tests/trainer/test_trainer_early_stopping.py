@@ -126,7 +126,7 @@ def test_resuming_a_run_that_stopped_early_says_so_and_trains_no_further() -> No
     outcome = train(setup, TrainState(**scalars["state"]))
     assert (outcome.status, outcome.state.step) == ("finished", 6)
     assert view.told == [
-        f"stopped early at step 6: {outcome.reason}; to train on, raise early_stopping_patience"
+        f"stopped early at step 6: {outcome.reason}; to continue training, raise early_stopping_patience"
     ]
     assert of_kind(setup, "train") == of_kind(setup, "event") == of_kind(setup, "sample") == []
     assert setup.store.saved == {}  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ def test_a_bad_loss_leaves_the_state_before_it() -> None:
     )
     clean.cadence = Cadence(total_steps=4, eval_on_start=False)
     train(clean, TrainState())
-    with pytest.raises(TrainingError, match=r"step 5.*doc:4:0.*before it met the first such gradient"):
+    with pytest.raises(TrainingError, match=r"step 5.*doc:4:0.*before the first non-finite gradient"):
         train(bad, TrainState())
     assert max(bad.store.saved) == 4
     for key, t in clean.tensors().items():

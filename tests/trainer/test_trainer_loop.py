@@ -116,7 +116,7 @@ def test_data_that_vanishes_loses_nothing() -> None:
 
 
 def test_a_step_without_targets_is_an_error() -> None:
-    with pytest.raises(TrainingError, match="no token to learn from"):
+    with pytest.raises(TrainingError, match="no target tokens"):
         train(tiny_setup(TinyLoader(masked_step=2)), TrainState())
 
 

@@ -148,7 +148,7 @@ def test_a_full_disk_is_said_and_leaves_whole_lines(tmp_path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
             for step in range(7):
                 log.append({"step": step})  # 12 bytes each
-            with pytest.raises(ResourceError, match="no room left"):
+            with pytest.raises(ResourceError, match="no space left"):
                 log.append({"step": 100, "text": "longer than the rest"})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -38,7 +38,7 @@ _SKIPPED = ("empty", "short", "repaired")
 _SKIPPED_EXAMPLES = ("bad", "untrained", "unanswered", "rewritten", "trained")
 """Keys of `skipped` in meta.json: those of every entry, and the additional ones of examples."""
 
-_ELSEWHERE = "give another folder: data.cache_dir of a recipe, --cache-dir of `trimtab eval`"
+_ELSEWHERE = "use another folder: data.cache_dir in a recipe, --cache-dir of `trimtab eval`"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class EntryMeta:
     def from_dict(kept: Mapping[str, Any]) -> EntryMeta:
         """From what `to_dict` wrote; a DamagedEntry for another version."""
         if kept["version"] != VERSION:
-            raise DamagedEntry("meta.json is not what was written")
+            raise DamagedEntry("meta.json has another version")
         return EntryMeta(
             kept["dtype"],
             kept["num_tokens"],
@@ -188,7 +188,7 @@ class TokenCache:
                 (folder / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ResourceError(
-                f"the token cache {folder} cannot be made ({error.strerror})",
+                f"the token cache {folder} cannot be created ({error.strerror})",
                 _ELSEWHERE,
             ) from error
 
@@ -299,7 +299,7 @@ def open_entry(path: Path) -> Entry:
     try:
         outer = read_json_object(path / "meta.json")
         if outer["checksum"] != digest_of(outer["meta"]):
-            raise DamagedEntry("meta.json is not what was written")
+            raise DamagedEntry("the checksum of meta.json differs")
         meta = EntryMeta.from_dict(outer["meta"])
         dtype = np.dtype(meta.dtype)
         expected = {

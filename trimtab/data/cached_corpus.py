@@ -93,8 +93,8 @@ class CachedCorpus(Corpus):
         if self.num_documents == 1 or len(np.unique(self.records_N["hash"])) == 1:
             if self.masked:
                 raise DataError(
-                    f"{self.shown} is {self._copies}one example, of which no part can be held out",
-                    "give more, name a set under data.eval.domain, or set data.eval_share: 0",
+                    f"{self.shown} contains {self._copies}one example, which cannot be split to hold out a part",
+                    "add examples, name an evaluation set under data.eval.domain, or set data.eval_share: 0",
                 )
             return self._split_tail(share if share is not None else 0.1)
         mask_N = heldout_mask(self.records_N["hash"], share, count)
@@ -109,7 +109,7 @@ class CachedCorpus(Corpus):
         if not mask_N.any():
             raise DataError(
                 f"every document of {self.shown} is also in {other.shown}",
-                "name other text under data.eval, or take it out of data.train",
+                "name other text under data.eval, or remove it from data.train",
             )
         return self._view(mask_N, f"without {other.fingerprint}")
 
@@ -140,9 +140,9 @@ class CachedCorpus(Corpus):
         rest_N = self.lengths_N[:1] - kept_N
         if kept_N[0] < 2 or rest_N[0] < 2:
             raise DataError(
-                f"{self.shown} is {self._copies}one document of {self.lengths_N[0]} tokens, too short to hold a part "
-                "out",
-                "give more text, name a set under data.eval.domain, or set data.eval_share: 0",
+                f"{self.shown} contains {self._copies}one document of {self.lengths_N[0]} tokens, too short to "
+                "hold out a part",
+                "add text, name an evaluation set under data.eval.domain, or set data.eval_share: 0",
             )
         start_N, record_N = self.starts_N[:1], self.records_N[:1]
         return (

@@ -159,7 +159,7 @@ class CachedLoader(Loader):
             return []
         return [
             f"packing: false pads every document to max_seq_length: {padded:.0%} of all tokens are padding; "
-            f"group_by_length: true would leave {grouped:.0%}"
+            f"group_by_length: true would reduce it to {grouped:.0%}"
         ]
 
     @property

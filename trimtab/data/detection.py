@@ -30,8 +30,8 @@ def detect(source: ResolvedSource) -> Format | None:
     if not tables:
         if spec.format != "auto":
             raise DataError(
-                f"{spec.shown} is text, and format: {spec.format} is of rows with columns",
-                "give JSON lines, CSV or Parquet, or leave the format out",
+                f"{spec.shown} is plain text, and format: {spec.format} needs rows with columns",
+                "use JSON Lines, CSV or Parquet, or remove format",
             )
         _refuse_columns(spec)
         return None
@@ -42,8 +42,8 @@ def detect(source: ResolvedSource) -> Format | None:
     others = [file.name for file in source.files if file.kind not in TABLES]
     if others:
         raise DataError(
-            f"{spec.shown} holds examples ({tables[0].name}) and texts ({others[0]})",
-            "name the two as sources of their own",
+            f"{spec.shown} contains both examples ({tables[0].name}) and plain text ({others[0]})",
+            "list them as two separate sources",
         )
     return found
 
@@ -51,7 +51,7 @@ def detect(source: ResolvedSource) -> Format | None:
 def _refuse_columns(spec: SourceSpec) -> None:
     if spec.columns:
         raise DataError(
-            f"{spec.shown} is read as text, and columns names parts of an example ({', '.join(spec.columns)})",
+            f"{spec.shown} is read as plain text, and columns maps parts of an example ({', '.join(spec.columns)})",
             "set format, or text_column instead of columns",
         )
 
@@ -62,22 +62,22 @@ def _by_first_row(spec: SourceSpec, tables: list[SourceFile]) -> Format | None:
     if file is None:
         if spec.format == "auto" and not spec.columns:
             return None
-        raise DataError(f"{spec.shown} holds no rows", "give a source with rows in it")
+        raise DataError(f"{spec.shown} contains no rows", "use a source with rows")
     wanted = list(PARTS) if spec.format == "auto" else [spec.format]
     if spec.columns:
         wanted = [name for name in wanted if set(spec.columns) <= {*PARTS[name][0], *PARTS[name][1]}]
         if not wanted:
             known = "; ".join(f"{name}: {', '.join(parts_of(name))}" for name in PARTS)
             raise DataError(
-                f"columns of {spec.shown} names {', '.join(spec.columns)}",
-                f"name parts of one format: {known}",
+                f"columns of {spec.shown} maps {', '.join(spec.columns)}, which no single format has",
+                f"map parts of one format: {known}",
             )
     if not isinstance(row, dict):
         if spec.format == "auto":
             return None
         raise DataError(
-            f"{file.label} holds {type_name(row)} where objects are expected",
-            f"write objects with {', '.join(PARTS[spec.format][0])}, or leave the format out",
+            f"{file.label} contains {type_name(row)}, not objects",
+            f"write objects with {', '.join(PARTS[spec.format][0])}, or remove format",
         )
     for name in wanted:
         made = Format(name, spec.columns)
@@ -90,8 +90,8 @@ def _by_first_row(spec: SourceSpec, tables: list[SourceFile]) -> Format | None:
         return None
     needs = " or ".join(", ".join(spec.columns.get(p, p) for p in PARTS[name][0]) for name in wanted)
     raise DataError(
-        f"{file.label} has the columns {', '.join(row)} and not {needs}",
-        "name them with columns, as in columns: {messages: dialog}, or set another format",
+        f"{file.label} has the columns {', '.join(row)}, but not {needs}",
+        "map them with columns, such as columns: {messages: dialog}, or set another format",
     )
 
 
@@ -110,9 +110,9 @@ def _preferences(file: SourceFile, row: Mapping[str, Any]) -> DataError:
     else:
         key, value = "text_column", "chosen"
     return DataError(
-        f"{file.label} holds preferences (columns chosen and rejected), and preference training such as DPO is not "
-        "available",
-        f"train on the chosen answers: {key}: {value} beside the source, or 'data.train.0.{key}={value}' on the "
+        f"{file.label} contains preferences (columns chosen and rejected), and preference training such as DPO is not "
+        "supported",
+        f"train on the chosen answers: add {key}: {value} to the source, or pass 'data.train.0.{key}={value}' on the "
         "command line",
     )
 

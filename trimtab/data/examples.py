@@ -77,12 +77,12 @@ def example_of(place: str, value: Any, form: Format, *, template: bool, keep_end
     """
     try:
         if not isinstance(value, dict):
-            raise RowError(f"is {type_name(value)}, not an object", "write one object a row")
+            raise RowError(f"is {type_name(value)}, not an object", "write one object per row")
         missing = [name for name in form.needed if name not in value]
         if missing:
             raise RowError(
                 f"has no column {missing[0]!r} (it has {', '.join(value) or 'none'})",
-                f"all rows of a source have one format, here {form.name}; name others as sources of their own",
+                f"all rows of a source must have one format, here {form.name}; list other rows as a separate source",
             )
         cleaned, repaired = _clean(value)
         found = _READERS[form.name](cleaned, form, template)
@@ -201,8 +201,8 @@ def _refuse(value: Mapping[str, Any], form: Format, *parts: str) -> None:
             column = form.columns.get(part, part)
             what = "system prompt" if part == "system" else "list of tools"
             raise RowError(
-                f"the column {column!r} has no place in texts that no chat template writes",
-                f"put it into the text, give messages, or rename the column if it is no {what}",
+                f"the column {column!r} needs a chat template, and this row is plain text",
+                f"put it into the text, use messages, or rename the column if it is not a {what}",
             )
 
 
@@ -250,7 +250,7 @@ def _conversation(
             column = form.columns.get("system", "system")
             raise RowError(
                 f"the column {column!r} differs from the system message that the conversation begins with",
-                "keep one of the two, or rename the column if it is no system prompt",
+                "keep one of the two, or rename the column if it is not a system prompt",
             )
     tools = form.get(value, "tools")
     if isinstance(tools, str) and tools.strip():
@@ -303,7 +303,7 @@ def _content(value: Any, place: str) -> str | None:
             return "".join(part["text"] for part in value)
         kinds = {str(p.get("type")) if isinstance(p, dict) else type_name(p) for p in value}
         raise RowError(
-            f"the content of {place} has parts that are no text ({', '.join(sorted(kinds))})",
+            f"the content of {place} has parts that are not text ({', '.join(sorted(kinds))})",
             "give the content as one string",
         )
     if value is not None and not isinstance(value, str):
@@ -317,7 +317,10 @@ def _weight(message: Message) -> int:
     if weight is None:
         return 1
     if weight not in (0, 1) or isinstance(weight, bool):
-        raise RowError(f"a message has the weight {weight!r}", "give 1 to train on the message, or 0")
+        raise RowError(
+            f"a message has the weight {weight!r}",
+            "set 1 to train on the message, or 0 to use it as context only",
+        )
     return int(weight)
 
 
@@ -332,7 +335,7 @@ def _json(text: str, column: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RowError(
-            f"{column} is a string and not JSON ({error})", "write a list, or a list as JSON"
+            f"{column} is a string that is not JSON ({error})", "write a list, or a list as JSON"
         ) from None
 
 

@@ -92,7 +92,7 @@ def stamp_files(
                 pass
         except OSError as error:
             raise DataError(
-                f"{file.path} cannot be read ({error.strerror})", "check that it exists and may be read"
+                f"{file.path} cannot be read ({error.strerror})", "check that it exists and is readable"
             ) from error
         total += stats[-1][0]
 

@@ -80,8 +80,8 @@ def choose_column(file: SourceFile, value: Any) -> str:
     """The text column of a JSON object, judged by its first row."""
     if not isinstance(value, dict):
         raise DataError(
-            f"{file.label} holds {type_name(value)} where objects are expected",
-            'write one {"text": …} object a row',
+            f"{file.label} contains {type_name(value)}, not objects",
+            'write one {"text": …} object per row',
         )
     # A null in the first row says nothing about the type of a column, unless its name does.
     texts = [
@@ -107,7 +107,7 @@ def text_of(file: SourceFile, row: int, value: Any, column: str | None) -> str:
         return ""
     if not isinstance(text, str):
         raise DataError(
-            f"column {column!r} of {file.label}:{row} holds {type_name(text)}, not text",
+            f"column {column!r} of {file.label}:{row} contains {type_name(text)}, not text",
             "set text_column to a column of strings, or write each row as one string",
         )
     return text
@@ -125,5 +125,5 @@ def type_name(value: Any) -> str:
     if isinstance(value, dict):
         return f"a {value[UNSUPPORTED]}" if set(value) == {UNSUPPORTED} else "an object"
     if isinstance(value, bool):
-        return "true or false"
-    return "nothing" if value is None else "a number" if isinstance(value, int | float) else "a string"
+        return "a boolean"
+    return "null" if value is None else "a number" if isinstance(value, int | float) else "a string"

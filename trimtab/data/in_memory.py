@@ -31,8 +31,10 @@ NAME_DIGITS = 16
 _NOTHING = hashlib.blake2b(digest_size=16).hexdigest()
 _MISSING = ("NAType", "NaTType")
 """Types of pandas' missing values."""
-_SAME_ROWS = "give the rows that the run began with, from the first one on, or start a new run"
-ROW_FORMS = "give texts, conversations (lists of {'role': …, 'content': …}) or dicts by column"
+_SAME_ROWS = "pass the rows that the run began with, from the first row on, or start a new run"
+ROW_FORMS = (
+    "pass texts, conversations (lists of {'role': …, 'content': …}) or dicts with column names as keys"
+)
 
 
 def iterate(rows: Any, label: str = "data") -> Iterator[Any]:
@@ -57,7 +59,7 @@ def iterate(rows: Any, label: str = "data") -> Iterator[Any]:
     except TypeError:
         raise DataError(
             f"{label} is {_described(rows)}, which has no rows",
-            "give a list, an iterator, a function that returns one, a datasets.Dataset or a DataFrame",
+            "pass a list, an iterator, a function that returns one, a datasets.Dataset or a DataFrame",
         ) from None
 
 
@@ -82,12 +84,12 @@ def lines_of(rows: Any, label: str) -> Iterator[str]:
         if kind != first:
             raise DataError(
                 f"row {number} of {label} is {kind}, and row 1 is {first}",
-                "give rows of one form; a text can be {'text': …}",
+                "pass rows of one type; a text can be written as {'text': …}",
             )
         try:
             yield json.dumps(_plain(row))
         except RecursionError:
-            raise DataError(f"row {number} of {label} is nested too deep", "give flat rows") from None
+            raise DataError(f"row {number} of {label} is nested too deep", "pass flat rows") from None
 
 
 def _described(value: Any) -> str:
@@ -163,7 +165,7 @@ def spool_rows(
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
             raise
         raise ResourceError(
-            f"{count} rows of {label} were read and {folder} cannot be written ({error.strerror})",
+            f"{count} rows of {label} were read, but {folder} cannot be written ({error.strerror})",
             "free some space, set data.cache_dir to another folder, or set data.streaming: true with max_steps",
         ) from error
     return Spooled(name, path)
@@ -285,8 +287,8 @@ class RowStream:
             if row < self._next - len(self._kept):
                 if self._once:
                     raise DataError(
-                        f"{self.label} is an iterator, of which row {row} was read and cannot be read again",
-                        "give a list, a data set, or a function that returns a new iterator; or a smaller max_steps",
+                        f"{self.label} is an iterator, and its row {row} cannot be read a second time",
+                        "pass a list, a dataset, or a function that returns a new iterator; or lower max_steps",
                     )
                 self._begin()
             while row >= self._next and not self._ended:

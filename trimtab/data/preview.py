@@ -49,7 +49,7 @@ def beginning(source: ResolvedSource, *, template: bool = False) -> str:
     if source.ignored:
         some = ", ".join(shortened(name, 40) for name in source.ignored[:3])
         more = f" and {len(source.ignored) - 3:,} more" if len(source.ignored) > 3 else ""
-        said.append(f"left out as no text: {some}{more}")
+        said.append(f"skipped (not text): {some}{more}")
     what = "first document" if source.form is None else "first example"
     words = "" if shown is None else _words(shown.example) if shown.example else shown.text
     first = f"{what}: '{shortened(words, SHOWN)}'"

@@ -55,8 +55,8 @@ def delimiter_of(file: SourceFile) -> str:
         if usual and len(usual[0]) == 1 and 2 * wide >= len(rows) - 1 and not _is_data(rows[0]):
             what = DELIMITERS[delimiter]
             raise DataError(
-                f"{file.label} has {what} between the names of its columns, and not the same number in every row",
-                f"put texts that hold {what} in double quotes",
+                f"{file.label} has {what} between its column names, but rows with different numbers of fields",
+                f"put texts that contain {what} in double quotes",
             )
     return ","
 
@@ -116,9 +116,9 @@ def refuse_data_as_header(file: SourceFile, header: list[str]) -> None:
         return
     names = ["text"] if len(header) == 1 else [f"column{i}" for i in range(1, len(header))] + ["text"]
     raise DataError(
-        f"the first line of {file.label} looks like data and not like names of columns "
+        f"the first line of {file.label} looks like data, not like column names "
         f"('{shortened(', '.join(header))}')",
-        f"put a line with the names before it, such as `{','.join(names)}`; if these are the names, set text_column",
+        f"add a header line, such as `{','.join(names)}`; if these are the column names, set text_column",
     )
 
 
@@ -158,7 +158,7 @@ def csv_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tu
     except csv.Error as error:
         raise DataError(
             f"{file.label} is not CSV at line {line} ({error})",
-            "put texts that hold quotes in double quotes and double those inside",
+            "put texts that contain quotes in double quotes and double the inner quotes",
         ) from error
 
 
@@ -167,14 +167,14 @@ def _refuse_twins(file: SourceFile, header: list[str]) -> None:
     if twins and _is_data(header):
         refuse_data_as_header(file, header)
     if twins:
-        raise DataError(f"{file.label} has several columns {twins[0]!r}", "give each a name of its own")
+        raise DataError(f"{file.label} has several columns named {twins[0]!r}", "give each a different name")
 
 
 def _too_long(file: SourceFile, row: int, line: int, found: int, wanted: int, between: str) -> DataError:
     """The error for a text that was split into several fields; empty fields at the end do not count."""
     return DataError(
         f"row {row} of {file.label} (line {line}) has {found} fields, not {wanted}",
-        f"put texts that hold {between} in double quotes",
+        f"put texts that contain {between} in double quotes",
     )
 
 

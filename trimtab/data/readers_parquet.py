@@ -34,9 +34,11 @@ def parquet_text_column(file: SourceFile, schema: Any, column: str | None) -> st
     if column is None:
         return choose_name(file, texts, [name for name in schema.names if name not in texts])
     if column not in texts:
-        held = f"holds {schema.field(column).type}, not text" if column in schema.names else "is not there"
+        problem = (
+            f"contains {schema.field(column).type}, not text" if column in schema.names else "does not exist"
+        )
         raise DataError(
-            f"column {column!r} of {file.label} {held}",
+            f"column {column!r} of {file.label} {problem}",
             f"set text_column to one of {', '.join(texts)}" if texts else "write a column of strings",
         )
     return column
@@ -101,7 +103,7 @@ def parquet_values(
                     values = batch.to_pylist()
                 except UnicodeDecodeError as error:
                     raise DataError(
-                        f"{file.label} is not UTF-8 within 64 rows of row {row + 1}",
+                        f"{file.label} is not UTF-8 in one of the 64 rows from row {row + 1} on",
                         "repair or remove the row",
                     ) from error
                 yield from itertools.islice(
@@ -137,4 +139,4 @@ def _not_parquet(file: SourceFile, error: Exception) -> DataError:
     known = recognize(head, file.path.name)
     if known is not None and not head.startswith(b"PAR1"):
         return DataError(f"{file.label} is {known[0]}, not Parquet", known[1])
-    return DataError(f"{file.label} is not a whole Parquet file ({reason})", "fetch the file again")
+    return DataError(f"{file.label} is not a complete Parquet file ({reason})", "fetch the file again")

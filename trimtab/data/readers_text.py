@@ -49,7 +49,8 @@ class Meter:
 def unreadable(file: SourceFile, error: OSError) -> DataError:
     """The error for a file that became unreadable after the source was opened."""
     return DataError(
-        f"{file.label} cannot be read any more: {error.strerror or error}", "put it back or check its rights"
+        f"{file.label} can no longer be read: {error.strerror or error}",
+        "restore it or check its permissions",
     )
 
 
@@ -221,7 +222,7 @@ def jsonl_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[
                     raise not_utf8(file, offset + error.start) from error
                 except (ValueError, RecursionError) as error:  # no JSON, or numbers of thousands of digits
                     raise DataError(
-                        f"{file.label}:{row} is not JSON ({error})", "write one JSON object a line"
+                        f"{file.label}:{row} is not JSON ({error})", "write one JSON object per line"
                     ) from error
                 yield row, value
             offset += len(line)
@@ -260,7 +261,9 @@ def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
         if at < len(buffer):
             if buffer[at] == "]":
                 if buffer[at + 1 :].strip() or any(stretch.strip() for stretch in stream):
-                    raise DataError(f"{file.label} goes on after its JSON array", "put all in one array")
+                    raise DataError(
+                        f"{file.label} has content after its JSON array", "put all elements into one array"
+                    )
                 return
             try:
                 value, end = decoder.raw_decode(buffer, at)

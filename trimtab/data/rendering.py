@@ -78,7 +78,7 @@ class Rendering:
 def no_template(name: str) -> ModelError:
     """The complaint about conversations without a template."""
     return ModelError(
-        f"{name} holds conversations, and the tokenizer has no chat template",
+        f"{name} contains conversations, and the tokenizer has no chat template",
         "set model.chat_template to a Jinja file or to the template itself, or use a tokenizer that has one",
     )
 

@@ -47,7 +47,7 @@ class Manifest:
         before = {name: digest for name, _, digest in self.files}
         after = {name: digest for name, _, digest in now.files}
         found = [
-            ("vanished", [name for name in before if name not in after]),
+            ("missing", [name for name in before if name not in after]),
             ("changed", [name for name in before if name in after and before[name] != after[name]]),
             ("new", [name for name in after if name not in before]),
         ]
@@ -58,8 +58,8 @@ class Manifest:
         ]
         raise DataError(
             f"the data of {now.source} is not what the run began with"
-            f" ({'; '.join(said) or 'it is read with other settings'})",
-            "put the files back as they were, or start a new run",
+            f" ({'; '.join(said) or 'it is read with different settings'})",
+            "restore the files, or start a new run",
         )
 
 
@@ -95,7 +95,8 @@ class LoaderSettings:
         kept, now = position.get("settings"), self.to_dict()
         if position.get("version") != 1 or not isinstance(kept, dict):
             raise CheckpointError(
-                "the checkpoint's place in the data cannot be read", "resume with the trimtab that wrote it"
+                "the checkpoint's data position cannot be read",
+                "resume with the trimtab version that wrote it",
             )
         for name in [key for key in now if key != "sources"]:
             if kept.get(name) != now[name]:
@@ -106,11 +107,11 @@ class LoaderSettings:
         if len(kept["sources"]) != len(now["sources"]):
             raise CheckpointError(
                 f"the run began with {len(kept['sources'])} sources and now has {len(now['sources'])}",
-                "put the data section back as it was, or start a new run",
+                "restore the recipe's data section, or start a new run",
             )
         for before, after in zip(kept["sources"], now["sources"], strict=True):
             if list(before) != after:
                 raise DataError(
                     f"the data of {after[0]} is not what the run began with",
-                    "put the files, their weights and the tokenizer back as they were, or start a new run",
+                    "restore the files, their weights and the tokenizer, or start a new run",
                 )

@@ -90,7 +90,7 @@ def mix(
 def check_share(replay_share: float, has_sources: bool) -> None:
     """Raises a DataError for an impossible share of replay."""
     if not 0 <= replay_share < 1:
-        raise DataError(f"a replay share of {replay_share} is not possible", "give one from 0 up to below 1")
+        raise DataError(f"a replay share of {replay_share} is not possible", "set a share from 0 to below 1")
     if replay_share and not has_sources:
         raise DataError(
             f"a replay share of {replay_share} has no sources", "name replay sources or set it to 0"

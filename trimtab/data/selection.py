@@ -16,7 +16,7 @@ from trimtab.facts.errors import DataError
 LEFT_OUT = {
     "empty": "empty",
     "short": "shorter than two tokens",
-    "untrained": "without a token to train on (no answer, or one of which the chat template writes nothing)",
+    "untrained": "without a token to train on (no answer, or one that the chat template omits)",
     "bad": "unusable as examples, or refused by the chat template",
 }
 """Why documents are left out, in words."""
@@ -62,9 +62,7 @@ def threshold(share: float) -> int:
         True
     """
     if not 0 < share < 1:
-        raise DataError(
-            f"a held-out share of {share} leaves nothing for one side", "give one between 0 and 1"
-        )
+        raise DataError(f"a held-out share of {share} leaves one side empty", "set a share between 0 and 1")
     return int(share * 2.0**64)
 
 
@@ -87,7 +85,7 @@ def heldout_mask(hashes_N: np.ndarray, share: float | None, count: int | None) -
     else:
         assert count is not None
         if count < 1:
-            raise DataError(f"{count} held-out documents are none", "give 1 or more")
+            raise DataError(f"a held-out count of {count} holds out nothing", "give 1 or more")
         wanted, mask_N = min(count, len(distinct) - 1), np.zeros(len(hashes_N), bool)
     if wanted is not None and len(distinct) > 1:
         mask_N = hashes_N <= distinct[wanted - 1]
@@ -111,24 +109,24 @@ def nothing_left(name: str, counts: Counts) -> DataError:
     why = f": {' and '.join(counted)} were skipped" if counted else ""
     if counts.complaint:
         return DataError(
-            f"{name} holds nothing that can be used{why}", f"repair the rows; the first: {counts.complaint}"
+            f"{name} contains no usable rows{why}", f"repair the rows; the first: {counts.complaint}"
         )
     if counts.untrained:
         return DataError(
-            f"{name} holds nothing to train on{why}",
+            f"{name} contains nothing to train on{why}",
             "give conversations with answers, or set train_on: all to train on everything",
         )
-    return DataError(f"{name} holds no documents{why}", "give a source with text in it")
+    return DataError(f"{name} contains no documents{why}", "use a source that contains text")
 
 
 def nothing_packed(name: str, lost: int, max_seq_length: int) -> DataError:
     """The error for a source that yields no sequence."""
     if lost:
         return DataError(
-            f"in all {lost} examples of {name} nothing to train on is within {max_seq_length} tokens",
-            "raise max_seq_length, or shorten what comes before the answers",
+            f"all {lost} examples of {name} have nothing to train on within max_seq_length ({max_seq_length} tokens)",
+            "raise max_seq_length, or shorten the text before the answers",
         )
-    return DataError(f"{name} holds no documents", "give a source with text in it")
+    return DataError(f"{name} contains no documents", "use a source that contains text")
 
 
 def cut_note(name: str, cut: int, lost: int, max_seq_length: int) -> str:
@@ -136,11 +134,11 @@ def cut_note(name: str, cut: int, lost: int, max_seq_length: int) -> str:
 
     Example:
         >>> cut_note("chats.jsonl", 3, 0, 512)
-        'chats.jsonl: 3 examples are longer than max_seq_length (512) and are cut there'
+        'chats.jsonl: 3 examples are longer than max_seq_length (512) and are truncated'
     """
     what, are = ("example", "is") if cut == 1 else ("examples", "are")
-    text = f"{name}: {cut} {what} {are} longer than max_seq_length ({max_seq_length}) and {are} cut there"
+    text = f"{name}: {cut} {what} {are} longer than max_seq_length ({max_seq_length}) and {are} truncated"
     if lost:
-        has, left = ("has", "is") if lost == 1 else ("have", "are")
-        text += f"; {lost} of them {has} nothing to train on before the cut and {left} left out"
+        has, are = ("has", "is") if lost == 1 else ("have", "are")
+        text += f"; {lost} of them {has} nothing to train on before that point and {are} left out"
     return text

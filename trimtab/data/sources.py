@@ -96,13 +96,14 @@ class SourceSpec:
             )
         if self.text_column is not None and (self.format not in ("auto", "text") or self.columns):
             raise DataError(
-                f"{self.source} has a text_column, which is of texts, and a format or columns of examples",
+                f"{self.source} sets text_column, which is for plain text, and format or columns, which are for "
+                "examples",
                 "keep one of the two",
             )
         if self.first is not None and self.first < 1:
-            raise DataError(f"first: {self.first} keeps nothing of {self.source}", "give 1 or more")
+            raise DataError(f"first: {self.first} selects no rows of {self.source}", "give 1 or more")
         if not 0 < self.weight < float("inf"):
-            raise DataError(f"the weight of {self.source} is {self.weight}", "give a number above 0")
+            raise DataError(f"the weight of {self.source} is {self.weight}", "set a number above 0")
 
     @property
     def name(self) -> str:
@@ -194,7 +195,7 @@ def resolve(spec: SourceSpec) -> ResolvedSource:
     if glob.has_magic(spec.source):
         found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p))
         if not found:
-            raise DataError(f"no file matches {spec.source}", "check the pattern; ** goes into folders")
+            raise DataError(f"no file matches {spec.source}", "check the pattern; ** matches subfolders")
         root = Path(os.path.commonpath([str(p.parent) for p in found]))
         return _from_list(spec, [(p, p.relative_to(root).as_posix()) for p in found])
     if path.is_symlink():
@@ -204,8 +205,8 @@ def resolve(spec: SourceSpec) -> ResolvedSource:
         )
     if path.exists():
         raise DataError(
-            f"{spec.source} is not a regular file but a device, a pipe or a socket, which cannot be read again",
-            "write its content to a file and name that",
+            f"{spec.source} is not a regular file: a device, a pipe or a socket cannot be read twice",
+            "write its content to a file and name that file",
         )
     raise DataError(
         f"{spec.source} does not exist", "give a file, a folder or a glob such as 'texts/**/*.txt'"
@@ -225,7 +226,9 @@ def classify(path: Path) -> tuple[str | None, str | None]:
         suffixes.pop()
     kind = KINDS.get(suffixes[-1]) if suffixes else None
     if compression and kind == "parquet":
-        raise DataError(f"{path.name} is a compressed Parquet file", "unpack it; Parquet compresses inside")
+        raise DataError(
+            f"{path.name} is a compressed Parquet file", "decompress it; Parquet has its own compression"
+        )
     return kind, compression
 
 
@@ -234,7 +237,7 @@ def _from_list(spec: SourceSpec, named: list[tuple[Path, str]]) -> ResolvedSourc
     for path, name in named:
         if not path.is_file():
             raise DataError(
-                f"{path} of {spec.name} does not exist", "put it back, or download the data set again"
+                f"{path} of {spec.name} does not exist", "restore it, or download the dataset again"
             )
         kind, compression = classify(path)
         label = spec.label or ""
@@ -266,13 +269,15 @@ def _from_folder(spec: SourceSpec, root: Path) -> ResolvedSource:
         files = [file for file in files if file.name not in readmes]
     if broken and not files:
         raise DataError(
-            f"the folder {spec.source} holds no text ({sorted(broken)[0]} in it is a broken link)",
+            f"the folder {spec.source} contains no text files ({sorted(broken)[0]} is a broken link)",
             "point the link to a file that exists",
         )
     if not files:
-        seen = f"only {', '.join(ignored[:3])}{', …' if len(ignored) > 3 else ''}" if ignored else "nothing"
+        seen = (
+            f"only {', '.join(ignored[:3])}{', …' if len(ignored) > 3 else ''}" if ignored else "it is empty"
+        )
         raise DataError(
-            f"the folder {spec.source} holds no text ({seen} in it)",
-            f"put files in it that end in {', '.join(KINDS)}",
+            f"the folder {spec.source} contains no text files ({seen})",
+            f"add files that end in {', '.join(KINDS)}",
         )
     return ResolvedSource(spec, tuple(files), tuple(sorted(ignored)))

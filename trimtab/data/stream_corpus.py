@@ -46,7 +46,7 @@ class StreamCorpus(Corpus):
         """(train, heldout) by content hash, as in the cached mode; a count would need all hashes first."""
         if share is None:
             raise DataError(
-                "a number of held-out documents needs the cached mode",
+                "a held-out count needs the cached mode",
                 "give a share, or set streaming: false",
             )
         threshold(share)

@@ -43,8 +43,7 @@ class StreamLoader(Loader):
         for corpus, weight in train:
             if weight != 1:
                 raise DataError(
-                    f"{corpus.name} has the weight {weight}, but the length of a streamed source, and so how"
-                    " often it would be seen, is not known",
+                    f"{corpus.name} has the weight {weight}, but a streamed source has no known length to weight",
                     "leave the weight at 1, or set data.streaming: false",
                 )
         replay = replay if replay_share else ()

@@ -139,7 +139,7 @@ class Reading:
     def _leave_out(self, why: str, segment: TokenSegment) -> None:
         self._found[why] += 1
         if segment.complaint is not None and self._found[why] == 1:
-            text = f"{segment.complaint}; the row is left out, as all like it"
+            text = f"{segment.complaint}; this row is left out, and so are later unusable rows"
             self.corpus.progress(Progress("message", self.corpus.name, message=text))
 
     def _origin(self, segment: TokenSegment) -> str:

@@ -72,7 +72,7 @@ class _Worker:
         lines = self.complaints.read().decode("utf-8", "replace").strip().splitlines()
         why = lines[-1] if lines else f"signal {-code}" if code < 0 else f"exit code {code}"
         return ResourceError(
-            f"a tokenizing process ended early ({why})", "free some memory or lower num_proc, then try again"
+            f"a tokenizer process exited early ({why})", "free some memory or lower num_proc, then try again"
         )
 
     def close_pipes(self) -> None:

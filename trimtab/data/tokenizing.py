@@ -78,8 +78,8 @@ class TokenizerSpec:
         there = worker.encode(worker.load_pair(*jsons), [worker.Text(sample.encode())]).ids.tolist()
         if at is None or there != inner:
             raise ModelError(
-                "the tokenizer gives other ids in a tokenizing process than here",
-                "this is a mistake in trimtab; please report it with the model's name",
+                "the tokenizer returns different ids in a worker process than in this one",
+                "this is a bug in trimtab; please report it with the model's name",
             )
         return TokenizerSpec(
             *jsons,
@@ -258,7 +258,7 @@ def encode_conversations(
     for segment in tokenize(segments, spec, 1, rendering):
         if segment.unusable or segment.trained is None:
             raise DataError(
-                f"conversation:{segment.row} has no answer to measure the loss of",
+                f"conversation:{segment.row} has no assistant message to compute the loss on",
                 'end it with {"role": "assistant", "content": "…"}',
             )
         encoded.append((segment.ids.tolist(), [bool(on) for on in segment.trained]))

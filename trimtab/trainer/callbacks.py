@@ -104,9 +104,9 @@ def _refuse_misspelt(callback: Any, index: int) -> None:
             near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.7)
             raise RecipeError(
                 f"callbacks[{index}] has a method {name}, which is never called",
-                f"did you mean {near[0]}? A method of your own is named without on_ in front"
+                f"did you mean {near[0]}? Name your own methods without the prefix on_"
                 if near
-                else f"use one of {', '.join(HOOKS)}; a method of your own is named without on_ in front",
+                else f"use one of {', '.join(HOOKS)}; name your own methods without the prefix on_",
             )
 
 

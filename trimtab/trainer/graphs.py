@@ -232,7 +232,7 @@ class Graphs:
             self.held.clear_copy_events()
         if failure:
             self._abandon(before)
-            self.on_event(f"a step could not be recorded as a CUDA graph and runs plainly: {failure}")
+            self.on_event(f"CUDA graph capture failed, and steps run eagerly: {failure}")
             return None
         gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
         self._recorded[first] = _Recorded(graph, static, factor, loss, gradients)

@@ -138,11 +138,11 @@ def remedy(setup: TrainingSetup, saved_step: int, *, documents: bool) -> str:
     look = "look at those documents; " if documents else ""
     if saved_step == 0:
         lower = "lower lora.lora_alpha, " if adapters else ""
-        return f"{look}as it is so from the start, {lower}set another dtype, or see whether the weights are sound"
+        return f"{look}the run fails from its first step: {lower}set another dtype, or check the weights"
     if adapters:
-        way = "`trimtab export peft --checkpoint STEP` writes an adapter to name as lora.adapter"
+        way = "`trimtab export peft --checkpoint STEP` writes an adapter that lora.adapter can load"
     else:
-        way = "`trimtab export hf --checkpoint STEP` writes a model to name as model.name"
+        way = "`trimtab export hf --checkpoint STEP` writes a model that model.name can load"
     return (
         f"{look}start a new run with a lower learning_rate or another dtype, from the beginning or from an earlier "
         f"checkpoint: {way}"

@@ -125,7 +125,8 @@ class _Loop:
         reason = setup.early_stopping.reason(setup.best_of, state.stale, state.best)
         if state.ended == state.step:
             message = (
-                f"stopped early at step {state.step}: {reason}; to train on, raise early_stopping_patience"
+                f"stopped early at step {state.step}: {reason}; to continue training, "
+                "raise early_stopping_patience"
             )
             self.tell({"kind": "event", "step": state.step, "message": message})
             return Outcome("finished", state, reason=reason)
@@ -199,7 +200,7 @@ class _Loop:
         if num_targets == 0:
             origin = next((o for b in microbatches for sequence in b.origins for o in sequence), "unknown")
             raise TrainingError(
-                f"step {state.step + 1} has no token to learn from (first document: {origin})",
+                f"step {state.step + 1} has no target tokens (first document: {origin})",
                 "check that labels are not all masked and documents have at least two tokens",
             )
         lr = setup.learning_rate(state.step)
@@ -359,11 +360,13 @@ class _Loop:
             self.publish(set(), wait=True)
             saved = f"the state before it is saved as step {state.step}"
             if setup.in_backward is not None:
-                saved += ", with what a backward pass had updated before it met the first such gradient"
+                saved += (
+                    ", including updates that the backward pass made before the first non-finite gradient"
+                )
         self.saved_step = state.step
         setup.microstep.release()
         found = explain(setup, setup.loader.next_step(), max(1, entry["num_targets"]), state.step)
-        where = found or "only when the step's microbatches are taken together"
+        where = found or "each microbatch alone is finite, but not all of them together"
         self.emit(
             {"kind": "event", "step": state.step, "message": f"not finite at step {entry['step']}: {where}"}
         )
@@ -479,7 +482,7 @@ class _Loop:
             except OSError as error:  # a closed terminal, a full disk behind TensorBoard: training continues
                 self.observers.remove(observer)
                 for other in self.observers:
-                    other.message(f"{type(observer).__name__} is told nothing more: {error}")
+                    other.message(f"{type(observer).__name__} failed and gets no more records: {error}")
 
 
 def _asks(signal: bool, callback: bool) -> int:

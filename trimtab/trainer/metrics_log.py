@@ -177,6 +177,6 @@ def _valid(value: Any) -> Any:
 def _explain(error: OSError, path: Path) -> TrimtabError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ResourceError(
-            f"no room left for {path}", "free some space and resume; nothing written is lost"
+            f"no space left for {path}", "free some space and resume; records already written are kept"
         )
     return CheckpointError(f"cannot write {path}: {error.strerror or error}", "check the run folder")
