@@ -232,7 +232,9 @@ def test_links_and_devices_are_named_as_what_they_are(tmp_path: Path) -> None:
     ):
         resolve(SourceSpec(str(link.parent)))
     for path in (pipe, Path(os.devnull)):
-        with pytest.raises(DataError, match=rf"{path} is not a regular file: .*; write its content to a file"):
+        with pytest.raises(
+            DataError, match=rf"{path} is not a regular file: .*; write its content to a file"
+        ):
             resolve(SourceSpec(str(path)))
 
 

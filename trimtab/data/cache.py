@@ -1,10 +1,10 @@
-"""The token cache: one folder per entry, memory-mapped, published by a rename, checked before it is trusted.
+"""The token cache: one folder per entry, memory-mapped, published by a rename, verified before use.
 
 <cache>/entries/<key>/tokens.bin       all ids, uint16 or uint32
-                      documents.bin    one record per document: where it ends, its row, content hash, file
+                      documents.bin    one record per document: end, row, content hash, file
                       trained.bin      the loss mask, only of examples: one byte per token, 1 if trained on
-                      meta.json        counts, checksums, what was skipped
-                      verified.json    size, times and inode of these files when last verified
+                      meta.json        counts, checksums, skipped documents
+                      verified.json    size, times and inode of these files at the last verification
 <cache>/locks/<key>.lock               OS lock while an entry is built; it ends with its process
 <cache>/digests/                       digests of source files (fingerprints.py)
 """
@@ -36,7 +36,7 @@ FILES = ("tokens.bin", "documents.bin")
 MASK = "trained.bin"
 _SKIPPED = ("empty", "short", "repaired")
 _SKIPPED_EXAMPLES = ("bad", "untrained", "unanswered", "rewritten", "trained")
-"""Keys of `skipped` in meta.json: those of every entry, and the additional ones of examples."""
+"""Keys of `skipped` in meta.json: of every entry, and additional ones of examples."""
 
 _ELSEWHERE = "use another folder: data.cache_dir in a recipe, --cache-dir of `trimtab eval`"
 
@@ -78,7 +78,7 @@ class EntryMeta:
 
     @staticmethod
     def from_dict(kept: Mapping[str, Any]) -> EntryMeta:
-        """From what `to_dict` wrote; a DamagedEntry for another version."""
+        """The inverse of `to_dict`; raises DamagedEntry for another version."""
         if kept["version"] != VERSION:
             raise DamagedEntry("meta.json has another version")
         return EntryMeta(
@@ -206,16 +206,16 @@ class TokenCache:
         need_bytes: int,
         masked: bool = False,
     ) -> Entry:
-        """The entry of this key; built by `build(writer)` when it is missing or damaged.
+        """Returns the entry of this key; `build(writer)` builds it if it is missing or damaged.
 
-        Processes that want the same entry wait for the one that builds it. `masked` entries have a loss mask.
+        Processes that need the same entry wait for the one that builds it. `masked` entries have a loss mask.
         """
         path = self.folder / "entries" / key
         entry = self._open(path)
         if entry is not None:
             return entry
         with self._lock(key):
-            entry = self._open(path)  # another process may have built it meanwhile
+            entry = self._open(path)  # another process may have built it in the meantime
             if entry is not None:
                 return entry
             self._build(path, build, dtype, need_bytes, masked)
@@ -289,7 +289,7 @@ class TokenCache:
 
 
 class DamagedEntry(Exception):
-    """An entry whose bytes are not what was written; the message says which."""
+    """An entry that fails verification; the message says why."""
 
 
 def open_entry(path: Path) -> Entry:

@@ -1,4 +1,4 @@
-"""A corpus in the token cache: memory-mapped documents, views of parts of them, and their sequences at one length.
+"""A corpus in the token cache: memory-mapped documents, views of subsets, and packed sequences.
 
 # N documents
 """
@@ -39,12 +39,12 @@ class CachedCorpus(Corpus):
 
     @property
     def num_documents(self) -> int:
-        """Of this view."""
+        """Documents of this view."""
         return len(self.lengths_N)
 
     @property
     def num_tokens(self) -> int:
-        """Of this view, beginning and end tokens included."""
+        """Tokens of this view, including beginning and end tokens."""
         return int(self.lengths_N.sum())
 
     def tokens(self, document: int) -> np.ndarray:
@@ -61,14 +61,11 @@ class CachedCorpus(Corpus):
 
     @property
     def masked(self) -> bool:
-        """Whether documents are examples, of which not everything is trained on."""
+        """Whether documents are examples with a loss mask."""
         return self.entry.trained is not None
 
     def targets_N(self, max_seq_length: int) -> np.ndarray:
-        """int64 [N]: tokens of each document's first `max_seq_length` that are trained on, its first one excepted.
-
-        (Nothing predicts a first token.)
-        """
+        """int64 [N]: trained tokens among each document's first `max_seq_length`; its first token is never a target."""
         ends_N = self.starts_N + np.minimum(self.lengths_N, max_seq_length)
         if self.entry.trained is None:
             return ends_N - self.starts_N - 1
@@ -123,7 +120,7 @@ class CachedCorpus(Corpus):
         return Sequences(len(chosen), lambda i: packed.sequence(int(chosen[i])))
 
     def piece(self, number: int, max_seq_length: int) -> tuple[Piece, bool]:
-        """One of the pieces that are trained on, from 0, and whether its document continues after it."""
+        """Returns the trained piece with this index, and whether its document continues after it."""
         pieces_P = PackedCorpus(self, max_seq_length, True).packing.pieces
         document, start = int(pieces_P.document_P[number]), int(pieces_P.start_P[number])
         end = start + int(pieces_P.length_P[number])
@@ -152,7 +149,7 @@ class CachedCorpus(Corpus):
 
     @property
     def _copies(self) -> str:
-        """How many copies a corpus of one distinct document has, for messages."""
+        """The number of copies in a corpus of one distinct document, for messages."""
         return f"{self.num_documents} copies of " if self.num_documents > 1 else ""
 
     def _replace(self, starts_N: np.ndarray, lengths_N: np.ndarray, records_N: np.ndarray, what: str) -> Self:
@@ -173,7 +170,7 @@ class PackedCorpus:
     def __init__(self, corpus: CachedCorpus, max_seq_length: int, packing: bool) -> None:
         self.corpus = corpus
         self.cut = self.lost = 0
-        """Examples that are longer than a sequence, and those of them that have nothing to train on within it."""
+        """Examples longer than a sequence, and examples left out because nothing within the sequence is trained on."""
         keep_N = None
         if corpus.masked:
             keep_N = corpus.targets_N(max_seq_length) > 0

@@ -33,7 +33,7 @@ from trimtab.data.sampling import (
 from trimtab.data.selection import cut_note
 
 WORTH_GROUPING = 0.1
-"""The share of padding from which on `notes` mentions it."""
+"""The share of padding that grouping must save for `notes` to recommend it."""
 
 
 class CachedLoader(Loader):
@@ -91,7 +91,7 @@ class CachedLoader(Loader):
 
     @property
     def num_tokens(self) -> int:
-        """Approximate tokens per epoch: each source's mean sequence length times how many are drawn."""
+        """Approximate tokens per epoch: each source's mean sequence length times the sequences drawn from it."""
         return round(
             sum(
                 int(one.packing.pieces.length_P.sum()) * count / one.packing.num_sequences
@@ -112,7 +112,7 @@ class CachedLoader(Loader):
         return LoaderFacts(self.num_sequences, self.num_tokens, self.fill, self._attended_share())
 
     def _attended_share(self) -> float:
-        """The mean over each source's sequences, by how many are drawn of it."""
+        """The mean over sources, weighted by the sequences drawn from each."""
         pairs = 0.0
         for one, count in zip(self.packed, self.mixture.counts, strict=False):
             lengths_P = one.packing.pieces.length_P.astype(np.float64)
@@ -121,12 +121,12 @@ class CachedLoader(Loader):
 
     @cached_property
     def _grouped_fill(self) -> float:
-        """Of the first epoch, grouped by length, whether it is trained so or not."""
+        """The fill of the first epoch if it were grouped by length, even if grouping is off."""
         source_E, sequence_E = self._grouped(epoch_plan(self.mixture, self.seed, 0), 0)
         return grouped_fill(self._lengths(source_E, sequence_E), self.shape.batch_size, self.max_seq_length)
 
     def _lengths(self, source_E: np.ndarray, sequence_E: np.ndarray) -> np.ndarray:
-        """Tokens in sequences that hold one document each."""
+        """Lengths of sequences of one document each."""
         lengths_E = np.empty(len(source_E), np.int64)
         for source, one in enumerate(self.packed):
             of_it = source_E == source
@@ -139,7 +139,7 @@ class CachedLoader(Loader):
         return sum(one.packing.dropped for one in self.packed)
 
     def notes(self) -> list[str]:
-        """What was cut or left out at this length, a sentence per source, and how much padding there is."""
+        """Sentences about what is truncated or left out, one per source, and about padding."""
         notes = [
             cut_note(one.corpus.shown, one.cut, one.lost, self.max_seq_length)
             for one in self.packed
@@ -192,10 +192,10 @@ class CachedLoader(Loader):
         }
 
     def restore(self, position: dict[str, Any]) -> None:
-        """Continues at a position; a CheckpointError or DataError says what is not as it was."""
+        """Continues at a position. Raises CheckpointError or DataError if settings or data changed."""
         self._settings.check(position)
         self._epoch, self._sequence = int(position["epoch"]), int(position["window"])
-        # Of runs that began before replay alone could not fill their first step: theirs stays as it was.
+        # Runs of earlier versions, in which replay alone could fill the first step, keep their order.
         self._opening, self._plan = int(position.get("opening", 0)), None
 
     def close(self) -> None:

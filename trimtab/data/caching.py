@@ -1,4 +1,4 @@
-"""Tokenizes a source into the token cache, or finds it there."""
+"""Opens a source through the token cache, tokenizing it if necessary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_cached(
     num_proc: int | None = None,
     progress: ProgressCallback = silent,
 ) -> CachedCorpus:
-    """Tokenizes a source, or finds it in the cache; see `trimtab.data.open_corpus`."""
+    """Opens a source from the cache, tokenizing it if necessary; see `trimtab.data.open_corpus`."""
     frame = tokenizer if isinstance(tokenizer, TokenizerSpec) else TokenizerSpec.of(tokenizer)
     source = resolve(spec)
     cache = TokenCache(

@@ -1,4 +1,4 @@
-"""Detection of a source's format: texts, or which examples, judged by the columns of its first row."""
+"""Detects a source's format, plain text or a format of examples, from the columns of its first row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.facts.errors import DataError
 
 
 def detect(source: ResolvedSource) -> Format | None:
-    """The format of a source by the columns of its first row, or as its spec says; None for plain text.
+    """Returns the format in a source's spec, or detects it from the first row's columns; None for plain text.
 
     Example:
         >>> detect(resolve(SourceSpec("chats.jsonl"))).name          # doctest: +SKIP
@@ -96,7 +96,7 @@ def _by_first_row(spec: SourceSpec, tables: list[SourceFile]) -> Format | None:
 
 
 def _preferences(file: SourceFile, row: Mapping[str, Any]) -> DataError:
-    """The answer to pairs of a better and a worse answer: the key that trains on the better ones."""
+    """The error for preference pairs; its remedy trains on the chosen answers."""
     chosen = row["chosen"]
     if isinstance(chosen, str) and chosen.lstrip().startswith("["):  # messages as JSON, as CSV needs them
         with suppress(ValueError, RecursionError):

@@ -1,7 +1,7 @@
 """Atomic writes of files of rows: written to a draft, synced to disk, then renamed.
 
-A writer locks its draft. The lock ends with its process, so that a later writer recognizes the drafts of killed ones
-and removes them. Small files are `trimtab.facts.files`'.
+A writer locks its draft. The lock ends with its process, so that a later writer can recognize and remove the drafts of
+killed processes. For small files see `trimtab.facts.files`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEFT_AFTER_SECONDS = 60.0
 
 @contextmanager
 def draft(folder: Path, name: str) -> Iterator[tuple[IO[bytes], Callable[[Path], None]]]:
-    """A file to write, and a function that publishes it under a path; without that call the file is removed.
+    """Yields a file to write, and a function that publishes it under a path; without that call the file is removed.
 
     Example:
         >>> with draft(Path("cache"), "rows") as (file, publish):               # doctest: +SKIP
@@ -65,7 +65,7 @@ def remove_leftovers(folder: Path) -> None:
 def _rename(part: Path, path: Path) -> None:
     """Publishes a complete file, unless one with the same bytes exists: another run may be reading it."""
     try:
-        os.link(part, path)  # never over a file that is there
+        os.link(part, path)  # never overwrites an existing file
     except FileExistsError:
         if not filecmp.cmp(part, path, shallow=False):
             os.replace(part, path)

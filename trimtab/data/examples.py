@@ -1,4 +1,4 @@
-"""Rows as training examples: messages for a chat template, or a text of which a part is trained on."""
+"""Converts rows to training examples: messages for a chat template, or plain text of which a part is trained on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Example:
     conversation: Conversation | None
     parts: tuple[tuple[str, bool], ...] = ()
     unanswered: bool = False
-    """Whether trailing messages, which no answer follows, were left out."""
+    """Whether trailing messages without an answer were left out."""
     repaired: bool = False
 
     @property
@@ -53,7 +53,7 @@ class Example:
 
 
 class RowError(Exception):
-    """What is wrong with a row, without its location; the second argument is the remedy."""
+    """An error in a row, without its location; the second argument is the remedy."""
 
     def __init__(self, cause: str, remedy: str) -> None:
         super().__init__(cause)
@@ -61,13 +61,13 @@ class RowError(Exception):
 
 
 def example_of(place: str, value: Any, form: Format, *, template: bool, keep_end: bool) -> Example | None:
-    """The example in a row; None where the row has no content at all.
+    """Converts a row to an example; None if the row has no content at all.
 
     Args:
         place: `file:row`, for messages.
         value: the row.
-        form: how it is read.
-        template: whether there is a chat template; without one, Alpaca's rows become a plain text.
+        form: the format of the row.
+        template: whether there is a chat template; without one, Alpaca rows become plain text.
         keep_end: whether messages after the last answer are kept.
 
     Example:
@@ -101,9 +101,9 @@ def _chat(found: Conversation, keep_end: bool, repaired: bool) -> Example:
 
 
 def _answered(found: Conversation, keep_end: bool, silent: Collection[int] = ()) -> tuple[Conversation, bool]:
-    """A conversation up to its last non-empty answer, and whether that leaves messages out.
+    """Ends a conversation at its last non-empty answer; also returns whether messages were left out.
 
-    Without any such answer nothing of it is trained on. Answers that are `silent` count as empty.
+    Without such an answer, nothing is trained on. Answers in `silent` count as empty.
     """
     messages = found.messages
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -125,9 +125,9 @@ class WordlessCalls:
     """How a chat template renders answers that call tools and have no text."""
 
     null_is_empty: bool
-    """Whether null content is passed to it as an empty text: it would write the word None, or fail."""
+    """Whether null content must be passed as an empty string, because the template prints None or fails."""
     unwritten: tuple[str | None, ...]
-    """The contents, of null and the empty text, with which it does not write a tool call."""
+    """The contents (null, the empty string) with which the template omits a tool call."""
 
 
 def has_wordless_calls(conversation: Conversation) -> bool:
@@ -136,8 +136,8 @@ def has_wordless_calls(conversation: Conversation) -> bool:
 
 
 def with_calls(example: Example, calls: WordlessCalls, *, keep_end: bool) -> Example:
-    """The example as the template expects it: null content becomes an empty text where the template needs it,
-    and tool calls that it does not write become empty answers, which are not trained on.
+    """Adapts an example to the template: null content becomes an empty string where the template needs one, and
+    tool calls that the template omits count as empty answers, which are not trained on.
     """
     found = example.conversation
     assert found is not None
@@ -179,7 +179,7 @@ def _prompt_completion(
 
 
 def _unwritten(value: Any) -> Any:
-    """A list of messages that is JSON in a string, as in CSV files; anything else is returned unchanged: a
+    """Parses a string with a JSON list of messages, as in CSV files; returns anything else unchanged, since a
     text may begin with a bracket too."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
@@ -209,9 +209,9 @@ def _refuse(value: Mapping[str, Any], form: Format, *parts: str) -> None:
 def _alpaca(
     value: Mapping[str, Any], form: Format, template: bool
 ) -> Conversation | tuple[tuple[str, bool], ...]:
-    """With a template the instruction and its input are the user's message; without one, plain headings.
+    """With a template, instruction and input become the user's message; without one, text with plain headings.
 
-    An output that is empty or null is no answer, as an empty completion is none.
+    An empty or null output counts as no answer, like an empty completion.
     """
     texts = {part: _text(form.get(value, part), part) for part in ("instruction", "input", "output")}
     question, more, answer = texts["instruction"], texts["input"], texts["output"]
@@ -292,12 +292,12 @@ def _message(message: Any, place: str) -> Message:
         raise RowError(f"{place} has no {what}", "every message needs a text, which may be empty")
     content = _content(message.get(what), place)
     if content is None and not rest.get("tool_calls"):
-        content = ""  # Templates would write the word None, or fail.
+        content = ""  # templates would print None, or fail
     return {"role": ROLES[role.lower()], "content": content, **rest}
 
 
 def _content(value: Any, place: str) -> str | None:
-    """A message's text, or null; a list of parts is joined where all of them are text."""
+    """Returns a message's text, or None; joins a list of text parts."""
     if isinstance(value, list):
         if all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
             return "".join(part["text"] for part in value)
@@ -312,7 +312,7 @@ def _content(value: Any, place: str) -> str | None:
 
 
 def _weight(message: Message) -> int:
-    """OpenAI's `weight` of an answer, 0 for context only; it is removed, since templates do not know it."""
+    """Removes and returns OpenAI's `weight` of an answer (0: context only), which templates do not support."""
     weight = message.pop("weight", 1)
     if weight is None:
         return 1
@@ -340,7 +340,7 @@ def _json(text: str, column: str) -> Any:
 
 
 def _clean(value: Any) -> tuple[Any, bool]:
-    """The value without lone surrogates and noncharacters, and whether there were any."""
+    """Replaces lone surrogates and noncharacters; also returns whether there were any."""
     if isinstance(value, str):
         if value.isascii() or not _MARKS.search(value):
             return value, False

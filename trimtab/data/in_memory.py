@@ -1,7 +1,7 @@
 """Rows passed from Python: lists, generators, datasets and data frames, converted to JSON lines.
 
-Rows are converted to plain JSON values once. Cached mode writes them to a file of the cache (`spool_rows`), streaming
-reads them while training (`RowStream`); from there on they are read like any other source.
+Rows are converted to plain JSON values once. Cached mode writes them to a file in the cache (`spool_rows`), streaming
+reads them while training (`RowStream`); after that they are read like any other source.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from trimtab.data.formats import UNSUPPORTED
 from trimtab.facts.errors import DataError, ResourceError
 
 WINDOW_BYTES = 1 << 26
-"""Bytes of a stream kept in memory to be read again: several chunks (`spec.chunk_tokens`), to repeat a step.
-At least `HEAD_ROWS` rows are kept; they identify the stream before its first row is trained on."""
+"""Bytes of a stream buffered in memory for reading them again: several chunks (`spec.chunk_tokens`), to repeat a step.
+At least `HEAD_ROWS` rows are buffered; they identify the stream before its first row is trained on."""
 HEAD_ROWS = 16
-"""Rows at the beginning of a stream that identify it in a run folder when the user gives no key."""
+"""Rows at the beginning of a stream that identify it in a run folder if the user passes no key."""
 NAME_DIGITS = 16
 _NOTHING = hashlib.blake2b(digest_size=16).hexdigest()
 _MISSING = ("NAType", "NaTType")
@@ -38,8 +38,8 @@ ROW_FORMS = (
 
 
 def iterate(rows: Any, label: str = "data") -> Iterator[Any]:
-    """The rows of a list, an iterator, a function that returns one, a `datasets.Dataset`, or a table of pandas, polars
-    or pyarrow.
+    """Iterates over the rows of a list, an iterator, a function that returns one, a `datasets.Dataset`, or a table of
+    pandas, polars or pyarrow.
 
     Example:
         >>> list(iterate(["a", "b"]))
@@ -64,7 +64,7 @@ def iterate(rows: Any, label: str = "data") -> Iterator[Any]:
 
 
 def lines_of(rows: Any, label: str) -> Iterator[str]:
-    """Each row as one JSON value; a DataError names the first row that is neither a text nor an object.
+    """Yields each row as JSON; raises a DataError for the first row that is neither a text nor an object.
 
     Example:
         >>> list(lines_of([[{"role": "user", "content": "Hi"}]], "data"))
@@ -97,8 +97,8 @@ def _described(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON. Types that JSON does not have become a marker that error messages can name; there is
-    no error yet, since the column may be unused."""
+    """Converts a value to plain JSON types. Other types become a marker with the type's name for error messages;
+    they are no error yet, since the column may be unused."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):
@@ -126,7 +126,7 @@ class Spooled:
     """The first digits of their digest, or the user's key."""
     path: Path
     reused: bool = False
-    """Whether the file was there already under the user's key, so that no row was read."""
+    """Whether the file already existed under the user's key, so that no row was read."""
 
 
 def spool_rows(
@@ -139,7 +139,7 @@ def spool_rows(
 ) -> Spooled:
     """Writes rows to a JSON lines file that is named by its content, or by the user's key.
 
-    Rows that are kept under a key are not read again.
+    Rows that are already stored under a key are not read again.
 
     Example:
         >>> spool_rows(["a", "b"], Path("cache/memory")).path           # doctest: +SKIP
@@ -177,7 +177,7 @@ def spool_path(folder: Path, name: str) -> Path:
 
 
 def first_difference(one: Path, other: Path) -> int | None:
-    """The number of the first row in which two files of rows differ; None where they do not."""
+    """The number of the first row in which two files of rows differ; None if they are equal."""
     with open(one, "rb") as left, open(other, "rb") as right:
         for number, (mine, theirs) in enumerate(itertools.zip_longest(left, right), 1):
             if mine != theirs:
@@ -187,7 +187,7 @@ def first_difference(one: Path, other: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Passed:
-    """Rows from Python as a run gets them: their name in messages, and the stream if they are not spooled."""
+    """Rows from Python, as passed to a run: their name in messages, and the stream if they are not spooled."""
 
     label: str
     stream: RowStream | None = None
@@ -203,8 +203,8 @@ class _Kept:
 class RowStream:
     """Rows that are read while training, from any row on.
 
-    The last `WINDOW_BYTES` are kept, so that an iterator, which can be read only once, can be read again from a little
-    earlier. What can be iterated again (a list, a data set, a function that returns an iterator) starts over.
+    The last `WINDOW_BYTES` are buffered, so that an iterator, which can be read only once, can be read again from a
+    little earlier. Other rows (a list, a dataset, a function that returns an iterator) are iterated again.
 
     Example:
         >>> stream = RowStream(iter(["a", "b", "c"]))
@@ -219,7 +219,7 @@ class RowStream:
         self._asked: dict[int, str] = {}
         self._count: int | None = None
         self._lock = threading.RLock()
-        """Guards the state: a loader reads ahead in a thread while the run asks for the position."""
+        """Guards the state: a loader prefetches in a thread while the run reads the position."""
         self._begin()
         self.name = key or self._head()
 
@@ -255,7 +255,7 @@ class RowStream:
 
     @property
     def count(self) -> int:
-        """How many rows there are, once they have been read to their end."""
+        """The number of rows, once they have been read to their end."""
         assert self._count is not None, "the rows were not read to their end"
         return self._count
 
@@ -274,7 +274,7 @@ class RowStream:
             return self._asked[row]
 
     def check(self, row: int, digest: str) -> None:
-        """A DataError unless the rows before this one are those of which `digest` was taken."""
+        """Raises a DataError unless the rows before this one have this digest."""
         if self.digest_before(row) != digest:
             raise DataError(
                 f"{self.label}: the rows before row {row} are not those that the run was trained on",

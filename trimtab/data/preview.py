@@ -23,10 +23,10 @@ _LOOKED_AT = 100
 
 
 def beginning(source: ResolvedSource, *, template: bool = False) -> str:
-    """The detected format of a source and how its first document begins, printable, on one line.
+    """One printable line with the detected format of a source and the beginning of its first document.
 
     Args:
-        source: the files, with the format that was found.
+        source: the files, with the detected format.
         template: whether there is a chat template.
 
     Example:
@@ -67,15 +67,15 @@ def _words(example: Example) -> str:
 def highlighted(
     corpus: Corpus, tokenizer: Tokenizer, *, max_seq_length: int = 1024, number: int = 0
 ) -> dict[str, Any]:
-    """One piece of a corpus as a record: `origin`, `tokens`, how many of them are `trained`, whether it was `cut` at
-    the sequence's end, the special tokens that close what is trained on as `ends`, ids, and `runs`, its text as [text,
-    trained on].
+    """A piece of a corpus as a record: `origin`, the number of `tokens` and of `trained` tokens, whether it was
+    truncated to the sequence length (`cut`), the ids of the special tokens that end trained spans (`ends`), and the text as a
+    list of (text, trained) (`runs`).
 
     Args:
         corpus: of examples or of texts, cached or streamed.
         tokenizer: the one it was opened with.
         max_seq_length: tokens of a sequence.
-        number: which of the pieces that are trained on, from 0.
+        number: index of the trained piece, from 0.
 
     Raises:
         DataError: there is nothing to train on.
@@ -100,7 +100,7 @@ def highlighted(
 
 
 def _ends(tokenizer: Tokenizer, ids: list[int], flags: list[bool], cut: bool) -> set[int]:
-    """The special tokens that end stretches which are trained on, white space after them aside."""
+    """The ids of special tokens that end trained spans, apart from white space after them."""
     marks = {*tokenizer.stop_ids, *markers(tokenizer)}
     found = set()
     for i, flag in enumerate(flags):
@@ -115,8 +115,8 @@ def _ends(tokenizer: Tokenizer, ids: list[int], flags: list[bool], cut: bool) ->
 
 
 def runs_of(tokenizer: Tokenizer, ids: list[int], flags: list[bool]) -> Runs:
-    """The text of ids in stretches of equal flags, special tokens spelled out; a character of several tokens belongs
-    to its last one.
+    """The text of ids in runs of equal flags, special tokens as text; a character of several tokens belongs to the
+    last one.
     """
     stream = Detokenizer(tokenizer, skip_special=False)
     runs: Runs = []

@@ -1,4 +1,4 @@
-"""Reading Parquet: the text column or the rows of a file, a few rows in memory at a time."""
+"""Reads Parquet: the text column or the rows of a file, a few rows in memory at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimtab.data.sources import SourceFile
 from trimtab.facts.errors import DataError, MissingDependency
 
 _SAID_BY = {"content": "role", "value": "from"}
-"""The keys for a message's content, which may be null, and for its role."""
+"""Maps the key of a message's content, which may be null, to the key of its role."""
 
 
 def read_parquet(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
@@ -23,7 +23,7 @@ def read_parquet(file: SourceFile, column: str | None, start: int, meter: Meter 
 
 
 def parquet_text_column(file: SourceFile, schema: Any, column: str | None) -> str:
-    """The column that holds the text: the one named, or the one that the schema shows."""
+    """Returns the text column: `column` if given, otherwise detected from the schema."""
     import pyarrow.types as types
 
     def is_text(kind: Any) -> bool:
@@ -51,7 +51,7 @@ def parquet_rows(
     columns: Collection[str] | None,
     turns: Collection[str],
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(row, JSON value by column), of the requested columns only; see `readers.read_values`."""
+    """Yields (row, JSON value by column) of the requested columns; see `readers.read_values`."""
     wanted = [name for name in parquet_schema(file).names if columns is None or name in columns]
     return (
         (row, {name: (_turns if name in turns else _without_none)(inner) for name, inner in value.items()})
@@ -67,7 +67,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _turns(value: Any) -> Any:
-    """The same for a list of messages, each of which keeps its content even if that is null."""
+    """Removes null keys from a list of messages, except a message's content."""
     return [_turn(inner) for inner in value] if isinstance(value, list) else _without_none(value)
 
 
@@ -83,7 +83,7 @@ def _turn(message: Any) -> Any:
 def parquet_values(
     file: SourceFile, columns: list[str], start: int, meter: Meter | None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(row, value by column) of a Parquet file, a few at a time; row groups before `start` are not touched."""
+    """Yields (row, value by column) of a Parquet file; does not read row groups before `start`."""
     try:
         import pyarrow
         from pyarrow import parquet

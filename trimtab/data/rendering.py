@@ -1,4 +1,4 @@
-"""Examples to texts with what is trained on: conversations through the chat template, plain parts put together."""
+"""Renders examples as texts with trained spans: conversations with the chat template, plain parts concatenated."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trimtab.facts.errors import DataError, ModelError
 from trimtab.text.chat import ChatProcess, Conversation, Limits, Rendered, TemplateFailed
 
 TODAY = "2024-07-26"
-"""The date that templates are told, so that texts are the same on every day: Llama 3's own where it knows none."""
+"""The date passed to templates, so that texts do not depend on the day: the default date of Llama 3's template."""
 READING = 7
-"""Counted up when a row becomes another text or mask than before, so that cached tokens are made anew."""
+"""A version that increases whenever rows become other texts or masks, so that cached tokens are rebuilt."""
 LIMITS = Limits(seconds=30.0, patience=90.0)
-"""For `BATCH_EXAMPLES` conversations, on a machine whose cores are all tokenizing."""
+"""Limits for `BATCH_EXAMPLES` conversations while all cores are tokenizing."""
 _PROBES: tuple[tuple[str | None, bool], ...] = (
     (None, True),
     ("None", True),
@@ -28,12 +28,12 @@ _PROBES: tuple[tuple[str | None, bool], ...] = (
     (None, False),
     ("", False),
 )
-"""Contents of an answer, with a call of a tool or without: what a template writes of them says how it takes calls."""
+"""(content, with a tool call) of probe answers; their rendered texts show how a template handles tool calls."""
 
 
 @dataclass(frozen=True)
 class ChatSpec:
-    """A chat template as plain data: the program, the variables it is given, and the special tokens' texts."""
+    """A chat template as plain data: its Jinja source, its variables, and the special tokens' texts."""
 
     template: str
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -41,25 +41,25 @@ class ChatSpec:
 
     @property
     def digest(self) -> str:
-        """Of everything that decides what it writes."""
+        """Digest of everything that affects the rendered text."""
         return digest_of(self.template, dict(self.variables), list(self.specials), TODAY)
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """How the examples of one source become texts."""
+    """How the examples of one source are rendered."""
 
     chat: ChatSpec | None
     train_on: TrainOn
     variables: Mapping[str, Any]
     places: tuple[str, ...]
-    """What messages call the source's files."""
+    """The names of the source's files in messages."""
     skip: bool = False
-    """Whether rows that cannot be used are left out instead of ending everything."""
+    """Whether rows that cannot be used are left out instead of raising."""
 
     @staticmethod
     def of(source: ResolvedSource, chat: ChatSpec | None) -> Rendering | None:
-        """For a source of examples; None for one of texts. A ModelError where a template is needed and missing."""
+        """The rendering of a source; None for plain text. Raises ModelError if a needed chat template is missing."""
         if source.form is None:
             return None
         spec = source.spec
@@ -70,13 +70,13 @@ class Rendering:
 
     @property
     def digest(self) -> str:
-        """Of everything that decides text and mask, the rows themselves excepted."""
+        """Digest of everything but the rows that affects text and mask."""
         chat = self.chat.digest if self.chat else None
         return digest_of(READING, chat, self.train_on, dict(self.variables))
 
 
 def no_template(name: str) -> ModelError:
-    """The complaint about conversations without a template."""
+    """The error for conversations without a chat template."""
     return ModelError(
         f"{name} contains conversations, and the tokenizer has no chat template",
         "set model.chat_template to a Jinja file or to the template itself, or use a tokenizer that has one",
@@ -104,7 +104,7 @@ class Renderer:
         return made
 
     def kill(self) -> None:
-        """Ends the template's process, whoever waits for it."""
+        """Kills the template's process, even while another thread waits for it."""
         if self._process is not None:
             self._process.kill()
 
@@ -136,7 +136,7 @@ class Renderer:
         return texts
 
     def _examples(self, segments: list[Segment]) -> list[Rendered | TemplateFailed]:
-        """The segments' conversations with what is trained on: of each answer only what the template writes."""
+        """Renders the segments' conversations; tool calls that the template omits are not trained on."""
         assert self.rendering is not None
         for segment in segments:
             segment.example = self._taken(_example(segment))
@@ -152,7 +152,7 @@ class Renderer:
         return with_calls(example, self._calls, keep_end=self.rendering.train_on == "all")
 
     def _probed(self) -> WordlessCalls:
-        """A probe that the template refuses says nothing: what is wrong is told of the row in which it is."""
+        """Finds out how the template handles tool calls without text. Ignores probes that it rejects."""
         rendered = self._ask([_probe(content, called=called) for content, called in _PROBES], "all")
         texts = dict(
             zip(_PROBES, (None if isinstance(r, TemplateFailed) else r.text for r in rendered), strict=True)
@@ -180,7 +180,7 @@ class Renderer:
 
 
 def is_chat(segment: Segment) -> bool:
-    """Whether a segment goes through the chat template."""
+    """Whether a segment is rendered with the chat template."""
     return segment.example is not None and segment.example.conversation is not None
 
 
@@ -201,7 +201,7 @@ def _probe(content: str | None, *, called: bool) -> Conversation:
 
 
 def _plain(segment: Segment, train_on: TrainOn) -> Text:
-    """A text, or the parts of an example one after the other."""
+    """A text, or the concatenated parts of an example."""
     if segment.example is None:
         return Text(segment.text.encode("utf-8"), not segment.first)
     text, spans = "", []

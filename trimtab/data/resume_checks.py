@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from trimtab.data.fingerprints import FileStamp
 
 SourceSettings = tuple[str | int | float, ...]
-"""Name, fingerprint and tokenizer's fingerprint of a source, then its sequences and how many are drawn (cached), or its
+"""Name, fingerprint and tokenizer's fingerprint of a source, then its sequences and the number drawn (cached), or its
 weight (streamed)."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Which data a corpus was read from; a run folder keeps it to recognize the data on resume."""
+    """The files that a corpus was read from; stored in the run folder to detect changed data on resume."""
 
     source: str
     fingerprint: str
@@ -32,7 +32,7 @@ class Manifest:
 
     @staticmethod
     def from_dict(kept: Mapping[str, Any]) -> Manifest:
-        """From what `to_dict` wrote."""
+        """The inverse of `to_dict`."""
         return Manifest(kept["source"], kept["fingerprint"], tuple(tuple(file) for file in kept["files"]))
 
     def to_dict(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class Manifest:
         return {"version": 1, "source": self.source, "fingerprint": self.fingerprint, "files": files}
 
     def check(self, now: Manifest) -> None:
-        """Nothing when the data is the same as it was; a DataError naming the files that are not, otherwise."""
+        """Raises a DataError that names the changed files if `now` has other data."""
         if self.fingerprint == now.fingerprint:
             return
         before = {name: digest for name, _, digest in self.files}
@@ -72,7 +72,7 @@ class LoaderSettings:
     packing: bool
     sources: tuple[SourceSettings, ...]
     replay_share: float | None = None
-    """Of a streamed loader; a cached one has it in the counts of its sources."""
+    """Only of a streamed loader; a cached one has it in the counts of its sources."""
     group_by_length: tuple[int, int] | None = None
     """(sequences per microbatch, sequences per step) if grouped by length: they determine the groups."""
 
@@ -91,7 +91,7 @@ class LoaderSettings:
         return made
 
     def check(self, position: Mapping[str, Any]) -> None:
-        """Nothing if a loader with these settings wrote a position; an error naming the first difference if not."""
+        """Raises an error that names the first setting in which a saved position differs."""
         kept, now = position.get("settings"), self.to_dict()
         if position.get("version") != 1 or not isinstance(kept, dict):
             raise CheckpointError(

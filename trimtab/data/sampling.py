@@ -38,7 +38,7 @@ def scramble(values_N: np.ndarray, key: int) -> np.ndarray:
 
 
 def shuffled(count: int, key: int) -> np.ndarray:
-    """int64 [count]: the numbers below `count` in an order that is a function of the key.
+    """int64 [count]: a permutation of range(count) that is a function of the key.
 
     Example:
         >>> sorted(shuffled(5, 1).tolist()), shuffled(5, 1).tolist() == shuffled(5, 1).tolist()
@@ -57,7 +57,7 @@ class Mixture:
 
     @property
     def num_sequences(self) -> int:
-        """Of one epoch, replay included."""
+        """Sequences per epoch, replay included."""
         return sum(self.counts)
 
     @property
@@ -139,10 +139,10 @@ def epoch_plan(mixture: Mixture, seed: int, epoch: int) -> tuple[np.ndarray, np.
 def own_text_first(
     source_E: np.ndarray, sequence_E: np.ndarray, num_train: int, opening: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The order of a run's first epoch with a train source in its first step, `opening` sequences long.
+    """Ensures that a run's first step, of `opening` sequences, contains a sequence of a train source.
 
-    Where replay alone would fill that step, the first train sequence changes places with the last of it. Every other
-    order, and with 0 any order, stays as it is.
+    If replay alone would fill that step, its last sequence is swapped with the first train sequence. Any other order,
+    or any order if `opening` is 0, is returned unchanged.
     """
     last, first = min(opening, len(source_E)) - 1, int(np.argmax(source_E < num_train))
     if not opening or first <= last:
@@ -178,9 +178,9 @@ class StepShape:
 
 
 def deal(items: Sequence[Item], shape: StepShape) -> list[list[Item]]:
-    """The microbatches of this rank: a stretch of the step's sequences, cut into batches.
+    """The microbatches of this rank: a contiguous part of the step's sequences, split into batches.
 
-    The last step of an epoch may hold fewer sequences than a full one. They are then spread evenly, and every
+    The last step of an epoch may have fewer sequences than a full one. They are then spread evenly, and every
     rank still gets the same number of microbatches, empty ones if necessary: ranks that all-gather sharded
     weights must run the model equally often.
 
@@ -202,11 +202,11 @@ def deal(items: Sequence[Item], shape: StepShape) -> list[list[Item]]:
 
 
 def grouped_order(lengths_E: np.ndarray, shape: StepShape, seed: int, epoch: int) -> np.ndarray:
-    """int64 [E]: the places of an epoch's (already shuffled) sequences in the order in which they are trained on.
+    """int64 [E]: the indices of an epoch's (already shuffled) sequences in training order.
 
     The sequences of each 50 steps (a mega-batch; fewer in a short epoch) are sorted by length, split into microbatches,
-    and these are shuffled, so that the steps of a mega-batch have long and short ones alike. The longest microbatch
-    comes first, unless it is the last and incomplete one: memory is then allocated once, for all that follow.
+    and these are shuffled, so that the steps of a mega-batch mix long and short ones. The longest microbatch comes
+    first, unless it is the last and incomplete one: memory is then allocated once for all later microbatches.
 
     Example:
         >>> lengths = np.array([9, 2, 8, 3, 1, 9])

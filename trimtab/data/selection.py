@@ -1,8 +1,8 @@
-"""Selection of documents: which are held out for evaluation, which are left out, and how messages say so.
+"""Selects the documents that are held out for evaluation and those that are left out, with messages about both.
 
-A document is held out by its content, so that the two sides never share one. Its content hash is 64 bits of its first
-segment (up to 131,072 characters), the same in every run, on every machine and in whatever file it lies; copies of a
-document fall on the same side.
+The content decides whether a document is held out, so that both sides never share one. The content hash is 64 bits of
+its first segment (up to 131,072 characters), the same in every run, on every machine and in every file; copies of a
+document are on the same side.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ LEFT_OUT = {
     "untrained": "without a token to train on (no answer, or one that the chat template omits)",
     "bad": "unusable as examples, or refused by the chat template",
 }
-"""Why documents are left out, in words."""
+"""Reasons why documents are left out, for messages."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What was found while a source was read: documents that are left out, by reason, and what happened to others."""
+    """Counts from reading a source: documents left out, by reason, and documents that were changed."""
 
     empty: int = 0
     """Documents without any text, left out."""
@@ -33,29 +33,29 @@ class Counts:
     untrained: int = 0
     """Examples without a token to train on, left out."""
     bad: int = 0
-    """Rows that are no example or that the chat template refuses, left out."""
+    """Rows that are not valid examples or that the chat template rejects, left out."""
     complaint: str = ""
     """The error of the first bad row."""
     repaired: int = 0
     """Documents with broken Unicode escapes, which became U+FFFD."""
     unanswered: int = 0
-    """Conversations whose last messages no answer follows."""
+    """Conversations that end with messages without an answer."""
     rewritten: int = 0
     """Conversations whose earlier turns the chat template renders differently once an answer follows."""
     trained: int | None = None
-    """Tokens of examples that are trained on; None where documents are texts."""
+    """Tokens of examples that are trained on; None for plain text."""
     cut: int = 0
-    """Examples that are longer than a sequence, where sequences are packed while reading."""
+    """Examples longer than a sequence, counted if sequences are packed while reading."""
     lost: int = 0
-    """Those of them that have nothing to train on within it, left out."""
+    """Examples left out because nothing within the sequence is trained on."""
 
     def left_out(self) -> dict[str, int]:
-        """The numbers of documents that are left out, by reason, in the order of messages."""
+        """The numbers of documents left out, by reason, in the order of messages."""
         return {why: count for why in LEFT_OUT if (count := getattr(self, why))}
 
 
 def threshold(share: float) -> int:
-    """Documents whose hash is below this are held out.
+    """The hash below which documents are held out.
 
     Example:
         >>> threshold(0.5) == 1 << 63
@@ -67,14 +67,14 @@ def threshold(share: float) -> int:
 
 
 def is_heldout(content_hash: int, share: float) -> bool:
-    """Whether one document is held out, without knowing any other."""
+    """Whether a document is held out, which does not depend on other documents."""
     return content_hash < threshold(share)
 
 
 def heldout_mask(hashes_N: np.ndarray, share: float | None, count: int | None) -> np.ndarray:
     """Boolean [N], True for documents to hold out: by share of all possible hashes, or the `count` smallest.
 
-    Copies go together, so that `count` may be exceeded by copies of the last one. Of two documents or more,
+    Copies stay together, so that copies of the last document may exceed `count`. With two or more distinct documents,
     each side gets at least one.
     """
     assert (share is None) != (count is None), "either a share or a count"
@@ -93,7 +93,7 @@ def heldout_mask(hashes_N: np.ndarray, share: float | None, count: int | None) -
 
 
 def left_out(count: int, why: str) -> str:
-    """Why documents were left out, and how many, as a sentence.
+    """A sentence about documents that were left out.
 
     Example:
         >>> left_out(2, "empty")
@@ -130,7 +130,7 @@ def nothing_packed(name: str, lost: int, max_seq_length: int) -> DataError:
 
 
 def cut_note(name: str, cut: int, lost: int, max_seq_length: int) -> str:
-    """What was cut, in a sentence.
+    """A sentence about truncated examples.
 
     Example:
         >>> cut_note("chats.jsonl", 3, 0, 512)

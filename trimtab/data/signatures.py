@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, where it was given as text and is none, and what to do with it."""
+"""Recognizes files that are not text by their first bytes, with advice on what to do."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ _OFFICE = {
 
 
 def recognize(head: bytes, name: str) -> tuple[str, str] | None:
-    """(what a file is, what to do with it) by its first bytes; None where they are no known format's.
+    """Returns (type of file, advice) for the first bytes of a file; None if they match no known format.
 
     Args:
-        head: the first bytes, a few thousand if there are so many.
+        head: the first few thousand bytes.
         name: the file's name, for the advice.
 
     Example:

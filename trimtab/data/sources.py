@@ -44,7 +44,7 @@ KINDS = {
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 ROWS = "rows"
-"""The kind of a source that is no file: rows passed from Python (`in_memory.RowStream`)."""
+"""The kind of a source that is not a file: rows passed from Python (`in_memory.RowStream`)."""
 TABLES = ("jsonl", "json", "csv", "parquet", ROWS)
 
 
@@ -52,12 +52,12 @@ TABLES = ("jsonl", "json", "csv", "parquet", ROWS)
 class SourceSpec:
     """One source of documents, as a recipe names it.
 
-    `source` is a local file, folder or glob; with `files` (a hub data set, already downloaded) it is only the
+    `source` is a local file, folder or glob; with `files` (a hub dataset, already downloaded) it is only the
     name. `first` keeps the first rows, `weight` is how often the source is seen per epoch (1: once). `format` is the
-    format of a row, `columns` maps its parts to columns with other than the usual names, `variables` are passed to the
-    chat template besides the messages; `bad_rows: skip` leaves out rows that cannot be used. `rows` are read instead of
-    files, and `label` names a source in messages that the user did not name. `began` holds the fingerprints of the
-    data that a resumed run began with, None for a new run (`fingerprints.as_begun`).
+    format of a row, `columns` maps its parts to columns with other names, `variables` are extra variables for the
+    chat template; `bad_rows: skip` leaves out rows that cannot be used. `rows` are read instead of files, and `label`
+    is the name in messages of a source that the user did not name. `began` contains the fingerprints of the data that
+    a resumed run began with, None for a new run (`fingerprints.as_begun`).
 
     Example:
         >>> SourceSpec("notes/**/*.md", weight=2.0).name
@@ -107,30 +107,30 @@ class SourceSpec:
 
     @property
     def name(self) -> str:
-        """What a run folder calls it."""
+        """The name in run folders."""
         return self.source
 
     @property
     def shown(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.label or self.source
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source: where it is, its name within the source, how it is read."""
+    """One file of a source: its path, its name within the source, and how it is read."""
 
     path: Path
     name: str
     kind: str
     compression: str | None = None
     label: str = ""
-    """What messages call it: its path, unless something else is given."""
+    """The name in messages; by default the path."""
     rows: RowStream | None = None
     delimiter: str | None = None
-    """What separates the fields of a CSV file; None where its first rows decide (`readers_csv.delimiter_of`)."""
+    """The delimiter of a CSV file; None to detect it from the first rows (`readers_csv.delimiter_of`)."""
     accepted: bool = False
-    """Whether a resumed run began with this file: it is read even if a new run would be refused for it."""
+    """Whether a resumed run began with this file: it is read even if a new run would reject it."""
 
     def __post_init__(self) -> None:
         if not self.label:
@@ -145,7 +145,7 @@ class ResolvedSource:
     files: tuple[SourceFile, ...]
     ignored: tuple[str, ...] = field(default=())
     form: Format | None = None
-    """How rows become examples; None where they are texts."""
+    """The format of rows that are examples; None for plain text."""
 
 
 def keep_texts(name: str, texts: Iterable[str], folder: Path) -> SourceSpec:
@@ -168,7 +168,7 @@ def keep_rows(name: str, rows: Iterable[Mapping[str, Any]], folder: Path) -> Sou
 
 
 def resolve(spec: SourceSpec) -> ResolvedSource:
-    """The files of a source, sorted by name, so that every machine reads them in the same order.
+    """Lists the files of a source, sorted by name, so that every machine reads them in the same order.
 
     Hidden files and unknown extensions of a folder are left out (`ignored`), as is a README next to tables;
     a file that is named explicitly is read as text whatever its extension.
@@ -214,7 +214,7 @@ def resolve(spec: SourceSpec) -> ResolvedSource:
 
 
 def classify(path: Path) -> tuple[str | None, str | None]:
-    """(kind, compression) by extension; kind is None where the extension is not known.
+    """Returns (kind, compression) by file extension; kind is None if the extension is unknown.
 
     Example:
         >>> classify(Path("a.jsonl.gz")), classify(Path("a.pdf"))

@@ -1,4 +1,4 @@
-"""A streamed corpus: a source that is read and tokenized while training, with nothing kept on disk."""
+"""A streamed corpus: a source that is read and tokenized while training, without writing to disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trimtab.facts.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class StreamCorpus(Corpus):
-    """A source that is read as it is trained on; `side` is the held-out part, the rest, or everything."""
+    """A source that is read while training; `side` is `train`, `heldout` or `all`."""
 
     num_proc: int
     share: float | None = None
@@ -68,7 +68,7 @@ class StreamCorpus(Corpus):
         )
 
     def eval_sequences(self, max_seq_length: int, *, packing: bool, max_sequences: int | None) -> Sequences:
-        """The first sequences, shuffled within their chunk, kept in memory."""
+        """The first sequences, shuffled within their chunk and stored in memory."""
         sequences: list[list[Piece]] = []
         with closing(SequenceStream(self, max_seq_length, packing, 0, 0)) as stream:
             while max_sequences is None or len(sequences) < max_sequences:
@@ -80,7 +80,7 @@ class StreamCorpus(Corpus):
         return Sequences(len(sequences), sequences.__getitem__)
 
     def piece(self, number: int, max_seq_length: int) -> tuple[Piece, bool]:
-        """One of the pieces that are trained on, from 0, and whether its document continues after it."""
+        """Returns the trained piece with this index, and whether its document continues after it."""
         reading = Reading(dataclasses.replace(self, num_proc=1), max_seq_length, True, Cursor())
         seen = 0
         with closing(iter(reading)) as pieces:

@@ -1,8 +1,8 @@
-"""The loader over streamed sources: the same interface and the same exactness as `cached_loader.CachedLoader`.
+"""The loader over streamed sources, with the same interface and determinism as `cached_loader.CachedLoader`.
 
 The number of sequences is not known before everything has been read. Train sources are drawn in proportion to
 their bytes until each has been passed once, which ends the epoch; replay sources start over when they end.
-Every rank reads the whole stream and keeps its own sequences.
+Every rank reads the whole stream and uses only its own sequences.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StreamLoader(Loader):
         return self._epoch + min(done / sum(sizes), 0.999999)
 
     def notes(self) -> list[str]:
-        """Nothing yet: what was cut or left out is reported at the end of a pass over a source."""
+        """No notes yet: what is truncated or left out is reported at the end of a pass over a source."""
         return []
 
     def next_step(self) -> list[Batch]:
@@ -118,7 +118,7 @@ class StreamLoader(Loader):
         }
 
     def restore(self, position: dict[str, Any]) -> None:
-        """Continues at a position; an error says what is not as it was."""
+        """Continues at a position; raises an error if settings or data changed."""
         self._settings.check(position)
         self._epoch, self._draws = int(position["epoch"]), int(position["draws"])
         self._counts = [int(count) for count in position["counts"]]

@@ -1,8 +1,8 @@
-"""Sequences of a streamed source: documents read, tokenized and packed while training, nothing kept on disk.
+"""Sequences of a streamed source: documents are read, tokenized and packed while training, without writing to disk.
 
-A pass over a source is a run of chunks; a chunk is packed and shuffled exactly as in the cached mode, and
-begins at a (file, row, token) from which it can be made again. A position is therefore that start, the
-chunk's number and the sequence in it.
+A pass over a source is a series of chunks; a chunk is packed and shuffled exactly as in the cached mode, and
+begins at a (file, row, token) from which it can be rebuilt. A position therefore consists of that start, the
+chunk's index and the index of the sequence in it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a chunk begins: a document (file, row), tokens of it that belong to earlier chunks, rows taken
-    before.
-    """
+    """The start of a chunk: a document (file, row), its tokens in earlier chunks, and the documents before it."""
 
     file: int = 0
     row: int = 1
@@ -44,14 +42,14 @@ class Cursor:
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The next sequence of a source: in which pass and chunk it is, where the chunk begins (None: the pass ended)."""
+    """The position of a source's next sequence: pass, chunk, start of the chunk (None: the pass ended), index in it."""
 
     turn: int
     chunk: int
     cursor: Cursor | None
     sequence: int
     rows: tuple[tuple[int, str], ...] | None = None
-    """Of rows from Python: numbers of rows, and digests of those before, at the beginning and in the chunk."""
+    """For rows from Python: (row, digest of all rows before it) at the chunk's start and, if in use, at its end."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for a position as JSON."""
@@ -65,7 +63,7 @@ class StreamPosition:
 
     @staticmethod
     def from_dict(kept: Mapping[str, Any]) -> StreamPosition:
-        """From what `to_dict` wrote."""
+        """The inverse of `to_dict`."""
         cursor = Cursor(**kept["cursor"]) if kept["cursor"] is not None else None
         rows = tuple((number, digest) for number, digest in kept.get("rows", []))
         return StreamPosition(int(kept["pass"]), int(kept["chunk"]), cursor, int(kept["window"]), rows)
@@ -73,20 +71,18 @@ class StreamPosition:
 
 @dataclass
 class Chunk:
-    """Packed sequences of one chunk [W], in training order, and where the next chunk begins (None: the pass
-    ends).
-    """
+    """Packed sequences of one chunk [W], in training order, and the start of the next chunk (None: the pass ends)."""
 
     sequences: list[list[Piece]]
     following: Cursor | None
     done_bytes: int
     counts: Counts
-    """What was left out since reading began."""
+    """Counts of what was left out since reading began."""
 
 
 @dataclass
 class _Document:
-    """The current document: ids not yet in a piece, and how many ids before them are."""
+    """The current document: ids that are not yet in a piece (`buffer`), and the number of ids that are (`cut`)."""
 
     segment: TokenSegment
     taken_before: int
@@ -96,7 +92,7 @@ class _Document:
 
 
 class Reading:
-    """Pieces from `start` on, long documents as they are read; counts what is left out."""
+    """Yields pieces from `start` on, those of long documents as they are read; counts what is left out."""
 
     def __init__(self, corpus: StreamCorpus, max_seq_length: int, packing: bool, start: Cursor) -> None:
         self.corpus, self.max_seq_length, self.packing, self.start = corpus, max_seq_length, packing, start
@@ -111,11 +107,11 @@ class Reading:
 
     @property
     def counts(self) -> Counts:
-        """What was left out or cut so far."""
+        """Counts of what was left out or truncated so far."""
         return Counts(**self._found, complaint="")
 
     def __iter__(self) -> Generator[tuple[Cursor, Piece]]:
-        """(where this piece begins, piece), the same as `packing.pack_documents` cuts them."""
+        """Yields (start of the piece, piece), the same pieces as `packing.pack_documents`."""
         corpus, start, taken = self.corpus, self.start, self.start.taken
         document: _Document | None = None
         for segment in tokenize(self.reader, corpus.tokenizer, corpus.num_proc, corpus.rendering):
@@ -146,7 +142,7 @@ class Reading:
         return f"{self.corpus.stamps[segment.file].name}:{segment.row}"
 
     def _example(self, segment: TokenSegment, document: _Document) -> Iterator[tuple[Cursor, Piece]]:
-        """An example is one piece, cut off at the sequence's end."""
+        """Yields an example as one piece, truncated to the sequence length."""
         T, trained = self.max_seq_length, segment.trained
         assert trained is not None
         self._found["cut"] += len(segment.ids) > T
@@ -161,8 +157,7 @@ class Reading:
         document.buffer = np.concatenate([document.buffer, segment.ids])
         at, held = 0, len(document.buffer)
         while held - at >= (T + 2) or (segment.last and held > at):
-            # T + 2 at hand, or the end: only then is it known that a full piece leaves no single token
-            # behind.
+            # Wait for T + 2 ids or the document's end: a full piece must not leave a remainder of one token.
             length = T - 1 if packing and held - at == T + 1 else min(T, held - at)
             begin = document.cut
             document.cut += length
@@ -176,9 +171,7 @@ class Reading:
 def chunks_of(
     corpus: StreamCorpus, max_seq_length: int, packing: bool, start: Cursor, number: int, key: int
 ) -> Generator[Chunk]:
-    """Chunks from `start` on, which is where chunk `number` begins; the order of sequences follows from
-    `key`.
-    """
+    """Yields chunks from chunk `number` on, which begins at `start`; `key` determines the order of sequences."""
     reading = Reading(corpus, max_seq_length, packing, start)
     reader = reading.reader
     held: list[Piece] = []
@@ -207,7 +200,7 @@ def _sequences(
 
 
 def nothing_streamed(corpus: StreamCorpus, counts: Counts, max_seq_length: int) -> DataError:
-    """The error for a stream that yielded nothing in a whole pass."""
+    """The error for a stream that yielded nothing in a complete pass."""
     name = corpus.shown if corpus.side == "all" else f"{corpus.shown} ({corpus.side})"
     if counts.lost:
         return nothing_packed(name, counts.lost, max_seq_length)
@@ -217,7 +210,7 @@ def nothing_streamed(corpus: StreamCorpus, counts: Counts, max_seq_length: int) 
 class SequenceStream:
     """Sequences of one source, pass after pass, with one chunk prefetched in a thread.
 
-    `position()` names the next sequence; `restore(position)` continues with it.
+    `position()` identifies the next sequence; `restore(position)` continues with it.
     """
 
     def __init__(
@@ -234,11 +227,11 @@ class SequenceStream:
         self.turn = self._number = self._sequence = self._done_bytes = 0
 
     def start_pass(self, number: int) -> None:
-        """Goes to the beginning of a pass."""
+        """Moves to the beginning of a pass."""
         self._go(number, 0, Cursor(), 0)
 
     def position(self) -> StreamPosition:
-        """The next sequence; of rows from Python also digests of those before and in its chunk."""
+        """The position of the next sequence; for rows from Python also digests of the rows before it."""
         position = StreamPosition(self.turn, self._number, self._cursor, self._sequence)
         rows = self.corpus.source.spec.rows
         if rows is None or self._cursor is None:
@@ -246,7 +239,7 @@ class SequenceStream:
         ends = [self._cursor]
         if self._chunk is not None and self._sequence:
             ends.append(self._chunk.following or Cursor(row=rows.count + 1))
-        # A document that a chunk ends in belongs to it.
+        # A document in which a chunk ends belongs to that chunk.
         numbers = [cursor.row + (cursor.skip > 0) for cursor in ends]
         return dataclasses.replace(
             position, rows=tuple((number, rows.digest_before(number)) for number in numbers)
@@ -294,14 +287,14 @@ class SequenceStream:
         return sequence
 
     def close(self) -> None:
-        """Ends the reading thread and its processes; says what was left out of the pass under way."""
+        """Ends the reading thread and its processes; reports what was left out of the current pass."""
         if self._chunk is not None:
             self._tell(self._chunk.counts)
         self._drop_ahead()
         self._thread.shutdown(wait=True)
 
     def _tell(self, counts: Counts) -> None:
-        """What was left out of a pass, or of the part of it that was read since the run began or was continued."""
+        """Reports what was left out of a pass, or of the part read since the run started or resumed."""
         name, said = self.corpus.shown, []
         said += [f"{name}: {left_out(count, why)}" for why, count in counts.left_out().items()]
         if counts.cut:

@@ -1,4 +1,4 @@
-"""A pool of tokenizing processes: one process per core, and one thread of this process per worker to move bytes."""
+"""A pool of tokenizer processes: one process per core, and one thread of this process per worker to move bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def default_num_proc() -> int:
 
 
 class _Worker:
-    """One child process and the pipes to it; with another one for the chat template where there are examples."""
+    """One child process and its pipes; for examples, also a process for the chat template."""
 
     def __init__(self, jsons: tuple[str, str], rendering: Rendering | None) -> None:
         self.complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed with the worker
@@ -79,17 +79,17 @@ class _Worker:
         self.renderer.close()
         for stream in (self.process.stdin, self.process.stdout, self.complaints):
             assert stream is not None
-            with contextlib.suppress(BrokenPipeError):  # bytes for a process that is gone
+            with contextlib.suppress(BrokenPipeError):  # unsent bytes for a process that has exited
                 stream.close()
 
 
 class WorkerPool:
-    """A few tokenizing processes; `submit` gives a future of a batch's tokens.
+    """A pool of tokenizer processes; `submit` returns a future of a batch's tokens.
 
     Args:
         jsons: the tokenizer for texts that begin a document, and the one for texts that continue one, as JSON.
         size: the number of processes.
-        rendering: how examples become texts; None where there are none.
+        rendering: how examples are rendered; None for plain text.
     """
 
     def __init__(self, jsons: tuple[str, str], size: int, rendering: Rendering | None = None) -> None:
@@ -122,7 +122,7 @@ class WorkerPool:
 
 
 def _close_all(workers: list[_Worker]) -> None:
-    # Processes first, pipes after: a thread that waits on a pipe then wakes up with its end.
+    # Kill processes before closing pipes: a thread that waits on a pipe then reads its end and wakes up.
     for one in workers:
         one.process.kill()
         one.renderer.kill()

@@ -1,4 +1,4 @@
-"""The training loop and its checks. It knows no model family, kernel or layout: callables are passed in."""
+"""The training loop and its checks. It is independent of model families and kernels: callables are passed in."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from trimtab.facts.names import with_article
 
 
 class Control:
-    """What a callback sees of the run, and how it stops the run."""
+    """A callback's view of the run, which can also stop it."""
 
     def __init__(self, folder: Path, total_steps: int) -> None:
         self.folder = folder
@@ -74,7 +74,7 @@ HOOKS = ("on_train_begin", "on_step_end", "on_log", "on_eval", "on_save", "on_tr
 
 
 def check_callbacks(callbacks: Sequence[Any] | None) -> Sequence[Any]:
-    """The callbacks, none for None; RecipeError for an object that is none, or has a method that cannot be called.
+    """Validates callbacks; None means none. Raises RecipeError for an invalid object or method.
 
     Example:
         >>> check_callbacks(None)
@@ -98,7 +98,7 @@ def check_callbacks(callbacks: Sequence[Any] | None) -> Sequence[Any]:
 
 
 def _refuse_misspelt(callback: Any, index: int) -> None:
-    """Any method that begins with `on_` is meant to be called: a RecipeError for one that never is."""
+    """Raises RecipeError for a method that begins with `on_` but is never called."""
     for name in dir(callback):
         if name.startswith("on_") and name not in HOOKS and callable(getattr(callback, name, None)):
             near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.7)
@@ -111,7 +111,7 @@ def _refuse_misspelt(callback: Any, index: int) -> None:
 
 
 def _refuse_uncallable(callback: Any, index: int) -> None:
-    """A RecipeError for a method that does not accept the arguments it is called with."""
+    """Raises RecipeError for a method that does not accept the arguments it is called with."""
     for hook in HOOKS:
         method = getattr(callback, hook, None)
         if not callable(method):
@@ -137,7 +137,7 @@ class Callbacks:
         self.control = control
         self._callbacks = list(callbacks)
         self._saved = saved
-        """Step to the folder of its checkpoint."""
+        """Maps a step to the folder of its checkpoint."""
         self._events: list[tuple[str, Any]] = []
 
     @property
@@ -147,7 +147,7 @@ class Callbacks:
 
     @property
     def watches_saves(self) -> bool:
-        """Whether it is worth waiting for a checkpoint to be written."""
+        """Whether a callback overrides `on_save`, so that the loop must wait for checkpoints."""
         return any(
             callable(hook := getattr(one, "on_save", None))
             and getattr(hook, "__func__", None) is not Callback.on_save
@@ -156,11 +156,11 @@ class Callbacks:
 
     @property
     def saves_pending(self) -> bool:
-        """Whether a checkpoint is among the events that the callbacks receive next."""
+        """Whether the queued events include a checkpoint."""
         return any(hook == "on_save" for hook, _ in self._events)
 
     def note(self, hook: str, subject: Any) -> None:
-        """Keeps an event until the step is complete."""
+        """Queues an event until the step is complete."""
         if hook != "on_save" or self.watches_saves:
             self._events.append((hook, subject))
 
@@ -176,7 +176,7 @@ class Callbacks:
         self._call("on_step_end")
 
     def tell(self) -> None:
-        """Calls the callbacks for the events that were collected."""
+        """Calls the callbacks for the queued events."""
         events, self._events = self._events, []
         for hook, subject in events:
             self._call(hook, self._saved(subject) if hook == "on_save" else dict(subject))

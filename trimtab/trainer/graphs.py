@@ -40,13 +40,13 @@ class FixedLoss(Protocol):
 
 
 class Held(Protocol):
-    """State that a model keeps between steps besides its tensors, and that graph capture must know about."""
+    """Resources of a model, apart from its tensors, that must be released or synchronized for graph capture."""
 
     def release_workspace(self) -> None:
         """Free cached device buffers: they must be neither in a graph's memory pool nor next to it."""
 
     def clear_copy_events(self) -> None:
-        """All queued work has finished: nothing needs to wait for it any more."""
+        """Discard the events of past copies, whose work has finished."""
 
     def wait_for_copies(self) -> None:
         """Make the current stream wait for all other streams that have work."""
@@ -65,7 +65,7 @@ class Graphs:
     """Forward and backward of microbatches on a CUDA device, replayed once they are captured.
 
     Args:
-        loss: the two halves.
+        loss: the loss in two halves.
         parameters: the trainable parameters, by name.
         device: the device of the parameters.
         held: state that the model keeps besides its tensors.
@@ -91,7 +91,7 @@ class Graphs:
         self.held, self.on_event, self.during = held, on_event, during
         self.steps = 0
         self.captures = 0
-        """How many captures were attempted, failed ones included."""
+        """The number of attempted captures, including failed ones."""
         self.failed = False
         self._recorded_step = False
         """Whether the current gradients were written by a graph."""
@@ -143,7 +143,7 @@ class Graphs:
         torch.cuda.empty_cache()
 
     def _make_room(self) -> None:
-        """Free the graphs for an eager microbatch between captured ones; copy the gradients so far elsewhere."""
+        """Free the graphs for an eager microbatch within a captured step; copy the gradients out of their pool."""
         waiting = {name: p.grad.cpu() for name, p in self.parameters.items() if p.grad is not None}
         self.release()
         for name, gradient in waiting.items():
@@ -159,7 +159,7 @@ class Graphs:
 
     def _unwind(self) -> None:
         """After a failed capture: torch's allocator still considers it active (2.11), and does not free the
-        memory allocated for it (2.13 too). If torch has already cleaned up, it raises an error that says so."""
+        memory allocated for it (2.13 too). If torch has already cleaned up, the call raises."""
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
         if self._recorded:
@@ -170,7 +170,7 @@ class Graphs:
         torch.cuda.empty_cache()
 
     def _give_back(self) -> None:
-        """Free what a failed capture allocated in the graphs' pool; the other graphs are already released."""
+        """Release the graphs' pool after a failed capture; the other graphs are already released."""
         with suppress(RuntimeError):
             torch._C._cuda_releasePool(self._index, self._pool)
 
@@ -179,7 +179,7 @@ class Graphs:
         return torch.cuda.current_device() if self.device.index is None else self.device.index
 
     def _forget(self) -> None:
-        """Free what is cached for a stream that runs almost nothing from now on."""
+        """Free the cuBLAS workspaces and buffers cached for a stream that is hardly used from now on."""
         torch._C._cuda_clearCublasWorkspaces()
         if self.held is not None:
             self.held.release_workspace()

@@ -1,7 +1,7 @@
-"""The loop: steps, metrics, evaluation, checkpoints. One loop serves a CPU, a GPU and a mesh.
+"""The training loop: steps, metrics, evaluation, checkpoints; the same for a CPU, a GPU and a mesh.
 
-Losses, gradient norms and the non-finite flag stay on the device and are read together every `logging_steps`.
-Whatever stops the loop (a signal, a bad step, missing data), the state before it is saved first.
+Losses, gradient norms and the non-finite flag remain on the device and are read together every `logging_steps`.
+Whatever stops the loop (a signal, a non-finite step, missing data), the last good state is saved first.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from trimtab.trainer.signals import StopSignals
 from trimtab.trainer.step import forward_backward
 
 MEASURED_STEP = 1
-"""The memory of the second step of a session is measured: the first also pays for one-time buffers."""
+"""Index of the step in a session whose memory is measured: step 0 also allocates one-time buffers."""
 
 STOP = 1 << 20
-"""Encodes a stop request of a callback; larger than any number of processes that got a signal."""
+"""Encodes a callback's stop request in a sum over processes; larger than any number of processes."""
 
 
 def train(setup: TrainingSetup, state: TrainState, scaler: LossScaler | None = None) -> Outcome:
@@ -119,7 +119,7 @@ class _Loop:
         return bool(setup.mesh.sum_int(int(setup.early_stopping.reached(state.stale))))
 
     def stopped_early(self, tags: set[str]) -> Outcome:
-        """Writes the records of a run's end and saves; a run that is resumed here writes only that there is no more."""
+        """Writes the final records and saves; a run resumed after its early stop only reports that again."""
         setup, state = self.setup, self.state
         assert setup.early_stopping is not None
         reason = setup.early_stopping.reason(setup.best_of, state.stale, state.best)
@@ -155,7 +155,7 @@ class _Loop:
         return bool(self.setup.mesh.sum_int(int(self.stop_asked)))
 
     def tell_callbacks(self) -> None:
-        """Calls the user's callbacks, which may stop the run or raise: the step's own work is done."""
+        """Calls the user's callbacks, which may stop the run or raise; the step itself is complete."""
         if self.callbacks is None:
             return
         began = time.perf_counter()
@@ -175,7 +175,7 @@ class _Loop:
 
     @contextmanager
     def rescued(self) -> Iterator[None]:
-        """Whatever stops the loop, the training state is saved before the error propagates."""
+        """Saves the training state before an error propagates out of the loop."""
         try:
             yield
         except Exception as error:
@@ -240,7 +240,7 @@ class _Loop:
                 "optimizer": before,
             }
         )
-        if meter is not None:  # writes, and so may fail: not before the step is counted
+        if meter is not None:  # writing may fail, so only after the step is counted
             self.stopwatch.buckets = dict(meter.buckets)
             self.flush()  # records stay in the order of their steps
             self.memory_record("peak", meter.buckets)
@@ -259,7 +259,7 @@ class _Loop:
         self.emit(record if first_step is None else {**record, "first_step_seconds": first_step})
 
     def before_backward(self, lr: float) -> Callable[[torch.Tensor], None] | None:
-        """What an optimizer step in backward needs: the learning rate, and whether the loss is finite."""
+        """Returns a hook that passes the learning rate and the finite check to an optimizer step in backward."""
         steps = self.setup.in_backward
         if steps is None:
             return None
@@ -268,7 +268,7 @@ class _Loop:
     def update(self, loss: torch.Tensor, lr: float) -> torch.Tensor:
         """Clip and step; returns the gradient's norm before clipping."""
         setup = self.setup
-        if setup.in_backward is not None:  # the weights have moved; a norm that is not finite ends the run
+        if setup.in_backward is not None:  # the weights are updated already; a non-finite norm ends the run
             norm = setup.in_backward.norm()
             self.guard.observe(self.state.step, loss, norm)
             return norm
@@ -294,7 +294,7 @@ class _Loop:
             parameter.grad = None
 
     def flush(self) -> None:
-        """Reads what the device has computed since the last read, checks it, writes one record per step."""
+        """Reads the pending losses and norms from the device, checks them, writes one record per step."""
         if not self.pending:
             return
         bad = self.guard.first_bad()
@@ -322,7 +322,7 @@ class _Loop:
                 "memory_bytes": memory,
             }
             self.write(record)
-            del self.pending[0]  # between log and screen: no record is lost and none is written twice
+            del self.pending[0]  # between log and observers: no record is lost or written twice
             self.tell(record)
             self.note("on_log", record)
         if self.stopwatch.warm and not self.told_measured:
@@ -334,9 +334,9 @@ class _Loop:
         return self.setup.microstep.captures, 0 if compiled is None else compiled.compilations()[0]
 
     def tell_measured(self) -> None:
-        """Passes on what was measured since this start of the run; nothing before its first step."""
+        """Passes on the measurements of this session; does nothing before its first step."""
         setup = self.setup
-        trained = self.state.step > self.stopwatch.first_step  # a step that is not finite does not count
+        trained = self.state.step > self.stopwatch.first_step  # a non-finite step does not count
         if setup.on_measured is None or not setup.mesh.is_main or not trained:
             return
         self.told_measured, began = True, time.perf_counter()
@@ -344,12 +344,12 @@ class _Loop:
         self.clock += time.perf_counter() - began
 
     def note(self, hook: str, subject: Any) -> None:
-        """Keeps an event for the callbacks, which receive it when the step is complete."""
+        """Queues an event for the callbacks, which receive it when the step is complete."""
         if self.callbacks is not None:
             self.callbacks.note(hook, subject)
 
     def stop_at(self, entry: dict[str, Any]) -> NoReturn:
-        """Saves a checkpoint of the state before the bad step, then reports what is not finite and where."""
+        """Saves a checkpoint of the state before the non-finite step, then raises an error with the location."""
         setup, state = self.setup, self.state
         setup.loader.restore(entry["position"])
         setup.optimizer.restore_scalars(entry["optimizer"])
@@ -401,7 +401,7 @@ class _Loop:
         return improved and state.step > 0
 
     def score(self, loss: float) -> bool:
-        """Takes the loss that decides the best checkpoint and early stopping; True if it is the lowest so far."""
+        """Updates best checkpoint and early stopping with a loss; returns True if it is the lowest so far."""
         state, stopping = self.state, self.setup.early_stopping
         if state.step > 0:  # counted in every run: a resume may turn early stopping on
             threshold = 0.0 if stopping is None else stopping.threshold
@@ -412,7 +412,7 @@ class _Loop:
         return improved
 
     def save(self, tags: set[str], *, wait: bool) -> None:
-        """A checkpoint of the current state; the log is on disk before it."""
+        """Saves a checkpoint of the current state after syncing the log to disk."""
         self.flush()
         self.setup.log.sync()
         if self.saved_step == self.state.step and self.state.step and not tags:
@@ -423,7 +423,7 @@ class _Loop:
             self.restart_clock()
 
     def restart_clock(self) -> None:
-        """The next step's time begins now."""
+        """Starts timing the next step now."""
         self.clock, self.stopwatch.aside = time.perf_counter(), 0.0
 
     def publish(self, tags: set[str], *, wait: bool) -> None:
@@ -443,7 +443,7 @@ class _Loop:
         self.note("on_save", state.step)
 
     def stopped(self, signal: int | None, *, by_callback: bool) -> Outcome:
-        """Saves everything, before the first step too; the run can be resumed."""
+        """Saves everything, even before the first step, so that the run can be resumed."""
         self.flush()
         self.save(set(), wait=True)
         self.setup.store.wait()
@@ -486,5 +486,5 @@ class _Loop:
 
 
 def _asks(signal: bool, callback: bool) -> int:
-    """One number, summed over processes, for both ways of asking for a stop; a signal wins."""
+    """Encodes both kinds of stop requests in one number to sum over processes; a signal has precedence."""
     return int(signal) + STOP * int(callback)

@@ -1,7 +1,7 @@
 """Measured memory in four buckets: weights, gradients, optimizer states, activations; the rest is `other`.
 
-On a GPU the caching allocator counts bytes. On a CPU nothing does, so one step runs under a dispatch mode
-that sees every storage being allocated and freed. That gives exact tensor bytes at the cost of one slower step.
+On a GPU the caching allocator counts bytes. The CPU allocator does not, so one step runs under a dispatch mode
+that observes every storage being allocated and freed. That gives exact tensor bytes at the cost of one slower step.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def standing(setup: TrainingSetup) -> dict[str, int]:
-    """Bytes that stay allocated between steps, by bucket."""
+    """Persistent bytes, which remain allocated between steps, by bucket."""
     return {
         "weights": storage_bytes([*setup.model.parameters(), *setup.model.buffers()]),
         "gradients": storage_bytes(p.grad for p in setup.parameters.values()),
@@ -81,11 +81,10 @@ def standing(setup: TrainingSetup) -> dict[str, int]:
 
 
 class StepMeter:
-    """Measures one whole step: `with StepMeter(setup) as meter:` … `meter.backward_done()` … then `meter.buckets`.
+    """Measures one step: `with StepMeter(setup) as meter:` … `meter.backward_done()` … then `meter.buckets`.
 
-    Gradients must be None when the block begins. The buckets add up to the step's true peak: activations are
-    what forward and backward had allocated at their peak besides the gradients, `other` is what the update
-    needed beyond that peak.
+    Gradients must be None when the block begins. The buckets add up to the step's peak: activations are the peak of
+    forward and backward minus the gradients, `other` is what the optimizer step needs beyond that peak.
     """
 
     def __init__(self, setup: TrainingSetup) -> None:
@@ -109,7 +108,7 @@ class StepMeter:
         return self
 
     def backward_done(self) -> None:
-        """Called between backward and update, while the gradients are there."""
+        """Called between backward and optimizer step, while the gradients are allocated."""
         gradients = storage_bytes(p.grad for p in self._job.parameters.values())
         self.buckets["gradients"] = gradients
         self.buckets["activations"] = max(0, self._peak() - gradients)
