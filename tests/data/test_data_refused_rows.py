@@ -1,4 +1,4 @@
-"""Rows and columns that are no examples: refused with their place and a remedy, or skipped where that is asked for."""
+"""Rows and columns that are not valid examples: errors with location and remedy, or skipped with `bad_rows: skip`."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def test_a_system_column_that_differs_from_the_system_message_is_refused(
 
 
 @pytest.mark.parametrize("template", [CHATML, None], ids=["template", "plain"])
-def test_a_system_column_beside_a_prompt_that_is_a_string_is_refused(
-    tmp_path: Path, template: str | None
-) -> None:
+def test_a_system_column_with_a_string_prompt_is_refused(tmp_path: Path, template: str | None) -> None:
     row = {"prompt": "What is two plus two?", "completion": " It is four.", "sys": ""}
     tokenizer, columns = chat_tokenizer(template), {"system": "sys"}
     path = write(tmp_path / "a.jsonl", [row, {**row, "sys": None}, {**row, "sys": "Be brief."}])
@@ -65,7 +63,7 @@ def test_a_system_column_beside_a_prompt_that_is_a_string_is_refused(
         opened(path, tokenizer)
 
 
-def test_tools_that_no_template_writes_are_refused(tmp_path: Path) -> None:
+def test_tools_without_a_chat_template_are_refused(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     alpaca = {"instruction": "Add.", "output": "It is four."}
     for row in ({"prompt": "q", "completion": " a"}, alpaca):
@@ -127,14 +125,14 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
-def test_bad_rows_are_named_with_their_place(tmp_path: Path, chatml: Tokenizer, case: str) -> None:
+def test_bad_rows_are_reported_with_their_location(tmp_path: Path, chatml: Tokenizer, case: str) -> None:
     row, message = BAD_ROWS[case]
     path = write(tmp_path / "a.jsonl", [{"messages": [QUESTION, ANSWER]}, row])
     with pytest.raises(DataError, match=message):
         opened(path, chatml)
 
 
-def test_other_columns_are_refused_with_what_is_known(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_unknown_columns_are_refused_with_the_known_formats(tmp_path: Path, chatml: Tokenizer) -> None:
     path = write(tmp_path / "a.jsonl", [{"better": "x", "worse": "y"}])
     with pytest.raises(
         DataError, match=r"its columns: better, worse; set text_column, or format .*sharegpt: conv"
@@ -158,7 +156,7 @@ def test_other_columns_are_refused_with_what_is_known(tmp_path: Path, chatml: To
         opened(tmp_path / "a.txt", chatml, format="alpaca")
 
 
-def test_a_second_file_of_another_form_is_refused(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_a_second_file_of_another_format_is_refused(tmp_path: Path, chatml: Tokenizer) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     write(folder / "a.jsonl", [{"messages": [QUESTION, ANSWER]}])
@@ -179,13 +177,13 @@ def test_a_second_table_without_the_columns_is_refused(tmp_path: Path, chatml: T
         open_corpus(SourceSpec(str(folder)), chatml, cache_dir=tmp_path / "cache", num_proc=1)
 
 
-def test_a_text_column_beside_columns_of_examples_is_refused() -> None:
+def test_a_text_column_with_columns_of_examples_is_refused() -> None:
     for more in ({"format": "messages"}, {"columns": {"messages": "dialog"}}):
         with pytest.raises(DataError, match="keep one of the two"):
             SourceSpec("a.jsonl", text_column="text", **more)  # type: ignore[arg-type]
 
 
-def test_templates_that_are_missing_or_refuse_are_named(tmp_path: Path) -> None:
+def test_missing_and_failing_templates_are_reported(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.jsonl", [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION, QUESTION, ANSWER]}]
     )
@@ -202,11 +200,11 @@ def test_templates_that_are_missing_or_refuse_are_named(tmp_path: Path) -> None:
         ModelError, match=r"^the chat template failed: .* \(line 1\); correct the chat template"
     ):
         opened(path, chat_tokenizer("{% for %}"))
-    assert not list((tmp_path / "cache" / "entries").iterdir())  # nothing half-made stays
+    assert not list((tmp_path / "cache" / "entries").iterdir())  # no partial entry remains
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
-def test_bad_rows_are_skipped_counted_and_said_where_that_is_asked_for(tmp_path: Path, num_proc: int) -> None:
+def test_bad_rows_are_skipped_counted_and_reported_on_request(tmp_path: Path, num_proc: int) -> None:
     good = {"messages": [QUESTION, ANSWER]}
     refused = {"messages": [QUESTION, QUESTION, ANSWER]}
     rows = [good, {"messages": 3}, refused, good, {"text": "x"}] + [good] * 3000
@@ -251,7 +249,7 @@ json_values = st.recursive(
 
 
 @given(json_values, st.sampled_from(list(PARTS)), st.booleans(), st.booleans())
-def test_whatever_a_row_is_it_is_an_example_or_an_error_with_its_place(
+def test_any_row_becomes_an_example_or_an_error_with_its_location(
     value: Any, name: str, template: bool, keep_end: bool
 ) -> None:
     refused: DataError | None = None

@@ -1,4 +1,4 @@
-"""Files that are no text, by their first bytes, and preference data: what they are and what to do."""
+"""Binary files, recognized by their first bytes, and preference data: errors with advice."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ MAKERS: dict[str, tuple[Any, str, str]] = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".json", ".anything"])
-def test_a_file_that_is_no_text_is_named(tmp_path: Path, kind: str, suffix: str) -> None:
+def test_a_binary_file_is_named(tmp_path: Path, kind: str, suffix: str) -> None:
     make, what, advice = MAKERS[kind]
     path = tmp_path / f"a{suffix}"
     make(path)
@@ -127,7 +127,9 @@ USER, ANSWER, WORSE = (
         ({"prompt": "Hi", "chosen": json.dumps([ANSWER]), "rejected": "[]"}, "columns={completion: chosen}"),
     ],
 )
-def test_preferences_are_refused_with_what_works(tmp_path: Path, row: dict[str, Any], advice: str) -> None:
+def test_preferences_are_refused_with_a_working_remedy(
+    tmp_path: Path, row: dict[str, Any], advice: str
+) -> None:
     from trimtab.data.readers import SegmentReader
     from trimtab.recipe import loads
 
@@ -148,7 +150,7 @@ def test_preferences_are_refused_with_what_works(tmp_path: Path, row: dict[str, 
     assert "No." not in words
 
 
-def test_a_text_column_beside_preferences_is_read(tmp_path: Path) -> None:
+def test_a_text_column_next_to_preferences_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Hi", "chosen": "x", "rejected": "y"}) + "\n")
     source = resolve(SourceSpec(str(tmp_path / "a.jsonl")))
     assert detect(source) is None

@@ -1,4 +1,4 @@
-"""From files to documents, and every complaint about files that are not what they should be."""
+"""From files to documents, and the errors for files that cannot be read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from trimtab.data import readers, sources
 from trimtab.data.caching import open_cached
-from trimtab.data.readers import SegmentReader, cut
+from trimtab.data.readers import SegmentReader, split_segments
 from trimtab.data.sources import SourceSpec, keep_texts, resolve
 from trimtab.data.spec import SEGMENT_CHARS
 from trimtab.data.tokenizing import TokenizerSpec
@@ -36,7 +36,7 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def test_a_folder_is_read_in_the_order_of_names_without_what_is_no_text(tmp_path: Path) -> None:
+def test_a_folder_is_read_in_the_order_of_names_without_files_that_are_not_text(tmp_path: Path) -> None:
     for name in ("b/two.md", "a.txt", "c.pdf", ".hidden.txt", ".git/config.txt", "b/one.txt"):
         write(tmp_path / name, name)
     found = resolve(SourceSpec(str(tmp_path)))
@@ -45,7 +45,7 @@ def test_a_folder_is_read_in_the_order_of_names_without_what_is_no_text(tmp_path
     assert documents(tmp_path / "**" / "*.txt") == ["a.txt", "b/one.txt"]
 
 
-def test_a_readme_beside_tables_is_not_data(tmp_path: Path) -> None:
+def test_a_readme_next_to_tables_is_not_data(tmp_path: Path) -> None:
     write(tmp_path / "README.md", "about")
     write(tmp_path / "data" / "a.jsonl", '{"text": "x"}')
     assert documents(tmp_path) == ["x"]
@@ -188,7 +188,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_bad_files_are_refused_with_the_place(case: str, tmp_path: Path, tokenizer) -> None:
+def test_bad_files_are_refused_with_the_location(case: str, tmp_path: Path, tokenizer) -> None:
     name, content, message = BAD_FILES[case]
     path = tmp_path / (name or "nowhere.txt")
     if content is not None:
@@ -220,7 +220,7 @@ def test_truncated_parquet_is_refused(tmp_path: Path) -> None:
         documents(tmp_path / "holed.parquet")
 
 
-def test_links_and_devices_are_named_as_what_they_are(tmp_path: Path) -> None:
+def test_broken_links_and_devices_are_reported(tmp_path: Path) -> None:
     link, pipe = tmp_path / "texts" / "link.txt", tmp_path / "pipe"
     link.parent.mkdir()
     link.symlink_to("absent.txt")
@@ -269,12 +269,12 @@ def test_skipped_documents_are_counted(tmp_path: Path, tokenizer) -> None:
 
 @given(st.text(alphabet="ab \n", min_size=0, max_size=400), st.integers(1, 50))
 @settings(deadline=None)
-def test_where_a_document_is_cut_depends_on_its_text_alone(text: str, step: int) -> None:
+def test_split_points_of_a_document_depend_on_its_text_alone(text: str, step: int) -> None:
     before, readers.SEGMENT_CHARS = SEGMENT_CHARS, 40
     try:
-        whole = [s.text for s in cut(iter([(1, text, True)]), 0)]
+        whole = [s.text for s in split_segments(iter([(1, text, True)]), 0)]
         parts = [(1, text[i : i + step], False) for i in range(0, len(text), step)]
-        dripped = list(cut(iter([*parts, (1, "", True)]), 0))
+        dripped = list(split_segments(iter([*parts, (1, "", True)]), 0))
     finally:
         readers.SEGMENT_CHARS = before
     assert [s.text for s in dripped] == whole
@@ -291,7 +291,7 @@ def test_documents_of_one_token_have_nothing_to_predict(tmp_path: Path, tokenize
     assert (found.documents, found.short, found.empty) == (1, 2, 1)
 
 
-def test_texts_made_by_a_program_are_a_source_too(tmp_path: Path, tokenizer) -> None:
+def test_generated_texts_are_a_source_too(tmp_path: Path, tokenizer) -> None:
     texts = ["one\ntwo", "drei ü"]
     source = keep_texts("made", iter(texts), tmp_path / "kept")
     first = open_cached(source, tokenizer, cache_dir=tmp_path / "cache")
@@ -301,7 +301,7 @@ def test_texts_made_by_a_program_are_a_source_too(tmp_path: Path, tokenizer) -> 
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["made.jsonl"]
 
 
-def test_the_same_rows_made_again_leave_the_file_to_those_who_read_it(
+def test_writing_the_same_rows_again_does_not_replace_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path,) = keep_texts("made", ["one", "two"], tmp_path).files

@@ -54,8 +54,8 @@ def follow_diverged(w: World, remedy: str) -> None:
     diverging(w, 1e-3, "further", **{section: {inner: str(w.tmp / "exported")}})
 
 
-case("trainer/loop.py:_Loop.stop_at: {}", lambda w: diverging(w, 1e30), follow_diverged)
-case("trainer/loop.py:_Loop.stop_at: {}", lambda w: diverging(w, 1e30, lora={"r": 2}), follow_diverged)
+case("trainer/loop.py:_Loop.stop_before: {}", lambda w: diverging(w, 1e30), follow_diverged)
+case("trainer/loop.py:_Loop.stop_before: {}", lambda w: diverging(w, 1e30, lora={"r": 2}), follow_diverged)
 
 
 # Commands.

@@ -194,13 +194,13 @@ for function, name, wrong, right in (
         'text\n"a ""b"" c"\n',
     ),
     (
-        "readers_csv.py:_refuse_twins: give each a different name",
+        "readers_csv.py:_refuse_duplicates: give each a different name",
         "a.csv",
         "text,text\na cat,dog\n",
         "text,more\na cat,dog\n",
     ),
     (
-        "readers_csv.py:_too_long: put texts that contain {} in double quotes",
+        "readers_csv.py:_too_many_fields: put texts that contain {} in double quotes",
         "a.csv",
         "text\na cat, a dog\n",
         'text\n"a cat, a dog"\n',

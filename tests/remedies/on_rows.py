@@ -207,7 +207,7 @@ TEXTS = [f"text {i}" for i in range(30)]
 
 def read_again(rows: Any) -> list[Any]:
     stream = RowStream(rows)
-    stream._kept.clear()  # more was read than is kept
+    stream._buffer.clear()  # more was read than is kept
     stream._size = 0
     return list(stream.values(1))
 

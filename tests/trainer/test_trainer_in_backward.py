@@ -1,4 +1,4 @@
-"""The loop with the optimizer inside the backward pass: the same run, without gradients lying about."""
+"""The loop with the optimizer inside the backward pass: the same run, without allocated gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_run_is_the_same(name: str) -> None:
     assert peak["gradients"] == 0
 
 
-def test_a_bad_loss_leaves_the_state_before_it() -> None:
+def test_a_bad_loss_preserves_the_state_before_it() -> None:
     clean, bad = (
         setup(TinyLoader(accumulation=1), False),
         setup(TinyLoader(accumulation=1, poison_step=4), True),
@@ -59,7 +59,7 @@ def test_accumulation_is_refused() -> None:
         two.model(x).sum().backward()
 
 
-def test_a_gradient_that_is_not_finite_moves_no_weight() -> None:
+def test_a_non_finite_gradient_updates_no_weight() -> None:
     one = setup(TinyLoader(accumulation=1), True)
     steps, before = one.in_backward, [p.detach().clone() for p in one.parameters.values()]
     assert isinstance(steps, InBackward)

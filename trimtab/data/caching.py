@@ -109,7 +109,7 @@ def _build(
     reader = SegmentReader(source, template=frame.chat is not None)
     found: Counter[str] = Counter()
     complaint = ""
-    told = content_hash = 0
+    reported_tokens = content_hash = 0
     for segment in tokenize(reader, frame, num_proc, rendering):
         if segment.first:
             content_hash = segment.hash
@@ -127,8 +127,8 @@ def _build(
                 for what in ("unanswered", "rewritten"):
                     if getattr(segment, what):
                         found[what] += 1
-        if writer.num_tokens - told > 1 << 17:
-            told = writer.num_tokens
+        if writer.num_tokens - reported_tokens > 1 << 17:
+            reported_tokens = writer.num_tokens
             progress(
                 Progress(
                     "tokenize",

@@ -18,7 +18,7 @@ from typing import IO
 from trimtab.facts.files import sync_folder
 
 SUFFIX = ".part"
-LEFT_AFTER_SECONDS = 60.0
+STALE_AFTER_SECONDS = 60.0
 """An unlocked draft is removed only after this long without a write: its writer may be about to lock it."""
 
 
@@ -32,7 +32,7 @@ def draft(folder: Path, name: str) -> Iterator[tuple[IO[bytes], Callable[[Path],
         ...     publish(Path("cache/rows.jsonl"))
     """
     folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder)
+    remove_stale_drafts(folder)
     part = folder / f".{name}.{os.getpid()}.{time.monotonic_ns()}{SUFFIX}"
     try:
         with open(part, "xb") as file:
@@ -49,12 +49,12 @@ def draft(folder: Path, name: str) -> Iterator[tuple[IO[bytes], Callable[[Path],
         part.unlink(missing_ok=True)
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_stale_drafts(folder: Path) -> None:
     """Removes the drafts of writers that were killed."""
     for part in folder.glob(f".*{SUFFIX}"):
         try:
             with open(part, "rb") as file:
-                if time.time() - os.fstat(file.fileno()).st_mtime < LEFT_AFTER_SECONDS:
+                if time.time() - os.fstat(file.fileno()).st_mtime < STALE_AFTER_SECONDS:
                     continue
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 part.unlink()

@@ -100,42 +100,44 @@ def _chat(found: Conversation, keep_end: bool, repaired: bool) -> Example:
     return Example(made, unanswered=unanswered, repaired=repaired or late)
 
 
-def _answered(found: Conversation, keep_end: bool, silent: Collection[int] = ()) -> tuple[Conversation, bool]:
+def _answered(
+    found: Conversation, keep_end: bool, omitted: Collection[int] = ()
+) -> tuple[Conversation, bool]:
     """Ends a conversation at its last non-empty answer; also returns whether messages were left out.
 
-    Without such an answer, nothing is trained on. Answers in `silent` count as empty.
+    Without such an answer, nothing is trained on. Answers in `omitted` count as empty.
     """
     messages = found.messages
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    said = [i for i in answers if i not in silent and _says_something(messages[i])]
-    end = (said or answers or [len(messages) - 1])[-1] + 1
+    answered = [i for i in answers if i not in omitted and _has_content(messages[i])]
+    end = (answered or answers or [len(messages) - 1])[-1] + 1
     unanswered = end < len(messages) and not keep_end
-    trained = any(i not in found.skipped for i in said)
-    skipped = [*found.skipped, *silent] if trained else answers
+    trained = any(i not in found.skipped for i in answered)
+    skipped = [*found.skipped, *omitted] if trained else answers
     return Conversation(messages[:end] if unanswered else messages, found.tools, skipped), unanswered
 
 
-def _says_something(message: Mapping[str, Any]) -> bool:
+def _has_content(message: Mapping[str, Any]) -> bool:
     """Whether a message has any content besides its role: text (even white space), a tool call, thinking."""
     return any(inner for key, inner in message.items() if key not in ("role", "name"))
 
 
 @dataclass(frozen=True)
-class WordlessCalls:
+class CallRendering:
     """How a chat template renders answers that call tools and have no text."""
 
     null_is_empty: bool
     """Whether null content must be passed as an empty string, because the template prints None or fails."""
-    unwritten: tuple[str | None, ...]
+    omitted_contents: tuple[str | None, ...]
     """The contents (null, the empty string) with which the template omits a tool call."""
 
 
-def has_wordless_calls(conversation: Conversation) -> bool:
+def has_calls_without_text(conversation: Conversation) -> bool:
     """Whether a message calls tools and has no text: its content is null or empty."""
     return any(message.get("tool_calls") and not message["content"] for message in conversation.messages)
 
 
-def with_calls(example: Example, calls: WordlessCalls, *, keep_end: bool) -> Example:
+def adapt_calls(example: Example, calls: CallRendering, *, keep_end: bool) -> Example:
     """Adapts an example to the template: null content becomes an empty string where the template needs one, and
     tool calls that the template omits count as empty answers, which are not trained on.
     """
@@ -144,14 +146,14 @@ def with_calls(example: Example, calls: WordlessCalls, *, keep_end: bool) -> Exa
     messages = found.messages
     if calls.null_is_empty:
         messages = [{**m, "content": ""} if m["content"] is None else m for m in messages]
-    silent = [i for i, m in enumerate(messages) if _calls_only(m) and m["content"] in calls.unwritten]
-    made, unanswered = _answered(Conversation(messages, found.tools, found.skipped), keep_end, silent)
+    omitted = [i for i, m in enumerate(messages) if _calls_only(m) and m["content"] in calls.omitted_contents]
+    made, unanswered = _answered(Conversation(messages, found.tools, found.skipped), keep_end, omitted)
     return replace(example, conversation=made, unanswered=example.unanswered or unanswered)
 
 
 def _calls_only(message: Mapping[str, Any]) -> bool:
-    says = {key for key, inner in message.items() if inner and key not in ("role", "name")}
-    return message["role"] == "assistant" and says == {"tool_calls"}
+    parts = {key for key, inner in message.items() if inner and key not in ("role", "name")}
+    return message["role"] == "assistant" and parts == {"tool_calls"}
 
 
 def _turns(value: Mapping[str, Any], form: Format, template: bool) -> Conversation:
@@ -164,7 +166,7 @@ def _turns(value: Mapping[str, Any], form: Format, template: bool) -> Conversati
 def _prompt_completion(
     value: Mapping[str, Any], form: Format, template: bool
 ) -> Conversation | tuple[tuple[str, bool], ...]:
-    prompt, completion = (_unwritten(form.get(value, part)) for part in ("prompt", "completion"))
+    prompt, completion = (_parse_messages(form.get(value, part)) for part in ("prompt", "completion"))
     if isinstance(completion, list) and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and isinstance(completion, str):
@@ -178,7 +180,7 @@ def _prompt_completion(
     return (_text(prompt, "prompt"), False), (_text(completion, "completion"), True)
 
 
-def _unwritten(value: Any) -> Any:
+def _parse_messages(value: Any) -> Any:
     """Parses a string with a JSON list of messages, as in CSV files; returns anything else unchanged, since a
     text may begin with a bracket too."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
@@ -282,8 +284,8 @@ def _message(message: Any, place: str) -> Message:
     role = message.get(who)
     if not isinstance(role, str) or role.lower() not in ROLES:
         known = ", ".join(ROLES)
-        said = "has no role" if role is None else f"has the role {role!r}"
-        raise RowError(f"{place} {said}", f"use one of {known}")
+        problem = "has no role" if role is None else f"has the role {role!r}"
+        raise RowError(f"{place} {problem}", f"use one of {known}")
     # Templates test whether a key exists, so empty keys are removed.
     rest = {
         key: inner for key, inner in message.items() if key not in (who, what) and inner not in (None, [])

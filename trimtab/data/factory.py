@@ -115,7 +115,7 @@ def make_loader(
     if not train:
         raise DataError("there is no source to train on", "name one under data.train")
     shape = StepShape(batch_size, accumulation, dp_rank, dp_size)
-    pairs, others = [_pair(one) for one in train], [_pair(one) for one in replay]
+    pairs, others = [_pair(corpus) for corpus in train], [_pair(corpus) for corpus in replay]
     kinds = {corpus.streaming for corpus, _ in [*pairs, *others]}
     if len(kinds) > 1:
         raise DataError("some sources are streamed and some are cached", "open all of them in the same way")
@@ -146,8 +146,8 @@ def make_loader(
     )
 
 
-def _pair(one: Weighted) -> tuple[Corpus, float]:
-    return one if isinstance(one, tuple) else (one, 1.0)
+def _pair(corpus: Weighted) -> tuple[Corpus, float]:
+    return corpus if isinstance(corpus, tuple) else (corpus, 1.0)
 
 
 def _of_kind(kind: type[Kind], pairs: Sequence[tuple[Corpus, float]]) -> list[tuple[Kind, float]]:

@@ -130,7 +130,7 @@ def remembered(
     if memory is None:
         return read(path)
     note = memory / f"{digest_of(str(path.resolve()))}.json"
-    known = _noted(note, stat)
+    known = _cached_digest(note, stat)
     if known is not None:
         return known
     began = time.time_ns()
@@ -142,7 +142,7 @@ def remembered(
     return digest
 
 
-def _noted(note: Path, stat: tuple[int, int, int, int]) -> str | None:
+def _cached_digest(note: Path, stat: tuple[int, int, int, int]) -> str | None:
     """The cached digest of an unchanged file; None if it is missing, incomplete or outdated."""
     try:
         found = read_json_object(note)

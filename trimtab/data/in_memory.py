@@ -74,7 +74,7 @@ def lines_of(rows: Any, label: str) -> Iterator[str]:
     for number, row in enumerate(iterate(rows, label), 1):
         if isinstance(row, str):
             kind = "a text"
-        elif isinstance(row, list | tuple) and all(isinstance(one, Mapping) for one in row):
+        elif isinstance(row, list | tuple) and all(isinstance(message, Mapping) for message in row):
             kind, row = "an object", {"messages": row}
         elif isinstance(row, Mapping):
             kind = "an object"
@@ -176,9 +176,9 @@ def spool_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.jsonl"
 
 
-def first_difference(one: Path, other: Path) -> int | None:
+def first_difference(first: Path, second: Path) -> int | None:
     """The number of the first row in which two files of rows differ; None if they are equal."""
-    with open(one, "rb") as left, open(other, "rb") as right:
+    with open(first, "rb") as left, open(second, "rb") as right:
         for number, (mine, theirs) in enumerate(itertools.zip_longest(left, right), 1):
             if mine != theirs:
                 return number
@@ -194,7 +194,7 @@ class Passed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _BufferedRow:
     line: str
     before: str
     """Digest of all rows before this one."""
@@ -215,18 +215,18 @@ class RowStream:
     def __init__(self, rows: Any, *, label: str = "data", key: str | None = None) -> None:
         self.label = label
         self._rows = rows
-        self._once = hasattr(rows, "__next__")
-        self._asked: dict[int, str] = {}
+        self._is_iterator = hasattr(rows, "__next__")
+        self._digests: dict[int, str] = {}
         self._count: int | None = None
         self._lock = threading.RLock()
         """Guards the state: a loader prefetches in a thread while the run reads the position."""
-        self._begin()
+        self._restart()
         self.name = key or self._head()
 
-    def _begin(self) -> None:
+    def _restart(self) -> None:
         self._lines = lines_of(self._rows, self.label)
         self._digest = hashlib.blake2b(digest_size=16)
-        self._kept: deque[_Kept] = deque()
+        self._buffer: deque[_BufferedRow] = deque()
         self._size = 0
         self._next = 1
         """The number of the row that is read next."""
@@ -264,14 +264,14 @@ class RowStream:
         if row == 1:
             return _NOTHING
         with self._lock:
-            if row not in self._asked:
+            if row not in self._digests:
                 if self._line(row - 1) is None:
                     raise DataError(
                         f"{self.label} ends before row {row}, at which the run stopped", _SAME_ROWS
                     )
-                at = row - (self._next - len(self._kept))
-                self._asked[row] = self._kept[at].before if row < self._next else self._digest.hexdigest()
-            return self._asked[row]
+                at = row - (self._next - len(self._buffer))
+                self._digests[row] = self._buffer[at].before if row < self._next else self._digest.hexdigest()
+            return self._digests[row]
 
     def check(self, row: int, digest: str) -> None:
         """Raises a DataError unless the rows before this one have this digest."""
@@ -284,25 +284,25 @@ class RowStream:
     def _line(self, row: int) -> str | None:
         """One row as JSON; None after the last."""
         with self._lock:
-            if row < self._next - len(self._kept):
-                if self._once:
+            if row < self._next - len(self._buffer):
+                if self._is_iterator:
                     raise DataError(
                         f"{self.label} is an iterator, and its row {row} cannot be read a second time",
                         "pass a list, a dataset, or a function that returns a new iterator; or lower max_steps",
                     )
-                self._begin()
+                self._restart()
             while row >= self._next and not self._ended:
-                self._pull()
-            return self._kept[row - (self._next - len(self._kept))].line if row < self._next else None
+                self._read_row()
+            return self._buffer[row - (self._next - len(self._buffer))].line if row < self._next else None
 
-    def _pull(self) -> None:
+    def _read_row(self) -> None:
         line = next(self._lines, None)
         if line is None:
             self._ended, self._count = True, self._next - 1
             return
-        self._kept.append(_Kept(line, self._digest.hexdigest()))
+        self._buffer.append(_BufferedRow(line, self._digest.hexdigest()))
         self._digest.update(line.encode() + b"\n")
         self._next += 1
         self._size += len(line)
-        while self._size > WINDOW_BYTES and len(self._kept) > HEAD_ROWS:
-            self._size -= len(self._kept.popleft().line)
+        while self._size > WINDOW_BYTES and len(self._buffer) > HEAD_ROWS:
+            self._size -= len(self._buffer.popleft().line)

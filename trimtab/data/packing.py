@@ -169,26 +169,26 @@ def pack_chunk(length_P: np.ndarray, max_seq_length: int) -> tuple[np.ndarray, n
         ([0, 3, 1, 2], [2, 2])
     """
     sequences: list[list[int]] = []
-    rooms: list[list[int]] = [[] for _ in range(max_seq_length + 1)]
-    open_rooms = 0
+    by_space: list[list[int]] = [[] for _ in range(max_seq_length + 1)]
+    open_spaces = 0
     lengths = length_P.tolist()
     for piece in np.argsort(-length_P, kind="stable").tolist():
         length = lengths[piece]
         assert 0 < length <= max_seq_length, (length, max_seq_length)
-        fitting = open_rooms >> length
+        fitting = open_spaces >> length
         if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            sequence = rooms[room].pop()
-            if not rooms[room]:
-                open_rooms ^= 1 << room
+            space = length + (fitting & -fitting).bit_length() - 1
+            sequence = by_space[space].pop()
+            if not by_space[space]:
+                open_spaces ^= 1 << space
             sequences[sequence].append(piece)
         else:
-            room, sequence = max_seq_length, len(sequences)
+            space, sequence = max_seq_length, len(sequences)
             sequences.append([piece])
-        left = room - length
-        if left:
-            if not rooms[left]:
-                open_rooms |= 1 << left
-            rooms[left].append(sequence)
+        remaining = space - length
+        if remaining:
+            if not by_space[remaining]:
+                open_spaces |= 1 << remaining
+            by_space[remaining].append(sequence)
     order_P = np.array([piece for sequence in sequences for piece in sorted(sequence)], np.int64)
     return order_P, np.array([len(sequence) for sequence in sequences], np.int64)

@@ -68,8 +68,8 @@ def highlighted(
     corpus: Corpus, tokenizer: Tokenizer, *, max_seq_length: int = 1024, number: int = 0
 ) -> dict[str, Any]:
     """A piece of a corpus as a record: `origin`, the number of `tokens` and of `trained` tokens, whether it was
-    truncated to the sequence length (`cut`), the ids of the special tokens that end trained spans (`ends`), and the text as a
-    list of (text, trained) (`runs`).
+    truncated to the sequence length (`cut`), the ids of the special tokens that end trained spans (`ends`), and the
+    text as a list of (text, trained) (`runs`).
 
     Args:
         corpus: of examples or of texts, cached or streamed.

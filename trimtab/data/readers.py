@@ -28,7 +28,11 @@ from trimtab.facts.errors import DataError
 from trimtab.text.surrogates import replace_surrogates
 
 # Where byte-level and SentencePiece tokenizers always start a new word, best first.
-_SEAMS = (re.compile(r"(?<=\S)(?= [A-Za-z])"), re.compile(r"(?<=\S\n)(?=\S)"), re.compile(r"(?<=\S)(?= \S)"))
+_SPLIT_PATTERNS = (
+    re.compile(r"(?<=\S)(?= [A-Za-z])"),
+    re.compile(r"(?<=\S\n)(?=\S)"),
+    re.compile(r"(?<=\S)(?= \S)"),
+)
 
 
 @dataclass(slots=True)
@@ -110,7 +114,7 @@ def text_column_of(file: SourceFile, spec: SourceSpec) -> str | None:
     return None if isinstance(value, str) else spec.text_column or choose_column(file, value)
 
 
-def cut(rows: Iterator[Row], file: int) -> Iterator[Segment]:
+def split_segments(rows: Iterator[Row], file: int) -> Iterator[Segment]:
     """Splits documents into segments of at most SEGMENT_CHARS, if possible where a tokenizer splits too.
 
     The split points depend on the text alone, not on how its bytes arrived.
@@ -121,7 +125,7 @@ def cut(rows: Iterator[Row], file: int) -> Iterator[Segment]:
         repaired = repaired or valid is not text
         buffer, at = carry + valid if carry else valid, 0
         while len(buffer) - at > SEGMENT_CHARS:
-            end = _seam(buffer, at)
+            end = _split_point(buffer, at)
             yield Segment(file, row, buffer[at:end], first, False, repaired)
             at, first = end, False
         carry = buffer[at:]
@@ -130,11 +134,11 @@ def cut(rows: Iterator[Row], file: int) -> Iterator[Segment]:
             carry, first, repaired = "", True, False
 
 
-def _seam(text: str, at: int) -> int:
+def _split_point(text: str, at: int) -> int:
     """The split point: the last match of the best pattern in the last eighth of the segment, else its end."""
     low, high = at + SEGMENT_CHARS * 7 // 8, at + SEGMENT_CHARS
-    for seam in _SEAMS:
-        ends = [match.start() for match in seam.finditer(text, low, high)]
+    for pattern in _SPLIT_PATTERNS:
+        ends = [match.start() for match in pattern.finditer(text, low, high)]
         if ends:
             return ends[-1]
     return high
@@ -204,7 +208,7 @@ class SegmentReader:
     def _segments(self, index: int, file: SourceFile, start: int) -> Iterator[Segment]:
         spec, form = self.source.spec, self.source.form
         if form is None or file.kind not in TABLES:
-            yield from cut(read(file, spec, start=start, meter=self._meter), index)
+            yield from split_segments(read(file, spec, start=start, meter=self._meter), index)
             return
         for row, value in read_values(
             file, start=start, meter=self._meter, columns=form.used, turns=form.needed

@@ -18,7 +18,7 @@ from trimtab.facts.names import shortened
 
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 """The supported delimiters, the default first, and their names in messages."""
-_SAMPLE = 20
+_SAMPLE_ROWS = 20
 """Rows that are read to detect the delimiter."""
 _NUMBER = re.compile(r"[-+]?\d+([.,:/-]\d+)*%?")
 _LONG_NAME = 80
@@ -41,10 +41,10 @@ def delimiter_of(file: SourceFile) -> str:
     head = next(decoded(file), "")
     samples = {delimiter: _sample(head, delimiter) for delimiter in DELIMITERS}
     usual = samples[","]
-    if len(usual) > 1 and len(usual[0]) > 1 and _is_even(usual):
+    if len(usual) > 1 and len(usual[0]) > 1 and _is_rectangular(usual):
         return ","
     others = {d: rows for d, rows in samples.items() if d != "," and len(rows) > 1 and len(rows[0]) > 1}
-    even = next((delimiter for delimiter, rows in others.items() if _is_even(rows)), None)
+    even = next((delimiter for delimiter, rows in others.items() if _is_rectangular(rows)), None)
     if even is not None:
         return even
     if file.accepted:
@@ -67,14 +67,14 @@ def _sample(head: str, delimiter: str) -> list[list[str]]:
         for fields in csv.reader(io.StringIO(head), delimiter=delimiter):
             if fields:
                 rows.append(fields)
-            if len(rows) > _SAMPLE:
+            if len(rows) > _SAMPLE_ROWS:
                 break
     except csv.Error:
         return []
-    return rows if len(rows) > _SAMPLE or head.endswith("\n") or len(rows) < 3 else rows[:-1]
+    return rows if len(rows) > _SAMPLE_ROWS or head.endswith("\n") or len(rows) < 3 else rows[:-1]
 
 
-def _is_even(rows: list[list[str]]) -> bool:
+def _is_rectangular(rows: list[list[str]]) -> bool:
     """Whether all rows have as many fields as the first; trailing empty fields, as in spreadsheets, do not count."""
     wanted = len(rows[0])
     return all(
@@ -147,11 +147,11 @@ def csv_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tu
         for row, fields in enumerate(reader):
             if row == 0:
                 wanted = len(fields)
-                _refuse_twins(file, fields)
+                _refuse_duplicates(file, fields)
                 yield row, fields
             elif row >= start and fields:
                 if 0 < wanted < len(fields) and any(field.strip() for field in fields[wanted:]):
-                    raise _too_long(file, row, line, len(fields), wanted, DELIMITERS[delimiter])
+                    raise _too_many_fields(file, row, line, len(fields), wanted, DELIMITERS[delimiter])
                 yield row, fields
             line = reader.line_num + 1
     except csv.Error as error:
@@ -161,15 +161,19 @@ def csv_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tu
         ) from error
 
 
-def _refuse_twins(file: SourceFile, header: list[str]) -> None:
-    twins = sorted({name for name in header if name and header.count(name) > 1})
-    if twins and _is_data(header):
+def _refuse_duplicates(file: SourceFile, header: list[str]) -> None:
+    duplicates = sorted({name for name in header if name and header.count(name) > 1})
+    if duplicates and _is_data(header):
         refuse_data_as_header(file, header)
-    if twins:
-        raise DataError(f"{file.label} has several columns named {twins[0]!r}", "give each a different name")
+    if duplicates:
+        raise DataError(
+            f"{file.label} has several columns named {duplicates[0]!r}", "give each a different name"
+        )
 
 
-def _too_long(file: SourceFile, row: int, line: int, found: int, wanted: int, between: str) -> DataError:
+def _too_many_fields(
+    file: SourceFile, row: int, line: int, found: int, wanted: int, between: str
+) -> DataError:
     """The error for a row with too many fields, usually a text that was split."""
     return DataError(
         f"row {row} of {file.label} (line {line}) has {found} fields, not {wanted}",

@@ -12,7 +12,7 @@ from trimtab.data.signatures import recognize
 from trimtab.data.sources import SourceFile
 from trimtab.facts.errors import DataError, MissingDependency
 
-_SAID_BY = {"content": "role", "value": "from"}
+_ROLE_KEYS = {"content": "role", "value": "from"}
 """Maps the key of a message's content, which may be null, to the key of its role."""
 
 
@@ -75,7 +75,7 @@ def _turn(message: Any) -> Any:
     made = _without_none(message)
     if isinstance(made, dict):
         made |= {
-            what: None for what, who in _SAID_BY.items() if who in made and message.get(what, "") is None
+            what: None for what, who in _ROLE_KEYS.items() if who in made and message.get(what, "") is None
         }
     return made
 

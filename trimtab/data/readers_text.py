@@ -287,12 +287,12 @@ def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
             yield value
             at, count, want = end, count + 1, BLOCK
             continue
-        parts, held = [buffer[at:]], 0
-        while held < want:
+        parts, num_read = [buffer[at:]], 0
+        while num_read < want:
             stretch = next(stream, None)
             if stretch is None:
                 ended = True
                 break
             parts.append(stretch)
-            held += len(stretch)
+            num_read += len(stretch)
         buffer, at, want = "".join(parts), 0, want * 2

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.data.examples import Example, WordlessCalls, has_wordless_calls, with_calls
+from trimtab.data.examples import CallRendering, Example, adapt_calls, has_calls_without_text
 from trimtab.data.fingerprints import digest_of
 from trimtab.data.readers import Segment
 from trimtab.data.sources import ResolvedSource
@@ -17,7 +17,7 @@ from trimtab.text.chat import ChatProcess, Conversation, Limits, Rendered, Templ
 
 TODAY = "2024-07-26"
 """The date passed to templates, so that texts do not depend on the day: the default date of Llama 3's template."""
-READING = 7
+RENDERING_VERSION = 7
 """A version that increases whenever rows become other texts or masks, so that cached tokens are rebuilt."""
 LIMITS = Limits(seconds=30.0, patience=90.0)
 """Limits for `BATCH_EXAMPLES` conversations while all cores are tokenizing."""
@@ -72,7 +72,7 @@ class Rendering:
     def digest(self) -> str:
         """Digest of everything but the rows that affects text and mask."""
         chat = self.chat.digest if self.chat else None
-        return digest_of(READING, chat, self.train_on, dict(self.variables))
+        return digest_of(RENDERING_VERSION, chat, self.train_on, dict(self.variables))
 
 
 def no_template(name: str) -> ModelError:
@@ -89,7 +89,7 @@ class Renderer:
     def __init__(self, rendering: Rendering | None) -> None:
         self.rendering = rendering
         self._process: ChatProcess | None = None
-        self._calls: WordlessCalls | None = None
+        self._calls: CallRendering | None = None
 
     def texts(self, batch: Sequence[Segment]) -> list[Text]:
         """The segments as texts for a tokenizer, in order."""
@@ -119,62 +119,64 @@ class Renderer:
         assert rendering is not None
         chat = rendering.chat
         if chat is None:
-            raise no_template(self._place(segments[0]))
+            raise no_template(self._location(segments[0]))
         if self._process is None:
             self._process = ChatProcess(chat.template, specials=chat.specials, now=TODAY, limits=LIMITS)
         texts = []
-        for segment, one in zip(segments, self._examples(segments), strict=True):
-            if isinstance(one, TemplateFailed):
-                cause = f"{self._place(segment)}: {one.cause}"
+        for segment, rendered in zip(segments, self._examples(segments), strict=True):
+            if isinstance(rendered, TemplateFailed):
+                cause = f"{self._location(segment)}: {rendered.cause}"
                 if not rendering.skip:
-                    raise DataError(cause, one.remedy)
+                    raise DataError(cause, rendered.remedy)
                 segment.complaint = cause
                 texts.append(Text(b"", False, []))
             else:
-                segment.rewritten = one.rewritten
-                texts.append(Text(one.text.encode("utf-8", "replace"), False, one.spans))
+                segment.rewritten = rendered.rewritten
+                texts.append(Text(rendered.text.encode("utf-8", "replace"), False, rendered.spans))
         return texts
 
     def _examples(self, segments: list[Segment]) -> list[Rendered | TemplateFailed]:
         """Renders the segments' conversations; tool calls that the template omits are not trained on."""
         assert self.rendering is not None
         for segment in segments:
-            segment.example = self._taken(_example(segment))
+            segment.example = self._adapted(_example(segment))
         conversations = [_conversation(_example(segment)) for segment in segments]
-        return self._ask(conversations, self.rendering.train_on)
+        return self._render(conversations, self.rendering.train_on)
 
-    def _taken(self, example: Example) -> Example:
+    def _adapted(self, example: Example) -> Example:
         assert self.rendering is not None
-        if not has_wordless_calls(_conversation(example)):
+        if not has_calls_without_text(_conversation(example)):
             return example
         if self._calls is None:
-            self._calls = self._probed()
-        return with_calls(example, self._calls, keep_end=self.rendering.train_on == "all")
+            self._calls = self._probe_template()
+        return adapt_calls(example, self._calls, keep_end=self.rendering.train_on == "all")
 
-    def _probed(self) -> WordlessCalls:
+    def _probe_template(self) -> CallRendering:
         """Finds out how the template handles tool calls without text. Ignores probes that it rejects."""
-        rendered = self._ask([_probe(content, called=called) for content, called in _PROBES], "all")
+        rendered = self._render([_probe(content, called=called) for content, called in _PROBES], "all")
         texts = dict(
             zip(_PROBES, (None if isinstance(r, TemplateFailed) else r.text for r in rendered), strict=True)
         )
         null, bare = texts[None, True], texts["", False]
-        unwritten = [
+        omitted = [
             content
             for content in (None, "")
             if texts[content, True] is not None and texts[content, True] in (texts[content, False], bare)
         ]
         refused = null is None and texts["", True] is not None
         as_word = null is not None and null == texts["None", True]
-        return WordlessCalls(refused or as_word, tuple(unwritten))
+        return CallRendering(refused or as_word, tuple(omitted))
 
-    def _ask(self, conversations: list[Conversation], train_on: TrainOn) -> list[Rendered | TemplateFailed]:
+    def _render(
+        self, conversations: list[Conversation], train_on: TrainOn
+    ) -> list[Rendered | TemplateFailed]:
         rendering, process = self.rendering, self._process
         assert rendering is not None
         assert rendering.chat is not None
         assert process is not None
         return process.examples(conversations, {**rendering.chat.variables, **rendering.variables}, train_on)
 
-    def _place(self, segment: Segment) -> str:
+    def _location(self, segment: Segment) -> str:
         assert self.rendering is not None
         return f"{self.rendering.places[segment.file]}:{segment.row}"
 

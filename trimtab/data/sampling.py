@@ -124,9 +124,9 @@ def epoch_plan(mixture: Mixture, seed: int, epoch: int) -> tuple[np.ndarray, np.
             continue
         draw_C = np.arange(epoch * count, (epoch + 1) * count)
         sequence_C = np.empty(count, np.int64)
-        for turn in range(int(draw_C[0]) // size, int(draw_C[-1]) // size + 1):
-            inside_C = draw_C // size == turn
-            order = shuffled(size, derive(seed, "order", s, turn))
+        for pass_index in range(int(draw_C[0]) // size, int(draw_C[-1]) // size + 1):
+            inside_C = draw_C // size == pass_index
+            order = shuffled(size, derive(seed, "order", s, pass_index))
             sequence_C[inside_C] = order[draw_C[inside_C] % size]
         phase = (derive(seed, "phase", s, epoch) % (1 << 20)) / (1 << 20)
         sources.append(np.full(count, s, np.int32))

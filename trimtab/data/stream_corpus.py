@@ -19,7 +19,7 @@ from trimtab.data.packing import Piece
 from trimtab.data.rendering import Rendering
 from trimtab.data.selection import is_heldout, threshold
 from trimtab.data.sources import SourceSpec, resolve
-from trimtab.data.stream_sequences import Cursor, Reading, SequenceStream, nothing_streamed
+from trimtab.data.stream_sequences import Cursor, PieceReader, SequenceStream, nothing_streamed
 from trimtab.data.tokenizer_pool import default_num_proc
 from trimtab.data.tokenizing import TokenizerLike, TokenizerSpec
 from trimtab.facts.errors import DataError
@@ -81,18 +81,18 @@ class StreamCorpus(Corpus):
 
     def piece(self, number: int, max_seq_length: int) -> tuple[Piece, bool]:
         """Returns the trained piece with this index, and whether its document continues after it."""
-        reading = Reading(dataclasses.replace(self, num_proc=1), max_seq_length, True, Cursor())
+        piece_reader = PieceReader(dataclasses.replace(self, num_proc=1), max_seq_length, True, Cursor())
         seen = 0
-        with closing(iter(reading)) as pieces:
+        with closing(iter(piece_reader)) as pieces:
             for _, piece in pieces:
                 if seen == number:
                     return piece, len(piece.ids) == max_seq_length
                 seen += 1
         if not seen:
-            raise nothing_streamed(self, reading.counts, max_seq_length)
+            raise nothing_streamed(self, piece_reader.counts, max_seq_length)
         raise IndexError(number)
 
-    def takes(self, content_hash: int) -> bool:
+    def includes(self, content_hash: int) -> bool:
         """Whether a document with this content belongs to this side."""
         if content_hash in self.excluded:
             return False

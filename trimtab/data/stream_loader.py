@@ -137,11 +137,11 @@ class StreamLoader(Loader):
         draw, share = self._draws, self._replay_share
         replay = int((draw + 1) * share) > int(draw * share)
         group = range(self._num_train, len(self._streams)) if replay else range(self._num_train)
-        open_ones = [i for i in group if replay or self._streams[i].peek() is not None]
-        index = min(open_ones, key=lambda i: ((self._counts[i] + 1) / self._sizes[i], i))
+        candidates = [i for i in group if replay or self._streams[i].peek() is not None]
+        index = min(candidates, key=lambda i: ((self._counts[i] + 1) / self._sizes[i], i))
         sequence = self._streams[index].take()
         if sequence is None:
-            self._streams[index].start_pass(self._streams[index].turn + 1)
+            self._streams[index].start_pass(self._streams[index].pass_index + 1)
             sequence = self._streams[index].take()
         assert sequence is not None
         self._draws += 1

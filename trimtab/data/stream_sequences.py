@@ -44,7 +44,7 @@ class Cursor:
 class StreamPosition:
     """The position of a source's next sequence: pass, chunk, start of the chunk (None: the pass ended), index in it."""
 
-    turn: int
+    pass_index: int
     chunk: int
     cursor: Cursor | None
     sequence: int
@@ -54,7 +54,7 @@ class StreamPosition:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for a position as JSON."""
         made: dict[str, Any] = {
-            "pass": self.turn,
+            "pass": self.pass_index,
             "chunk": self.chunk,
             "cursor": dataclasses.asdict(self.cursor) if self.cursor else None,
             "window": self.sequence,
@@ -91,7 +91,7 @@ class _Document:
     cut: int = 0
 
 
-class Reading:
+class PieceReader:
     """Yields pieces from `start` on, those of long documents as they are read; counts what is left out."""
 
     def __init__(self, corpus: StreamCorpus, max_seq_length: int, packing: bool, start: Cursor) -> None:
@@ -118,7 +118,7 @@ class Reading:
             if segment.first:
                 resumed = (segment.file, segment.row) == (start.file, start.row)
                 document = None
-                if corpus.takes(segment.hash):
+                if corpus.includes(segment.hash):
                     why = segment.unusable
                     if why is None:
                         document = _Document(segment, taken, start.skip if resumed else 0)
@@ -155,10 +155,10 @@ class Reading:
     def _pieces(self, segment: TokenSegment, document: _Document) -> Iterator[tuple[Cursor, Piece]]:
         T, packing = self.max_seq_length, self.packing
         document.buffer = np.concatenate([document.buffer, segment.ids])
-        at, held = 0, len(document.buffer)
-        while held - at >= (T + 2) or (segment.last and held > at):
+        at, num_buffered = 0, len(document.buffer)
+        while num_buffered - at >= (T + 2) or (segment.last and num_buffered > at):
             # Wait for T + 2 ids or the document's end: a full piece must not leave a remainder of one token.
-            length = T - 1 if packing and held - at == T + 1 else min(T, held - at)
+            length = T - 1 if packing and num_buffered - at == T + 1 else min(T, num_buffered - at)
             begin = document.cut
             document.cut += length
             if begin >= document.skip and not (begin and not packing):
@@ -172,30 +172,30 @@ def chunks_of(
     corpus: StreamCorpus, max_seq_length: int, packing: bool, start: Cursor, number: int, key: int
 ) -> Generator[Chunk]:
     """Yields chunks from chunk `number` on, which begins at `start`; `key` determines the order of sequences."""
-    reading = Reading(corpus, max_seq_length, packing, start)
-    reader = reading.reader
-    held: list[Piece] = []
+    piece_reader = PieceReader(corpus, max_seq_length, packing, start)
+    reader = piece_reader.reader
+    pieces: list[Piece] = []
     tokens = 0
-    for cursor, piece in reading:
-        if len(held) >= CHUNK_PIECES or tokens >= chunk_tokens(max_seq_length):
-            sequences = _sequences(held, max_seq_length, packing, key, number)
-            yield Chunk(sequences, cursor, reader.done_bytes, reading.counts)
-            held, tokens, number = [], 0, number + 1
-        held.append(piece)
+    for cursor, piece in piece_reader:
+        if len(pieces) >= CHUNK_PIECES or tokens >= chunk_tokens(max_seq_length):
+            sequences = _sequences(pieces, max_seq_length, packing, key, number)
+            yield Chunk(sequences, cursor, reader.done_bytes, piece_reader.counts)
+            pieces, tokens, number = [], 0, number + 1
+        pieces.append(piece)
         tokens += len(piece.ids)
-    sequences = _sequences(held, max_seq_length, packing, key, number)
-    yield Chunk(sequences, None, reader.total_bytes, reading.counts)
+    sequences = _sequences(pieces, max_seq_length, packing, key, number)
+    yield Chunk(sequences, None, reader.total_bytes, piece_reader.counts)
 
 
 def _sequences(
-    held: list[Piece], max_seq_length: int, packing: bool, key: int, number: int
+    pieces: list[Piece], max_seq_length: int, packing: bool, key: int, number: int
 ) -> list[list[Piece]]:
     if packing:
-        order, sizes = pack_chunk(np.array([len(piece.ids) for piece in held], np.int64), max_seq_length)
+        order, sizes = pack_chunk(np.array([len(piece.ids) for piece in pieces], np.int64), max_seq_length)
         parts = np.split(order, np.cumsum(sizes)[:-1]) if len(sizes) else []
-        sequences = [[held[piece] for piece in part.tolist()] for part in parts]
+        sequences = [[pieces[i] for i in part.tolist()] for part in parts]
     else:
-        sequences = [[piece] for piece in held]
+        sequences = [[piece] for piece in pieces]
     return [sequences[w] for w in shuffled(len(sequences), derive(key, "chunk", number)).tolist()]
 
 
@@ -221,18 +221,18 @@ class SequenceStream:
         self._seed, self._index = seed, index
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="streaming")
         self._chunks: Generator[Chunk] | None = None
-        self._ahead: Future[Chunk] | None = None
+        self._prefetched: Future[Chunk] | None = None
         self._chunk: Chunk | None = None
         self._cursor: Cursor | None = Cursor()
-        self.turn = self._number = self._sequence = self._done_bytes = 0
+        self.pass_index = self._number = self._sequence = self._done_bytes = 0
 
     def start_pass(self, number: int) -> None:
         """Moves to the beginning of a pass."""
-        self._go(number, 0, Cursor(), 0)
+        self._move_to(number, 0, Cursor(), 0)
 
     def position(self) -> StreamPosition:
         """The position of the next sequence; for rows from Python also digests of the rows before it."""
-        position = StreamPosition(self.turn, self._number, self._cursor, self._sequence)
+        position = StreamPosition(self.pass_index, self._number, self._cursor, self._sequence)
         rows = self.corpus.source.spec.rows
         if rows is None or self._cursor is None:
             return position
@@ -251,7 +251,7 @@ class SequenceStream:
         if rows is not None:
             for number, digest in position.rows or ():
                 rows.check(number, digest)
-        self._go(position.turn, position.chunk, position.cursor, position.sequence)
+        self._move_to(position.pass_index, position.chunk, position.cursor, position.sequence)
 
     @property
     def share_done(self) -> float:
@@ -274,7 +274,7 @@ class SequenceStream:
             if self._chunk.following is None and self._number == 0 and not self._chunk.sequences:
                 raise nothing_streamed(self.corpus, self._chunk.counts, self.max_seq_length)
             if self._chunk.following is None:
-                self._tell(self._chunk.counts)
+                self._report_left_out(self._chunk.counts)
             self._cursor, self._chunk = self._chunk.following, None
             self._number, self._sequence = self._number + 1, 0
         return None
@@ -289,11 +289,11 @@ class SequenceStream:
     def close(self) -> None:
         """Ends the reading thread and its processes; reports what was left out of the current pass."""
         if self._chunk is not None:
-            self._tell(self._chunk.counts)
-        self._drop_ahead()
+            self._report_left_out(self._chunk.counts)
+        self._cancel_prefetch()
         self._thread.shutdown(wait=True)
 
-    def _tell(self, counts: Counts) -> None:
+    def _report_left_out(self, counts: Counts) -> None:
         """Reports what was left out of a pass, or of the part read since the run started or resumed."""
         name, said = self.corpus.shown, []
         said += [f"{name}: {left_out(count, why)}" for why, count in counts.left_out().items()]
@@ -302,30 +302,30 @@ class SequenceStream:
         for text in said:
             self.corpus.progress(Progress("message", name, message=text))
 
-    def _go(self, turn: int, number: int, cursor: Cursor | None, sequence: int) -> None:
-        self._drop_ahead()
-        self.turn, self._number, self._cursor, self._sequence = turn, number, cursor, sequence
+    def _move_to(self, pass_index: int, number: int, cursor: Cursor | None, sequence: int) -> None:
+        self._cancel_prefetch()
+        self.pass_index, self._number, self._cursor, self._sequence = pass_index, number, cursor, sequence
         self._chunk = None
         self._done_bytes = 0
 
     def _next_chunk(self) -> Chunk:
-        if self._ahead is None:
+        if self._prefetched is None:
             assert self._cursor is not None
-            key = derive(self._seed, "stream", self._index, self.turn)
+            key = derive(self._seed, "stream", self._index, self.pass_index)
             self._chunks = chunks_of(
                 self.corpus, self.max_seq_length, self.packing, self._cursor, self._number, key
             )
-            self._ahead = self._thread.submit(self._chunks.__next__)
-        chunk = self._ahead.result()
-        self._ahead = None
+            self._prefetched = self._thread.submit(self._chunks.__next__)
+        chunk = self._prefetched.result()
+        self._prefetched = None
         if chunk.following is not None:
             assert self._chunks is not None
-            self._ahead = self._thread.submit(self._chunks.__next__)
+            self._prefetched = self._thread.submit(self._chunks.__next__)
         return chunk
 
-    def _drop_ahead(self) -> None:
-        if self._ahead is not None:
-            wait([self._ahead])
+    def _cancel_prefetch(self) -> None:
+        if self._prefetched is not None:
+            wait([self._prefetched])
         if self._chunks is not None:
             self._chunks.close()
-        self._chunks = self._ahead = None
+        self._chunks = self._prefetched = None

@@ -85,14 +85,16 @@ def check_callbacks(callbacks: Sequence[Any] | None) -> Sequence[Any]:
     remedy = f"give a list of objects with methods such as on_log (see trimtab.Callback): {', '.join(HOOKS)}"
     if not isinstance(callbacks, list | tuple):
         raise RecipeError(f"callbacks is {with_article(type(callbacks).__name__)}, not a list", remedy)
-    for index, one in enumerate(callbacks):
-        if isinstance(one, type):
-            raise RecipeError(f"callbacks[{index}] is the class {one.__name__}", f"give {one.__name__}()")
-        _refuse_misspelt(one, index)
-        _refuse_uncallable(one, index)
-        if not any(callable(getattr(one, hook, None)) for hook in HOOKS):
+    for index, callback in enumerate(callbacks):
+        if isinstance(callback, type):
             raise RecipeError(
-                f"callbacks[{index}] is {with_article(type(one).__name__)} without such methods", remedy
+                f"callbacks[{index}] is the class {callback.__name__}", f"give {callback.__name__}()"
+            )
+        _refuse_misspelt(callback, index)
+        _refuse_uncallable(callback, index)
+        if not any(callable(getattr(callback, hook, None)) for hook in HOOKS):
+            raise RecipeError(
+                f"callbacks[{index}] is {with_article(type(callback).__name__)} without such methods", remedy
             )
     return callbacks
 
@@ -146,12 +148,12 @@ class Callbacks:
         return self.control.reason is not None
 
     @property
-    def watches_saves(self) -> bool:
+    def handles_saves(self) -> bool:
         """Whether a callback overrides `on_save`, so that the loop must wait for checkpoints."""
         return any(
-            callable(hook := getattr(one, "on_save", None))
+            callable(hook := getattr(callback, "on_save", None))
             and getattr(hook, "__func__", None) is not Callback.on_save
-            for one in self._callbacks
+            for callback in self._callbacks
         )
 
     @property
@@ -159,9 +161,9 @@ class Callbacks:
         """Whether the queued events include a checkpoint."""
         return any(hook == "on_save" for hook, _ in self._events)
 
-    def note(self, hook: str, subject: Any) -> None:
+    def queue(self, hook: str, subject: Any) -> None:
         """Queues an event until the step is complete."""
-        if hook != "on_save" or self.watches_saves:
+        if hook != "on_save" or self.handles_saves:
             self._events.append((hook, subject))
 
     def begin(self, step: int) -> None:
@@ -172,10 +174,10 @@ class Callbacks:
     def step_done(self, step: int) -> None:
         """Calls the callbacks for a step and for every event in it."""
         self.control.step = step
-        self.tell()
+        self.deliver()
         self._call("on_step_end")
 
-    def tell(self) -> None:
+    def deliver(self) -> None:
         """Calls the callbacks for the queued events."""
         events, self._events = self._events, []
         for hook, subject in events:
@@ -183,11 +185,11 @@ class Callbacks:
 
     def end(self) -> None:
         """Calls the callbacks at the end of training."""
-        self.tell()
+        self.deliver()
         self._call("on_train_end")
 
     def _call(self, hook: str, *subject: Any) -> None:
-        for one in self._callbacks:
-            method = getattr(one, hook, None)
+        for callback in self._callbacks:
+            method = getattr(callback, hook, None)
             if callable(method):
                 method(*subject, self.control)

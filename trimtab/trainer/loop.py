@@ -18,7 +18,7 @@ from trimtab.facts.phases import RunPhase
 from trimtab.trainer.early_stopping import is_better
 from trimtab.trainer.guards import FiniteGuard, explain, remedy
 from trimtab.trainer.measured import Stopwatch
-from trimtab.trainer.memory import StepMeter, process_bytes, standing, whole_process
+from trimtab.trainer.memory import StepMeter, persistent_bytes, process_bytes, process_memory
 from trimtab.trainer.scaling import LossScaler
 from trimtab.trainer.setup import Outcome, TrainingSetup, TrainState
 from trimtab.trainer.signals import StopSignals
@@ -27,7 +27,7 @@ from trimtab.trainer.step import forward_backward
 MEASURED_STEP = 1
 """Index of the step in a session whose memory is measured: step 0 also allocates one-time buffers."""
 
-STOP = 1 << 20
+CALLBACK_STOP = 1 << 20
 """Encodes a callback's stop request in a sum over processes; larger than any number of processes."""
 
 
@@ -48,9 +48,9 @@ class _Loop:
         self.pending: list[dict[str, Any]] = []
         self.clock = time.perf_counter()
         self.stopwatch = Stopwatch(state.step)
-        self.told_measured = False
+        self.reported_measurements = False
         self.saved_step = state.step
-        self.steps_here = 0
+        self.session_steps = 0
         self.observers = list(setup.observers)
         self.callbacks = setup.callbacks if setup.mesh.is_main else None
         self.position = setup.loader.position()
@@ -60,15 +60,15 @@ class _Loop:
 
     def run(self) -> Outcome:
         setup, state, cadence = self.setup, self.state, self.setup.cadence
-        self.memory_record("before", standing(setup))
-        with StopSignals() as signals, self.rescued():
+        self.memory_record("before", persistent_bytes(setup))
+        with StopSignals() as signals, self.saving_on_error():
             if self.callbacks is not None:
                 self.callbacks.begin(state.step)
             if self.stops_before_training():
                 return self.stopped(signals.received, by_callback=True)
             self.begin()
             if self.callbacks is not None:
-                self.callbacks.tell()
+                self.callbacks.deliver()
             self.clock = time.perf_counter()
             if self.stops_early():
                 return self.stopped_early(set())
@@ -76,7 +76,7 @@ class _Loop:
                 return self.stopped(signals.received, by_callback=True)
             while state.step < cadence.total_steps:
                 self.step()
-                if self.steps_here == 1:
+                if self.session_steps == 1:
                     self.first_step_done()
                 if cadence.due(cadence.logging_steps, state.step):
                     self.flush()
@@ -90,12 +90,14 @@ class _Loop:
                     self.save(tags, wait=last)
                 if setup.after_step:
                     setup.after_step(state.step)
-                self.tell_callbacks()
-                asked = (
-                    0 if last else setup.mesh.sum_int(_asks(signals.received is not None, self.stop_asked))
+                self.run_callbacks()
+                requests = (
+                    0
+                    if last
+                    else setup.mesh.sum_int(_stop_requests(signals.received is not None, self.stop_requested))
                 )
-                if asked:
-                    return self.stopped(signals.received, by_callback=asked % STOP == 0)
+                if requests:
+                    return self.stopped(signals.received, by_callback=requests % CALLBACK_STOP == 0)
         return self.finished()
 
     def finished(self, reason: str | None = None) -> Outcome:
@@ -103,8 +105,8 @@ class _Loop:
         setup = self.setup
         with setup.during(RunPhase.CHECKPOINT):
             setup.store.wait()
-        self.tell_measured()
-        self.memory_record("after", standing(setup))
+        self.report_measurements()
+        self.memory_record("after", persistent_bytes(setup))
         self.compile_record(None)
         setup.log.sync()
         if self.callbacks is not None:
@@ -128,7 +130,7 @@ class _Loop:
                 f"stopped early at step {state.step}: {reason}; to continue training, "
                 "raise early_stopping_patience"
             )
-            self.tell({"kind": "event", "step": state.step, "message": message})
+            self.report({"kind": "event", "step": state.step, "message": message})
             return Outcome("finished", state, reason=reason)
         with setup.during(RunPhase.EVALUATION):
             for record in setup.evaluate_end(state.step) if setup.evaluate_end else []:
@@ -138,23 +140,23 @@ class _Loop:
         state.ended = state.step
         setup.log.sync()
         self.publish(tags, wait=True)
-        if setup.after_step and self.steps_here:
+        if setup.after_step and self.session_steps:
             setup.after_step(state.step)
-        if self.steps_here:
-            self.tell_callbacks()
+        if self.session_steps:
+            self.run_callbacks()
         return self.finished(reason)
 
     @property
-    def stop_asked(self) -> bool:
+    def stop_requested(self) -> bool:
         return self.callbacks is not None and self.callbacks.stopping
 
     def stops_before_training(self) -> bool:
         """Whether a callback stopped the run before its first step; all processes of a mesh agree."""
         if self.state.step >= self.setup.cadence.total_steps:
             return False
-        return bool(self.setup.mesh.sum_int(int(self.stop_asked)))
+        return bool(self.setup.mesh.sum_int(int(self.stop_requested)))
 
-    def tell_callbacks(self) -> None:
+    def run_callbacks(self) -> None:
         """Calls the user's callbacks, which may stop the run or raise; the step itself is complete."""
         if self.callbacks is None:
             return
@@ -174,7 +176,7 @@ class _Loop:
             self.publish({"best"} if self.evaluate() else set(), wait=True)
 
     @contextmanager
-    def rescued(self) -> Iterator[None]:
+    def saving_on_error(self) -> Iterator[None]:
         """Saves the training state before an error propagates out of the loop."""
         try:
             yield
@@ -186,7 +188,7 @@ class _Loop:
             with suppress(TrimtabError, OSError):
                 if unsaved:
                     self.flush()
-                self.tell_measured()
+                self.report_measurements()
             if unsaved:
                 self.publish(set(), wait=True)
             raise
@@ -206,7 +208,7 @@ class _Loop:
         lr = setup.learning_rate(state.step)
         # On a CPU the meter sees individual operations; a compiled graph does not show any.
         visible = setup.compiled is None or setup.device.type == "cuda"
-        measured = visible and self.steps_here == MEASURED_STEP
+        measured = visible and self.session_steps == MEASURED_STEP
         with StepMeter(setup) if measured else nullcontext() as meter:
             self.updating = setup.in_backward is not None
             with setup.during(RunPhase.FORWARD):
@@ -227,7 +229,7 @@ class _Loop:
         state.tokens += num_targets
         self.updating = False
         position, self.position = self.position, setup.loader.position()
-        self.steps_here += 1
+        self.session_steps += 1
         self.pending.append(
             {
                 "step": state.step,
@@ -278,9 +280,9 @@ class _Loop:
             inverse = 1.0 / self.scaler.scale
             norm = norm * inverse
             overflowed = bool(torch.isfinite(loss)) and not bool(torch.isfinite(norm))
-            given_up = overflowed and self.scaler.exhausted
+            exhausted = overflowed and self.scaler.exhausted
             self.scaler.update(overflowed)
-            if overflowed and not given_up:
+            if overflowed and not exhausted:
                 # Expected in fp16 now and then: this step is skipped, and the next one uses a lower scale.
                 self.clear_gradients()
                 return norm
@@ -309,7 +311,7 @@ class _Loop:
         for number, (loss, norm) in enumerate(rows, 1):
             entry = self.pending[0]
             if bad is not None and entry["step"] - 1 >= bad:
-                self.stop_at(entry)
+                self.stop_before(entry)
             record = {
                 "kind": "train",
                 "step": entry["step"],
@@ -323,32 +325,32 @@ class _Loop:
             }
             self.write(record)
             del self.pending[0]  # between log and observers: no record is lost or written twice
-            self.tell(record)
-            self.note("on_log", record)
-        if self.stopwatch.warm and not self.told_measured:
-            self.tell_measured()
+            self.report(record)
+            self.queue_event("on_log", record)
+        if self.stopwatch.warm and not self.reported_measurements:
+            self.report_measurements()
 
     def one_time_work(self) -> tuple[int, int]:
         """(CUDA graphs captured, graphs compiled) so far."""
         compiled = self.setup.compiled
         return self.setup.microstep.captures, 0 if compiled is None else compiled.compilations()[0]
 
-    def tell_measured(self) -> None:
+    def report_measurements(self) -> None:
         """Passes on the measurements of this session; does nothing before its first step."""
         setup = self.setup
         trained = self.state.step > self.stopwatch.first_step  # a non-finite step does not count
         if setup.on_measured is None or not setup.mesh.is_main or not trained:
             return
-        self.told_measured, began = True, time.perf_counter()
-        setup.on_measured(self.stopwatch.measured(self.state.step, **whole_process(setup.device)))
+        self.reported_measurements, began = True, time.perf_counter()
+        setup.on_measured(self.stopwatch.measured(self.state.step, **process_memory(setup.device)))
         self.clock += time.perf_counter() - began
 
-    def note(self, hook: str, subject: Any) -> None:
+    def queue_event(self, hook: str, subject: Any) -> None:
         """Queues an event for the callbacks, which receive it when the step is complete."""
         if self.callbacks is not None:
-            self.callbacks.note(hook, subject)
+            self.callbacks.queue(hook, subject)
 
-    def stop_at(self, entry: dict[str, Any]) -> NoReturn:
+    def stop_before(self, entry: dict[str, Any]) -> NoReturn:
         """Saves a checkpoint of the state before the non-finite step, then raises an error with the location."""
         setup, state = self.setup, self.state
         setup.loader.restore(entry["position"])
@@ -386,14 +388,14 @@ class _Loop:
         records, began = [], time.perf_counter()
         with setup.during(RunPhase.EVALUATION):
             for record in setup.evaluate(state.step):
-                self.tell(record)
+                self.report(record)
                 records.append(record)
         self.stopwatch.evaluated(time.perf_counter() - began)
         improved = False
         for record in records:  # all or nothing: a failed evaluation is repeated when the run resumes
             self.write(record)
             if record["kind"] == "eval":
-                self.note("on_eval", record)
+                self.queue_event("on_eval", record)
             if record["kind"] == "eval" and record["name"] == setup.best_of:
                 improved = self.score(record["loss"])
         state.measured = state.step
@@ -424,7 +426,7 @@ class _Loop:
 
     def restart_clock(self) -> None:
         """Starts timing the next step now."""
-        self.clock, self.stopwatch.aside = time.perf_counter(), 0.0
+        self.clock, self.stopwatch.excluded = time.perf_counter(), 0.0
 
     def publish(self, tags: set[str], *, wait: bool) -> None:
         """Passes the state after the last complete step to the store."""
@@ -438,16 +440,16 @@ class _Loop:
         began = time.perf_counter()
         with setup.during(RunPhase.CHECKPOINT):
             setup.store.save(state.step, setup.tensors(), scalars, tags=tags, wait=wait)
-        self.stopwatch.saved(time.perf_counter() - began, whole=wait)
+        self.stopwatch.saved(time.perf_counter() - began, written=wait)
         self.saved_step = state.step
-        self.note("on_save", state.step)
+        self.queue_event("on_save", state.step)
 
     def stopped(self, signal: int | None, *, by_callback: bool) -> Outcome:
         """Saves everything, even before the first step, so that the run can be resumed."""
         self.flush()
         self.save(set(), wait=True)
         self.setup.store.wait()
-        self.tell_measured()
+        self.report_measurements()
         reason = None
         if by_callback and self.callbacks is not None:
             reason = self.callbacks.control.reason or None
@@ -468,23 +470,23 @@ class _Loop:
 
     def emit(self, record: dict[str, Any]) -> None:
         self.write(record)
-        self.tell(record)
+        self.report(record)
 
     def write(self, record: dict[str, Any]) -> None:
         if self.setup.mesh.is_main:
             self.setup.log.append(record)
 
-    def tell(self, record: dict[str, Any]) -> None:
+    def report(self, record: dict[str, Any]) -> None:
         """Passes a record to the observers; an observer that fails is not called again."""
         for observer in list(self.observers) if self.setup.mesh.is_main else []:
             try:
                 observer.record(record)
             except OSError as error:  # a closed terminal, a full disk behind TensorBoard: training continues
                 self.observers.remove(observer)
-                for other in self.observers:
-                    other.message(f"{type(observer).__name__} failed and gets no more records: {error}")
+                for remaining in self.observers:
+                    remaining.message(f"{type(observer).__name__} failed and gets no more records: {error}")
 
 
-def _asks(signal: bool, callback: bool) -> int:
+def _stop_requests(signal: bool, callback: bool) -> int:
     """Encodes both kinds of stop requests in one number to sum over processes; a signal has precedence."""
-    return int(signal) + STOP * int(callback)
+    return int(signal) + CALLBACK_STOP * int(callback)

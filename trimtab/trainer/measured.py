@@ -14,7 +14,7 @@ from typing import Any
 
 WARM_STEPS = 2
 """Steps at the beginning of a session that are not representative: one-time work, and the memory measurement."""
-_KEPT = 10_000
+_MAX_SAMPLES = 10_000
 """The number of latest intervals and durations that are stored."""
 
 
@@ -39,10 +39,15 @@ class Spread:
         count = sum(times for _, times in ordered)
         if not count:
             return None
-        return cls(_at(ordered, count, 0.5), _at(ordered, count, 0.1), _at(ordered, count, 0.9), count)
+        return cls(
+            _quantile(ordered, count, 0.5),
+            _quantile(ordered, count, 0.1),
+            _quantile(ordered, count, 0.9),
+            count,
+        )
 
 
-def _at(ordered: list[tuple[float, int]], count: int, share: float) -> float:
+def _quantile(ordered: list[tuple[float, int]], count: int, share: float) -> float:
     """The weighted quantile at `share`."""
     passed = 0
     for seconds, times in ordered:
@@ -94,13 +99,13 @@ class Stopwatch:
 
     first_step: int
     buckets: dict[str, int] | None = None
-    aside: float = 0.0
+    excluded: float = 0.0
     """Seconds in the current interval that belong to no step."""
-    _clean: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _others: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _evaluations: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _checkpoints: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _stalls: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _clean: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    _others: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    _evaluations: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    _checkpoints: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    _stalls: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
     _steps: int = 0
     _one_time: tuple[int, int] = (0, 0)
 
@@ -108,19 +113,19 @@ class Stopwatch:
         """Records the steps between two device reads; `one_time`: graph captures and compilations so far."""
         begun, self._steps = self._steps, self._steps + steps
         changed, self._one_time = one_time != self._one_time, one_time
-        per_step = (max(0.0, seconds - self.aside) / steps, steps)
-        self.aside = 0.0
+        per_step = (max(0.0, seconds - self.excluded) / steps, steps)
+        self.excluded = 0.0
         (self._others if begun < WARM_STEPS or changed else self._clean).append(per_step)
 
     def evaluated(self, seconds: float) -> None:
         """Records an evaluation."""
         self._evaluations.append((seconds, 1))
 
-    def saved(self, seconds: float, *, whole: bool) -> None:
-        """Records a save; `whole`: its seconds include the write to disk."""
+    def saved(self, seconds: float, *, written: bool) -> None:
+        """Records a save; `written`: its seconds include the write to disk."""
         self._stalls.append((seconds, 1))
-        self.aside += seconds
-        if whole:
+        self.excluded += seconds
+        if written:
             self._checkpoints.append((seconds, 1))
 
     @property
