@@ -149,7 +149,9 @@ def test_unknown_columns_are_refused_with_the_known_formats(tmp_path: Path, chat
         match=r"columns of .* maps answers, which no single format has; map parts of one format: messages: mess",
     ):
         opened(path, chatml, columns={"answers": "better"})
-    with pytest.raises(DataError, match=r"format: 'chatml' is not known .*; use one of auto, text, messages"):
+    with pytest.raises(
+        DataError, match=r"format: 'chatml' is not supported .*; use one of auto, text, messages"
+    ):
         SourceSpec(str(path), format="chatml")  # type: ignore[arg-type]
     (tmp_path / "a.txt").write_text("hello")
     with pytest.raises(DataError, match=r"is plain text, and format: alpaca needs rows with columns"):

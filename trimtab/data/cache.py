@@ -77,17 +77,17 @@ class EntryMeta:
         }
 
     @staticmethod
-    def from_dict(kept: Mapping[str, Any]) -> EntryMeta:
+    def from_dict(saved: Mapping[str, Any]) -> EntryMeta:
         """The inverse of `to_dict`; raises DamagedEntry for another version."""
-        if kept["version"] != VERSION:
+        if saved["version"] != VERSION:
             raise DamagedEntry("meta.json has another version")
         return EntryMeta(
-            kept["dtype"],
-            kept["num_tokens"],
-            kept["num_documents"],
-            kept.get("max_id", 0),
-            kept["checksums"],
-            Counts(**kept["skipped"]),
+            saved["dtype"],
+            saved["num_tokens"],
+            saved["num_documents"],
+            saved.get("max_id", 0),
+            saved["checksums"],
+            Counts(**saved["skipped"]),
         )
 
 

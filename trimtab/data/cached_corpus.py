@@ -53,7 +53,7 @@ class CachedCorpus(Corpus):
         return self.entry.tokens[start : start + int(self.lengths_N[document])]
 
     def trained(self, document: int) -> np.ndarray | None:
-        """uint8 [length], 1 where a token of one document is trained on; None where all are."""
+        """uint8 [length]: 1 for the trained tokens of one document; None if all tokens are trained on."""
         if self.entry.trained is None:
             return None
         start = int(self.starts_N[document])
@@ -99,7 +99,7 @@ class CachedCorpus(Corpus):
         return self._view(~mask_N, f"train {what}"), self._view(mask_N, f"heldout {what}")
 
     def without(self, other: CachedCorpus) -> Self:
-        """This corpus without the documents that are also in `other` (an evaluation set, say)."""
+        """This corpus without the documents that are also in `other` (such as an evaluation set)."""
         mask_N = ~np.isin(self.records_N["hash"], other.records_N["hash"])
         if mask_N.all():
             return self
@@ -183,11 +183,11 @@ class PackedCorpus:
     def sequence(self, index: int) -> list[Piece]:
         """The pieces of one sequence."""
         pieces, tokens, trained = self.packing.pieces, self.corpus.entry.tokens, self.corpus.entry.trained
-        found = []
+        sequence = []
         for piece in self.packing.sequence(index).tolist():
             document = int(pieces.document_P[piece])
             start = int(self.corpus.starts_N[document]) + int(pieces.start_P[piece])
             end = start + int(pieces.length_P[piece])
             mask = None if trained is None else trained[start:end]
-            found.append(Piece(tokens[start:end], self.corpus.origin(document), mask))
-        return found
+            sequence.append(Piece(tokens[start:end], self.corpus.origin(document), mask))
+        return sequence

@@ -35,8 +35,8 @@ def detect(source: ResolvedSource) -> Format | None:
             )
         _refuse_columns(spec)
         return None
-    found = _by_first_row(spec, tables)
-    if found is None:
+    form = _by_first_row(spec, tables)
+    if form is None:
         _refuse_columns(spec)
         return None
     others = [file.name for file in source.files if file.kind not in TABLES]
@@ -45,7 +45,7 @@ def detect(source: ResolvedSource) -> Format | None:
             f"{spec.shown} contains both examples ({tables[0].name}) and plain text ({others[0]})",
             "list them as two separate sources",
         )
-    return found
+    return form
 
 
 def _refuse_columns(spec: SourceSpec) -> None:
@@ -80,9 +80,9 @@ def _by_first_row(spec: SourceSpec, tables: list[SourceFile]) -> Format | None:
             f"write objects with {', '.join(PARTS[spec.format][0])}, or remove format",
         )
     for name in wanted:
-        made = Format(name, spec.columns)
-        if all(_fits(part, made.get(row, part), made, row) for part in PARTS[name][0]):
-            return made
+        candidate = Format(name, spec.columns)
+        if all(_fits(part, candidate.get(row, part), candidate, row) for part in PARTS[name][0]):
+            return candidate
     if spec.format == "auto" and not spec.columns:
         texts = [name for name in TEXT_COLUMNS if isinstance(row.get(name), str)]
         if {"chosen", "rejected"} <= set(row) and not texts and not file.accepted:
@@ -102,8 +102,8 @@ def _preferences(file: SourceFile, row: Mapping[str, Any]) -> DataError:
         with suppress(ValueError, RecursionError):
             chosen = json.loads(chosen)
     first = chosen[0] if isinstance(chosen, list) and chosen and isinstance(chosen[0], dict) else {}
-    whole = first.get("role", first.get("from")) not in (None, "assistant", "gpt")
-    if "prompt" in row and not whole:
+    has_prompt = first.get("role", first.get("from")) not in (None, "assistant", "gpt")
+    if "prompt" in row and not has_prompt:
         key, value = "columns", "{completion: chosen}"
     elif isinstance(chosen, list):
         key, value = "columns", "{messages: chosen}"
@@ -117,9 +117,9 @@ def _preferences(file: SourceFile, row: Mapping[str, Any]) -> DataError:
     )
 
 
-def _fits(part: str, value: Any, made: Format, row: Mapping[str, Any]) -> bool:
-    if made.columns.get(part, part) not in row:
+def _fits(part: str, value: Any, form: Format, row: Mapping[str, Any]) -> bool:
+    if form.columns.get(part, part) not in row:
         return False
     if part in TURNS and isinstance(value, str):
-        return value.lstrip().startswith("[") or part in made.columns
+        return value.lstrip().startswith("[") or part in form.columns
     return True

@@ -60,11 +60,11 @@ class RowError(Exception):
         self.cause, self.remedy = cause, remedy
 
 
-def example_of(place: str, value: Any, form: Format, *, template: bool, keep_end: bool) -> Example | None:
+def example_of(location: str, value: Any, form: Format, *, template: bool, keep_end: bool) -> Example | None:
     """Converts a row to an example; None if the row has no content at all.
 
     Args:
-        place: `file:row`, for messages.
+        location: `file:row`, for messages.
         value: the row.
         form: the format of the row.
         template: whether there is a chat template; without one, Alpaca rows become plain text.
@@ -85,36 +85,36 @@ def example_of(place: str, value: Any, form: Format, *, template: bool, keep_end
                 f"all rows of a source must have one format, here {form.name}; list other rows as a separate source",
             )
         cleaned, repaired = _clean(value)
-        found = _READERS[form.name](cleaned, form, template)
+        parsed = _READERS[form.name](cleaned, form, template)
     except RowError as error:
-        raise DataError(f"{place}: {error.cause}", error.remedy) from None
-    if isinstance(found, tuple):
-        return Example(None, found, repaired=repaired) if any(text for text, _ in found) else None
-    return _chat(found, keep_end, repaired) if found.messages else None
+        raise DataError(f"{location}: {error.cause}", error.remedy) from None
+    if isinstance(parsed, tuple):
+        return Example(None, parsed, repaired=repaired) if any(text for text, _ in parsed) else None
+    return _chat(parsed, keep_end, repaired) if parsed.messages else None
 
 
-def _chat(found: Conversation, keep_end: bool, repaired: bool) -> Example:
+def _chat(conversation: Conversation, keep_end: bool, repaired: bool) -> Example:
     # Once more, for lists that were JSON in a string: their escapes are decoded only now.
-    (messages, tools), late = _clean([found.messages, found.tools])
-    made, unanswered = _answered(Conversation(messages, tools, found.skipped), keep_end)
-    return Example(made, unanswered=unanswered, repaired=repaired or late)
+    (messages, tools), late = _clean([conversation.messages, conversation.tools])
+    trimmed, unanswered = _answered(Conversation(messages, tools, conversation.skipped), keep_end)
+    return Example(trimmed, unanswered=unanswered, repaired=repaired or late)
 
 
 def _answered(
-    found: Conversation, keep_end: bool, omitted: Collection[int] = ()
+    conversation: Conversation, keep_end: bool, omitted: Collection[int] = ()
 ) -> tuple[Conversation, bool]:
     """Ends a conversation at its last non-empty answer; also returns whether messages were left out.
 
     Without such an answer, nothing is trained on. Answers in `omitted` count as empty.
     """
-    messages = found.messages
+    messages = conversation.messages
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     answered = [i for i in answers if i not in omitted and _has_content(messages[i])]
     end = (answered or answers or [len(messages) - 1])[-1] + 1
     unanswered = end < len(messages) and not keep_end
-    trained = any(i not in found.skipped for i in answered)
-    skipped = [*found.skipped, *omitted] if trained else answers
-    return Conversation(messages[:end] if unanswered else messages, found.tools, skipped), unanswered
+    trained = any(i not in conversation.skipped for i in answered)
+    skipped = [*conversation.skipped, *omitted] if trained else answers
+    return Conversation(messages[:end] if unanswered else messages, conversation.tools, skipped), unanswered
 
 
 def _has_content(message: Mapping[str, Any]) -> bool:
@@ -141,13 +141,15 @@ def adapt_calls(example: Example, calls: CallRendering, *, keep_end: bool) -> Ex
     """Adapts an example to the template: null content becomes an empty string where the template needs one, and
     tool calls that the template omits count as empty answers, which are not trained on.
     """
-    found = example.conversation
-    assert found is not None
-    messages = found.messages
+    conversation = example.conversation
+    assert conversation is not None
+    messages = conversation.messages
     if calls.null_is_empty:
         messages = [{**m, "content": ""} if m["content"] is None else m for m in messages]
     omitted = [i for i, m in enumerate(messages) if _calls_only(m) and m["content"] in calls.omitted_contents]
-    made, unanswered = _answered(Conversation(messages, found.tools, found.skipped), keep_end, omitted)
+    made, unanswered = _answered(
+        Conversation(messages, conversation.tools, conversation.skipped), keep_end, omitted
+    )
     return replace(example, conversation=made, unanswered=example.unanswered or unanswered)
 
 
@@ -186,20 +188,20 @@ def _parse_messages(value: Any) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    named = isinstance(found, list) and all(
-        isinstance(one, dict) and ("role" in one or "from" in one) for one in found
+    is_messages = isinstance(parsed, list) and all(
+        isinstance(message, dict) and ("role" in message or "from" in message) for message in parsed
     )
-    return found if named and found else value
+    return parsed if is_messages and parsed else value
 
 
 def _refuse(value: Mapping[str, Any], form: Format, *parts: str) -> None:
     """Raises for a system prompt or tools in plain texts, which are not rendered by a template."""
     for part in parts:
-        found = form.get(value, part)
-        if found and (not isinstance(found, str) or found.strip() not in ("", "[]")):
+        content = form.get(value, part)
+        if content and (not isinstance(content, str) or content.strip() not in ("", "[]")):
             column = form.columns.get(part, part)
             what = "system prompt" if part == "system" else "list of tools"
             raise RowError(
@@ -228,8 +230,8 @@ def _alpaca(
     _refuse(value, form, "tools")
     system = _text(form.get(value, "system"), "system")
     opening = f"{system}\n\n" if system else ""
-    given = f"### Input:\n{more}\n\n" if more else ""
-    return (f"{opening}### Instruction:\n{question}\n\n{given}### Response:\n", False), (answer, True)
+    input_section = f"### Input:\n{more}\n\n" if more else ""
+    return (f"{opening}### Instruction:\n{question}\n\n{input_section}### Response:\n", False), (answer, True)
 
 
 _READERS: dict[str, Any] = {
@@ -275,41 +277,41 @@ def _messages(value: Any, column: str) -> list[Message]:
     return [_message(message, f"{column}[{i}]") for i, message in enumerate(value)]
 
 
-def _message(message: Any, place: str) -> Message:
+def _message(message: Any, location: str) -> Message:
     if not isinstance(message, dict):
         raise RowError(
-            f"{place} is {type_name(message)}, not a message", 'write {"role": "user", "content": …}'
+            f"{location} is {type_name(message)}, not a message", 'write {"role": "user", "content": …}'
         )
     who, what = ("role", "content") if "role" in message else ("from", "value")
     role = message.get(who)
     if not isinstance(role, str) or role.lower() not in ROLES:
         known = ", ".join(ROLES)
         problem = "has no role" if role is None else f"has the role {role!r}"
-        raise RowError(f"{place} {problem}", f"use one of {known}")
+        raise RowError(f"{location} {problem}", f"use one of {known}")
     # Templates test whether a key exists, so empty keys are removed.
     rest = {
         key: inner for key, inner in message.items() if key not in (who, what) and inner not in (None, [])
     }
     if what not in message and not rest.get("tool_calls"):
-        raise RowError(f"{place} has no {what}", "every message needs a text, which may be empty")
-    content = _content(message.get(what), place)
+        raise RowError(f"{location} has no {what}", "every message needs a text, which may be empty")
+    content = _content(message.get(what), location)
     if content is None and not rest.get("tool_calls"):
         content = ""  # templates would print None, or fail
     return {"role": ROLES[role.lower()], "content": content, **rest}
 
 
-def _content(value: Any, place: str) -> str | None:
+def _content(value: Any, location: str) -> str | None:
     """Returns a message's text, or None; joins a list of text parts."""
     if isinstance(value, list):
         if all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
             return "".join(part["text"] for part in value)
         kinds = {str(p.get("type")) if isinstance(p, dict) else type_name(p) for p in value}
         raise RowError(
-            f"the content of {place} has parts that are not text ({', '.join(sorted(kinds))})",
+            f"the content of {location} has parts that are not text ({', '.join(sorted(kinds))})",
             "give the content as one string",
         )
     if value is not None and not isinstance(value, str):
-        raise RowError(f"the content of {place} is {type_name(value)}, not text", "write it as a string")
+        raise RowError(f"the content of {location} is {type_name(value)}, not text", "write it as a string")
     return value
 
 
@@ -350,7 +352,7 @@ def _clean(value: Any) -> tuple[Any, bool]:
     if isinstance(value, dict):
         pairs = [(_clean(str(key)), _clean(inner)) for key, inner in value.items()]
         return {key: made for (key, _), (made, _) in pairs}, any(
-            one or other for (_, one), (_, other) in pairs
+            key_repaired or value_repaired for (_, key_repaired), (_, value_repaired) in pairs
         )
     if isinstance(value, list):
         cleaned = [_clean(inner) for inner in value]

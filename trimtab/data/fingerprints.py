@@ -53,8 +53,8 @@ def digest_of(*parts: object) -> str:
 
 def stat_of(path: Path) -> tuple[int, int, int, int]:
     """(size, mtime, ctime, inode), which changes whenever the file is written."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def hash_file(path: Path) -> str:
@@ -68,12 +68,12 @@ def hash_file(path: Path) -> str:
 
 def sample_file(path: Path) -> str:
     """Digest of the size and 32 samples of 32 KiB, including the first and last."""
-    size, stretch = path.stat().st_size, 1 << 15
+    size, sample_size = path.stat().st_size, 1 << 15
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with open(path, "rb", buffering=0) as file:
         for i in range(32):
-            file.seek(max(0, size - stretch) * i // 31)
-            digest.update(file.read(stretch))
+            file.seek(max(0, size - sample_size) * i // 31)
+            digest.update(file.read(sample_size))
     return "sampled-" + digest.hexdigest()
 
 
@@ -103,12 +103,12 @@ def stamp_files(
 
     stamps = []
     with ThreadPoolExecutor(4) as threads:
-        for file, stat, found in zip(
+        for file, stat, file_digest in zip(
             source.files, stats, threads.map(digest, range(len(stats))), strict=True
         ):
             done += stat[0]
             progress(Progress("hash", source.spec.name, done, total))
-            stamps.append(FileStamp(file.name, stat[0], found, stat))
+            stamps.append(FileStamp(file.name, stat[0], file_digest, stat))
     return stamps
 
 
@@ -129,8 +129,8 @@ def remembered(
     """
     if memory is None:
         return read(path)
-    note = memory / f"{digest_of(str(path.resolve()))}.json"
-    known = _cached_digest(note, stat)
+    cache_file = memory / f"{digest_of(str(path.resolve()))}.json"
+    known = _cached_digest(cache_file, stat)
     if known is not None:
         return known
     began = time.time_ns()
@@ -138,16 +138,16 @@ def remembered(
     if began - max(stat[1], stat[2]) > SETTLED_NS and stat_of(path) == stat:
         with suppress(OSError):
             memory.mkdir(parents=True, exist_ok=True)
-            write_json(note, {"stat": list(stat), "digest": digest}, durable=False)
+            write_json(cache_file, {"stat": list(stat), "digest": digest}, durable=False)
     return digest
 
 
-def _cached_digest(note: Path, stat: tuple[int, int, int, int]) -> str | None:
+def _cached_digest(cache_file: Path, stat: tuple[int, int, int, int]) -> str | None:
     """The cached digest of an unchanged file; None if it is missing, incomplete or outdated."""
     try:
-        found = read_json_object(note)
-        digest = found["digest"]
-        return digest if found["stat"] == list(stat) and set(digest) <= set(hexdigits) else None
+        cached = read_json_object(cache_file)
+        digest = cached["digest"]
+        return digest if cached["stat"] == list(stat) and set(digest) <= set(hexdigits) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -162,8 +162,8 @@ def content_fingerprint(source: ResolvedSource, stamps: Iterable[FileStamp]) -> 
         settings += [source.form.name, dict(source.form.columns), spec.train_on, dict(spec.variables)]
         settings += [spec.bad_rows]
     # A file with the delimiter that its name implies keeps the digest from before delimiters were detected.
-    found = [(i, delimiter_of(file), file) for i, file in enumerate(source.files) if file.kind == "csv"]
-    others = [[i, delimiter] for i, delimiter, file in found if delimiter != usual_delimiter(file)]
+    csv_files = [(i, delimiter_of(file), file) for i, file in enumerate(source.files) if file.kind == "csv"]
+    others = [[i, delimiter] for i, delimiter, file in csv_files if delimiter != usual_delimiter(file)]
     return digest_of(1, digests, kinds, *settings, *others)
 
 

@@ -121,7 +121,7 @@ class Corpus(ABC):
 
     @abstractmethod
     def without(self, other: CachedCorpus) -> Self:
-        """This corpus without the documents that are also in `other` (a cached evaluation set, say)."""
+        """This corpus without the documents that are also in `other` (such as a cached evaluation set)."""
 
     @abstractmethod
     def eval_sequences(self, max_seq_length: int, *, packing: bool, max_sequences: int | None) -> Sequences:
@@ -135,9 +135,9 @@ class Corpus(ABC):
         """Plain data for a run folder, to recognize the data on resume; see `check`."""
         return self._manifest.to_dict()
 
-    def check(self, kept: Mapping[str, Any]) -> None:
+    def check(self, saved: Mapping[str, Any]) -> None:
         """Raises a DataError that names the files that changed since the manifest was made."""
-        Manifest.from_dict(kept).check(self._manifest)
+        Manifest.from_dict(saved).check(self._manifest)
 
     @property
     def _manifest(self) -> Manifest:

@@ -67,8 +67,8 @@ class Packing:
     @property
     def fill(self) -> float:
         """The share of non-padding positions."""
-        places = self.num_sequences * self.max_seq_length
-        return float(self.pieces.length_P.sum()) / places if places else 0.0
+        positions = self.num_sequences * self.max_seq_length
+        return float(self.pieces.length_P.sum()) / positions if positions else 0.0
 
     def sequence(self, index: int) -> np.ndarray:
         """The pieces of one sequence, in document order."""

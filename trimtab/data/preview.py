@@ -36,24 +36,24 @@ def beginning(source: ResolvedSource, *, template: bool = False) -> str:
     segments = itertools.islice(SegmentReader(source, template=template), _LOOKED_AT)
     shown = next((segment for segment in segments if segment.text.strip() or segment.example), None)
     file = source.files[shown.file if shown is not None else 0]
-    said = []
+    parts = []
     if source.form is not None:
-        said.append(f"format {source.form.name}")
+        parts.append(f"format {source.form.name}")
     elif file.kind in TABLES:
         column = text_column_of(file, source.spec)
-        said.append("rows of strings" if column is None else f"text column '{shortened(column)}'")
+        parts.append("rows of strings" if column is None else f"text column '{shortened(column)}'")
     if file.kind == "csv" and delimiter_of(file) != usual_delimiter(file):
-        said.append(f"separated by {DELIMITERS[delimiter_of(file)]}")
+        parts.append(f"separated by {DELIMITERS[delimiter_of(file)]}")
     if len(source.files) > 1:
-        said.append(f"{len(source.files):,} files")
+        parts.append(f"{len(source.files):,} files")
     if source.ignored:
         some = ", ".join(shortened(name, 40) for name in source.ignored[:3])
         more = f" and {len(source.ignored) - 3:,} more" if len(source.ignored) > 3 else ""
-        said.append(f"skipped (not text): {some}{more}")
+        parts.append(f"skipped (not text): {some}{more}")
     what = "first document" if source.form is None else "first example"
     words = "" if shown is None else _words(shown.example) if shown.example else shown.text
     first = f"{what}: '{shortened(words, SHOWN)}'"
-    return f"{', '.join(said)}; {first}" if said else first
+    return f"{', '.join(parts)}; {first}" if parts else first
 
 
 def _words(example: Example) -> str:
@@ -73,7 +73,7 @@ def highlighted(
 
     Args:
         corpus: of examples or of texts, cached or streamed.
-        tokenizer: the one it was opened with.
+        tokenizer: the tokenizer that the corpus was opened with.
         max_seq_length: tokens of a sequence.
         number: index of the trained piece, from 0.
 
@@ -102,7 +102,7 @@ def highlighted(
 def _ends(tokenizer: Tokenizer, ids: list[int], flags: list[bool], cut: bool) -> set[int]:
     """The ids of special tokens that end trained spans, apart from white space after them."""
     marks = {*tokenizer.stop_ids, *markers(tokenizer)}
-    found = set()
+    ends = set()
     for i, flag in enumerate(flags):
         last = i + 1 == len(flags)
         if not flag or (cut if last else flags[i + 1]):
@@ -110,8 +110,8 @@ def _ends(tokenizer: Tokenizer, ids: list[int], flags: list[bool], cut: bool) ->
         while i > 0 and flags[i] and ids[i] not in marks and not tokenizer.backend.decode([ids[i]]).strip():
             i -= 1
         if flags[i] and ids[i] in marks:
-            found.add(ids[i])
-    return found
+            ends.add(ids[i])
+    return ends
 
 
 def runs_of(tokenizer: Tokenizer, ids: list[int], flags: list[bool]) -> Runs:

@@ -213,9 +213,9 @@ class SegmentReader:
         for row, value in read_values(
             file, start=start, meter=self._meter, columns=form.used, turns=form.needed
         ):
-            made, complaint = None, None
+            example, complaint = None, None
             try:
-                made = example_of(
+                example = example_of(
                     f"{file.label}:{row}",
                     value,
                     form,
@@ -226,5 +226,5 @@ class SegmentReader:
                 if spec.bad_rows != "skip":
                     raise
                 complaint = error.cause
-            repaired = made is not None and made.repaired
-            yield Segment(index, row, "", True, True, repaired, made, complaint=complaint)
+            repaired = example is not None and example.repaired
+            yield Segment(index, row, "", True, True, repaired, example, complaint=complaint)

@@ -92,9 +92,9 @@ def read_csv(file: SourceFile, column: str | None, start: int, meter: Meter | No
             refuse_data_as_header(file, header)
         return  # a header alone
     column = text_column(file, header, column)
-    place = header.index(column)
+    index = header.index(column)
     for row, fields in itertools.chain([first], values):
-        yield row, checked_field(file, row, fields, place, len(header)), True
+        yield row, checked_field(file, row, fields, index, len(header)), True
 
 
 def text_column(file: SourceFile, header: list[str], column: str | None) -> str:
@@ -181,14 +181,14 @@ def _too_many_fields(
     )
 
 
-def checked_field(file: SourceFile, row: int, fields: list[str], place: int, wanted: int) -> str:
+def checked_field(file: SourceFile, row: int, fields: list[str], index: int, wanted: int) -> str:
     """Returns one field of a row; raises a DataError if the row is too short."""
-    if len(fields) <= place:
+    if len(fields) <= index:
         raise DataError(
             f"row {row} of {file.label} has {len(fields)} fields, not {wanted}",
             "give the row a field for each column",
         )
-    return fields[place]
+    return fields[index]
 
 
 def csv_rows(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, dict[str, str]]]:

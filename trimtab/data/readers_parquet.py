@@ -72,12 +72,12 @@ def _turns(value: Any) -> Any:
 
 
 def _turn(message: Any) -> Any:
-    made = _without_none(message)
-    if isinstance(made, dict):
-        made |= {
-            what: None for what, who in _ROLE_KEYS.items() if who in made and message.get(what, "") is None
+    cleaned = _without_none(message)
+    if isinstance(cleaned, dict):
+        cleaned |= {
+            what: None for what, who in _ROLE_KEYS.items() if who in cleaned and message.get(what, "") is None
         }
-    return made
+    return cleaned
 
 
 def parquet_values(

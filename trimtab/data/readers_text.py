@@ -170,8 +170,8 @@ def read_text(file: SourceFile, mode: DocumentMode, start: int, meter: Meter | N
 def lines_of(file: SourceFile, meter: Meter | None) -> Iterator[str]:
     """Yields lines without line ends; a line that spans several blocks is joined once, at its end."""
     parts: list[str] = []
-    for stretch in decoded(file, meter):
-        head, *rest = stretch.split("\n")
+    for block in decoded(file, meter):
+        head, *rest = block.split("\n")
         parts.append(head)
         for line in rest:
             yield "".join(parts)
@@ -261,7 +261,7 @@ def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
         complete = False
         if at < len(buffer):
             if buffer[at] == "]":
-                if buffer[at + 1 :].strip() or any(stretch.strip() for stretch in stream):
+                if buffer[at + 1 :].strip() or any(block.strip() for block in stream):
                     raise DataError(
                         f"{file.label} has content after its JSON array", "put all elements into one array"
                     )
@@ -289,10 +289,10 @@ def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
             continue
         parts, num_read = [buffer[at:]], 0
         while num_read < want:
-            stretch = next(stream, None)
-            if stretch is None:
+            block = next(stream, None)
+            if block is None:
                 ended = True
                 break
-            parts.append(stretch)
-            num_read += len(stretch)
+            parts.append(block)
+            num_read += len(block)
         buffer, at, want = "".join(parts), 0, want * 2

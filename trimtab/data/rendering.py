@@ -95,13 +95,13 @@ class Renderer:
         """The segments as texts for a tokenizer, in order."""
         if self.rendering is None:
             return [Text(segment.text.encode("utf-8"), not segment.first) for segment in batch]
-        made = [_plain(segment, self.rendering.train_on) for segment in batch]
+        texts = [_plain(segment, self.rendering.train_on) for segment in batch]
         chats = [i for i, segment in enumerate(batch) if is_chat(segment)]
         for start in range(0, len(chats), BATCH_EXAMPLES):
-            places = chats[start : start + BATCH_EXAMPLES]
-            for i, text in zip(places, self._rendered([batch[i] for i in places]), strict=True):
-                made[i] = text
-        return made
+            indices = chats[start : start + BATCH_EXAMPLES]
+            for i, text in zip(indices, self._rendered([batch[i] for i in indices]), strict=True):
+                texts[i] = text
+        return texts
 
     def kill(self) -> None:
         """Kills the template's process, even while another thread waits for it."""

@@ -220,15 +220,17 @@ def grouped_order(lengths_E: np.ndarray, shape: StepShape, seed: int, epoch: int
     for number, start in enumerate(range(0, count, steps * shape.num_sequences)):
         mega_M = lengths_E[start : start + steps * shape.num_sequences]
         sorted_M = start + np.argsort(-mega_M, kind="stable")
-        whole = len(sorted_M) // batch
-        groups_GB = sorted_M[: whole * batch].reshape(whole, batch)
-        parts += [groups_GB[shuffled(whole, derive(seed, "lengths", epoch, number))].ravel()]
-        parts += [sorted_M[whole * batch :]]  # fewer than a microbatch, and only at the end of the epoch
+        num_batches = len(sorted_M) // batch
+        groups_GB = sorted_M[: num_batches * batch].reshape(num_batches, batch)
+        parts += [groups_GB[shuffled(num_batches, derive(seed, "lengths", epoch, number))].ravel()]
+        parts += [
+            sorted_M[num_batches * batch :]
+        ]  # fewer than a microbatch, and only at the end of the epoch
     order_E = np.concatenate(parts)
     longest = int(np.argmax(lengths_E[order_E])) // batch * batch
-    first, found = order_E[:batch].copy(), order_E[longest : longest + batch].copy()
-    if len(found) == batch:
-        order_E[longest : longest + batch], order_E[:batch] = first, found
+    first, longest_batch = order_E[:batch].copy(), order_E[longest : longest + batch].copy()
+    if len(longest_batch) == batch:
+        order_E[longest : longest + batch], order_E[:batch] = first, longest_batch
     return order_E
 
 
@@ -253,5 +255,5 @@ def grouped_fill(lengths_E: np.ndarray, batch_size: int, max_seq_length: int) ->
     missing = -len(lengths_E) % batch_size
     rows_GB = np.concatenate([lengths_E, np.zeros(missing, lengths_E.dtype)]).reshape(-1, batch_size)
     longest_G = np.minimum(-(-rows_GB.max(1) // MULTIPLE) * MULTIPLE, max_seq_length)
-    places = int(longest_G.sum()) * batch_size - missing * int(longest_G[-1])
-    return float(lengths_E.sum()) / places
+    positions = int(longest_G.sum()) * batch_size - missing * int(longest_G[-1])
+    return float(lengths_E.sum()) / positions

@@ -87,11 +87,11 @@ class SourceSpec:
         ):
             if value not in known:
                 raise DataError(
-                    f"{key}: {value!r} is not known for {self.source}", f"use one of {', '.join(known)}"
+                    f"{key}: {value!r} is not supported for {self.source}", f"use one of {', '.join(known)}"
                 )
         if self.documents not in DOCUMENT_MODES:
             raise DataError(
-                f"documents: {self.documents!r} is not known for {self.source}",
+                f"documents: {self.documents!r} is not supported for {self.source}",
                 f"use one of {', '.join(DOCUMENT_MODES)}",
             )
         if self.text_column is not None and (self.format not in ("auto", "text") or self.columns):
@@ -193,11 +193,11 @@ def resolve(spec: SourceSpec) -> ResolvedSource:
     if path.is_dir():
         return _from_folder(spec, path)
     if glob.has_magic(spec.source):
-        found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p))
-        if not found:
+        matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p))
+        if not matches:
             raise DataError(f"no file matches {spec.source}", "check the pattern; ** matches subfolders")
-        root = Path(os.path.commonpath([str(p.parent) for p in found]))
-        return _from_list(spec, [(p, p.relative_to(root).as_posix()) for p in found])
+        root = Path(os.path.commonpath([str(p.parent) for p in matches]))
+        return _from_list(spec, [(p, p.relative_to(root).as_posix()) for p in matches])
     if path.is_symlink():
         raise DataError(
             f"{spec.source} is a broken link (to {os.readlink(path)})",

@@ -53,20 +53,20 @@ class StreamPosition:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for a position as JSON."""
-        made: dict[str, Any] = {
+        position: dict[str, Any] = {
             "pass": self.pass_index,
             "chunk": self.chunk,
             "cursor": dataclasses.asdict(self.cursor) if self.cursor else None,
             "window": self.sequence,
         }
-        return made if self.rows is None else {**made, "rows": [list(row) for row in self.rows]}
+        return position if self.rows is None else {**position, "rows": [list(row) for row in self.rows]}
 
     @staticmethod
-    def from_dict(kept: Mapping[str, Any]) -> StreamPosition:
+    def from_dict(saved: Mapping[str, Any]) -> StreamPosition:
         """The inverse of `to_dict`."""
-        cursor = Cursor(**kept["cursor"]) if kept["cursor"] is not None else None
-        rows = tuple((number, digest) for number, digest in kept.get("rows", []))
-        return StreamPosition(int(kept["pass"]), int(kept["chunk"]), cursor, int(kept["window"]), rows)
+        cursor = Cursor(**saved["cursor"]) if saved["cursor"] is not None else None
+        rows = tuple((number, digest) for number, digest in saved.get("rows", []))
+        return StreamPosition(int(saved["pass"]), int(saved["chunk"]), cursor, int(saved["window"]), rows)
 
 
 @dataclass
@@ -295,11 +295,11 @@ class SequenceStream:
 
     def _report_left_out(self, counts: Counts) -> None:
         """Reports what was left out of a pass, or of the part read since the run started or resumed."""
-        name, said = self.corpus.shown, []
-        said += [f"{name}: {left_out(count, why)}" for why, count in counts.left_out().items()]
+        name, messages = self.corpus.shown, []
+        messages += [f"{name}: {left_out(count, why)}" for why, count in counts.left_out().items()]
         if counts.cut:
-            said.append(cut_note(name, counts.cut, counts.lost, self.max_seq_length))
-        for text in said:
+            messages.append(cut_note(name, counts.cut, counts.lost, self.max_seq_length))
+        for text in messages:
             self.corpus.progress(Progress("message", name, message=text))
 
     def _move_to(self, pass_index: int, number: int, cursor: Cursor | None, sequence: int) -> None:

@@ -107,7 +107,7 @@ def write_texts(stream: IO[bytes], texts: Sequence[Text]) -> None:
     """Sends one frame of texts."""
     lengths = [-len(text.raw) if text.continued else len(text.raw) for text in texts]
     counts = [-1 if text.spans is None else len(text.spans) for text in texts]
-    spans = [place for text in texts for span in text.spans or () for place in span]
+    spans = [bound for text in texts for span in text.spans or () for bound in span]
     stream.write(np.array([len(texts), *lengths, *counts, *spans], "<i8").tobytes())
     stream.writelines(text.raw for text in texts)
     stream.flush()
@@ -122,8 +122,8 @@ def read_texts(stream: IO[bytes]) -> list[Text] | None:
     fields = np.frombuffer(_exactly(stream, 16 * n), "<i8").tolist()
     lengths, counts = fields[:n], fields[n:]
     total = sum(max(0, count) for count in counts)
-    places = iter(np.frombuffer(_exactly(stream, 16 * total), "<i8").tolist())
-    spans = [None if count < 0 else [(next(places), next(places)) for _ in range(count)] for count in counts]
+    bounds = iter(np.frombuffer(_exactly(stream, 16 * total), "<i8").tolist())
+    spans = [None if count < 0 else [(next(bounds), next(bounds)) for _ in range(count)] for count in counts]
     return [
         Text(_exactly(stream, abs(length)), length < 0, span)
         for length, span in zip(lengths, spans, strict=True)

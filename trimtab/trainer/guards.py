@@ -73,8 +73,8 @@ def _has_bad(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and not bool(torch.isfinite(tensor).all())
 
 
-def bad_documents(origins: Sequence[Sequence[str]], found: Sequence[Sequence[int]] | None) -> list[str]:
-    """Origins of the documents with these indices in each sequence; of all documents if `found` is None or empty.
+def bad_documents(origins: Sequence[Sequence[str]], indices: Sequence[Sequence[int]] | None) -> list[str]:
+    """Origins of the documents with these indices in each sequence; of all documents if `indices` is None or empty.
 
     Example:
         >>> bad_documents([["a", "b"], ["c"]], [[1], []])
@@ -83,9 +83,9 @@ def bad_documents(origins: Sequence[Sequence[str]], found: Sequence[Sequence[int
         ['a', 'b', 'c']
     """
     named: list[str] = []
-    if found is not None:
+    if indices is not None:
         named = [
-            sequence[number] for sequence, numbers in zip(origins, found, strict=True) for number in numbers
+            sequence[number] for sequence, numbers in zip(origins, indices, strict=True) for number in numbers
         ]
     return list(dict.fromkeys(named or (origin for sequence in origins for origin in sequence)))
 

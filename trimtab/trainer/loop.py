@@ -367,15 +367,15 @@ class _Loop:
                 )
         self.saved_step = state.step
         setup.microstep.release()
-        found = explain(setup, setup.loader.next_step(), max(1, entry["num_targets"]), state.step)
-        where = found or "each microbatch alone is finite, but not all of them together"
+        location = explain(setup, setup.loader.next_step(), max(1, entry["num_targets"]), state.step)
+        where = location or "each microbatch alone is finite, but not all of them together"
         self.emit(
             {"kind": "event", "step": state.step, "message": f"not finite at step {entry['step']}: {where}"}
         )
         setup.log.sync()
         raise TrainingError(
             f"the loss or its gradient is not finite at step {entry['step']}: {where}; {saved}",
-            remedy(setup, state.step, documents=found is not None),
+            remedy(setup, state.step, documents=location is not None),
         )
 
     def evaluate(self) -> bool:

@@ -32,8 +32,8 @@ class LiveBytes(TorchDispatchMode):
 
     Example:
         >>> with LiveBytes() as live:
-        ...     kept = torch.zeros(1000)
-        ...     del kept
+        ...     tensor = torch.zeros(1000)
+        ...     del tensor
         >>> live.now, live.peak
         (0, 4000)
     """

@@ -80,7 +80,7 @@ class MetricsLog:
         cannot be read. The file is replaced atomically.
         """
         with self._lock:
-            kept: list[bytes] = []
+            remaining: list[bytes] = []
             damaged, steps = list(self._torn), set()
             removed, past = 0, False
             for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
@@ -93,12 +93,12 @@ class MetricsLog:
                 if at > step if isinstance(at, int) else past:
                     removed += 1
                     continue
-                kept.append(line)
+                remaining.append(line)
                 if record.get("kind") == "train" and isinstance(at, int):
                     steps.add(at)
             if removed or damaged:
                 try:
-                    self._replace(b"".join(kept))
+                    self._replace(b"".join(remaining))
                 except OSError as error:
                     raise _explain(error, self.path) from error
             self._torn = ()
@@ -124,10 +124,10 @@ class MetricsLog:
         size = os.fstat(self._file.fileno()).st_size
         if size:
             content = self.path.read_bytes()
-            whole = content.rfind(b"\n") + 1
-            if whole < size:
+            complete = content.rfind(b"\n") + 1
+            if complete < size:
                 self._torn = (content.count(b"\n") + 1,)
-                os.ftruncate(self._file.fileno(), whole)
+                os.ftruncate(self._file.fileno(), complete)
 
     def _replace(self, content: bytes) -> None:
         self._file.close()
