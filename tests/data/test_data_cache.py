@@ -153,14 +153,14 @@ def slowly(self, ids, trained=None):
     time.sleep(float(pause))
 cache.Writer.append_tokens = slowly
 tokenizer = TokenizerSpec(**json.loads(Path(spec).read_text()))
-said = []
+reports = []
 print("begins", flush=True)
 while not Path(folder).parent.joinpath("go").exists():
     time.sleep(0.005)
 corpus = open_cached(SourceSpec(source, documents="lines"), tokenizer, cache_dir=Path(folder),
-                     num_proc=1, progress=lambda r: said.append([r.stage, r.message]))
-print(json.dumps({"tokens": corpus.num_tokens, "said": said,
-                  "built": any(stage == "tokenize" for stage, _ in said)}))
+                     num_proc=1, progress=lambda r: reports.append([r.stage, r.message]))
+print(json.dumps({"tokens": corpus.num_tokens, "reports": reports,
+                  "built": any(stage == "tokenize" for stage, _ in reports)}))
 """
 
 
@@ -210,7 +210,7 @@ def test_one_of_several_builders_builds_and_the_others_wait(source: Path, tokeni
         found.append(json.loads(out))
     assert len({f["tokens"] for f in found}) == 1
     assert sum(f["built"] for f in found) == 1
-    waited = [f for f in found if any(m and "waiting" in m for _, m in f["said"])]
+    waited = [f for f in found if any(m and "waiting" in m for _, m in f["reports"])]
     assert len(waited) == 2, found
 
 

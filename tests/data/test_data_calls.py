@@ -210,11 +210,11 @@ def test_a_call_that_the_template_omits_is_not_an_answer(tmp_path: Path, case: s
 
 def test_a_streamed_call_that_the_template_omits_is_reported(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(PRINTS)
-    told: list[Progress] = []
+    reports: list[Progress] = []
     rows = [{"messages": [ASKED, CALL]}, {"messages": [ASKED, ANSWERED]}]
     path = write(tmp_path / "a.jsonl", rows)
-    stream = open_corpus(str(path), tokenizer, streaming=True, num_proc=1, progress=told.append)
+    stream = open_corpus(str(path), tokenizer, streaming=True, num_proc=1, progress=reports.append)
     loader = make_loader([stream], max_seq_length=48, batch_size=4)
     assert {origin for origin, _, _ in epoch_of(loader)} == {"a.jsonl:2"}
     loader.close()
-    assert any("1 document is without a token to train on" in (note.message or "") for note in told)
+    assert any("1 document is without a token to train on" in (note.message or "") for note in reports)

@@ -107,7 +107,7 @@ def test_column_names_that_look_like_data_can_be_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "expected"),
     [
         ("a.txt", "\n  Once upon\x1b[31m a time\n", "first document: 'Once upon [31m a time'"),
         ("a.csv", "title,body\nx,y\n", "text column 'body'; first document: 'y'"),
@@ -127,12 +127,12 @@ def test_column_names_that_look_like_data_can_be_set(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_beginning_of_a_source(tmp_path: Path, name: str, content: str, said: str) -> None:
+def test_the_beginning_of_a_source(tmp_path: Path, name: str, content: str, expected: str) -> None:
     import dataclasses
 
     source = source_of(tmp_path / name, content)
     source = dataclasses.replace(source, form=detect(source))
-    assert beginning(source, template=True) == said
+    assert beginning(source, template=True) == expected
 
 
 def test_the_beginning_of_a_folder_names_skipped_files(tmp_path: Path) -> None:

@@ -227,10 +227,10 @@ def test_masks_match_transformers(tmp_path: Path, template: str, spaced: bool) -
     ]
     rows = []
     for _ in range(40):
-        said = [str(draw.choice(texts)) for _ in range(2 * draw.integers(1, 4))]
-        said[-1] = said[-1] or "a"  # a last answer that is empty is left out
+        contents = [str(draw.choice(texts)) for _ in range(2 * draw.integers(1, 4))]
+        contents[-1] = contents[-1] or "a"  # a last answer that is empty is left out
         roles = ("user", "assistant")
-        rows.append([{"role": roles[i % 2], "content": text} for i, text in enumerate(said)])
+        rows.append([{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)])
     corpus = opened(write(tmp_path / "a.jsonl", [{"messages": row} for row in rows]), tokenizer)
     assert corpus.num_documents == len(rows)
     for document, row in enumerate(rows):

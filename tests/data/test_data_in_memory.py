@@ -72,7 +72,7 @@ def test_rows_of_every_container(rows: Any, lines: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "expected"),
     [
         (["a", 3.5], "row 2 of data is 3.5 (float)"),
         ([None], "row 1 of data is None (NoneType)"),
@@ -82,10 +82,10 @@ def test_rows_of_every_container(rows: Any, lines: list[str]) -> None:
         (7, "data is 7 (int), which has no rows"),
     ],
 )
-def test_bad_rows_are_named_by_number(rows: Any, said: str) -> None:
+def test_bad_rows_are_named_by_number(rows: Any, expected: str) -> None:
     with pytest.raises(DataError) as raised:
         list(lines_of(rows, "data"))
-    assert raised.value.cause == said
+    assert raised.value.cause == expected
 
 
 def test_values_that_json_does_not_have_are_named_by_their_type() -> None:

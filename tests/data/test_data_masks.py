@@ -97,27 +97,27 @@ def test_targets_are_counted_for_each_step(corpus: CachedCorpus) -> None:
 def test_a_stream_and_the_cache_have_the_same_examples(
     chats: Path, corpus: CachedCorpus, chatml: Tokenizer, packing: bool
 ) -> None:
-    told: list[Progress] = []
-    stream = open_corpus(str(chats), chatml, streaming=True, num_proc=1, progress=told.append)
+    reports: list[Progress] = []
+    stream = open_corpus(str(chats), chatml, streaming=True, num_proc=1, progress=reports.append)
     cached = make_loader([corpus], max_seq_length=T, batch_size=4, packing=packing)
     streamed = make_loader([stream], max_seq_length=T, batch_size=4, packing=packing)
     expected = Counter(epoch_of(cached))
     assert Counter(epoch_of(streamed)) == expected
-    said = [note.message for note in told if note.message]
-    assert any("have nothing to train on before that point" in text for text in said if text)
-    assert any("without a token to train on" in text for text in said if text)
+    messages = [note.message for note in reports if note.message]
+    assert any("have nothing to train on before that point" in text for text in messages if text)
+    assert any("without a token to train on" in text for text in messages if text)
     streamed.close()
     assert highlighted(stream, chatml, max_seq_length=T) == highlighted(corpus, chatml, max_seq_length=T)
 
 
 def test_a_closed_stream_reports_what_it_left_out(chats: Path, chatml: Tokenizer) -> None:
-    told: list[Progress] = []
-    stream = open_corpus(str(chats), chatml, streaming=True, num_proc=1, progress=told.append)
+    reports: list[Progress] = []
+    stream = open_corpus(str(chats), chatml, streaming=True, num_proc=1, progress=reports.append)
     loader = make_loader([stream], max_seq_length=T, batch_size=4)
     loader.next_step()
-    assert not any(note.message for note in told)
+    assert not any(note.message for note in reports)
     loader.close()
-    assert any("examples are longer than max_seq_length (48)" in (note.message or "") for note in told)
+    assert any("examples are longer than max_seq_length (48)" in (note.message or "") for note in reports)
 
 
 def test_a_stream_without_anything_to_train_on_is_refused(tmp_path: Path, chatml: Tokenizer) -> None:
@@ -232,19 +232,19 @@ def test_the_cache_has_the_declared_size(corpus: CachedCorpus, chatml: Tokenizer
 
 
 def test_a_damaged_mask_is_detected_and_rebuilt(chats: Path, tmp_path: Path, chatml: Tokenizer) -> None:
-    said: list[Progress] = []
+    reports: list[Progress] = []
 
     def opened() -> CachedCorpus:
-        return open_corpus(str(chats), chatml, cache_dir=tmp_path, num_proc=1, progress=said.append)
+        return open_corpus(str(chats), chatml, cache_dir=tmp_path, num_proc=1, progress=reports.append)
 
     path = opened().entry.path / "trained.bin"
     good = path.read_bytes()
     for damaged in (good[:-1], bytes([1 - good[0]]) + good[1:]):
         path.unlink()
         path.write_bytes(damaged)
-        said.clear()
+        reports.clear()
         corpus = opened()
-        assert any("damaged" in (note.message or "") for note in said)
+        assert any("damaged" in (note.message or "") for note in reports)
         assert corpus.entry.trained is not None
         assert corpus.entry.trained.tobytes() == good
 
@@ -259,11 +259,11 @@ def test_held_out_conversations_are_measured_on_their_answers(corpus: CachedCorp
         int(heldout.trained(d)[1:].sum())  # type: ignore[index]
         for d in range(heldout.num_documents)
     )
-    one = corpus._view(np.arange(corpus.num_documents) == 3, "one")
+    single = corpus._view(np.arange(corpus.num_documents) == 3, "single")
     with pytest.raises(
         DataError, match=r"contains one example, which cannot be split to hold out a part; .*eval_share: 0"
     ):
-        one.split(share=0.5)
+        single.split(share=0.5)
 
 
 lengths_and_masks = st.lists(
@@ -382,7 +382,7 @@ def test_an_empty_answer_at_the_end_is_left_out_with_its_question(
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "answer"),
     [
         (CHATML, {"content": " "}),
         (TOOL_THINKING, {"content": "", "reasoning_content": "Hm."}),
@@ -391,7 +391,7 @@ def test_an_empty_answer_at_the_end_is_left_out_with_its_question(
     ids=["white space", "thinking", "a call"],
 )
 def test_an_answer_without_text_is_still_an_answer(
-    tmp_path: Path, template: str, said: dict[str, Any]
+    tmp_path: Path, template: str, answer: dict[str, Any]
 ) -> None:
-    row = {"messages": [ASKED, {"role": "assistant", **said}]}
+    row = {"messages": [ASKED, {"role": "assistant", **answer}]}
     assert opened(write(tmp_path / "a.jsonl", [row]), chat_tokenizer(template)).summary.documents == 1

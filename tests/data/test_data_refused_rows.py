@@ -210,21 +210,21 @@ def test_bad_rows_are_skipped_counted_and_reported_on_request(tmp_path: Path, nu
     good = {"messages": [QUESTION, ANSWER]}
     refused = {"messages": [QUESTION, QUESTION, ANSWER]}
     rows = [good, {"messages": 3}, refused, good, {"text": "x"}] + [good] * 3000
-    path, tokenizer, told = write(tmp_path / "a.jsonl", rows), chat_tokenizer(MISTRAL), []
+    path, tokenizer, reports = write(tmp_path / "a.jsonl", rows), chat_tokenizer(MISTRAL), []
     spec = SourceSpec(str(path), bad_rows="skip")
     corpus = open_corpus(spec, tokenizer, cache_dir=tmp_path / "cache", num_proc=num_proc)
     assert (corpus.summary.documents, corpus.summary.bad) == (3002, 3)
     assert corpus.summary.complaint == f"{path}:2: messages is a number, not a list of messages"
     assert [corpus.origin(i) for i in range(3)] == ["a.jsonl:1", "a.jsonl:4", "a.jsonl:6"]
-    stream = open_corpus(spec, tokenizer, streaming=True, num_proc=num_proc, progress=told.append)
+    stream = open_corpus(spec, tokenizer, streaming=True, num_proc=num_proc, progress=reports.append)
     loader = make_loader([stream], max_seq_length=64, batch_size=4096)
     found = [o for batch in loader.next_step() for sequence in batch.origins for o in sequence]
     loader.close()
     assert len(found) == 3002
-    said = [note.message for note in told if note.message]
+    messages = [note.message for note in reports if note.message]
     assert (
         f"{path}:2: messages is a number, not a list of messages; this row is left out, and so are later unusable rows"
-        in said
+        in messages
     )
     with pytest.raises(
         DataError,

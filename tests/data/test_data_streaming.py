@@ -170,14 +170,14 @@ def test_first_counts_rows_across_a_restore(corpus_folder: Path, tokenizer) -> N
             seen |= {o for batch in loader.next_step() for sequence in batch.origins for o in sequence}
         return seen
 
-    one, other = loader(), loader()
+    first, second = loader(), loader()
     for _ in range(5):
-        one.next_step()
-    other.restore(one.position())
-    assert rest(one) == rest(other)
+        first.next_step()
+    second.restore(first.position())
+    assert rest(first) == rest(second)
     whole = loader()
     assert len(rest(whole)) == 70
-    for opened in (one, other, whole):
+    for opened in (first, second, whole):
         opened.close()
 
 

@@ -42,9 +42,9 @@ def test_many_processes_give_the_same_in_the_same_order(tokenizer, prose) -> Non
     alone, together = (list(tokenize(given, spec, n)) for n in (1, 3))
     assert sum(len(s.text) for s in given) > 4 * tokenizing.BATCH_CHARS
     assert [f.row for f in together] == [s.row for s in given]
-    for one, other in zip(alone, together, strict=True):
-        assert one.ids.tolist() == other.ids.tolist()
-        assert one.hash == other.hash
+    for first, second in zip(alone, together, strict=True):
+        assert first.ids.tolist() == second.ids.tolist()
+        assert first.hash == second.hash
 
 
 @pytest.mark.parametrize("which", ["tokenizer", "spaced_tokenizer"])
@@ -76,14 +76,14 @@ def test_a_process_that_dies_is_reported_and_none_remains(tokenizer) -> None:
     pool = WorkerPool((spec.json, spec.continued_json), 2)
     try:
         assert pool.submit([Segment(0, 1, "some text", True, True)]).result(30)[1].sum() > 0
-        for one in pool._workers:
-            one.process.kill()
-            one.process.wait()
+        for child in pool._workers:
+            child.process.kill()
+            child.process.wait()
         with pytest.raises(ResourceError, match=r"a tokenizer process exited early \(signal 9\)"):
             pool.submit([Segment(0, 1, "some text", True, True)]).result(30)
     finally:
         pool.close()
-    assert all(one.process.poll() is not None for one in pool._workers)
+    assert all(child.process.poll() is not None for child in pool._workers)
 
 
 def test_a_worker_reports_why_it_exited(tokenizer) -> None:

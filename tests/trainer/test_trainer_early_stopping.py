@@ -112,10 +112,10 @@ def test_the_count_continues_from_an_interrupted_run() -> None:
 def test_resuming_a_run_that_stopped_early_says_so_and_trains_no_further() -> None:
     class Watching:
         def __init__(self) -> None:
-            self.told: list[str] = []
+            self.events: list[str] = []
 
         def record(self, record: dict[str, Any]) -> None:
-            self.told += [record["message"]] if record["kind"] == "event" else []
+            self.events += [record["message"]] if record["kind"] == "event" else []
 
         def message(self, text: str) -> None: ...
 
@@ -125,7 +125,7 @@ def test_resuming_a_run_that_stopped_early_says_so_and_trains_no_further() -> No
     setup = stopping_setup(3, observers=[view])
     outcome = train(setup, TrainState(**scalars["state"]))
     assert (outcome.status, outcome.state.step) == ("finished", 6)
-    assert view.told == [
+    assert view.events == [
         f"stopped early at step 6: {outcome.reason}; to continue training, raise early_stopping_patience"
     ]
     assert of_kind(setup, "train") == of_kind(setup, "event") == of_kind(setup, "sample") == []

@@ -23,10 +23,10 @@ def setup(loader: TinyLoader, in_backward: bool, name: str = "adamw_8bit") -> Tr
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bf16", "adamw_torch"])
 def test_the_run_is_the_same(name: str) -> None:
     after, during = (setup(TinyLoader(accumulation=1), flag, name) for flag in (False, True))
-    for one in (after, during):
-        train(one, TrainState())
+    for run in (after, during):
+        train(run, TrainState())
     assert during.log.losses() == after.log.losses()
-    norms = [[r["grad_norm"] for r in one.log.records if r["kind"] == "train"] for one in (after, during)]
+    norms = [[r["grad_norm"] for r in run.log.records if r["kind"] == "train"] for run in (after, during)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
     for key, t in after.tensors().items():
         assert torch.equal(t, during.tensors()[key]), key
@@ -60,13 +60,13 @@ def test_accumulation_is_refused() -> None:
 
 
 def test_a_non_finite_gradient_updates_no_weight() -> None:
-    one = setup(TinyLoader(accumulation=1), True)
-    steps, before = one.in_backward, [p.detach().clone() for p in one.parameters.values()]
+    run = setup(TinyLoader(accumulation=1), True)
+    steps, before = run.in_backward, [p.detach().clone() for p in run.parameters.values()]
     assert isinstance(steps, InBackward)
     steps.begin(lr=0.1)
-    (one.model(torch.ones(2, 8)).sum() * torch.nan).backward()
-    assert all(torch.equal(a, b) for a, b in zip(before, one.parameters.values(), strict=True))
+    (run.model(torch.ones(2, 8)).sum() * torch.nan).backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, run.parameters.values(), strict=True))
     assert steps.norm().isnan()
     steps.close()
-    one.model(torch.ones(2, 8)).sum().backward()
-    assert all(p.grad is not None for p in one.parameters.values())
+    run.model(torch.ones(2, 8)).sum().backward()
+    assert all(p.grad is not None for p in run.parameters.values())
