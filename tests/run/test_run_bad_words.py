@@ -59,7 +59,10 @@ TOLD = {"role": "assistant", "content": "sees a dog"}
     ("messages", "part"),
     [
         ([ASKED], "contains nothing to train on: 12 without a token to train on"),
-        ([{**ASKED, "content": "the cat " * 99}, TOLD], "within max_seq_length (64 tokens); raise max_seq_length"),
+        (
+            [{**ASKED, "content": "the cat " * 99}, TOLD],
+            "within max_seq_length (64 tokens); raise max_seq_length",
+        ),
     ],
 )
 def test_conversations_without_anything_to_train_on(
