@@ -42,12 +42,15 @@ def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (["", ""], "data holds no documents: 2 empty were skipped; give a source with text in it"),
+        (["", ""], "data contains no documents: 2 empty were skipped; use a source that contains text"),
         (
             ["a cat sees"] * 10,
-            "data is 10 copies of one document of 7 tokens, too short to hold a part out; ",
+            "data contains 10 copies of one document of 7 tokens, too short to hold out a part; ",
         ),
-        (CHATS[:1] * 4, "data is 4 copies of one example, of which no part can be held out; give more, "),
+        (
+            CHATS[:1] * 4,
+            "data contains 4 copies of one example, which cannot be split to hold out a part; add examples, ",
+        ),
     ],
 )
 def test_rows_without_content_and_copies_of_one_row(folder: Path, data: Any, said: str) -> None:

@@ -179,7 +179,7 @@ def test_train_and_eval_with_options(tmp_path: Path) -> None:
         (["a b", 3], "row 2 of data is 3 (int)"),
         ([], "data has no rows"),
         ([[{"role": "king", "content": "x"}]], "data:1: messages[0] has the role 'king'"),
-        ([{"text": "a b"}, {"text": 5}], "column 'text' of data:2 holds a number, not text"),
+        ([{"text": "a b"}, {"text": 5}], "column 'text' of data:2 contains a number, not text"),
         ([{"title": "a", "verse": "b"}], "data has no obvious text column; its columns: title, verse"),
         ({"eval": []}, "data is a mapping without 'train' (it has eval)"),
         ({"train": ["two words", "and more"]}, "train of data is a list of strings, which name files"),

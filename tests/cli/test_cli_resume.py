@@ -460,7 +460,7 @@ def test_a_data_file_whose_name_is_not_utf8(job: Job, cli: Call, tmp_path: Path)
     (texts / "other.txt").write_text("a dog. " * 60)
     said = cli("train", "--resume", run, "max_steps=4")
     assert said.code != 0
-    assert "vanished: \\udcff\\udcfe.txt" in said.err
+    assert "missing: \\udcff\\udcfe.txt" in said.err
 
 
 def test_a_damaged_environment_json_does_not_keep_the_report(run: Path, cli: Call) -> None:

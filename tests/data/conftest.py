@@ -55,13 +55,13 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def chatml() -> Tokenizer:
-    """One with ChatML's markers and its template."""
+    """A tokenizer with ChatML's markers and chat template."""
     return chat_tokenizer(CHATML)
 
 
 @pytest.fixture(scope="session")
 def spaced_tokenizer() -> Tokenizer:
-    """A SentencePiece-like pipeline: a space is set before every text."""
+    """A SentencePiece-like pipeline, which prepends a space to every text."""
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
     backend.decoder = decoders.Metaspace()

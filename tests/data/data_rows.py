@@ -1,4 +1,4 @@
-"""Rows written to a file, opened as a corpus, and what of them is found in it and in its batches."""
+"""Writes rows to a file, opens it as a corpus, and reads the pieces of its batches."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ SAME = {
 
 
 def write(path: Path, rows: list[Any]) -> Path:
-    """JSON lines."""
+    """Writes rows as JSON Lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def opened(path: Path, tokenizer: Tokenizer, **spec: Any) -> CachedCorpus:
-    """The file as a corpus, with its cache next to it."""
+    """Opens the file as a corpus, with its cache next to it."""
     return open_corpus(SourceSpec(str(path), **spec), tokenizer, cache_dir=path.parent / "cache", num_proc=1)
 
 
 def runs(path: Path, tokenizer: Tokenizer, number: int = 0, **spec: Any) -> list[tuple[str, bool]]:
-    """The texts of an example in turn, each with whether it is trained on."""
+    """The texts of an example in order, each with whether it is trained on."""
     found: list[tuple[str, bool]] = highlighted(opened(path, tokenizer, **spec), tokenizer, number=number)[
         "runs"
     ]
@@ -74,7 +74,7 @@ def epoch_of(loader: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
 
 
 def assert_numbered(parts: list[list[Batch]]) -> None:
-    """Microbatches of all ranks, in their order, know which sequence of the step they begin with."""
+    """Checks that microbatches of all ranks, in order, have the index of their first sequence in the step."""
     begun = 0
     for batch in (batch for part in parts for batch in part):
         count = sum(map(bool, batch.origins))

@@ -1,4 +1,4 @@
-"""The token cache: right keys, no bad entry after a kill, damage found, one builder at a time."""
+"""The token cache: correct keys, no bad entry after a kill, damage detected, one builder at a time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def content(corpus: CachedCorpus) -> list[list[int]]:
     return [corpus.tokens(i).tolist() for i in range(corpus.num_documents)]
 
 
-def test_the_second_time_nothing_is_tokenized(source: Path, tokenizer, monkeypatch) -> None:
+def test_a_cached_source_is_not_tokenized_again(source: Path, tokenizer, monkeypatch) -> None:
     first = opened(source, tokenizer)
     monkeypatch.setattr("trimtab.data.caching.tokenize", None)  # would fail if it were called
     second = opened(source, tokenizer)
@@ -83,7 +83,7 @@ def test_content_tokenizer_and_settings_make_the_key(source: Path, tokenizer, sp
     assert changed.fingerprint != first.fingerprint == renamed.fingerprint
 
 
-def test_digests_are_remembered_only_for_files_that_lie_still(
+def test_digests_are_cached_only_for_files_that_are_not_being_written(
     source: Path, tmp_path: Path, monkeypatch
 ) -> None:
     read = []
@@ -153,14 +153,14 @@ def slowly(self, ids, trained=None):
     time.sleep(float(pause))
 cache.Writer.append_tokens = slowly
 tokenizer = TokenizerSpec(**json.loads(Path(spec).read_text()))
-said = []
+reports = []
 print("begins", flush=True)
 while not Path(folder).parent.joinpath("go").exists():
     time.sleep(0.005)
 corpus = open_cached(SourceSpec(source, documents="lines"), tokenizer, cache_dir=Path(folder),
-                     num_proc=1, progress=lambda r: said.append([r.stage, r.message]))
-print(json.dumps({"tokens": corpus.num_tokens, "said": said,
-                  "built": any(stage == "tokenize" for stage, _ in said)}))
+                     num_proc=1, progress=lambda r: reports.append([r.stage, r.message]))
+print(json.dumps({"tokens": corpus.num_tokens, "reports": reports,
+                  "built": any(stage == "tokenize" for stage, _ in reports)}))
 """
 
 
@@ -199,7 +199,7 @@ def test_killed_in_the_middle_it_leaves_no_bad_entry(source: Path, tokenizer) ->
     assert [e.name.startswith(".") for e in entries(source)] == [False], "what was left over is gone"
 
 
-def test_of_builders_at_once_one_builds_and_the_others_wait(source: Path, tokenizer) -> None:
+def test_one_of_several_builders_builds_and_the_others_wait(source: Path, tokenizer) -> None:
     processes = [builder(source, tokenizer, 0.03) for _ in range(3)]
     assert all(process.stdout is not None and process.stdout.readline() for process in processes)
     (source.parent / "go").touch()  # all have started and imported what they need
@@ -210,11 +210,11 @@ def test_of_builders_at_once_one_builds_and_the_others_wait(source: Path, tokeni
         found.append(json.loads(out))
     assert len({f["tokens"] for f in found}) == 1
     assert sum(f["built"] for f in found) == 1
-    waited = [f for f in found if any(m and "waiting" in m for _, m in f["said"])]
+    waited = [f for f in found if any(m and "waiting" in m for _, m in f["reports"])]
     assert len(waited) == 2, found
 
 
-def test_no_space_is_said_before_and_while_writing(source: Path, tokenizer, monkeypatch) -> None:
+def test_a_full_disk_is_reported_before_and_while_writing(source: Path, tokenizer, monkeypatch) -> None:
     real = shutil.disk_usage(source)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: real._replace(free=10))
@@ -236,9 +236,9 @@ def test_no_space_is_said_before_and_while_writing(source: Path, tokenizer, monk
     assert opened(source, tokenizer).num_documents == 4
 
 
-def test_a_cache_folder_that_cannot_be_made_is_an_error(source: Path, tokenizer) -> None:
+def test_a_cache_folder_that_cannot_be_created_is_an_error(source: Path, tokenizer) -> None:
     (source.parent / "cache").write_text("a file is in the way")
-    with pytest.raises(ResourceError, match=r"cannot be made .*; give another folder: data\.cache_dir"):
+    with pytest.raises(ResourceError, match=r"cannot be created .*; use another folder: data\.cache_dir"):
         opened(source, tokenizer)
 
 
@@ -250,10 +250,10 @@ def test_changed_data_is_named(source: Path, tokenizer, prose) -> None:
     (source / "f2.txt").unlink()
     (source / "new.txt").write_text("new text")
     with pytest.raises(
-        DataError, match=r"vanished: f2\.txt; changed: f1\.txt; new: new\.txt\); put the files back"
+        DataError, match=r"missing: f2\.txt; changed: f1\.txt; new: new\.txt\); restore the files"
     ):
         opened(source, tokenizer).check(kept)
-    with pytest.raises(DataError, match=r"read with other settings"):
+    with pytest.raises(DataError, match=r"read with different settings"):
         Manifest.from_dict(kept).check(Manifest.from_dict({**kept, "fingerprint": "x"}))
 
 
@@ -262,12 +262,12 @@ def test_a_file_that_grows_while_it_is_read_is_refused(source: Path, tokenizer, 
 
     real = module.tokenize
 
-    def meanwhile(*arguments):
+    def tokenize_then_append(*arguments):
         yield from real(*arguments)
         with open(source / "f3.txt", "a") as file:
             file.write("more")
 
-    monkeypatch.setattr(module, "tokenize", meanwhile)
+    monkeypatch.setattr(module, "tokenize", tokenize_then_append)
     with pytest.raises(DataError, match=r"f3\.txt changed while it was being read; run again"):
         opened(source, tokenizer)
     assert entries(source) == []

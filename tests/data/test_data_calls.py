@@ -1,4 +1,4 @@
-"""Calls of tools and null contents: trained on where the template writes them, otherwise left out or refused."""
+"""Tool calls and null contents: trained on if the template renders them, otherwise left out or refused."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ PRINTS_CALLS = PRINTS.replace(
     "<|im_end|>",
     "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}<|im_end|>",
 )
-# As DeepSeek's: calls are written where the content is null.
+# As DeepSeek's: renders calls if the content is null.
 NULL_CALLS = PRINTS_CALLS.replace(
     "{{ m['content'] }}", "{% if m.content is not none %}{{ m.content }}{% else %}"
 ).replace("{% endfor %}<|im_end|>", "{% endfor %}{% endif %}<|im_end|>")
-# Nothing at all of an answer without a content.
+# Renders nothing of an answer without content.
 GUARDED = PRINTS.replace("<|im_start|>{{", "{% if m.content %}<|im_start|>{{").replace(
     "<|im_end|>\n", "<|im_end|>\n{% endif %}"
 )
@@ -62,7 +62,7 @@ def write_table(path: Path, rows: list[Any]) -> Path:
     ids=["prints null", "prints empty", "null", "or null", "or empty"],
 )
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_a_call_without_a_content_never_says_none(
+def test_a_call_without_content_is_never_rendered_as_none(
     tmp_path: Path, template: str, content: str | None, ending: str
 ) -> None:
     call = {**CALL, "content": content}
@@ -104,8 +104,8 @@ def test_a_template_that_refuses_calls_is_reported(
         assert opened(path, tokenizer, train_on=train_on, bad_rows="skip").summary.bad == 1
 
 
-def test_a_template_that_fails_for_null_is_given_an_empty_text(tmp_path: Path) -> None:
-    """As ChatML's, which puts texts together; it writes no calls either."""
+def test_a_template_that_fails_for_null_gets_an_empty_string(tmp_path: Path) -> None:
+    """As ChatML's, which concatenates strings; it does not render calls either."""
     tokenizer = chat_tokenizer(CHATML)
     path = write(tmp_path / "a.jsonl", [{"messages": [ASKED, CALL, RESULT, ANSWERED]}])
     corpus = opened(path, tokenizer)
@@ -115,7 +115,7 @@ def test_a_template_that_fails_for_null_is_given_an_empty_text(tmp_path: Path) -
 
 @pytest.mark.parametrize("template", [PRINTS, PRINTS_CALLS], ids=["unwritten", "written"])
 @pytest.mark.parametrize("train_on", ["completions", "last", "all"])
-def test_a_template_is_asked_once_about_calls(
+def test_a_template_is_probed_once_for_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_on: Any, template: str
 ) -> None:
     requests: list[int] = []
@@ -142,8 +142,8 @@ def test_a_template_is_asked_once_about_calls(
     assert asked("more", called, 3 * spec.BATCH_EXAMPLES) == asked("mere", words, 3 * spec.BATCH_EXAMPLES) + 1
 
 
-def test_nulls_that_fill_a_table_up_are_no_contents(tmp_path: Path) -> None:
-    """Parquet gives all rows the same keys; only what a message itself says may be null."""
+def test_nulls_that_parquet_adds_are_not_contents(tmp_path: Path) -> None:
+    """Parquet gives all rows the same keys; only a message's own content may be null."""
     filled = [
         {"role": "add", "content": "a"},
         {"role": "add", "content": None, "value": None, "from": "b"},
@@ -163,7 +163,7 @@ def test_nulls_that_fill_a_table_up_are_no_contents(tmp_path: Path) -> None:
     assert trained_texts(corpus, tokenizer)[0].count("add") == 2
 
 
-def test_calls_that_are_context_are_written_too(tmp_path: Path) -> None:
+def test_calls_that_are_context_are_rendered_too(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(NULL_CALLS)
     rows = [
         {"prompt": [ASKED, CALL, RESULT], "completion": [ANSWERED]},
@@ -189,9 +189,7 @@ SILENT_CALLS = {
 
 @pytest.mark.parametrize("train_on", ["completions", "last"])
 @pytest.mark.parametrize("case", SILENT_CALLS)
-def test_a_call_that_the_template_does_not_write_is_no_answer(
-    tmp_path: Path, case: str, train_on: Any
-) -> None:
+def test_a_call_that_the_template_omits_is_not_an_answer(tmp_path: Path, case: str, train_on: Any) -> None:
     """Trained on its end alone, a model would learn to say nothing where a call is due."""
     template, content = SILENT_CALLS[case]
     tokenizer, call = chat_tokenizer(template), {**CALL, "content": content}
@@ -205,18 +203,18 @@ def test_a_call_that_the_template_does_not_write_is_no_answer(
     assert trained_texts(corpus, tokenizer) == trained_texts(corpus, tokenizer, 1) == answer
     assert opened(path, tokenizer, train_on="all").summary.documents == 4
     with pytest.raises(
-        DataError, match=r"nothing to train on: 2 without a token to train on \(no answer, or one of wh"
+        DataError, match=r"nothing to train on: 2 without a token to train on \(no answer, or one that"
     ):
         opened(write(tmp_path / "b.jsonl", [alone] * 2), tokenizer)
 
 
-def test_a_streamed_call_that_the_template_does_not_write_is_said(tmp_path: Path) -> None:
+def test_a_streamed_call_that_the_template_omits_is_reported(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(PRINTS)
-    told: list[Progress] = []
+    reports: list[Progress] = []
     rows = [{"messages": [ASKED, CALL]}, {"messages": [ASKED, ANSWERED]}]
     path = write(tmp_path / "a.jsonl", rows)
-    stream = open_corpus(str(path), tokenizer, streaming=True, num_proc=1, progress=told.append)
+    stream = open_corpus(str(path), tokenizer, streaming=True, num_proc=1, progress=reports.append)
     loader = make_loader([stream], max_seq_length=48, batch_size=4)
     assert {origin for origin, _, _ in epoch_of(loader)} == {"a.jsonl:2"}
     loader.close()
-    assert any("1 document is without a token to train on" in (note.message or "") for note in told)
+    assert any("1 document is without a token to train on" in (note.message or "") for note in reports)

@@ -1,4 +1,4 @@
-"""CSV as spreadsheets and databases write it: other delimiters are found, a missing header is noticed."""
+"""CSV as spreadsheets and databases write it: delimiters are detected, a missing header is an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def texts(source: ResolvedSource) -> list[str]:
 
 
 @pytest.mark.parametrize(("between", "named"), [(";", "semicolons"), ("\t", "tabs"), ("|", "vertical bars")])
-def test_another_delimiter_is_found_and_said(tmp_path: Path, between: str, named: str) -> None:
+def test_another_delimiter_is_detected_and_shown(tmp_path: Path, between: str, named: str) -> None:
     rows = [["id", "text"], ["1", "one, two"], ["2", "three"], ["3", '"a ' + between + ' in quotes"']]
     source = source_of(tmp_path / "a.csv", "".join(between.join(row) + "\n" for row in rows))
     assert texts(source) == ["one, two", "three", f"a {between} in quotes"]
@@ -45,7 +45,7 @@ def test_another_delimiter_is_found_and_said(tmp_path: Path, between: str, named
         "",
     ],
 )
-def test_commas_stay_where_the_header_has_no_other(tmp_path: Path, content: str) -> None:
+def test_commas_are_used_if_the_header_has_no_other_delimiter(tmp_path: Path, content: str) -> None:
     path = tmp_path / "a.csv"
     path.write_text(content or "\n")
     assert delimiter_of(resolve(SourceSpec(str(path))).files[0]) == ","
@@ -53,12 +53,12 @@ def test_commas_stay_where_the_header_has_no_other(tmp_path: Path, content: str)
 
 def test_semicolons_in_texts_without_quotes_are_refused(tmp_path: Path) -> None:
     source = source_of(tmp_path / "a.csv", "id;text\n1;one; two\n2;three\n3;four; five; six\n")
-    with pytest.raises(DataError, match="put texts that hold semicolons in double quotes"):
+    with pytest.raises(DataError, match="put texts that contain semicolons in double quotes"):
         texts(source)
 
 
-def test_a_delimiter_belongs_to_what_a_cache_knows_a_file_by(tmp_path: Path) -> None:
-    """A semicolon file was read as one column before; its old tokens must not be taken for it."""
+def test_the_delimiter_is_part_of_the_content_fingerprint(tmp_path: Path) -> None:
+    """Earlier versions read a semicolon file as one column; those cached tokens must not be reused."""
     from trimtab.data import fingerprints
 
     source = source_of(tmp_path / "a.csv", "id;text\n1;one\n2;two\n")
@@ -86,11 +86,11 @@ def test_a_delimiter_belongs_to_what_a_cache_knows_a_file_by(tmp_path: Path) -> 
         '"two\nlines"',
     ],
 )
-def test_a_first_row_that_is_no_header_is_refused(tmp_path: Path, first: str) -> None:
+def test_a_first_row_of_data_is_refused_as_a_header(tmp_path: Path, first: str) -> None:
     source = source_of(tmp_path / "a.csv", f"{first}\nAnother row here.\n")
-    with pytest.raises(DataError, match=r"looks like data and not like names of columns.*such as `text`"):
+    with pytest.raises(DataError, match=r"looks like data, not like column names.*such as `text`"):
         texts(source)
-    # The advice works.
+    # Following the remedy works.
     assert len(texts(source_of(tmp_path / "a.csv", f"text\n{first}\nAnother row here.\n"))) == 2
 
 
@@ -99,15 +99,15 @@ def test_a_single_row_without_a_header_is_refused(tmp_path: Path) -> None:
         texts(source_of(tmp_path / "a.csv", "The cat sat on the mat.\n"))
 
 
-def test_names_that_look_like_data_can_be_named(tmp_path: Path) -> None:
+def test_column_names_that_look_like_data_can_be_set(tmp_path: Path) -> None:
     content = "2019,2020\none,two\n"
-    with pytest.raises(DataError, match="if these are the names, set text_column"):
+    with pytest.raises(DataError, match="if these are the column names, set text_column"):
         texts(source_of(tmp_path / "a.csv", content))
     assert texts(source_of(tmp_path / "a.csv", content, text_column="2020")) == ["two"]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "expected"),
     [
         ("a.txt", "\n  Once upon\x1b[31m a time\n", "first document: 'Once upon [31m a time'"),
         ("a.csv", "title,body\nx,y\n", "text column 'body'; first document: 'y'"),
@@ -127,20 +127,20 @@ def test_names_that_look_like_data_can_be_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_beginning_of_a_source(tmp_path: Path, name: str, content: str, said: str) -> None:
+def test_the_beginning_of_a_source(tmp_path: Path, name: str, content: str, expected: str) -> None:
     import dataclasses
 
     source = source_of(tmp_path / name, content)
     source = dataclasses.replace(source, form=detect(source))
-    assert beginning(source, template=True) == said
+    assert beginning(source, template=True) == expected
 
 
-def test_the_beginning_of_a_folder_names_what_is_left_out(tmp_path: Path) -> None:
+def test_the_beginning_of_a_folder_names_skipped_files(tmp_path: Path) -> None:
     for name in ("b.txt", "c.pdf", "a.md"):
         (tmp_path / name).write_text(f"the text of {name} " * 10)
     source = resolve(SourceSpec(str(tmp_path)))
     assert beginning(source).startswith(
-        "2 files, left out as no text: c.pdf; first document: 'the text of a.md"
+        "2 files, skipped (not text): c.pdf; first document: 'the text of a.md"
     )
     assert beginning(source).endswith(" …'")
     assert len(beginning(source)) < 150

@@ -1,4 +1,4 @@
-"""Examples of what to answer, in every form in which people have them, and what of them is trained on."""
+"""Training examples in every common format, and which of their tokens are trained on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from trimtab.data import SourceSpec, TokenizerSpec, highlighted, open_corpus
 from trimtab.data import tokenizer_worker as worker
-from trimtab.data.stream_sequences import Cursor, Reading
+from trimtab.data.stream_sequences import Cursor, PieceReader
 from trimtab.facts.errors import DataError
 from trimtab.text.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ COLUMNS = {
 
 
 @pytest.mark.parametrize("form", SAME)
-def test_every_form_becomes_the_same_example(tmp_path: Path, chatml: Tokenizer, form: str) -> None:
+def test_every_format_becomes_the_same_example(tmp_path: Path, chatml: Tokenizer, form: str) -> None:
     path = write(tmp_path / "a.jsonl", [SAME[form]])
     assert runs(path, chatml, columns=COLUMNS.get(form, {})) == RENDERED
 
@@ -47,10 +47,10 @@ def test_a_text_may_begin_with_a_bracket(tmp_path: Path, chatml: Tokenizer, text
 
 
 @pytest.mark.parametrize("form", ["auto", "prompt-completion"])
-def test_files_without_rows_say_nothing_of_the_others(tmp_path: Path, chatml: Tokenizer, form: str) -> None:
+def test_files_without_rows_do_not_affect_the_others(tmp_path: Path, chatml: Tokenizer, form: str) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.csv").write_text("text,completion\n")
-    with pytest.raises(DataError, match=r"holds no (rows|documents); give a source with"):
+    with pytest.raises(DataError, match=r"contains no (rows|documents); use a source"):
         opened(tmp_path / "in", chatml, format=form)
     write(tmp_path / "in/b.jsonl", [{"text": "x", "prompt": [QUESTION], "completion": [ANSWER]}])
     assert runs(tmp_path / "in", chatml, format=form) == RENDERED
@@ -94,7 +94,7 @@ def test_empty_fields_after_an_example_are_harmless(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spaced", [False, True])
 def test_plain_prompts_and_completions_are_framed_once(tmp_path: Path, spaced: bool) -> None:
-    """No template is needed; the end token is trained on, and one that is spelled is not doubled."""
+    """No template is needed; the end token is trained on, and one in the text is not doubled."""
     tokenizer = chat_tokenizer(None, spaced=spaced)
     rows = [
         {"prompt": "What is two plus two?", "completion": " It is four."},
@@ -126,7 +126,7 @@ def test_alpaca_without_a_template_has_plain_headings(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_trained_on_can_be_chosen(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_train_on_selects_the_trained_tokens(tmp_path: Path, chatml: Tokenizer) -> None:
     path = write(tmp_path / "a.jsonl", [{"messages": [QUESTION, ANSWER, QUESTION, ANSWER]}])
     assert [flag for _, flag in runs(path, chatml)] == [False, True, False, True, False]
     assert [flag for _, flag in runs(path, chatml, train_on="last")] == [False, True, False]
@@ -148,7 +148,7 @@ def test_answers_of_weight_0_and_in_prompts_are_context(tmp_path: Path, chatml: 
         assert "It is four." in shown[0][0]
 
 
-def test_what_has_no_answer_is_counted_and_left_out(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_examples_without_an_answer_are_counted_and_left_out(tmp_path: Path, chatml: Tokenizer) -> None:
     rows = [
         {"messages": [QUESTION]},
         {"messages": []},
@@ -209,7 +209,7 @@ def test_broken_characters_in_names_and_tools_are_repaired_too(tmp_path: Path) -
 @pytest.mark.oracle
 @pytest.mark.parametrize("spaced", [False, True])
 @pytest.mark.parametrize("template", [CHATML_MARKED], ids=["chatml"])
-def test_masks_are_those_of_transformers(tmp_path: Path, template: str, spaced: bool) -> None:
+def test_masks_match_transformers(tmp_path: Path, template: str, spaced: bool) -> None:
     transformers = pytest.importorskip("transformers")
     # With trimmed offsets transformers finds no token at a space, and skips the rest of the conversation.
     tokenizer = chat_tokenizer(template, spaced=spaced, trimmed=False)
@@ -227,10 +227,10 @@ def test_masks_are_those_of_transformers(tmp_path: Path, template: str, spaced: 
     ]
     rows = []
     for _ in range(40):
-        said = [str(draw.choice(texts)) for _ in range(2 * draw.integers(1, 4))]
-        said[-1] = said[-1] or "a"  # a last answer that is empty is left out
+        contents = [str(draw.choice(texts)) for _ in range(2 * draw.integers(1, 4))]
+        contents[-1] = contents[-1] or "a"  # a last answer that is empty is left out
         roles = ("user", "assistant")
-        rows.append([{"role": roles[i % 2], "content": text} for i, text in enumerate(said)])
+        rows.append([{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)])
     corpus = opened(write(tmp_path / "a.jsonl", [{"messages": row} for row in rows]), tokenizer)
     assert corpus.num_documents == len(rows)
     for document, row in enumerate(rows):
@@ -258,7 +258,7 @@ def test_a_template_with_marks_and_one_without_give_the_same_masks(tmp_path: Pat
 
 @pytest.mark.parametrize("template", [LLAMA3, GEMMA, MISTRAL], ids=["llama3", "gemma", "mistral"])
 @pytest.mark.parametrize("spaced", [False, True])
-def test_a_beginning_token_stands_there_once(tmp_path: Path, template: str, spaced: bool) -> None:
+def test_the_beginning_token_occurs_once(tmp_path: Path, template: str, spaced: bool) -> None:
     tokenizer = chat_tokenizer(template, spaced=spaced)
     corpus = opened(write(tmp_path / "a.jsonl", [{"messages": [QUESTION, ANSWER]}]), tokenizer)
     ids = corpus.tokens(0).tolist()
@@ -309,7 +309,7 @@ def test_leaving_early_leaves_no_process_behind(tmp_path: Path, chatml: Tokenize
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     rows = [{"messages": [{**QUESTION, "content": "What is two? " * 400}, ANSWER]} for _ in range(300)]
     stream = open_corpus(str(write(tmp_path / "a.jsonl", rows)), chatml, streaming=True, num_proc=2)
-    with closing(iter(Reading(stream, 1 << 14, True, Cursor()))) as pieces:
+    with closing(iter(PieceReader(stream, 1 << 14, True, Cursor()))) as pieces:
         assert len(list(itertools.islice(pieces, 1))) == 1
         during = {child.pid for child in psutil.Process().children(recursive=True)} - before
         assert len(during) >= 2, "tokenizers and templates run in processes of their own"

@@ -1,4 +1,4 @@
-"""Grouping by length: less padding, the same documents, an order that stays random and follows from the seed."""
+"""Grouping by length: less padding, the same documents, an order that is random and determined by the seed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_document_once_with_less_padding(corpus: CachedCorpus) -> None:
     assert grouped.notes() == [
         f"group_by_length: {padding(ours):.0%} of all tokens are padding, instead of {padding(theirs):.0%}"
     ]
-    assert plain.notes()[-1].endswith(f"group_by_length: true would leave {padding(ours):.0%}")
+    assert plain.notes()[-1].endswith(f"group_by_length: true would reduce it to {padding(ours):.0%}")
 
 
 def test_microbatches_are_as_long_as_their_longest_document(corpus: CachedCorpus) -> None:
@@ -84,7 +84,7 @@ def test_microbatches_are_as_long_as_their_longest_document(corpus: CachedCorpus
     assert T in widths, "the longest is cut at max_seq_length, which need not be a multiple of 8"
 
 
-def test_windows_of_ungrouped_runs_are_as_they_were(corpus: CachedCorpus) -> None:
+def test_sequences_of_ungrouped_runs_are_unchanged(corpus: CachedCorpus) -> None:
     for batch in (batch for step in epoch(loader_of(corpus, group_by_length=False)) for batch in step):
         assert batch.input_ids_BT.shape[1] == T
 
@@ -102,10 +102,10 @@ def test_a_grouped_batch_has_the_labels_and_positions_of_the_padded_one(corpus: 
     assert ours.keys() == theirs.keys()
     for origin, (labels_T, positions_T) in ours.items():
         width = len(labels_T)
-        held = int((theirs[origin][0] != -100).sum())
-        assert int((labels_T != -100).sum()) == held
+        num_targets = int((theirs[origin][0] != -100).sum())
+        assert int((labels_T != -100).sum()) == num_targets
         assert torch.equal(labels_T, theirs[origin][0][:width])
-        assert torch.equal(positions_T[:held], theirs[origin][1][:held])
+        assert torch.equal(positions_T[:num_targets], theirs[origin][1][:num_targets])
 
 
 def test_the_order_is_random_and_a_function_of_seed_and_epoch(corpus: CachedCorpus) -> None:
@@ -117,7 +117,7 @@ def test_the_order_is_random_and_a_function_of_seed_and_epoch(corpus: CachedCorp
     means = [np.mean([len(d) for d in first[i : i + 4]]) for i in range(0, len(first), 4)]
     rises = sum(b > a for a, b in pairwise(means))
     assert 0.25 < rises / (len(means) - 1) < 0.75, "lengths do not rise or fall along the epoch"
-    assert max(len(d) for d in first[:4]) == max(map(len, first)), "memory for the longest is asked for first"
+    assert max(len(d) for d in first[:4]) == max(map(len, first)), "memory for the longest is allocated first"
 
 
 @pytest.mark.parametrize("after", [1, 7, 25])
@@ -142,14 +142,16 @@ def test_a_position_of_other_groups_is_refused(corpus: CachedCorpus) -> None:
         grouped.restore(loader_of(corpus, group_by_length=False).position())
 
 
-def test_ranks_share_the_windows_of_an_epoch(corpus: CachedCorpus) -> None:
+def test_ranks_share_the_sequences_of_an_epoch(corpus: CachedCorpus) -> None:
     parts = [epoch(loader_of(corpus, dp_rank=rank, dp_size=2)) for rank in range(2)]
     assert all(len(a) == len(b) for a, b in zip(*parts, strict=True)), "as many microbatches on every rank"
     both = [document for part in parts for document in documents(part) if document]
     assert Counter(both) == Counter(documents(epoch(loader_of(corpus))))
 
 
-def test_what_cannot_be_grouped(corpus: CachedCorpus, tokenizer: Any, tmp_path: Path) -> None:
+def test_packed_and_streamed_documents_cannot_be_grouped(
+    corpus: CachedCorpus, tokenizer: Any, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match="not packed"):
         loader_of(corpus, packing=True)
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n')

@@ -21,7 +21,7 @@ from trimtab.facts.errors import DataError
 
 
 class Frame:
-    """As much of pandas.DataFrame as is used."""
+    """The part of pandas.DataFrame that is used."""
 
     columns = ("text", "score")
 
@@ -31,7 +31,7 @@ class Frame:
 
 
 class Polars:
-    """As much of polars.DataFrame as is used."""
+    """The part of polars.DataFrame that is used."""
 
     def iter_rows(self, *, named: bool) -> Iterator[dict[str, Any]]:
         assert named
@@ -72,7 +72,7 @@ def test_rows_of_every_container(rows: Any, lines: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "expected"),
     [
         (["a", 3.5], "row 2 of data is 3.5 (float)"),
         ([None], "row 1 of data is None (NoneType)"),
@@ -82,13 +82,13 @@ def test_rows_of_every_container(rows: Any, lines: list[str]) -> None:
         (7, "data is 7 (int), which has no rows"),
     ],
 )
-def test_bad_rows_are_named_by_number(rows: Any, said: str) -> None:
+def test_bad_rows_are_named_by_number(rows: Any, expected: str) -> None:
     with pytest.raises(DataError) as raised:
         list(lines_of(rows, "data"))
-    assert raised.value.cause == said
+    assert raised.value.cause == expected
 
 
-def test_values_that_json_has_not_are_named_by_their_type() -> None:
+def test_values_that_json_does_not_have_are_named_by_their_type() -> None:
     (line,) = lines_of([{"text": "a", "when": datetime.date(2026, 1, 2)}], "data")
     row = json.loads(line)
     assert row["text"] == "a"
@@ -116,7 +116,7 @@ def test_rows_under_a_key_are_read_once(tmp_path: Path) -> None:
     assert (again.reused, again.path.read_text()) == (True, '"a"\n')
 
 
-def test_what_a_generator_raises_is_its_own_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_error_in_a_generator_propagates_and_leaves_no_file(tmp_path: Path) -> None:
     def failing() -> Iterator[str]:
         yield "a"
         raise LookupError("mine")
@@ -128,7 +128,7 @@ def test_what_a_generator_raises_is_its_own_and_leaves_nothing(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stream_is_read_again_within_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_can_be_read_again_within_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_memory, "WINDOW_BYTES", 80)
     rows = [f"row {i:03}" for i in range(1, 101)]
     once, many = RowStream(iter(rows)), RowStream(rows)
@@ -137,11 +137,11 @@ def test_a_stream_is_read_again_within_its_window(monkeypatch: pytest.MonkeyPatc
         assert list(stream.values(98)) == [(98, "row 098"), (99, "row 099"), (100, "row 100")]
         assert next(stream.values(97)) == (97, "row 097")
     assert next(many.values(1)) == (1, "row 001")
-    with pytest.raises(DataError, match="data is an iterator, of which row 1 was read"):
+    with pytest.raises(DataError, match="data is an iterator, and its row 1 cannot be read a second time"):
         next(once.values(1))
 
 
-def test_a_stream_knows_the_rows_before_a_place() -> None:
+def test_a_stream_checks_the_rows_before_a_position() -> None:
     rows = [f"row {i}" for i in range(1, 41)]
     digest = RowStream(rows).digest_before(30)
     RowStream(iter(rows)).check(30, digest)
@@ -177,13 +177,13 @@ def test_rows_are_on_the_disk_before_they_have_their_name(
 
 
 def test_drafts_of_killed_writers_are_removed_and_those_of_others_are_not(tmp_path: Path) -> None:
-    left, young, held = (tmp_path / f".rows.{number}.part" for number in range(3))
-    for path in (left, young, held):
+    stale, young, locked = (tmp_path / f".rows.{number}.part" for number in range(3))
+    for path in (stale, young, locked):
         path.write_text("{")
-    for path in (left, held):
+    for path in (stale, locked):
         os.utime(path, (1, 1))
-    with open(held) as file:
+    with open(locked) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(DataError, match="no rows"):
             spool_rows([], tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {young.name, held.name}
+    assert {path.name for path in tmp_path.iterdir()} == {young.name, locked.name}

@@ -1,4 +1,4 @@
-"""Cached and streamed corpora and loaders behind one interface: callers need not know which they have."""
+"""Cached and streamed corpora and loaders have one interface."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def corpus(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: Any, corpu
     )
 
 
-def test_a_corpus_is_used_without_asking_for_its_kind(corpus: Corpus, tokenizer: Any) -> None:
+def test_corpora_have_one_interface(corpus: Corpus, tokenizer: Any) -> None:
     assert isinstance(corpus, Corpus)
     assert corpus.summary.files == len(corpus.source.files) == len(corpus.stamps)
     assert (corpus.shown, corpus.form) == (corpus.name, None)
@@ -35,7 +35,7 @@ def test_a_corpus_is_used_without_asking_for_its_kind(corpus: Corpus, tokenizer:
     assert cut == (len(piece.ids) == T)
 
 
-def test_a_loader_is_used_without_asking_for_its_kind(corpus: Corpus) -> None:
+def test_loaders_have_one_interface(corpus: Corpus) -> None:
     loader = make_loader([corpus], max_seq_length=T, batch_size=2)
     assert isinstance(loader, Loader)
     known = None if corpus.streaming else loader.fill

@@ -1,4 +1,4 @@
-"""The loader: the same sequences however a step is cut up, and exactly the same rest after a restore."""
+"""The loader: the same sequences for any split of a step, and exactly the same sequences after a restore."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def loader_of(corpora: tuple[CachedCorpus, CachedCorpus], **changes):
     return make_loader([corpora[0]], replay=[corpora[1]], **given)
 
 
-def test_a_step_holds_the_same_windows_however_it_is_cut(corpora) -> None:
+def test_a_step_has_the_same_sequences_for_any_split(corpora) -> None:
     whole = loader_of(corpora)
     count = whole.steps_per_epoch + 3
     expected = steps(whole, count)
@@ -72,7 +72,7 @@ def test_a_step_holds_the_same_windows_however_it_is_cut(corpora) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_together_see_what_one_sees_alone(size: int, corpora) -> None:
+def test_ranks_together_see_the_sequences_of_a_single_rank(size: int, corpora) -> None:
     alone = loader_of(corpora)
     ranks = [
         loader_of(corpora, batch_size=2, accumulation=8 // size, dp_rank=r, dp_size=size) for r in range(size)
@@ -86,7 +86,7 @@ def test_ranks_together_see_what_one_sees_alone(size: int, corpora) -> None:
         assert_numbered(parts)
 
 
-def test_an_epoch_holds_every_document_token_once(corpora) -> None:
+def test_an_epoch_contains_every_document_token_once(corpora) -> None:
     loader = make_loader([corpora[0]], max_seq_length=T, batch_size=8, seed=1)
     seen: Counter[tuple[int, ...]] = Counter()
     pieces: dict[str, int] = Counter()
@@ -165,18 +165,16 @@ def test_replay_has_its_share_everywhere(corpora) -> None:
             flags += [origins[0] in names for origins in batch.origins]
     assert abs(np.mean(flags) - 0.2) < 0.01
     running = np.cumsum(flags) - 0.2 * np.arange(1, len(flags) + 1)
-    assert np.abs(running).max() <= 4, (
-        "any stretch should hold its share to within a sequence or two an epoch"
-    )
+    assert np.abs(running).max() <= 4, "any range should have its share to within a sequence or two per epoch"
 
 
-def test_replay_is_gone_through_evenly() -> None:
+def test_replay_is_drawn_evenly() -> None:
     mixture = mix([(40, 1.0)], [(7, 1.0)], 0.2)
     drawn = Counter()
     for epoch in range(7):
         source, sequence = epoch_plan(mixture, 5, epoch)
         drawn.update(sequence[source == 1].tolist())
-    assert drawn == dict.fromkeys(range(7), 10)  # 10 an epoch, 7 epochs, 7 sequences
+    assert drawn == dict.fromkeys(range(7), 10)  # 10 per epoch, 7 epochs, 7 sequences
 
 
 @given(
@@ -206,8 +204,8 @@ def test_weights_of_one_are_exactly_one_pass_and_two_are_two() -> None:
     assert Counter(sequence[source == 0].tolist()) == dict.fromkeys(range(50), 1)
     assert Counter(sequence[source == 1].tolist()) == dict.fromkeys(range(20), 2)
     half = sequence[source == 2].tolist()
-    next_source, next_window = epoch_plan(mixture, 0, 1)
-    assert sorted(half + next_window[next_source == 2].tolist()) == list(range(30))
+    next_source, next_sequence = epoch_plan(mixture, 0, 1)
+    assert sorted(half + next_sequence[next_source == 2].tolist()) == list(range(30))
 
 
 @given(st.integers(1, 32), st.integers(1, 4), st.integers(1, 8), st.integers(1, 4))
@@ -222,7 +220,7 @@ def test_dealing_loses_and_repeats_nothing(count: int, batch: int, accumulation:
     assert len(hands[0]) <= accumulation
 
 
-def test_without_packing_every_document_has_its_window(corpora) -> None:
+def test_without_packing_every_document_has_its_sequence(corpora) -> None:
     loader = make_loader([corpora[0]], max_seq_length=T, batch_size=4, packing=False)
     assert loader.num_sequences == corpora[0].num_documents
     batch = loader.next_step()[0]
@@ -262,7 +260,7 @@ def test_a_single_document_is_held_out_by_its_end(tokenizer, prose, tmp_path: Pa
     assert heldout.num_tokens == pytest.approx(0.1 * corpus.num_tokens, rel=0.01)
 
 
-def test_evaluation_sees_the_same_windows_each_time(corpora) -> None:
+def test_evaluation_sees_the_same_sequences_each_time(corpora) -> None:
     batches = eval_batches(corpora[0], batch_size=4, max_seq_length=T, max_sequences=18)
     again = eval_batches(corpora[0], batch_size=6, max_seq_length=T, max_sequences=18)
     assert (len(batches), len(again)) == (5, 3)
@@ -270,7 +268,7 @@ def test_evaluation_sees_the_same_windows_each_time(corpora) -> None:
     everything = eval_batches(corpora[0], batch_size=4, max_seq_length=T)
     assert set(rows(list(batches))) < set(rows(list(everything)))
     assert sum(b.num_targets for b in everything) > corpora[0].num_tokens * 0.9
-    with pytest.raises(DataError, match=r"0 sequences sees nothing"):
+    with pytest.raises(DataError, match=r"0 sequences is empty"):
         eval_batches(corpora[0], batch_size=4, max_seq_length=T, max_sequences=0)
 
 
@@ -297,7 +295,7 @@ def test_sources_with_weights_and_first(corpus_folder: Path, tokenizer, tmp_path
     assert twice.num_sequences == 2 * once.num_sequences
 
 
-def test_the_page_says_what_may_change_on_resume() -> None:
+def test_the_docs_list_what_may_change_on_resume() -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     section = page.partition("## Resuming\n")[2].partition("\n## ")[0]
     stays, _, rest = section.partition(" must stay; ")
@@ -312,8 +310,8 @@ def test_the_page_says_what_may_change_on_resume() -> None:
     assert not kept & keys
 
 
-def test_a_position_of_before_keeps_the_order_that_its_run_had(corpora) -> None:
-    """A run whose first step was replay alone, from when that was possible, resumes as it began."""
+def test_a_position_of_an_earlier_version_keeps_the_order_of_its_run(corpora) -> None:
+    """A run of an earlier version, whose first step was replay alone, resumes in its order."""
     for seed in range(300):
         loader = loader_of(corpora, batch_size=1, accumulation=1, seed=seed)
         if epoch_plan(loader.mixture, seed, 0)[0][0] == 1:

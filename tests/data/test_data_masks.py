@@ -1,4 +1,4 @@
-"""What is trained on, from the cache to the batch: packed, cut, streamed and restored without a mask lost or moved."""
+"""Loss masks from the cache to the batch: packing, truncation, streaming and restoring keep them correct."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def corpus(chats: Path, chatml: Tokenizer, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_labels_are_the_answers_cut_at_the_window(corpus: CachedCorpus, packing: bool) -> None:
+def test_labels_are_the_answers_truncated_to_the_sequence(corpus: CachedCorpus, packing: bool) -> None:
     loader = make_loader([corpus], max_seq_length=T, batch_size=4, packing=packing)
     found = {origin: (ids, labels) for origin, ids, labels in epoch_of(loader)}
     kept = 0
@@ -65,7 +65,7 @@ def test_labels_are_the_answers_cut_at_the_window(corpus: CachedCorpus, packing:
     assert corpus.summary.untrained > 0
 
 
-def test_what_is_cut_is_counted_and_said(corpus: CachedCorpus) -> None:
+def test_truncated_examples_are_counted_and_reported(corpus: CachedCorpus) -> None:
     loader = make_loader([corpus], max_seq_length=T, batch_size=4)
     packed = loader.packed[0]  # type: ignore[union-attr]
     lengths = corpus.lengths_N
@@ -74,10 +74,10 @@ def test_what_is_cut_is_counted_and_said(corpus: CachedCorpus) -> None:
     assert lost > 0
     (note,) = loader.notes()
     assert note.startswith(f"{corpus.name}: {packed.cut} examples are longer than max_seq_length (48)")
-    assert f"; {lost} of them have nothing to train on before the cut and are left out" in note
+    assert f"; {lost} of them have nothing to train on before that point and are left out" in note
     assert not make_loader([corpus], max_seq_length=4096, batch_size=4).notes()
     with pytest.raises(
-        DataError, match=r"in all \d+ examples of .* is within 4 tokens; raise max_seq_length"
+        DataError, match=r"all \d+ examples of .* within max_seq_length \(4 tokens\); raise max_seq_length"
     ):
         make_loader([corpus], max_seq_length=4, batch_size=4)
 
@@ -94,30 +94,30 @@ def test_targets_are_counted_for_each_step(corpus: CachedCorpus) -> None:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_stream_sees_what_the_cache_holds(
+def test_a_stream_and_the_cache_have_the_same_examples(
     chats: Path, corpus: CachedCorpus, chatml: Tokenizer, packing: bool
 ) -> None:
-    told: list[Progress] = []
-    stream = open_corpus(str(chats), chatml, streaming=True, num_proc=1, progress=told.append)
+    reports: list[Progress] = []
+    stream = open_corpus(str(chats), chatml, streaming=True, num_proc=1, progress=reports.append)
     cached = make_loader([corpus], max_seq_length=T, batch_size=4, packing=packing)
     streamed = make_loader([stream], max_seq_length=T, batch_size=4, packing=packing)
     expected = Counter(epoch_of(cached))
     assert Counter(epoch_of(streamed)) == expected
-    said = [note.message for note in told if note.message]
-    assert any("have nothing to train on before the cut" in text for text in said if text)
-    assert any("without a token to train on" in text for text in said if text)
+    messages = [note.message for note in reports if note.message]
+    assert any("have nothing to train on before that point" in text for text in messages if text)
+    assert any("without a token to train on" in text for text in messages if text)
     streamed.close()
     assert highlighted(stream, chatml, max_seq_length=T) == highlighted(corpus, chatml, max_seq_length=T)
 
 
-def test_a_stream_that_is_left_says_what_it_left_out(chats: Path, chatml: Tokenizer) -> None:
-    told: list[Progress] = []
-    stream = open_corpus(str(chats), chatml, streaming=True, num_proc=1, progress=told.append)
+def test_a_closed_stream_reports_what_it_left_out(chats: Path, chatml: Tokenizer) -> None:
+    reports: list[Progress] = []
+    stream = open_corpus(str(chats), chatml, streaming=True, num_proc=1, progress=reports.append)
     loader = make_loader([stream], max_seq_length=T, batch_size=4)
     loader.next_step()
-    assert not any(note.message for note in told)
+    assert not any(note.message for note in reports)
     loader.close()
-    assert any("examples are longer than max_seq_length (48)" in (note.message or "") for note in told)
+    assert any("examples are longer than max_seq_length (48)" in (note.message or "") for note in reports)
 
 
 def test_a_stream_without_anything_to_train_on_is_refused(tmp_path: Path, chatml: Tokenizer) -> None:
@@ -125,7 +125,7 @@ def test_a_stream_without_anything_to_train_on_is_refused(tmp_path: Path, chatml
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
     stream = open_corpus(str(path), chatml, streaming=True, num_proc=1)
     loader = make_loader([stream], max_seq_length=T, batch_size=1)
-    with pytest.raises(DataError, match=r"holds nothing to train on: 1 without a token to train on"):
+    with pytest.raises(DataError, match=r"contains nothing to train on: 1 without a token to train on"):
         loader.next_step()
     loader.close()
 
@@ -134,18 +134,18 @@ LONG = {"role": "user", "content": "far too much before the answer " * 20}
 NOTHING = {
     "no answer": (
         [{"role": "user", "content": "Hi"}],
-        r"a.jsonl holds nothing to train on: 12 without a token",
+        r"a.jsonl contains nothing to train on: 12 without a token",
     ),
     "too far": (
         [LONG, {"role": "assistant", "content": "Yes."}],
-        "in all 12 examples of .* within 48 tokens; raise",
+        r"all 12 examples of .* within max_seq_length \(48 tokens\); raise",
     ),
 }
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("case", NOTHING)
-def test_a_look_at_nothing_to_train_on_is_refused(
+def test_a_preview_without_anything_to_train_on_is_refused(
     tmp_path: Path, chatml: Tokenizer, case: str, streaming: bool
 ) -> None:
     messages, complaint = NOTHING[case]
@@ -160,7 +160,7 @@ def test_a_look_at_nothing_to_train_on_is_refused(
 
 
 @pytest.mark.parametrize("case", NOTHING)
-def test_a_stream_that_begins_with_nothing_to_train_on_goes_on(
+def test_a_stream_skips_examples_without_anything_to_train_on(
     tmp_path: Path, chatml: Tokenizer, case: str
 ) -> None:
     good = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho."}]
@@ -199,7 +199,7 @@ def test_restoring_anywhere_gives_the_same_rest(
     first.close(), again.close()
 
 
-def test_settings_are_part_of_the_cache_and_of_a_place(
+def test_settings_are_part_of_the_cache_key_and_of_a_position(
     chats: Path, tmp_path: Path, chatml: Tokenizer
 ) -> None:
     """Another template, choice of answers, column or variable is another entry, and no resume mixes the two."""
@@ -221,47 +221,49 @@ def test_settings_are_part_of_the_cache_and_of_a_place(
     for other in others:
         with pytest.raises(DataError, match="not what the run began with"):
             make_loader([other], max_seq_length=T, batch_size=2).restore(place)
-    with pytest.raises(DataError, match="it is read with other settings"):
+    with pytest.raises(DataError, match="it is read with different settings"):
         others[0].check(first.manifest())
 
 
-def test_the_cache_takes_what_is_declared(corpus: CachedCorpus, chatml: Tokenizer) -> None:
+def test_the_cache_has_the_declared_size(corpus: CachedCorpus, chatml: Tokenizer) -> None:
     files = [corpus.entry.path / f"{name}.bin" for name in ("tokens", "documents", "trained")]
     declared = spec.cache_bytes(corpus.num_tokens, corpus.num_documents, chatml.vocab_size, masked=True)
     assert sum(file.stat().st_size for file in files) == declared
 
 
-def test_a_damaged_mask_is_noticed_and_made_again(chats: Path, tmp_path: Path, chatml: Tokenizer) -> None:
-    said: list[Progress] = []
+def test_a_damaged_mask_is_detected_and_rebuilt(chats: Path, tmp_path: Path, chatml: Tokenizer) -> None:
+    reports: list[Progress] = []
 
     def opened() -> CachedCorpus:
-        return open_corpus(str(chats), chatml, cache_dir=tmp_path, num_proc=1, progress=said.append)
+        return open_corpus(str(chats), chatml, cache_dir=tmp_path, num_proc=1, progress=reports.append)
 
     path = opened().entry.path / "trained.bin"
     good = path.read_bytes()
     for damaged in (good[:-1], bytes([1 - good[0]]) + good[1:]):
         path.unlink()
         path.write_bytes(damaged)
-        said.clear()
+        reports.clear()
         corpus = opened()
-        assert any("damaged" in (note.message or "") for note in said)
+        assert any("damaged" in (note.message or "") for note in reports)
         assert corpus.entry.trained is not None
         assert corpus.entry.trained.tobytes() == good
 
 
 def test_held_out_conversations_are_measured_on_their_answers(corpus: CachedCorpus) -> None:
-    train, held = corpus.split(share=0.2)
-    assert train.num_documents + held.num_documents == corpus.num_documents
-    batches = eval_batches(held, batch_size=4, max_seq_length=4096)
+    train, heldout = corpus.split(share=0.2)
+    assert train.num_documents + heldout.num_documents == corpus.num_documents
+    batches = eval_batches(heldout, batch_size=4, max_seq_length=4096)
     found = {piece[0]: piece for batch in batches for piece in pieces(batch)}
-    assert len(found) == held.num_documents
+    assert len(found) == heldout.num_documents
     assert sum(batch.num_targets for batch in batches) == sum(
-        int(held.trained(d)[1:].sum())  # type: ignore[index]
-        for d in range(held.num_documents)
+        int(heldout.trained(d)[1:].sum())  # type: ignore[index]
+        for d in range(heldout.num_documents)
     )
-    one = corpus._view(np.arange(corpus.num_documents) == 3, "one")
-    with pytest.raises(DataError, match=r"is one example, of which no part can be held out; .*eval_share: 0"):
-        one.split(share=0.5)
+    single = corpus._view(np.arange(corpus.num_documents) == 3, "single")
+    with pytest.raises(
+        DataError, match=r"contains one example, which cannot be split to hold out a part; .*eval_share: 0"
+    ):
+        single.split(share=0.5)
 
 
 lengths_and_masks = st.lists(
@@ -277,7 +279,7 @@ lengths_and_masks = st.lists(
 def test_packed_examples_lose_no_label_and_gain_none(
     drawn: list[tuple[int, list[int]]], sequence: int, packing: bool
 ) -> None:
-    """Every kept example stands in one sequence, from its beginning, whole or cut; no label crosses a seam."""
+    """Every kept example is in one sequence, from its beginning, complete or truncated; labels stay inside examples."""
     masks = [np.array(mask, np.uint8) for _, mask in drawn]
     ids = [np.arange(1000 * d, 1000 * d + n) for d, (n, _) in enumerate(drawn)]
     keep_N = np.array([mask[1:sequence].any() for mask in masks])
@@ -319,7 +321,7 @@ def test_packed_examples_lose_no_label_and_gain_none(
 def test_an_output_that_is_empty_or_null_is_no_answer(
     tmp_path: Path, row: dict[str, Any], answer: str | None, template: str | None
 ) -> None:
-    """Nothing may teach a model to answer with nothing."""
+    """A model must not learn to give empty answers."""
     tokenizer = chat_tokenizer(template)
     unanswered = {**row, list(row)[-1]: answer}
     path = write(tmp_path / "a.jsonl", [row, unanswered, unanswered])
@@ -353,7 +355,7 @@ NO_ANSWERS: dict[str, dict[str, Any]] = {
 def test_a_conversation_of_empty_answers_has_nothing_to_train_on(
     tmp_path: Path, case: str, template: str
 ) -> None:
-    """As a plain prompt with an empty completion has nothing."""
+    """Like a plain prompt with an empty completion."""
     tokenizer, row = chat_tokenizer(template), NO_ANSWERS[case]
     with pytest.raises(DataError, match="nothing to train on: 2 without a token to train on"):
         opened(write(tmp_path / "a.jsonl", [row] * 2), tokenizer)
@@ -380,7 +382,7 @@ def test_an_empty_answer_at_the_end_is_left_out_with_its_question(
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "answer"),
     [
         (CHATML, {"content": " "}),
         (TOOL_THINKING, {"content": "", "reasoning_content": "Hm."}),
@@ -388,6 +390,8 @@ def test_an_empty_answer_at_the_end_is_left_out_with_its_question(
     ],
     ids=["white space", "thinking", "a call"],
 )
-def test_an_answer_without_words_is_still_one(tmp_path: Path, template: str, said: dict[str, Any]) -> None:
-    row = {"messages": [ASKED, {"role": "assistant", **said}]}
+def test_an_answer_without_text_is_still_an_answer(
+    tmp_path: Path, template: str, answer: dict[str, Any]
+) -> None:
+    row = {"messages": [ASKED, {"role": "assistant", **answer}]}
     assert opened(write(tmp_path / "a.jsonl", [row]), chat_tokenizer(template)).summary.documents == 1

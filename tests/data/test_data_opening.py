@@ -1,4 +1,4 @@
-"""The first step of a mixture: the user's own text is in it, whatever replay there is."""
+"""The first step of a mixture contains the user's own text, whatever the replay share is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def opened(seed: int, opening: int, train: int = 3, share: float = 0.5) -> tuple
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("opening", [1, 2, 16])
-def test_the_first_step_holds_text_that_is_trained_on(share: float, opening: int) -> None:
+def test_the_first_step_contains_a_train_source(share: float, opening: int) -> None:
     before = [opened(seed, 0, share=share)[0][:opening] for seed in range(200)]
     assert any(set(first) == {1} for first in before) == (opening == 1 or (opening == 2 and share == 0.9)), (
         "replay alone filled some"
@@ -24,8 +24,8 @@ def test_the_first_step_holds_text_that_is_trained_on(share: float, opening: int
         assert 0 in opened(seed, opening, share=share)[0][:opening]
 
 
-def test_an_order_that_begins_well_is_left_as_it_is() -> None:
-    """Losses of runs whose first step contained the user's text do not change by a bit."""
+def test_an_order_that_begins_with_a_train_source_is_unchanged() -> None:
+    """Losses of runs whose first step contained the user's text remain bitwise identical."""
     changed = 0
     for seed in range(200):
         before, after = opened(seed, 0, 30, 0.3), opened(seed, 1, 30, 0.3)

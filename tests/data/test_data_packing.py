@@ -15,7 +15,7 @@ from trimtab.data.sampling import shuffled
 from trimtab.facts.errors import DataError
 
 LENGTHS = st.lists(st.integers(2, 200), min_size=1, max_size=80)
-WINDOW = st.integers(4, 64)
+SEQUENCE = st.integers(4, 64)
 
 
 def realistic(kind: str, count: int) -> np.ndarray:
@@ -33,9 +33,9 @@ def realistic(kind: str, count: int) -> np.ndarray:
     return np.maximum(2, draw.exponential(400, count)).astype(np.int64)
 
 
-@given(LENGTHS, WINDOW)
+@given(LENGTHS, SEQUENCE)
 @settings(deadline=None)
-def test_every_token_is_in_exactly_one_window(lengths: list[int], sequence: int) -> None:
+def test_every_token_is_in_exactly_one_sequence(lengths: list[int], sequence: int) -> None:
     packed = pack_documents(np.array(lengths), sequence)
     seen = [np.zeros(n, int) for n in lengths]
     for w in range(packed.num_sequences):
@@ -50,7 +50,7 @@ def test_every_token_is_in_exactly_one_window(lengths: list[int], sequence: int)
     assert packed.fill == pytest.approx(sum(lengths) / (packed.num_sequences * sequence))
 
 
-@given(LENGTHS, WINDOW)
+@given(LENGTHS, SEQUENCE)
 @settings(deadline=None)
 def test_many_documents_are_cut_like_one(lengths: list[int], sequence: int) -> None:
     pieces = cut_documents(np.array(lengths), sequence)
@@ -62,26 +62,26 @@ def test_many_documents_are_cut_like_one(lengths: list[int], sequence: int) -> N
         assert ends[-1] == length
 
 
-@given(LENGTHS, WINDOW)
+@given(LENGTHS, SEQUENCE)
 @settings(deadline=None)
 def test_packing_is_best_fit_decreasing_and_pure(lengths: list[int], sequence: int) -> None:
     clipped = np.minimum(lengths, sequence)
     order, sizes = pack_chunk(clipped, sequence)
     again, _ = pack_chunk(clipped.copy(), sequence)
     assert order.tolist() == again.tolist()
-    rooms: list[int] = []
+    spaces: list[int] = []
     for length in sorted(clipped.tolist(), reverse=True):  # the obvious way to write it
-        fitting = [room for room in rooms if room >= length]
+        fitting = [space for space in spaces if space >= length]
         if fitting:
-            rooms[rooms.index(min(fitting))] -= length
+            spaces[spaces.index(min(fitting))] -= length
         else:
-            rooms.append(sequence - length)
+            spaces.append(sequence - length)
     used = np.add.reduceat(clipped[order], np.cumsum(sizes) - sizes)
-    assert sorted(sequence - used) == sorted(rooms)
+    assert sorted(sequence - used) == sorted(spaces)
 
 
 @pytest.mark.parametrize("kind", ["web", "short", "uniform", "over half", "exponential"])
-def test_realistic_mixes_fill_windows(kind: str) -> None:
+def test_realistic_mixes_fill_sequences(kind: str) -> None:
     assert pack_documents(realistic(kind, 20_000), 1024).fill >= 0.95
 
 
@@ -92,14 +92,14 @@ def test_packing_a_chunk_depends_on_that_chunk_alone() -> None:
     assert first == [short.sequence(w).tolist() for w in range(1000)]
 
 
-def test_without_packing_a_window_is_a_document_cut_off() -> None:
+def test_without_packing_a_sequence_is_one_truncated_document() -> None:
     packed = pack_documents(np.array([5, 20, 8]), 8, packing=False)
     assert packed.num_sequences == 3
     assert packed.pieces.length_P.tolist() == [5, 8, 8]
     assert packed.dropped == 12
 
 
-def test_windows_too_small_are_refused() -> None:
+def test_too_short_sequences_are_refused() -> None:
     with pytest.raises(DataError, match="max_seq_length is 3; give 4 or more"):
         pack_documents(np.array([5]), 3)
 
@@ -150,7 +150,7 @@ def test_orders_are_the_same_on_every_machine_and_differ_between_keys() -> None:
 GOLDEN_ORDER = [2, 7, 3, 8, 6, 1, 5, 4, 0, 9]
 
 
-def test_a_window_of_1024_takes_far_less_than_a_millisecond() -> None:
+def test_collating_a_sequence_of_1024_takes_far_less_than_a_millisecond() -> None:
     ids = np.arange(1024, dtype=np.uint16)
     sequences = [[Piece(ids[i * 100 : i * 100 + 100], "f:1") for i in range(10)]] * 64
     best = min(_timed(lambda: collate(sequences, 1024)) for _ in range(5))

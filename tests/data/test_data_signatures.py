@@ -1,4 +1,4 @@
-"""Files that are no text, by their first bytes, and preference data: what they are and what to do."""
+"""Binary files, recognized by their first bytes, and preference data: errors with advice."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ MAKERS: dict[str, tuple[Any, str, str]] = {
     "gzip": (
         lambda p: p.write_bytes(gzip.compress(b"text")),
         "compressed with gzip",
-        "let its name end in .gz",
+        "rename it to end in .gz",
     ),
     "zstd": (
         lambda p: p.write_bytes(pa.compress(b"text" * 9, "zstd").to_pybytes()),
         "zstd",
-        "let its name end in .zst",
+        "rename it to end in .zst",
     ),
     "xz": (lambda p: p.write_bytes(lzma.compress(b"text")), "compressed with xz", "xz -d"),
     "bzip2": (lambda p: p.write_bytes(bz2.compress(b"text")), "compressed with bzip2", "bunzip2"),
@@ -68,9 +68,9 @@ MAKERS: dict[str, tuple[Any, str, str]] = {
     ),
     "jpeg": (lambda p: p.write_bytes(b"\xff\xd8\xff\xe0\x00\x10JFIF"), "an image (JPEG)", "leave it out"),
     "gguf": (lambda p: p.write_bytes(b"GGUF\x03\x00\x00\x00" + bytes(20)), "a GGUF model", "model.name"),
-    "safetensors": (lambda p: save_file({"a": np.zeros(3)}, p), "a safetensors file", "weights and no text"),
+    "safetensors": (lambda p: save_file({"a": np.zeros(3)}, p), "a safetensors file", "weights, not text"),
     "pickle": (lambda p: p.write_bytes(pickle.dumps({"a": 1})), "a pickle", "can run code"),
-    "torch": (lambda p: torch.save({"a": torch.zeros(2)}, p), "a PyTorch checkpoint", "never read"),
+    "torch": (lambda p: torch.save({"a": torch.zeros(2)}, p), "a PyTorch checkpoint", "never loaded"),
     "sqlite": (sqlite, "an SQLite database", "CSV or JSON lines"),
     "parquet": (lambda p: parquet.write_table(pa.table({"text": ["a"]}), p), "a Parquet file", ".parquet"),
     "arrow": (arrow, "an Arrow file", "write it as Parquet"),
@@ -79,7 +79,7 @@ MAKERS: dict[str, tuple[Any, str, str]] = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".json", ".anything"])
-def test_a_file_that_is_no_text_is_named(tmp_path: Path, kind: str, suffix: str) -> None:
+def test_a_binary_file_is_named(tmp_path: Path, kind: str, suffix: str) -> None:
     make, what, advice = MAKERS[kind]
     path = tmp_path / f"a{suffix}"
     make(path)
@@ -127,13 +127,15 @@ USER, ANSWER, WORSE = (
         ({"prompt": "Hi", "chosen": json.dumps([ANSWER]), "rejected": "[]"}, "columns={completion: chosen}"),
     ],
 )
-def test_preferences_are_refused_with_what_works(tmp_path: Path, row: dict[str, Any], advice: str) -> None:
+def test_preferences_are_refused_with_a_working_remedy(
+    tmp_path: Path, row: dict[str, Any], advice: str
+) -> None:
     from trimtab.data.readers import SegmentReader
     from trimtab.recipe import loads
 
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    with pytest.raises(DataError, match="preference training such as DPO is not available") as caught:
+    with pytest.raises(DataError, match="preference training such as DPO is not supported") as caught:
         detect(resolve(SourceSpec(str(path))))
     assert f"'data.train.0.{advice}'" in str(caught.value)
     source = loads(f"model: a\ndata: {{train: ['{path}']}}\n", [f"data.train.0.{advice}"]).data.train[0]
@@ -148,7 +150,7 @@ def test_preferences_are_refused_with_what_works(tmp_path: Path, row: dict[str, 
     assert "No." not in words
 
 
-def test_a_text_column_beside_preferences_is_read(tmp_path: Path) -> None:
+def test_a_text_column_next_to_preferences_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Hi", "chosen": "x", "rejected": "y"}) + "\n")
     source = resolve(SourceSpec(str(tmp_path / "a.jsonl")))
     assert detect(source) is None

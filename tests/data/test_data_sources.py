@@ -1,4 +1,4 @@
-"""From files to documents, and every complaint about files that are not what they should be."""
+"""From files to documents, and the errors for files that cannot be read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from trimtab.data import readers, sources
 from trimtab.data.caching import open_cached
-from trimtab.data.readers import SegmentReader, cut
+from trimtab.data.readers import SegmentReader, split_segments
 from trimtab.data.sources import SourceSpec, keep_texts, resolve
 from trimtab.data.spec import SEGMENT_CHARS
 from trimtab.data.tokenizing import TokenizerSpec
@@ -36,7 +36,7 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def test_a_folder_is_read_in_the_order_of_names_without_what_is_no_text(tmp_path: Path) -> None:
+def test_a_folder_is_read_in_the_order_of_names_without_files_that_are_not_text(tmp_path: Path) -> None:
     for name in ("b/two.md", "a.txt", "c.pdf", ".hidden.txt", ".git/config.txt", "b/one.txt"):
         write(tmp_path / name, name)
     found = resolve(SourceSpec(str(tmp_path)))
@@ -45,7 +45,7 @@ def test_a_folder_is_read_in_the_order_of_names_without_what_is_no_text(tmp_path
     assert documents(tmp_path / "**" / "*.txt") == ["a.txt", "b/one.txt"]
 
 
-def test_a_readme_beside_tables_is_not_data(tmp_path: Path) -> None:
+def test_a_readme_next_to_tables_is_not_data(tmp_path: Path) -> None:
     write(tmp_path / "README.md", "about")
     write(tmp_path / "data" / "a.jsonl", '{"text": "x"}')
     assert documents(tmp_path) == ["x"]
@@ -111,15 +111,15 @@ def test_columns_are_found_or_listed(tmp_path: Path) -> None:
         documents(file)
     with pytest.raises(DataError, match=r"c\.jsonl:1 has no column 'txt' \(it has question, answer, n\)"):
         documents(file, text_column="txt")
-    with pytest.raises(DataError, match=r"column 'n' of .*c\.jsonl:1 holds a number, not text"):
+    with pytest.raises(DataError, match=r"column 'n' of .*c\.jsonl:1 contains a number, not text"):
         documents(file, text_column="n")
     table = pa.table({"messages": [["a"]], "x": [1], "y": ["s"]})
     parquet.write_table(table, tmp_path / "d.parquet")
     with pytest.raises(
-        DataError, match=r"'messages' of .* holds list<.*>, not text; set text_column to one of y"
+        DataError, match=r"'messages' of .* contains list<.*>, not text; set text_column to one of y"
     ):
         documents(tmp_path / "d.parquet", text_column="messages")
-    with pytest.raises(DataError, match=r"'text' of .* is not there; set text_column to one of y"):
+    with pytest.raises(DataError, match=r"'text' of .* does not exist; set text_column to one of y"):
         documents(tmp_path / "d.parquet", text_column="text")
     with pytest.raises(DataError, match=r"no column 'z'; set text_column to one of a, b"):
         documents(write(tmp_path / "e.csv", "a,b\n1,2\n"), text_column="z")
@@ -137,20 +137,20 @@ BAD_FILES = {
     "bad line": (
         "a.jsonl",
         b'{"text": "a"}\n{"text": \n',
-        r"a\.jsonl:2 is not JSON .*write one JSON object a line",
+        r"a\.jsonl:2 is not JSON .*write one JSON object per line",
     ),
     "bad later column": ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', r"a\.jsonl:2 has no column 'text'"),
-    "list rows": ("a.jsonl", b"[1, 2]\n", "holds a list where objects are expected"),
+    "list rows": ("a.jsonl", b"[1, 2]\n", "contains a list, not objects"),
     "bad array": ("a.json", b'[{"text": "a"}, {"text": }]', "is not JSON at element 2"),
     "open array": ("a.json", b'[{"text": "a"},', "ends inside its JSON array"),
     "gzip": ("a.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 99)[:-9], "cannot be read"),
     "not gzip": ("a.txt.gz", b"plain", r"cannot be read \(Not a gzipped file"),
-    "parquet": ("a.parquet", b"PAR1 and nothing else", "is not a whole Parquet file"),
+    "parquet": ("a.parquet", b"PAR1 and nothing else", "is not a complete Parquet file"),
     "csv row": ("a.csv", b"n,text\n1,a\n2\n", "row 2 of .* has 1 fields, not 2"),
     "csv row too long": (
         "a.csv",
         b'n,text\n1,"a\nb"\n2,2, 3, 5 and 7\n',
-        r"row 2 of .*a\.csv \(line 4\) has 4 fields, not 2; put texts that hold commas in double quotes",
+        r"row 2 of .*a\.csv \(line 4\) has 4 fields, not 2; put texts that contain commas in double quotes",
     ),
     "one column too long": (
         "a.csv",
@@ -160,35 +160,35 @@ BAD_FILES = {
     "tsv row too long": (
         "a.tsv",
         b"n\ttext\n1\ta, b\n2\ta\tb\n",
-        r"row 2 of .*a\.tsv \(line 3\) has 3 fields, not 2; put texts that hold tabs in double quotes",
+        r"row 2 of .*a\.tsv \(line 3\) has 3 fields, not 2; put texts that contain tabs in double quotes",
     ),
-    "blank only": ("a.txt", b" \n\t\n", r"holds no documents: 1 empty were skipped"),
-    "empty rows": ("a.jsonl", b'{"text": ""}\n{"text": null}\n', "holds no documents: 2 empty"),
+    "blank only": ("a.txt", b" \n\t\n", r"contains no documents: 1 empty were skipped"),
+    "empty rows": ("a.jsonl", b'{"text": ""}\n{"text": null}\n', "contains no documents: 2 empty"),
     "a quote without an end": (
         "a.csv",
         b'n,text\n1,fine\n2,"He said hi\n3,second\n',
-        r"is not CSV at line 3 \(unexpected end of data\); .*double those inside",
+        r"is not CSV at line 3 \(unexpected end of data\); .*double the inner quotes",
     ),
     "quotes inside": (
         "a.tsv",
         b'text\tn\n"Quoted" start\t1\n',
-        r"is not CSV at line 2 .*double those inside",
+        r"is not CSV at line 2 .*double the inner quotes",
     ),
-    "twins": ("a.csv", b"text,text\na,b\n", "has several columns 'text'; give each a name"),
-    "two arrays": ("a.json", b'[{"text": "a b"}]\n[{"text": "c d"}]', "goes on after its JSON array"),
+    "twins": ("a.csv", b"text,text\na,b\n", "has several columns named 'text'; give each a diff"),
+    "two arrays": ("a.json", b'[{"text": "a b"}]\n[{"text": "c d"}]', "has content after its JSON array"),
     "digits": ("a.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b"}", r"a\.jsonl:1 is not JSON"),
     "digits in an array": ("a.json", b'[{"text": "a", "n": ' + b"1" * 5000 + b"}]", "at element 1"),
-    "no rows": ("a.csv", b"text\n", "holds no documents; give a source with text"),
+    "no rows": ("a.csv", b"text\n", "contains no documents; use a source that contains text"),
     "no rows, and no text column": (
         "a.csv",
         b"prompt,completion\n",
-        "holds no documents; give a source with text",
+        "contains no documents; use a source that contains text",
     ),
 }
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_bad_files_are_refused_with_the_place(case: str, tmp_path: Path, tokenizer) -> None:
+def test_bad_files_are_refused_with_the_location(case: str, tmp_path: Path, tokenizer) -> None:
     name, content, message = BAD_FILES[case]
     path = tmp_path / (name or "nowhere.txt")
     if content is not None:
@@ -212,33 +212,37 @@ def test_truncated_parquet_is_refused(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "a.parquet")
     whole = (tmp_path / "a.parquet").read_bytes()
     write(tmp_path / "cut.parquet", whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"is not a whole Parquet file"):
+    with pytest.raises(DataError, match=r"is not a complete Parquet file"):
         documents(tmp_path / "cut.parquet")
     middle = len(whole) // 3
     write(tmp_path / "holed.parquet", whole[:middle] + b"\xff" * 4000 + whole[middle + 4000 :])
-    with pytest.raises(DataError, match=r"is not a whole Parquet file|is not UTF-8"):
+    with pytest.raises(DataError, match=r"is not a complete Parquet file|is not UTF-8"):
         documents(tmp_path / "holed.parquet")
 
 
-def test_links_and_devices_are_named_as_what_they_are(tmp_path: Path) -> None:
+def test_broken_links_and_devices_are_reported(tmp_path: Path) -> None:
     link, pipe = tmp_path / "texts" / "link.txt", tmp_path / "pipe"
     link.parent.mkdir()
     link.symlink_to("absent.txt")
     os.mkfifo(pipe)
     with pytest.raises(DataError, match=r"link\.txt is a broken link \(to absent\.txt\); point the link to"):
         resolve(SourceSpec(str(link)))
-    with pytest.raises(DataError, match=r"texts holds no text \(link\.txt in it is a broken link\); point"):
+    with pytest.raises(
+        DataError, match=r"texts contains no text files \(link\.txt is a broken link\); point"
+    ):
         resolve(SourceSpec(str(link.parent)))
     for path in (pipe, Path(os.devnull)):
-        with pytest.raises(DataError, match=rf"{path} is not a regular file .*; write its content to a file"):
+        with pytest.raises(
+            DataError, match=rf"{path} is not a regular file: .*; write its content to a file"
+        ):
             resolve(SourceSpec(str(path)))
 
 
 def test_folders_and_globs_without_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds no text \(nothing in it\)"):
+    with pytest.raises(DataError, match=r"contains no text files \(it is empty\)"):
         resolve(SourceSpec(str(tmp_path)))
     write(tmp_path / "a.pdf", b"x")
-    with pytest.raises(DataError, match=r"holds no text \(only a\.pdf in it\)"):
+    with pytest.raises(DataError, match=r"contains no text files \(only a\.pdf\)"):
         resolve(SourceSpec(str(tmp_path)))
     with pytest.raises(DataError, match=r"no file matches .*\.txt; check the pattern"):
         resolve(SourceSpec(str(tmp_path / "*.txt")))
@@ -265,12 +269,12 @@ def test_skipped_documents_are_counted(tmp_path: Path, tokenizer) -> None:
 
 @given(st.text(alphabet="ab \n", min_size=0, max_size=400), st.integers(1, 50))
 @settings(deadline=None)
-def test_where_a_document_is_cut_depends_on_its_text_alone(text: str, step: int) -> None:
+def test_split_points_of_a_document_depend_on_its_text_alone(text: str, step: int) -> None:
     before, readers.SEGMENT_CHARS = SEGMENT_CHARS, 40
     try:
-        whole = [s.text for s in cut(iter([(1, text, True)]), 0)]
+        whole = [s.text for s in split_segments(iter([(1, text, True)]), 0)]
         parts = [(1, text[i : i + step], False) for i in range(0, len(text), step)]
-        dripped = list(cut(iter([*parts, (1, "", True)]), 0))
+        dripped = list(split_segments(iter([*parts, (1, "", True)]), 0))
     finally:
         readers.SEGMENT_CHARS = before
     assert [s.text for s in dripped] == whole
@@ -287,7 +291,7 @@ def test_documents_of_one_token_have_nothing_to_predict(tmp_path: Path, tokenize
     assert (found.documents, found.short, found.empty) == (1, 2, 1)
 
 
-def test_texts_made_by_a_program_are_a_source_too(tmp_path: Path, tokenizer) -> None:
+def test_generated_texts_are_a_source_too(tmp_path: Path, tokenizer) -> None:
     texts = ["one\ntwo", "drei ü"]
     source = keep_texts("made", iter(texts), tmp_path / "kept")
     first = open_cached(source, tokenizer, cache_dir=tmp_path / "cache")
@@ -297,7 +301,7 @@ def test_texts_made_by_a_program_are_a_source_too(tmp_path: Path, tokenizer) -> 
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["made.jsonl"]
 
 
-def test_the_same_rows_made_again_leave_the_file_to_those_who_read_it(
+def test_writing_the_same_rows_again_does_not_replace_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path,) = keep_texts("made", ["one", "two"], tmp_path).files

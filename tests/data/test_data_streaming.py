@@ -1,4 +1,4 @@
-"""Streaming sees what the cache sees, sequence for sequence, and restores exactly in the middle of everything."""
+"""Streaming yields the same sequences as the cache and restores exactly at any step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def epoch_of(loader) -> list[list[tuple]]:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_pass_holds_the_same_windows_as_the_cache(
+def test_a_pass_has_the_same_sequences_as_the_cache(
     packing: bool, corpus_folder: Path, tokenizer, tmp_path: Path
 ) -> None:
     streamed = stream_loader(corpus_folder, tokenizer, packing=packing)
@@ -127,7 +127,9 @@ def test_replay_has_its_share_and_starts_over(corpus_folder: Path, replay_folder
     loader.close()
 
 
-def test_held_out_documents_are_those_of_the_cache(corpus_folder: Path, tokenizer, tmp_path: Path) -> None:
+def test_held_out_documents_are_the_same_as_in_the_cache(
+    corpus_folder: Path, tokenizer, tmp_path: Path
+) -> None:
     streams = open_corpus(str(corpus_folder), tokenizer, streaming=True, num_proc=1).split(share=0.2)
     cached = open_corpus(str(corpus_folder), tokenizer, cache_dir=tmp_path).split(share=0.2)
     for stream, corpus in zip(streams, cached, strict=True):
@@ -168,18 +170,18 @@ def test_first_counts_rows_across_a_restore(corpus_folder: Path, tokenizer) -> N
             seen |= {o for batch in loader.next_step() for sequence in batch.origins for o in sequence}
         return seen
 
-    one, other = loader(), loader()
+    first, second = loader(), loader()
     for _ in range(5):
-        one.next_step()
-    other.restore(one.position())
-    assert rest(one) == rest(other)
+        first.next_step()
+    second.restore(first.position())
+    assert rest(first) == rest(second)
     whole = loader()
     assert len(rest(whole)) == 70
-    for opened in (one, other, whole):
+    for opened in (first, second, whole):
         opened.close()
 
 
-def test_what_a_stream_cannot_do_is_said(corpus_folder: Path, tokenizer, tmp_path: Path) -> None:
+def test_what_a_stream_cannot_do_is_an_error(corpus_folder: Path, tokenizer, tmp_path: Path) -> None:
     corpus = open_corpus(str(corpus_folder), tokenizer, streaming=True)
     cached = open_corpus(str(corpus_folder), tokenizer, cache_dir=tmp_path)
     with pytest.raises(
@@ -194,7 +196,7 @@ def test_what_a_stream_cannot_do_is_said(corpus_folder: Path, tokenizer, tmp_pat
     empty = make_loader(
         [open_corpus(str(tmp_path / "blank.txt"), tokenizer, streaming=True)], max_seq_length=T, batch_size=1
     )
-    with pytest.raises(DataError, match=r"holds no documents"):
+    with pytest.raises(DataError, match=r"contains no documents"):
         empty.next_step()
     empty.close()
 
@@ -208,7 +210,7 @@ def test_errors_of_files_reach_the_loader(tokenizer, tmp_path: Path) -> None:
     loader.close()
 
 
-def test_changed_files_are_noticed(tokenizer, tmp_path: Path, prose) -> None:
+def test_changed_files_are_detected(tokenizer, tmp_path: Path, prose) -> None:
     (tmp_path / "a.txt").write_text(prose(0, 50))
     before = open_corpus(str(tmp_path / "a.txt"), tokenizer, streaming=True)
     (tmp_path / "a.txt").write_text(prose(1, 50))
@@ -222,7 +224,7 @@ def test_changed_files_are_noticed(tokenizer, tmp_path: Path, prose) -> None:
         loader.close()
 
 
-def test_costs_are_said_without_torch() -> None:
+def test_costs_are_declared_without_torch() -> None:
     assert spec.batch_bytes(2, T) == sum(t.numel() * t.element_size() for t in _tensors(make_batch()))
 
 

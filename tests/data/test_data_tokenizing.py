@@ -1,6 +1,4 @@
-"""Tokenizing: the same ids in one process and in many, cut documents included, within a fixed amount of
-memory.
-"""
+"""Tokenizing: the same ids in one process and in many, for split documents too, within a fixed amount of memory."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ import pytest
 from trimtab.data import readers, tokenizing
 from trimtab.data import tokenizer_worker as worker
 from trimtab.data.caching import open_cached
-from trimtab.data.readers import Segment, cut
+from trimtab.data.readers import Segment, split_segments
 from trimtab.data.sources import SourceSpec
 from trimtab.data.spec import SEGMENT_CHARS
 from trimtab.data.tokenizer_pool import WorkerPool
@@ -31,7 +29,7 @@ def segments(prose, count: int, words: int) -> list[Segment]:
     return [Segment(0, i + 1, prose(i, words), True, True) for i in range(count)]
 
 
-def test_documents_are_framed_as_the_tokenizer_frames_them(tokenizer, prose) -> None:
+def test_documents_get_the_tokenizer_s_beginning_and_end_tokens(tokenizer, prose) -> None:
     given = segments(prose, 30, 50)
     found = list(tokenize(given, TokenizerSpec.of(tokenizer), 1))
     assert [f.ids.tolist() for f in found] == [tokenizer.encode_document(s.text) for s in given]
@@ -44,23 +42,23 @@ def test_many_processes_give_the_same_in_the_same_order(tokenizer, prose) -> Non
     alone, together = (list(tokenize(given, spec, n)) for n in (1, 3))
     assert sum(len(s.text) for s in given) > 4 * tokenizing.BATCH_CHARS
     assert [f.row for f in together] == [s.row for s in given]
-    for one, other in zip(alone, together, strict=True):
-        assert one.ids.tolist() == other.ids.tolist()
-        assert one.hash == other.hash
+    for first, second in zip(alone, together, strict=True):
+        assert first.ids.tolist() == second.ids.tolist()
+        assert first.hash == second.hash
 
 
 @pytest.mark.parametrize("which", ["tokenizer", "spaced_tokenizer"])
-def test_cutting_a_long_document_changes_no_token(which: str, request, prose, monkeypatch) -> None:
+def test_splitting_a_long_document_changes_no_token(which: str, request, prose, monkeypatch) -> None:
     chosen = request.getfixturevalue(which)
     monkeypatch.setattr(readers, "SEGMENT_CHARS", 500)
     text = prose(1, 3000)
-    parts = list(cut(iter([(1, text, True)]), 0))
+    parts = list(split_segments(iter([(1, text, True)]), 0))
     assert len(parts) > 20
     ids = np.concatenate([t.ids for t in tokenize(parts, TokenizerSpec.of(chosen), 1)])
     assert ids.tolist() == chosen.encode_document(text)
 
 
-def test_a_tokenizer_that_travels_badly_is_refused(tokenizer) -> None:
+def test_a_tokenizer_with_other_ids_in_a_worker_is_refused(tokenizer) -> None:
     class Strange:
         vocab_size, fingerprint, backend = tokenizer.vocab_size, "f", tokenizer.backend
 
@@ -69,30 +67,30 @@ def test_a_tokenizer_that_travels_badly_is_refused(tokenizer) -> None:
 
         encode_document = encode
 
-    with pytest.raises(ModelError, match=r"gives other ids in a tokenizing process"):
+    with pytest.raises(ModelError, match=r"returns different ids in a worker process"):
         TokenizerSpec.of(Strange())  # type: ignore[arg-type]
 
 
-def test_a_process_that_dies_is_reported_and_none_is_left(tokenizer) -> None:
+def test_a_process_that_dies_is_reported_and_none_remains(tokenizer) -> None:
     spec = TokenizerSpec.of(tokenizer)
     pool = WorkerPool((spec.json, spec.continued_json), 2)
     try:
         assert pool.submit([Segment(0, 1, "some text", True, True)]).result(30)[1].sum() > 0
-        for one in pool._workers:
-            one.process.kill()
-            one.process.wait()
-        with pytest.raises(ResourceError, match=r"a tokenizing process ended early \(signal 9\)"):
+        for child in pool._workers:
+            child.process.kill()
+            child.process.wait()
+        with pytest.raises(ResourceError, match=r"a tokenizer process exited early \(signal 9\)"):
             pool.submit([Segment(0, 1, "some text", True, True)]).result(30)
     finally:
         pool.close()
-    assert all(one.process.poll() is not None for one in pool._workers)
+    assert all(child.process.poll() is not None for child in pool._workers)
 
 
-def test_a_worker_says_why_it_ended(tokenizer) -> None:
+def test_a_worker_reports_why_it_exited(tokenizer) -> None:
     spec = TokenizerSpec("{not a tokenizer", "{not a tokenizer", (), (), 5, "f")
     pool = WorkerPool((spec.json, spec.continued_json), 1)
     try:
-        with pytest.raises(ResourceError, match=r"ended early .*(expected|key|Error)"):
+        with pytest.raises(ResourceError, match=r"exited early .*(expected|key|Error)"):
             pool.submit([Segment(0, 1, "text", True, True)]).result(30)
     finally:
         pool.close()
@@ -111,7 +109,7 @@ def _children() -> list[int]:
     return [child.pid for child in psutil.Process().children()]
 
 
-def test_the_worker_needs_nothing_of_trimtab() -> None:
+def test_the_worker_does_not_import_trimtab() -> None:
     code = f"import sys, runpy; runpy.run_path({worker.__file__!r}, run_name='x');"
     code += "print([m for m in sys.modules if m.startswith(('trimtab', 'torch'))])"
     out = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
@@ -172,7 +170,7 @@ def measure(source: Path, tmp_path: Path, tokenizer) -> dict:
 
 
 @pytest.mark.slow
-def test_memory_does_not_follow_the_corpus(tmp_path: Path, tokenizer, prose) -> None:
+def test_memory_does_not_depend_on_the_corpus_size(tmp_path: Path, tokenizer, prose) -> None:
     peaks = []
     block = [json.dumps({"text": prose(i, 300)}) + "\n" for i in range(100)]
     tokens = sum(len(tokenizer.encode_document(json.loads(line)["text"])) for line in block)

@@ -45,7 +45,9 @@ def diverging(w: World, rate: float, folder: str = "diverged", **more: Any) -> s
 def follow_diverged(w: World, remedy: str) -> None:
     assert "lower learning_rate" in remedy
     diverging(w, 1e-3, "anew")
-    kind, key = re.findall(r"`trimtab export (\w+) --checkpoint STEP` writes .* to name as (\S+)", remedy)[0]
+    kind, key = re.findall(r"`trimtab export (\w+) --checkpoint STEP` writes .* that (\S+) can load", remedy)[
+        0
+    ]
     first = min(
         int(path.name.removeprefix("step-")) for path in (w.tmp / "diverged/checkpoints").glob("step-*")
     )
@@ -54,8 +56,8 @@ def follow_diverged(w: World, remedy: str) -> None:
     diverging(w, 1e-3, "further", **{section: {inner: str(w.tmp / "exported")}})
 
 
-case("trainer/loop.py:_Loop.stop_at: {}", lambda w: diverging(w, 1e30), follow_diverged)
-case("trainer/loop.py:_Loop.stop_at: {}", lambda w: diverging(w, 1e30, lora={"r": 2}), follow_diverged)
+case("trainer/loop.py:_Loop.stop_before: {}", lambda w: diverging(w, 1e30), follow_diverged)
+case("trainer/loop.py:_Loop.stop_before: {}", lambda w: diverging(w, 1e30, lora={"r": 2}), follow_diverged)
 
 
 # Commands.

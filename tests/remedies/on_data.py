@@ -100,7 +100,7 @@ case(
     follow_columns,
 )
 case(
-    'data/formats.py:choose_column: write one {"text": …} object a row',
+    'data/formats.py:choose_column: write one {"text": …} object per row',
     lambda w: read(w, "list.jsonl", [[1, 2]]),
     lambda w, remedy: read(
         w, "list.jsonl", remedy.partition("one ")[2].partition(" object")[0].replace("…", '"a cat"')
@@ -163,13 +163,13 @@ for function, name, wrong, right in (
         "a cat runs",
     ),
     (
-        "readers_text.py:jsonl_values: write one JSON object a line",
+        "readers_text.py:jsonl_values: write one JSON object per line",
         "a.jsonl",
         '{"text": "a"}\n{"text": \n',
         GOOD,
     ),
     (
-        "readers_text.py:_elements: put all in one array",
+        "readers_text.py:_elements: put all elements into one array",
         "a.json",
         '[{"text": "a cat"}][{"text": "dog"}]',
         json.dumps(GOOD),
@@ -188,19 +188,19 @@ for function, name, wrong, right in (
     ),
     ("readers_text.py:_elements: fetch the file again", "a.json", '[{"text": "a cat"},', json.dumps(GOOD)),
     (
-        "readers_csv.py:csv_values: put texts that hold quotes in double quotes and double those inside",
+        "readers_csv.py:csv_values: put texts that contain quotes in double quotes and double the inner quotes",
         "a.csv",
         'text\n"a "b" c\n',
         'text\n"a ""b"" c"\n',
     ),
     (
-        "readers_csv.py:_refuse_twins: give each a name of its own",
+        "readers_csv.py:_refuse_duplicates: give each a different name",
         "a.csv",
         "text,text\na cat,dog\n",
         "text,more\na cat,dog\n",
     ),
     (
-        "readers_csv.py:_too_long: put texts that hold {} in double quotes",
+        "readers_csv.py:_too_many_fields: put texts that contain {} in double quotes",
         "a.csv",
         "text\na cat, a dog\n",
         'text\n"a cat, a dog"\n',
@@ -270,7 +270,7 @@ case(
     lambda w, remedy: SourceSpec("a.txt", first=int(re.findall(r"\d", remedy)[0])),
 )
 case(
-    "data/sources.py:SourceSpec.__post_init__: give a number above 0",
+    "data/sources.py:SourceSpec.__post_init__: set a number above 0",
     lambda w: SourceSpec("a.txt", weight=0),
     lambda w, remedy: SourceSpec("a.txt", weight=0.1),
 )
@@ -305,12 +305,12 @@ for key, folder in (
         lambda w, remedy, folder=folder: linked(w, str(written(w, "a.txt", "a cat runs")), folder=folder),
     )
 case(
-    "data/sources.py:resolve: write its content to a file and name that",
+    "data/sources.py:resolve: write its content to a file and name that file",
     lambda w: opened(w, "/dev/null"),
     lambda w, remedy: read(w, "content.txt", "a cat runs"),
 )
 case(
-    "data/sources.py:resolve: check the pattern; ** goes into folders",
+    "data/sources.py:resolve: check the pattern; ** matches subfolders",
     lambda w: opened(w, w.tmp / "texts" / "*.md"),
     follow_pattern,
 )
@@ -320,12 +320,12 @@ case(
     follow_pattern,
 )
 case(
-    "data/sources.py:classify: unpack it; Parquet compresses inside",
+    "data/sources.py:classify: decompress it; Parquet has its own compression",
     lambda w: read(w, "a.parquet.gz", gzip.compress(TABLE), text_column="words"),
     lambda w, remedy: read(w, "a.parquet", TABLE, text_column="words"),
 )
 case(
-    "data/sources.py:_from_list: put it back, or download the data set again",
+    "data/sources.py:_from_list: restore it, or download the dataset again",
     lambda w: opened(w, "listed", files=(w.tmp / "gone.txt",)),
     lambda w, remedy: opened(w, "listed", files=(written(w, "gone.txt", "a cat runs"),)),
 )
@@ -345,9 +345,9 @@ def follow_endings(w: World, remedy: str) -> None:
         opened(w, w.tmp / folder)
 
 
-case("data/sources.py:_from_folder: put files in it that end in {}", hollow, follow_endings)
+case("data/sources.py:_from_folder: add files that end in {}", hollow, follow_endings)
 case(
-    "data/fingerprints.py:stamp_files: check that it exists and may be read",
+    "data/fingerprints.py:stamp_files: check that it exists and is readable",
     lambda w: gone(w),
     lambda w, remedy: read(w, "gone.txt", "a cat runs"),
 )
@@ -364,7 +364,7 @@ def gone(w: World) -> object:
 
 # Formats.
 case(
-    "data/detection.py:detect: give JSON lines, CSV or Parquet, or leave the format out",
+    "data/detection.py:detect: use JSON Lines, CSV or Parquet, or remove format",
     lambda w: read(w, "a.txt", "a cat runs", format="messages"),
     lambda w, remedy: (read(w, "a.jsonl", CHATS, format="messages"), read(w, "a.txt", "a cat runs")),
 )
@@ -377,7 +377,7 @@ def both(w: World) -> object:
 
 
 case(
-    "data/detection.py:detect: name the two as sources of their own",
+    "data/detection.py:detect: list them as two separate sources",
     both,
     lambda w, remedy: (opened(w, w.tmp / "both" / "a.jsonl"), opened(w, w.tmp / "both" / "b.txt")),
 )
@@ -402,14 +402,14 @@ case(
     ),
 )
 file_case(
-    "data/detection.py:_by_first_row: give a source with rows in it",
+    "data/detection.py:_by_first_row: use a source with rows",
     "a.jsonl",
     "\n",
     CHATS,
     format="messages",
 )
 case(
-    "data/detection.py:_by_first_row: name parts of one format: {}",
+    "data/detection.py:_by_first_row: map parts of one format: {}",
     lambda w: read(w, "a.jsonl", CHATS, columns={"answers": "x"}),
     lambda w, remedy: in_turn(
         lambda part: read(w, "a.jsonl", [{"dialog": CHATS[0]["messages"]}], columns={part: "dialog"}),
@@ -417,7 +417,7 @@ case(
     ),
 )
 case(
-    "data/detection.py:_by_first_row: write objects with {}, or leave the format out",
+    "data/detection.py:_by_first_row: write objects with {}, or remove format",
     lambda w: read(w, "a.jsonl", ["a cat runs"], format="messages"),
     lambda w, remedy: (
         read(w, "a.jsonl", [{listed(remedy, "with")[0]: CHATS[0]["messages"]}], format="messages"),
@@ -425,7 +425,8 @@ case(
     ),
 )
 case(
-    "data/detection.py:_by_first_row: name them with columns, as in columns: {messages: dialog}, or set another format",
+    "data/detection.py:_by_first_row: map them with columns, such as columns: {messages: dialog}, or set another "
+    "format",
     lambda w: read(w, "a.jsonl", [{"dialog": CHATS[0]["messages"]}], format="messages"),
     lambda w, remedy: (
         read(w, "a.jsonl", [{"dialog": CHATS[0]["messages"]}], format="messages", columns={"messages": "dialog"}),
@@ -452,14 +453,15 @@ def chat(*messages: Any, **more: Any) -> dict[str, Any]:
 
 ASK, SAY = CHATS[0]["messages"]
 PLAIN = {"prompt": "a cat", "completion": " runs"}
-row_case("example_of: write one object a row", "a cat", CHATS[0])
+row_case("example_of: write one object per row", "a cat", CHATS[0])
 case(
-    "data/examples.py:example_of: all rows of a source have one format, here {}; name others as sources of their own",
+    "data/examples.py:example_of: all rows of a source must have one format, here {}; list other rows as a "
+    "separate source",
     lambda w: read(w, "rows.jsonl", [CHATS[0], PLAIN]),
     lambda w, remedy: (read(w, "chats.jsonl", [CHATS[0]]), read(w, "plain.jsonl", [PLAIN])),
 )
 row_case(
-    "_refuse: put it into the text, give messages, or rename the column if it is no {}",
+    "_refuse: put it into the text, use messages, or rename the column if it is not a {}",
     {**PLAIN, "system": "be kind"},
     [
         {"prompt": "be kind. a cat", "completion": " runs"},
@@ -470,7 +472,7 @@ row_case(
 )
 SYSTEM = {"role": "system", "content": "be kind"}
 row_case(
-    "_conversation: keep one of the two, or rename the column if it is no system prompt",
+    "_conversation: keep one of the two, or rename the column if it is not a system prompt",
     chat(SYSTEM, ASK, SAY, system="be brief"),
     [chat(SYSTEM, ASK, SAY), chat(ASK, SAY, system="be brief"), chat(SYSTEM, ASK, SAY, mood="be brief")],
 )
@@ -505,7 +507,7 @@ row_case(
     chat({"role": "user", "content": "5"}, SAY),
 )
 row_case(
-    "_weight: give 1 to train on the message, or 0",
+    "_weight: set 1 to train on the message, or 0 to use it as context only",
     chat(ASK, {**SAY, "weight": 0.5}),
     [chat(ASK, {**SAY, "weight": 1}), chat(ASK, {**SAY, "weight": 0}, SAY)],
 )

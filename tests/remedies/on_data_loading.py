@@ -33,7 +33,7 @@ left(
     format="messages",
     bad_rows="skip",
 )
-left("nothing_left: give a source with text in it", [{"text": " "}], GOOD)
+left("nothing_left: use a source that contains text", [{"text": " "}], GOOD)
 UNANSWERED = [chat(ASK)]
 case(
     "data/selection.py:nothing_left: give conversations with answers, or set train_on: all to train on everything",
@@ -61,7 +61,8 @@ def follow_held_out(w: World, remedy: str, one: Any, more: Any, name: str) -> No
 
 
 case(
-    "data/cached_corpus.py:CachedCorpus.split: give more, name a set under data.eval.domain, or set data.eval_share: 0",
+    "data/cached_corpus.py:CachedCorpus.split: add examples, name an evaluation set under data.eval.domain, or set "
+    "data.eval_share: 0",
     lambda w: held_out(w, CHATS[:1]),
     lambda w, remedy: follow_held_out(
         w,
@@ -72,7 +73,7 @@ case(
     ),
 )
 case(
-    "data/cached_corpus.py:CachedCorpus._split_tail: give more text, name a set under data.eval.domain, or set "
+    "data/cached_corpus.py:CachedCorpus._split_tail: add text, name an evaluation set under data.eval.domain, or set "
     "data.eval_share: 0",
     lambda w: held_out(w, "cat", "word.txt"),
     lambda w, remedy: follow_held_out(w, remedy, "cat", "the cat sees a dog under a tree. " * 20, "word.txt"),
@@ -87,7 +88,7 @@ def apart(w: World, trained: Any, measured: Any) -> object:
 
 
 case(
-    "data/cached_corpus.py:CachedCorpus.without: name other text under data.eval, or take it out of data.train",
+    "data/cached_corpus.py:CachedCorpus.without: name other text under data.eval, or remove it from data.train",
     lambda w: apart(w, GOOD, GOOD),
     lambda w, remedy: (apart(w, GOOD, MORE), apart(w, MORE, GOOD)),
 )
@@ -149,7 +150,7 @@ def measured_windows(w: World, count: int) -> object:
 
 
 case(
-    "data/selection.py:threshold: give one between 0 and 1",
+    "data/selection.py:threshold: set a share between 0 and 1",
     lambda w: threshold(1.0),
     lambda w, remedy: threshold(0.5),
 )
@@ -166,12 +167,12 @@ def packed(w: World, rows: list[Any], length: int) -> object:
 
 
 case(
-    "data/selection.py:nothing_packed: raise max_seq_length, or shorten what comes before the answers",
+    "data/selection.py:nothing_packed: raise max_seq_length, or shorten the text before the answers",
     lambda w: packed(w, LONG, 32),
     lambda w, remedy: (packed(w, LONG, 4096), packed(w, CHATS, 128)),
 )
 case(
-    "data/sampling.py:check_share: give one from 0 up to below 1",
+    "data/sampling.py:check_share: set a share from 0 to below 1",
     lambda w: loader(w, replay_share=1.0, replay=[read(w, "b.jsonl", GOOD)]),
     lambda w, remedy: [
         loader(w, replay_share=share, replay=[read(w, "b.jsonl", GOOD)]) for share in (0, 0.9)
@@ -217,7 +218,7 @@ def cached(w: World, folder: Path) -> object:
     return open_corpus(str(written(w, "a.jsonl", GOOD)), text.load(w.model), cache_dir=folder, num_proc=1)
 
 
-ELSEWHERE = "give another folder: data.cache_dir of a recipe, --cache-dir of `trimtab eval`"
+ELSEWHERE = "use another folder: data.cache_dir in a recipe, --cache-dir of `trimtab eval`"
 
 
 def follow_elsewhere(w: World, remedy: str) -> None:
@@ -302,13 +303,13 @@ case(
     follow_back,
 )
 case(
-    "data/resume_checks.py:LoaderSettings.check: put the data section back as it was, or start a new run",
+    "data/resume_checks.py:LoaderSettings.check: restore the recipe's data section, or start a new run",
     lambda w: go_on(w, MORE, 2),
     follow_back,
 )
 case(
-    "data/resume_checks.py:LoaderSettings.check: put the files, their weights and the tokenizer back as they were, or "
-    "start a new run",
+    "data/resume_checks.py:LoaderSettings.check: restore the files, their weights and the tokenizer, or start a "
+    "new run",
     lambda w: go_on(w, GOOD),
     follow_back,
 )
@@ -320,7 +321,7 @@ def changed_files(w: World, rows: list[Any]) -> None:
 
 
 case(
-    "data/resume_checks.py:Manifest.check: put the files back as they were, or start a new run",
+    "data/resume_checks.py:Manifest.check: restore the files, or start a new run",
     lambda w: changed_files(w, GOOD),
     lambda w, remedy: (changed_files(w, MORE), w.train(max_steps=1)),
 )
@@ -328,14 +329,14 @@ case(
 
 # CSV, other files, preferences.
 case(
-    "data/readers_csv.py:delimiter_of: put texts that hold {} in double quotes",
+    "data/readers_csv.py:delimiter_of: put texts that contain {} in double quotes",
     lambda w: read(w, "a.csv", "n;text\n1;a cat; a dog\n2;a tree\n"),
     lambda w, remedy: read(w, "a.csv", 'n;text\n1;"a cat; a dog"\n2;a tree\n'),
 )
 HEADLESS = "1,the cat sees a dog.\n2,a dog runs.\n"
 case(
-    "data/readers_csv.py:refuse_data_as_header: put a line with the names before it, such as `{}`; if these are the "
-    "names, set text_column",
+    "data/readers_csv.py:refuse_data_as_header: add a header line, such as `{}`; if these are the column names, "
+    "set text_column",
     lambda w: read(w, "a.csv", HEADLESS),
     lambda w, remedy: (
         read(w, "a.csv", re.findall("`(.*?)`", remedy)[0] + "\n" + HEADLESS),
@@ -368,8 +369,8 @@ def preferences(w: World, name: str, *overrides: str) -> str:
 
 for name in PAIRS:
     case(
-        "data/detection.py:_preferences: train on the chosen answers: {}: {} beside the source, or "
-        "'data.train.0.{}={}' on the command line",
+        "data/detection.py:_preferences: train on the chosen answers: add {}: {} to the source, or "
+        "pass 'data.train.0.{}={}' on the command line",
         lambda w, name=name: preferences(w, name),
         lambda w, remedy, name=name: preferences(w, name, re.findall("'(data.train.*?)'", remedy)[0]),
     )

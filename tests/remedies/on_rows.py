@@ -145,7 +145,7 @@ case(
 
 
 # Rows themselves.
-FORMS = "give texts, conversations (lists of {'role': …, 'content': …}) or dicts by column"
+FORMS = "pass texts, conversations (lists of {'role': …, 'content': …}) or dicts with column names as keys"
 ALL_FORMS: list[list[Any]] = [["a cat", "a dog"], [CHAT, CHAT], [{"text": "a cat"}]]
 
 
@@ -169,7 +169,7 @@ case(
     lambda w, remedy: [RowStream(rows) for rows in ALL_FORMS],
 )
 case(
-    "data/in_memory.py:lines_of: give rows of one form; a text can be {'text': …}",
+    "data/in_memory.py:lines_of: pass rows of one type; a text can be written as {'text': …}",
     lambda w: list(lines_of(["a cat", {"text": "a dog"}], "data")),
     lambda w, remedy: (
         list(lines_of(["a cat", "a dog"], "data")),
@@ -186,7 +186,7 @@ def nested(depth: int) -> Any:
 
 
 case(
-    "data/in_memory.py:lines_of: give flat rows",
+    "data/in_memory.py:lines_of: pass flat rows",
     lambda w: list(lines_of([nested(5000)], "data")),
     lambda w, remedy: list(lines_of([nested(0)], "data")),
 )
@@ -197,7 +197,7 @@ def as_function() -> Iterator[str]:
 
 
 case(
-    "data/in_memory.py:iterate: give a list, an iterator, a function that returns one, a datasets.Dataset or a "
+    "data/in_memory.py:iterate: pass a list, an iterator, a function that returns one, a datasets.Dataset or a "
     "DataFrame",
     lambda w: iterate(5),
     lambda w, remedy: [list(iterate(rows)) for rows in (["a"], iter(["a"]), as_function)],
@@ -207,18 +207,18 @@ TEXTS = [f"text {i}" for i in range(30)]
 
 def read_again(rows: Any) -> list[Any]:
     stream = RowStream(rows)
-    stream._kept.clear()  # more was read than is kept
+    stream._buffer.clear()  # more was read than is kept
     stream._size = 0
     return list(stream.values(1))
 
 
 case(
-    "data/in_memory.py:RowStream._line: give a list, a data set, or a function that returns a new iterator; or a "
-    "smaller max_steps",
+    "data/in_memory.py:RowStream._line: pass a list, a dataset, or a function that returns a new iterator; or "
+    "lower max_steps",
     lambda w: read_again(iter(TEXTS)),
     lambda w, remedy: (read_again(TEXTS), read_again(lambda: iter(TEXTS))),
 )
-SAME = "give the rows that the run began with, from the first one on, or start a new run"
+SAME = "pass the rows that the run began with, from the first row on, or start a new run"
 case(
     f"data/in_memory.py:RowStream.check: {SAME}",
     lambda w: RowStream(TEXTS[1:]).check(5, RowStream(TEXTS).digest_before(5)),
@@ -318,7 +318,7 @@ case(
 
 
 case(
-    "trainer/callbacks.py:_refuse_misspelt: did you mean {}? A method of your own is named without on_ in front",
+    "trainer/callbacks.py:_refuse_misspelt: did you mean {}? Name your own methods without the prefix on_",
     lambda w: hooked(w, [with_method("on_logs")]),
     lambda w, remedy: (
         hooked(w, [with_method(remedy.removeprefix("did you mean ").partition("?")[0])]),
@@ -340,7 +340,7 @@ case(
     lambda w, remedy: hooked(w, [defined(remedy.removeprefix("define it as "))]),
 )
 case(
-    "trainer/callbacks.py:_refuse_misspelt: use one of {}; a method of your own is named without on_ in front",
+    "trainer/callbacks.py:_refuse_misspelt: use one of {}; name your own methods without the prefix on_",
     lambda w: hooked(w, [with_method("on_epoch_begin")]),
     lambda w, remedy: (
         in_turn(lambda name: hooked(w, [with_method(name)]), listed(remedy.partition(";")[0], "one of")),

@@ -204,7 +204,7 @@ def without_documents(w: World) -> object:
 
 
 case(
-    "data/selection.py:nothing_packed: give a source with text in it",
+    "data/selection.py:nothing_packed: use a source that contains text",
     without_documents,
     lambda w, remedy: packed(w, GOOD, 32),
 )
@@ -284,7 +284,7 @@ def streamed(w: World, *, there: bool) -> object:
 
 
 case(
-    "data/readers_text.py:unreadable: put it back or check its rights",
+    "data/readers_text.py:unreadable: restore it or check its permissions",
     lambda w: streamed(w, there=False),
     lambda w, remedy: streamed(w, there=True),
 )

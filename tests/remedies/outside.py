@@ -26,7 +26,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "checkpoint/tensors.py:read_back: check the disk; the earlier checkpoints were not touched",
         "cli/commands.py:_lacking: free some space or check the folder's rights",
         "cli/commands.py:_lacking: free some space, or send the output somewhere else",
-        "data/cache.py:TokenCache._build: free some space, or give another folder: data.cache_dir of a recipe, "
+        "data/cache.py:TokenCache._build: free some space, or use another folder: data.cache_dir in a recipe, "
         "--cache-dir of `trimtab eval`",
         "data/tokenizer_pool.py:_Worker._died: free some memory or lower num_proc, then try again",
         "export/hf.py:_not_the_model: nothing was published; check the disk and try again",
@@ -46,14 +46,14 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "recipe/loading.py:load: check its rights",
         "report/rundata.py:_unreadable: check its permissions",
         "run/folder.py:_writing: free some space or check rights",
-        "trainer/metrics_log.py:_explain: free some space and resume; nothing written is lost",
+        "trainer/metrics_log.py:_explain: free some space and resume; records already written are kept",
         "trainer/metrics_log.py:_explain: check the run folder",
     ),
     PACKAGE: (
         "api/results.py:RunResult.to_pandas: pip install pandas",
         "checkpoint/manifest.py:read_manifest: install the version of trimtab that wrote it, or a later one",
         "cli/commands.py:main: pip install 'trimtab[train]'",
-        "data/resume_checks.py:LoaderSettings.check: resume with the trimtab that wrote it",
+        "data/resume_checks.py:LoaderSettings.check: resume with the trimtab version that wrote it",
         "data/readers_text.py:_zstd: pip install 'trimtab[train]'",
         "data/readers_parquet.py:parquet_schema: pip install 'trimtab[train]'",
         "data/readers_parquet.py:parquet_values: pip install 'trimtab[train]'",
@@ -107,6 +107,6 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "run/out_of_memory.py:MemoryExplainer.during: (none)",
     ),
     OURS: (
-        "data/tokenizing.py:TokenizerSpec.of: this is a mistake in trimtab; please report it with the model's name",
+        "data/tokenizing.py:TokenizerSpec.of: this is a bug in trimtab; please report it with the model's name",
     ),
 }

@@ -58,8 +58,11 @@ TOLD = {"role": "assistant", "content": "sees a dog"}
 @pytest.mark.parametrize(
     ("messages", "part"),
     [
-        ([ASKED], "holds nothing to train on: 12 without a token to train on"),
-        ([{**ASKED, "content": "the cat " * 99}, TOLD], "is within 64 tokens; raise max_seq_length"),
+        ([ASKED], "contains nothing to train on: 12 without a token to train on"),
+        (
+            [{**ASKED, "content": "the cat " * 99}, TOLD],
+            "within max_seq_length (64 tokens); raise max_seq_length",
+        ),
     ],
 )
 def test_conversations_without_anything_to_train_on(

@@ -1,4 +1,4 @@
-"""When microbatches are captured, run eagerly and recaptured, with fake CUDA graphs; on a GPU, by runs."""
+"""When microbatches are captured, run eagerly and recaptured, with fake CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.trainer.graphs import WARM_UP, Graphs
 
 
 class Squares:
-    """The sum of squares of a linear layer's output: the two halves that `Graphs` asks for."""
+    """The sum of squares of a linear layer's output: the two halves that `Graphs` requires."""
 
     def __init__(self) -> None:
         self.layer = torch.nn.Linear(3, 2)
@@ -26,21 +26,21 @@ class Squares:
 
 
 class Replayed:
-    """What a graph does when it is replayed: the same arithmetic, from the same tensors into the same tensors."""
+    """A fake CUDA graph: a replay repeats the arithmetic from and into the same tensors."""
 
     replay: Any = None
 
 
 class Watched(Graphs):
-    """Tells what was captured whenever a microbatch runs eagerly."""
+    """Records how many graphs exist whenever a microbatch runs eagerly."""
 
     def __init__(self, loss: Squares) -> None:
         super().__init__(loss, dict(loss.layer.named_parameters()), torch.device("cpu"))
-        self.beside: list[int] = []
+        self.graphs_during_eager: list[int] = []
 
-    def _plain(self, inputs: dict[str, torch.Tensor], factor: float) -> torch.Tensor:
-        self.beside.append(len(self._recorded))
-        return super()._plain(inputs, factor)
+    def _run_eager(self, inputs: dict[str, torch.Tensor], factor: float) -> torch.Tensor:
+        self.graphs_during_eager.append(len(self._recorded))
+        return super()._run_eager(inputs, factor)
 
     def _capture(self, graph: Any, static: dict[str, torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
         parameters = list(self.parameters.values())
@@ -61,7 +61,7 @@ class Watched(Graphs):
 
 
 class Stopped(Watched):
-    """Whose recording is stopped amid it."""
+    """Graphs whose capture fails halfway."""
 
     error: BaseException = RuntimeError("no memory")
 
@@ -82,7 +82,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def step(graphs: Watched, rows: list[int]) -> None:
-    """A step of microbatches of so many rows; its losses and gradients are a plain step's."""
+    """Runs a step of microbatches with these numbers of rows; checks losses and gradients against eager ones."""
     batches = [torch.randn(count, 3) for count in rows]
     for batch in batches:
         expected = graphs.loss.of({"x": batch}).detach()
@@ -100,22 +100,24 @@ def step(graphs: Watched, rows: list[int]) -> None:
 
 
 @pytest.mark.parametrize("rows", [[2, 4, 4], [4, 2, 4], [4, 4, 2]])
-def test_fewer_rows_never_run_beside_what_is_recorded(watched: Watched, rows: list[int]) -> None:
+def test_smaller_microbatches_never_run_while_graphs_are_allocated(watched: Watched, rows: list[int]) -> None:
     for _ in range(WARM_UP):
         step(watched, [4, 4, 4])
     step(watched, [4, 4, 4])
     assert len(watched._recorded) == 2
     step(watched, rows)
-    assert not any(watched.beside), "a plain microbatch and the graphs' memory at once"
+    assert not any(watched.graphs_during_eager), "an eager microbatch while the graphs' memory is allocated"
     step(watched, [4, 4, 4])
-    assert len(watched._recorded) == 2, "recorded anew"
-    plain = len(watched.beside)
+    assert len(watched._recorded) == 2, "captured again"
+    num_eager = len(watched.graphs_during_eager)
     step(watched, [4, 4, 4])
-    assert len(watched.beside) == plain, "and replayed"
+    assert len(watched.graphs_during_eager) == num_eager, "and replayed"
 
 
 @pytest.mark.parametrize("short", [1, WARM_UP, WARM_UP + 2])
-def test_a_session_that_begins_with_fewer_rows_records_whole_ones(watched: Watched, short: int) -> None:
+def test_a_session_that_begins_with_fewer_rows_captures_full_microbatches(
+    watched: Watched, short: int
+) -> None:
     for _ in range(short):
         step(watched, [2])
     for _ in range(WARM_UP + 2):
@@ -126,7 +128,7 @@ def test_a_session_that_begins_with_fewer_rows_records_whole_ones(watched: Watch
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), ResourceError("no memory on the host"), RuntimeError("full")]
 )
-def test_a_recording_that_is_stopped_leaves_nothing_behind(
+def test_a_failed_capture_leaves_nothing_behind(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     ended: list[str] = []

@@ -1,4 +1,4 @@
-"""Which documents a step that is not finite is blamed on."""
+"""Which documents the error for a non-finite step names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_documents_of_bad_tokens_are_named() -> None:
     assert bad_documents(ORIGINS, watch.documents) == ["b", "e"]
 
 
-def test_without_tokens_to_tell_by_all_documents_are_named() -> None:
+def test_without_a_token_dimension_all_documents_are_named() -> None:
     ids_BT = torch.full((2, 6), 7)
     assert bad_documents(ORIGINS, watched(ids_BT, None).documents) == ["a", "b", "c", "d", "e"]
     padding_BT = torch.zeros(2, 6, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The loop with the optimizer inside the backward pass: the same run, without gradients lying about."""
+"""The loop with the optimizer inside the backward pass: the same run, without allocated gradients."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def setup(loader: TinyLoader, in_backward: bool, name: str = "adamw_8bit") -> Tr
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bf16", "adamw_torch"])
 def test_the_run_is_the_same(name: str) -> None:
     after, during = (setup(TinyLoader(accumulation=1), flag, name) for flag in (False, True))
-    for one in (after, during):
-        train(one, TrainState())
+    for run in (after, during):
+        train(run, TrainState())
     assert during.log.losses() == after.log.losses()
-    norms = [[r["grad_norm"] for r in one.log.records if r["kind"] == "train"] for one in (after, during)]
+    norms = [[r["grad_norm"] for r in run.log.records if r["kind"] == "train"] for run in (after, during)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
     for key, t in after.tensors().items():
         assert torch.equal(t, during.tensors()[key]), key
@@ -34,14 +34,14 @@ def test_the_run_is_the_same(name: str) -> None:
     assert peak["gradients"] == 0
 
 
-def test_a_bad_loss_leaves_the_state_before_it() -> None:
+def test_a_bad_loss_preserves_the_state_before_it() -> None:
     clean, bad = (
         setup(TinyLoader(accumulation=1), False),
         setup(TinyLoader(accumulation=1, poison_step=4), True),
     )
     clean.cadence = Cadence(total_steps=4, eval_on_start=False)
     train(clean, TrainState())
-    with pytest.raises(TrainingError, match=r"step 5.*doc:4:0.*before it met the first such gradient"):
+    with pytest.raises(TrainingError, match=r"step 5.*doc:4:0.*before the first non-finite gradient"):
         train(bad, TrainState())
     assert max(bad.store.saved) == 4
     for key, t in clean.tensors().items():
@@ -59,14 +59,14 @@ def test_accumulation_is_refused() -> None:
         two.model(x).sum().backward()
 
 
-def test_a_gradient_that_is_not_finite_moves_no_weight() -> None:
-    one = setup(TinyLoader(accumulation=1), True)
-    steps, before = one.in_backward, [p.detach().clone() for p in one.parameters.values()]
+def test_a_non_finite_gradient_updates_no_weight() -> None:
+    run = setup(TinyLoader(accumulation=1), True)
+    steps, before = run.in_backward, [p.detach().clone() for p in run.parameters.values()]
     assert isinstance(steps, InBackward)
     steps.begin(lr=0.1)
-    (one.model(torch.ones(2, 8)).sum() * torch.nan).backward()
-    assert all(torch.equal(a, b) for a, b in zip(before, one.parameters.values(), strict=True))
+    (run.model(torch.ones(2, 8)).sum() * torch.nan).backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, run.parameters.values(), strict=True))
     assert steps.norm().isnan()
     steps.close()
-    one.model(torch.ones(2, 8)).sum().backward()
-    assert all(p.grad is not None for p in one.parameters.values())
+    run.model(torch.ones(2, 8)).sum().backward()
+    assert all(p.grad is not None for p in run.parameters.values())

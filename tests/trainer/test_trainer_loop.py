@@ -47,7 +47,7 @@ def test_records_are_written_in_the_order_of_their_steps() -> None:
     assert peak["step"] == 2
 
 
-def test_a_resumed_state_continues_bit_by_bit() -> None:
+def test_a_resumed_state_continues_bitwise_identically() -> None:
     whole = tiny_setup(TinyLoader(), cadence=Cadence(total_steps=8, save_steps=3, eval_on_start=False))
     train(whole, TrainState())
     tensors, scalars, _ = whole.store.saved[3]
@@ -60,7 +60,7 @@ def test_a_resumed_state_continues_bit_by_bit() -> None:
 
 
 @pytest.mark.parametrize("logging_steps", [1, 3, 8])
-def test_a_bad_step_leaves_the_state_before_it(logging_steps: int) -> None:
+def test_a_bad_step_preserves_the_state_before_it(logging_steps: int) -> None:
     clean = tiny_setup(TinyLoader(), total_steps=4)
     train(clean, TrainState())
     cadence = Cadence(total_steps=8, logging_steps=logging_steps, eval_on_start=False)
@@ -84,7 +84,7 @@ def test_a_bad_step_leaves_the_state_before_it(logging_steps: int) -> None:
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("step", [0, 4])
 def test_the_remedy_for_a_bad_step_fits_it(step: int, named: bool, adapters: bool) -> None:
-    """Documents only where some are named, an export only where something is saved, and the one that can be done."""
+    """It mentions documents only if some are named, and a suitable export only if a checkpoint is saved."""
     loader = TinyLoader(poison_step=step if named else None)
     setup = tiny_setup(loader)
     if not named:  # of all the step's gradients together, not of one
@@ -105,7 +105,7 @@ def test_the_remedy_for_a_bad_step_fits_it(step: int, named: bool, adapters: boo
     assert ("lower lora.lora_alpha" in remedy) is (step == 0 and adapters)
 
 
-def test_data_that_vanishes_loses_nothing() -> None:
+def test_missing_data_loses_no_step() -> None:
     setup = tiny_setup(
         TinyLoader(vanish_step=3), cadence=Cadence(total_steps=8, logging_steps=8, eval_on_start=False)
     )
@@ -116,7 +116,7 @@ def test_data_that_vanishes_loses_nothing() -> None:
 
 
 def test_a_step_without_targets_is_an_error() -> None:
-    with pytest.raises(TrainingError, match="no token to learn from"):
+    with pytest.raises(TrainingError, match="no target tokens"):
         train(tiny_setup(TinyLoader(masked_step=2)), TrainState())
 
 
@@ -183,7 +183,7 @@ def test_live_bytes_sees_peak_and_release() -> None:
     assert live.now == 4000
 
 
-def test_measured_buckets_are_the_tensors_own_sizes() -> None:
+def test_measured_buckets_equal_the_tensors_sizes() -> None:
     setup = tiny_setup(TinyLoader(accumulation=1))
     train(setup, TrainState())
     (peak,) = [r for r in setup.log.records if r["kind"] == "memory" and r["when"] == "peak"]
@@ -193,7 +193,7 @@ def test_measured_buckets_are_the_tensors_own_sizes() -> None:
 
 
 @pytest.mark.parametrize("what", ["evaluation", "log", "observer", "loss"])
-def test_whatever_stops_the_loop_the_state_is_saved(what: str) -> None:
+def test_the_state_is_saved_after_any_error(what: str) -> None:
     setup = tiny_setup(
         TinyLoader(), cadence=Cadence(total_steps=8, logging_steps=2, eval_steps=5, eval_on_start=False)
     )

@@ -1,4 +1,4 @@
-"""What a run measures of itself: which steps count, and when it is reported."""
+"""Measurements of a run: which steps count, and when they are reported."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_steps_with_a_capture_or_a_compilation_do_not_count(captures_and_program
     assert watch.measured(5).step == Spread(2.0, 2.0, 2.0, 2)
 
 
-def test_time_of_a_save_is_no_time_of_a_step() -> None:
+def test_the_time_of_a_save_does_not_count_as_step_time() -> None:
     watch = Stopwatch(10)
     watch.interval(2.0, 2, one_time=NOTHING)
-    watch.saved(3.0, whole=False)
+    watch.saved(3.0, written=False)
     watch.interval(5.0, 2, one_time=NOTHING)
-    watch.saved(7.0, whole=True)
+    watch.saved(7.0, written=True)
     measured = watch.measured(14)
     assert measured.first_step == 10
     assert measured.step == Spread(1.0, 1.0, 1.0, 2)
@@ -56,32 +56,32 @@ def test_time_of_a_save_is_no_time_of_a_step() -> None:
 
 
 def measure(**more: Any) -> list[Measured]:
-    told: list[Measured] = []
-    train(tiny_setup(TinyLoader(), on_measured=told.append, **more), TrainState())
-    return told
+    reported: list[Measured] = []
+    train(tiny_setup(TinyLoader(), on_measured=reported.append, **more), TrainState())
+    return reported
 
 
-def test_a_run_tells_it_once_warm_and_at_its_end() -> None:
-    told = measure(cadence=Cadence(total_steps=8, eval_on_start=False))
-    assert [one.last_step for one in told] == [3, 8]
-    assert all(one.warm for one in told)
-    assert told[-1].step is not None
-    assert told[-1].step.count == 6
-    assert told[0].buckets is not None
-    assert told[0].allocated == sum(told[0].buckets.values())
-    assert told[-1].checkpoint is not None
+def test_a_run_reports_once_warm_and_at_its_end() -> None:
+    reported = measure(cadence=Cadence(total_steps=8, eval_on_start=False))
+    assert [measured.last_step for measured in reported] == [3, 8]
+    assert all(measured.warm for measured in reported)
+    assert reported[-1].step is not None
+    assert reported[-1].step.count == 6
+    assert reported[0].buckets is not None
+    assert reported[0].allocated == sum(reported[0].buckets.values())
+    assert reported[-1].checkpoint is not None
 
 
-def test_a_run_that_is_too_short_tells_it_at_its_end() -> None:
-    (told,) = measure(total_steps=2)
-    assert not told.warm
-    assert told.last_step == 2
-    assert told.step is not None
+def test_a_run_that_is_too_short_reports_at_its_end() -> None:
+    (reported,) = measure(total_steps=2)
+    assert not reported.warm
+    assert reported.last_step == 2
+    assert reported.step is not None
 
 
-def test_with_rare_logging_it_is_told_when_the_device_is_read_anyway() -> None:
-    told = measure(cadence=Cadence(total_steps=20, logging_steps=10, eval_on_start=False))
-    assert [one.last_step for one in told] == [10, 20]
+def test_with_rare_logging_reports_wait_for_a_device_read() -> None:
+    reported = measure(cadence=Cadence(total_steps=20, logging_steps=10, eval_on_start=False))
+    assert [measured.last_step for measured in reported] == [10, 20]
 
 
 def test_evaluations_are_measured_apart_from_steps() -> None:
@@ -89,20 +89,20 @@ def test_evaluations_are_measured_apart_from_steps() -> None:
         time.sleep(0.02)
         return []
 
-    told = measure(cadence=Cadence(total_steps=6, eval_steps=2), evaluate=evaluate)[-1]
-    assert told.evaluation is not None
-    assert told.evaluation.count == 4
-    assert told.evaluation.median >= 0.02
-    assert told.step is not None
-    assert told.step.median < 0.02
+    reported = measure(cadence=Cadence(total_steps=6, eval_steps=2), evaluate=evaluate)[-1]
+    assert reported.evaluation is not None
+    assert reported.evaluation.count == 4
+    assert reported.evaluation.median >= 0.02
+    assert reported.step is not None
+    assert reported.step.median < 0.02
 
 
-def test_a_run_that_fails_tells_what_it_measured() -> None:
-    told: list[Measured] = []
-    setup = tiny_setup(TinyLoader(vanish_step=5), on_measured=told.append)
+def test_a_run_that_fails_reports_its_measurements() -> None:
+    reported: list[Measured] = []
+    setup = tiny_setup(TinyLoader(vanish_step=5), on_measured=reported.append)
     with pytest.raises(DataError):
         train(setup, TrainState())
-    assert told[-1].last_step == 5
+    assert reported[-1].last_step == 5
 
 
 def test_measuring_changes_no_loss() -> None:
@@ -112,8 +112,8 @@ def test_measuring_changes_no_loss() -> None:
     assert plain.log.losses() == measured.log.losses()
 
 
-def test_out_of_memory_is_met_in_its_phase_and_the_state_before_is_saved() -> None:
-    """The phases of a step, as the loop enters them; an error in one leaves the state after the last whole step."""
+def test_out_of_memory_is_raised_in_its_phase_and_the_state_before_is_saved() -> None:
+    """The phases of a step, as the loop enters them; after an error, the state of the last complete step is saved."""
     entered: list[RunPhase] = []
 
     class Watch:

@@ -1,4 +1,4 @@
-"""The metrics log: whole lines, valid JSON, cut back to a checkpoint in one move."""
+"""The metrics log: complete lines, valid JSON, atomic truncation to a checkpoint."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_append_and_read(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_not_finite_is_neither_hidden_nor_invalid(tmp_path: Path) -> None:
+def test_non_finite_values_are_valid_json_and_visible(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path) as log:
         log.append({"loss": float("nan"), "norms": [float("inf"), {"low": float("-inf")}], "by": (1, 2)})
     assert records(path) == [{"loss": "NaN", "norms": ["Infinity", {"low": "-Infinity"}], "by": [1, 2]}]
 
 
-def test_cut_back_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_cut_back_drops_records_after_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path) as log:
         log.append({"kind": "memory", "when": "before"})
@@ -73,7 +73,7 @@ def test_cut_back_to_the_start_and_of_an_empty_file(tmp_path: Path) -> None:
         assert path.read_bytes() == b""
 
 
-def test_zeros_and_torn_lines_of_a_power_failure_go(tmp_path: Path) -> None:
+def test_zeros_and_torn_lines_of_a_power_failure_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\x00\x00\x00\n\xff\xfe\n[1]\n{"step": 2}\n')
     with MetricsLog(path) as log:
@@ -140,7 +140,7 @@ def test_a_killed_process_loses_no_record(tmp_path: Path) -> None:
     assert [record["step"] for record in records(path)] == list(range(100))
 
 
-def test_a_full_disk_is_said_and_leaves_whole_lines(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_leaves_complete_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with MetricsLog(path) as log:
@@ -148,7 +148,7 @@ def test_a_full_disk_is_said_and_leaves_whole_lines(tmp_path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
             for step in range(7):
                 log.append({"step": step})  # 12 bytes each
-            with pytest.raises(ResourceError, match="no room left"):
+            with pytest.raises(ResourceError, match="no space left"):
                 log.append({"step": 100, "text": "longer than the rest"})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

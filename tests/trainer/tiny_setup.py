@@ -1,4 +1,4 @@
-"""A setup small enough to read: a linear model over random vectors, handed to the real loop."""
+"""A tiny setup for the real loop: a small MLP over random vectors."""
 
 from __future__ import annotations
 

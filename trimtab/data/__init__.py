@@ -1,7 +1,7 @@
 """Sources → documents → tokens → packed sequences → batches, deterministic and restorable.
 
 `open_corpus` and `make_loader` are the public API; both return the types of `interface.py`, cached or streamed. Names
-are resolved when they are used, so that `trimtab.data.spec` and the cache work without torch.
+are imported lazily, so that `trimtab.data.spec` and the cache work without torch.
 """
 
 from __future__ import annotations

@@ -142,6 +142,6 @@ def eval_batches(
         8
     """
     if max_sequences is not None and max_sequences < 1:
-        raise DataError(f"an evaluation of {max_sequences} sequences sees nothing", "give 1 or more")
+        raise DataError(f"an evaluation of {max_sequences} sequences is empty", "give 1 or more")
     sequences = corpus.eval_sequences(max_seq_length, packing=packing, max_sequences=max_sequences)
     return EvalBatches(sequences, batch_size, max_seq_length)

@@ -1,10 +1,10 @@
-"""The token cache: one folder per entry, memory-mapped, published by a rename, checked before it is trusted.
+"""The token cache: one folder per entry, memory-mapped, published by a rename, verified before use.
 
 <cache>/entries/<key>/tokens.bin       all ids, uint16 or uint32
-                      documents.bin    one record per document: where it ends, its row, content hash, file
+                      documents.bin    one record per document: end, row, content hash, file
                       trained.bin      the loss mask, only of examples: one byte per token, 1 if trained on
-                      meta.json        counts, checksums, what was skipped
-                      verified.json    size, times and inode of these files when last verified
+                      meta.json        counts, checksums, skipped documents
+                      verified.json    size, times and inode of these files at the last verification
 <cache>/locks/<key>.lock               OS lock while an entry is built; it ends with its process
 <cache>/digests/                       digests of source files (fingerprints.py)
 """
@@ -36,9 +36,9 @@ FILES = ("tokens.bin", "documents.bin")
 MASK = "trained.bin"
 _SKIPPED = ("empty", "short", "repaired")
 _SKIPPED_EXAMPLES = ("bad", "untrained", "unanswered", "rewritten", "trained")
-"""Keys of `skipped` in meta.json: those of every entry, and the additional ones of examples."""
+"""Keys of `skipped` in meta.json: of every entry, and additional ones of examples."""
 
-_ELSEWHERE = "give another folder: data.cache_dir of a recipe, --cache-dir of `trimtab eval`"
+_ELSEWHERE = "use another folder: data.cache_dir in a recipe, --cache-dir of `trimtab eval`"
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,17 @@ class EntryMeta:
         }
 
     @staticmethod
-    def from_dict(kept: Mapping[str, Any]) -> EntryMeta:
-        """From what `to_dict` wrote; a DamagedEntry for another version."""
-        if kept["version"] != VERSION:
-            raise DamagedEntry("meta.json is not what was written")
+    def from_dict(saved: Mapping[str, Any]) -> EntryMeta:
+        """The inverse of `to_dict`; raises DamagedEntry for another version."""
+        if saved["version"] != VERSION:
+            raise DamagedEntry("meta.json has another version")
         return EntryMeta(
-            kept["dtype"],
-            kept["num_tokens"],
-            kept["num_documents"],
-            kept.get("max_id", 0),
-            kept["checksums"],
-            Counts(**kept["skipped"]),
+            saved["dtype"],
+            saved["num_tokens"],
+            saved["num_documents"],
+            saved.get("max_id", 0),
+            saved["checksums"],
+            Counts(**saved["skipped"]),
         )
 
 
@@ -188,7 +188,7 @@ class TokenCache:
                 (folder / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ResourceError(
-                f"the token cache {folder} cannot be made ({error.strerror})",
+                f"the token cache {folder} cannot be created ({error.strerror})",
                 _ELSEWHERE,
             ) from error
 
@@ -206,16 +206,16 @@ class TokenCache:
         need_bytes: int,
         masked: bool = False,
     ) -> Entry:
-        """The entry of this key; built by `build(writer)` when it is missing or damaged.
+        """Returns the entry of this key; `build(writer)` builds it if it is missing or damaged.
 
-        Processes that want the same entry wait for the one that builds it. `masked` entries have a loss mask.
+        Processes that need the same entry wait for the one that builds it. `masked` entries have a loss mask.
         """
         path = self.folder / "entries" / key
         entry = self._open(path)
         if entry is not None:
             return entry
         with self._lock(key):
-            entry = self._open(path)  # another process may have built it meanwhile
+            entry = self._open(path)  # another process may have built it in the meantime
             if entry is not None:
                 return entry
             self._build(path, build, dtype, need_bytes, masked)
@@ -289,7 +289,7 @@ class TokenCache:
 
 
 class DamagedEntry(Exception):
-    """An entry whose bytes are not what was written; the message says which."""
+    """An entry that fails verification; the message says why."""
 
 
 def open_entry(path: Path) -> Entry:
@@ -299,7 +299,7 @@ def open_entry(path: Path) -> Entry:
     try:
         outer = read_json_object(path / "meta.json")
         if outer["checksum"] != digest_of(outer["meta"]):
-            raise DamagedEntry("meta.json is not what was written")
+            raise DamagedEntry("the checksum of meta.json differs")
         meta = EntryMeta.from_dict(outer["meta"])
         dtype = np.dtype(meta.dtype)
         expected = {

@@ -1,4 +1,4 @@
-"""A corpus in the token cache: memory-mapped documents, views of parts of them, and their sequences at one length.
+"""A corpus in the token cache: memory-mapped documents, views of subsets, and packed sequences.
 
 # N documents
 """
@@ -39,12 +39,12 @@ class CachedCorpus(Corpus):
 
     @property
     def num_documents(self) -> int:
-        """Of this view."""
+        """Documents of this view."""
         return len(self.lengths_N)
 
     @property
     def num_tokens(self) -> int:
-        """Of this view, beginning and end tokens included."""
+        """Tokens of this view, including beginning and end tokens."""
         return int(self.lengths_N.sum())
 
     def tokens(self, document: int) -> np.ndarray:
@@ -53,7 +53,7 @@ class CachedCorpus(Corpus):
         return self.entry.tokens[start : start + int(self.lengths_N[document])]
 
     def trained(self, document: int) -> np.ndarray | None:
-        """uint8 [length], 1 where a token of one document is trained on; None where all are."""
+        """uint8 [length]: 1 for the trained tokens of one document; None if all tokens are trained on."""
         if self.entry.trained is None:
             return None
         start = int(self.starts_N[document])
@@ -61,14 +61,11 @@ class CachedCorpus(Corpus):
 
     @property
     def masked(self) -> bool:
-        """Whether documents are examples, of which not everything is trained on."""
+        """Whether documents are examples with a loss mask."""
         return self.entry.trained is not None
 
     def targets_N(self, max_seq_length: int) -> np.ndarray:
-        """int64 [N]: tokens of each document's first `max_seq_length` that are trained on, its first one excepted.
-
-        (Nothing predicts a first token.)
-        """
+        """int64 [N]: trained tokens among each document's first `max_seq_length`; its first token is never a target."""
         ends_N = self.starts_N + np.minimum(self.lengths_N, max_seq_length)
         if self.entry.trained is None:
             return ends_N - self.starts_N - 1
@@ -93,8 +90,8 @@ class CachedCorpus(Corpus):
         if self.num_documents == 1 or len(np.unique(self.records_N["hash"])) == 1:
             if self.masked:
                 raise DataError(
-                    f"{self.shown} is {self._copies}one example, of which no part can be held out",
-                    "give more, name a set under data.eval.domain, or set data.eval_share: 0",
+                    f"{self.shown} contains {self._copies}one example, which cannot be split to hold out a part",
+                    "add examples, name an evaluation set under data.eval.domain, or set data.eval_share: 0",
                 )
             return self._split_tail(share if share is not None else 0.1)
         mask_N = heldout_mask(self.records_N["hash"], share, count)
@@ -102,14 +99,14 @@ class CachedCorpus(Corpus):
         return self._view(~mask_N, f"train {what}"), self._view(mask_N, f"heldout {what}")
 
     def without(self, other: CachedCorpus) -> Self:
-        """This corpus without the documents that are also in `other` (an evaluation set, say)."""
+        """This corpus without the documents that are also in `other` (such as an evaluation set)."""
         mask_N = ~np.isin(self.records_N["hash"], other.records_N["hash"])
         if mask_N.all():
             return self
         if not mask_N.any():
             raise DataError(
                 f"every document of {self.shown} is also in {other.shown}",
-                "name other text under data.eval, or take it out of data.train",
+                "name other text under data.eval, or remove it from data.train",
             )
         return self._view(mask_N, f"without {other.fingerprint}")
 
@@ -123,7 +120,7 @@ class CachedCorpus(Corpus):
         return Sequences(len(chosen), lambda i: packed.sequence(int(chosen[i])))
 
     def piece(self, number: int, max_seq_length: int) -> tuple[Piece, bool]:
-        """One of the pieces that are trained on, from 0, and whether its document continues after it."""
+        """Returns the trained piece with this index, and whether its document continues after it."""
         pieces_P = PackedCorpus(self, max_seq_length, True).packing.pieces
         document, start = int(pieces_P.document_P[number]), int(pieces_P.start_P[number])
         end = start + int(pieces_P.length_P[number])
@@ -140,9 +137,9 @@ class CachedCorpus(Corpus):
         rest_N = self.lengths_N[:1] - kept_N
         if kept_N[0] < 2 or rest_N[0] < 2:
             raise DataError(
-                f"{self.shown} is {self._copies}one document of {self.lengths_N[0]} tokens, too short to hold a part "
-                "out",
-                "give more text, name a set under data.eval.domain, or set data.eval_share: 0",
+                f"{self.shown} contains {self._copies}one document of {self.lengths_N[0]} tokens, too short to "
+                "hold out a part",
+                "add text, name an evaluation set under data.eval.domain, or set data.eval_share: 0",
             )
         start_N, record_N = self.starts_N[:1], self.records_N[:1]
         return (
@@ -152,7 +149,7 @@ class CachedCorpus(Corpus):
 
     @property
     def _copies(self) -> str:
-        """How many copies a corpus of one distinct document has, for messages."""
+        """The number of copies in a corpus of one distinct document, for messages."""
         return f"{self.num_documents} copies of " if self.num_documents > 1 else ""
 
     def _replace(self, starts_N: np.ndarray, lengths_N: np.ndarray, records_N: np.ndarray, what: str) -> Self:
@@ -173,7 +170,7 @@ class PackedCorpus:
     def __init__(self, corpus: CachedCorpus, max_seq_length: int, packing: bool) -> None:
         self.corpus = corpus
         self.cut = self.lost = 0
-        """Examples that are longer than a sequence, and those of them that have nothing to train on within it."""
+        """Examples longer than a sequence, and examples left out because nothing within the sequence is trained on."""
         keep_N = None
         if corpus.masked:
             keep_N = corpus.targets_N(max_seq_length) > 0
@@ -186,11 +183,11 @@ class PackedCorpus:
     def sequence(self, index: int) -> list[Piece]:
         """The pieces of one sequence."""
         pieces, tokens, trained = self.packing.pieces, self.corpus.entry.tokens, self.corpus.entry.trained
-        found = []
+        sequence = []
         for piece in self.packing.sequence(index).tolist():
             document = int(pieces.document_P[piece])
             start = int(self.corpus.starts_N[document]) + int(pieces.start_P[piece])
             end = start + int(pieces.length_P[piece])
             mask = None if trained is None else trained[start:end]
-            found.append(Piece(tokens[start:end], self.corpus.origin(document), mask))
-        return found
+            sequence.append(Piece(tokens[start:end], self.corpus.origin(document), mask))
+        return sequence

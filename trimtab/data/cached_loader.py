@@ -32,8 +32,8 @@ from trimtab.data.sampling import (
 )
 from trimtab.data.selection import cut_note
 
-WORTH_GROUPING = 0.1
-"""The share of padding from which on `notes` mentions it."""
+MIN_PADDING_SAVED = 0.1
+"""The share of padding that grouping must save for `notes` to recommend it."""
 
 
 class CachedLoader(Loader):
@@ -59,8 +59,8 @@ class CachedLoader(Loader):
         self.seed = seed
         self.packed = [PackedCorpus(corpus, max_seq_length, packing) for corpus, _ in [*train, *replay]]
         sized = [
-            (one.packing.num_sequences, weight)
-            for one, (_, weight) in zip(self.packed, [*train, *replay], strict=True)
+            (packed.packing.num_sequences, weight)
+            for packed, (_, weight) in zip(self.packed, [*train, *replay], strict=True)
         ]
         self.mixture: Mixture = mix(sized[: len(train)], sized[len(train) :], replay_share)
         self._settings = LoaderSettings(
@@ -68,8 +68,14 @@ class CachedLoader(Loader):
             max_seq_length,
             packing,
             tuple(
-                (one.corpus.name, one.corpus.fingerprint, one.corpus.tokenizer.fingerprint, size, count)
-                for one, size, count in zip(
+                (
+                    packed.corpus.name,
+                    packed.corpus.fingerprint,
+                    packed.corpus.tokenizer.fingerprint,
+                    size,
+                    count,
+                )
+                for packed, size, count in zip(
                     self.packed, self.mixture.sizes, self.mixture.counts, strict=False
                 )
             ),
@@ -91,11 +97,11 @@ class CachedLoader(Loader):
 
     @property
     def num_tokens(self) -> int:
-        """Approximate tokens per epoch: each source's mean sequence length times how many are drawn."""
+        """Approximate tokens per epoch: each source's mean sequence length times the sequences drawn from it."""
         return round(
             sum(
-                int(one.packing.pieces.length_P.sum()) * count / one.packing.num_sequences
-                for one, count in zip(self.packed, self.mixture.counts, strict=False)
+                int(packed.packing.pieces.length_P.sum()) * count / packed.packing.num_sequences
+                for packed, count in zip(self.packed, self.mixture.counts, strict=False)
             )
         )
 
@@ -112,38 +118,38 @@ class CachedLoader(Loader):
         return LoaderFacts(self.num_sequences, self.num_tokens, self.fill, self._attended_share())
 
     def _attended_share(self) -> float:
-        """The mean over each source's sequences, by how many are drawn of it."""
+        """The mean over sources, weighted by the sequences drawn from each."""
         pairs = 0.0
-        for one, count in zip(self.packed, self.mixture.counts, strict=False):
-            lengths_P = one.packing.pieces.length_P.astype(np.float64)
-            pairs += float((lengths_P * (lengths_P + 1) / 2).sum()) * count / one.packing.num_sequences
+        for packed, count in zip(self.packed, self.mixture.counts, strict=False):
+            lengths_P = packed.packing.pieces.length_P.astype(np.float64)
+            pairs += float((lengths_P * (lengths_P + 1) / 2).sum()) * count / packed.packing.num_sequences
         return pairs / (self.num_sequences * self.max_seq_length * (self.max_seq_length + 1) / 2)
 
     @cached_property
     def _grouped_fill(self) -> float:
-        """Of the first epoch, grouped by length, whether it is trained so or not."""
+        """The fill of the first epoch if it were grouped by length, even if grouping is off."""
         source_E, sequence_E = self._grouped(epoch_plan(self.mixture, self.seed, 0), 0)
         return grouped_fill(self._lengths(source_E, sequence_E), self.shape.batch_size, self.max_seq_length)
 
     def _lengths(self, source_E: np.ndarray, sequence_E: np.ndarray) -> np.ndarray:
-        """Tokens in sequences that hold one document each."""
+        """Lengths of sequences of one document each."""
         lengths_E = np.empty(len(source_E), np.int64)
-        for source, one in enumerate(self.packed):
+        for source, packed in enumerate(self.packed):
             of_it = source_E == source
-            lengths_E[of_it] = one.packing.pieces.length_P[one.packing.order_P[sequence_E[of_it]]]
+            lengths_E[of_it] = packed.packing.pieces.length_P[packed.packing.order_P[sequence_E[of_it]]]
         return lengths_E
 
     @property
     def dropped_tokens(self) -> int:
         """Tokens that are in no sequence: ends of long documents when packing is off, otherwise none."""
-        return sum(one.packing.dropped for one in self.packed)
+        return sum(packed.packing.dropped for packed in self.packed)
 
     def notes(self) -> list[str]:
-        """What was cut or left out at this length, a sentence per source, and how much padding there is."""
+        """Sentences about what is truncated or left out, one per source, and about padding."""
         notes = [
-            cut_note(one.corpus.shown, one.cut, one.lost, self.max_seq_length)
-            for one in self.packed
-            if one.cut
+            cut_note(packed.corpus.shown, packed.cut, packed.lost, self.max_seq_length)
+            for packed in self.packed
+            if packed.cut
         ]
         return [*notes, *self._padding_note()]
 
@@ -155,11 +161,11 @@ class CachedLoader(Loader):
         grouped = 1 - self._grouped_fill
         if self.group_by_length:
             return [f"group_by_length: {grouped:.0%} of all tokens are padding, instead of {padded:.0%}"]
-        if padded - grouped < WORTH_GROUPING:
+        if padded - grouped < MIN_PADDING_SAVED:
             return []
         return [
             f"packing: false pads every document to max_seq_length: {padded:.0%} of all tokens are padding; "
-            f"group_by_length: true would leave {grouped:.0%}"
+            f"group_by_length: true would reduce it to {grouped:.0%}"
         ]
 
     @property
@@ -192,10 +198,10 @@ class CachedLoader(Loader):
         }
 
     def restore(self, position: dict[str, Any]) -> None:
-        """Continues at a position; a CheckpointError or DataError says what is not as it was."""
+        """Continues at a position. Raises CheckpointError or DataError if settings or data changed."""
         self._settings.check(position)
         self._epoch, self._sequence = int(position["epoch"]), int(position["window"])
-        # Of runs that began before replay alone could not fill their first step: theirs stays as it was.
+        # Runs of earlier versions, in which replay alone could fill the first step, keep their order.
         self._opening, self._plan = int(position.get("opening", 0)), None
 
     def close(self) -> None:

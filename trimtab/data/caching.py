@@ -1,4 +1,4 @@
-"""Tokenizes a source into the token cache, or finds it there."""
+"""Opens a source through the token cache, tokenizing it if necessary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_cached(
     num_proc: int | None = None,
     progress: ProgressCallback = silent,
 ) -> CachedCorpus:
-    """Tokenizes a source, or finds it in the cache; see `trimtab.data.open_corpus`."""
+    """Opens a source from the cache, tokenizing it if necessary; see `trimtab.data.open_corpus`."""
     frame = tokenizer if isinstance(tokenizer, TokenizerSpec) else TokenizerSpec.of(tokenizer)
     source = resolve(spec)
     cache = TokenCache(
@@ -107,28 +107,28 @@ def _build(
     progress: ProgressCallback,
 ) -> Counts:
     reader = SegmentReader(source, template=frame.chat is not None)
-    found: Counter[str] = Counter()
+    counter: Counter[str] = Counter()
     complaint = ""
-    told = content_hash = 0
+    reported_tokens = content_hash = 0
     for segment in tokenize(reader, frame, num_proc, rendering):
         if segment.first:
             content_hash = segment.hash
         why = segment.unusable
         if why is not None:
-            found[why] += 1
+            counter[why] += 1
             complaint = complaint or segment.complaint or ""
         else:
             writer.append_tokens(segment.ids, segment.trained)
             if segment.trained is not None:
-                found["trained"] += int(np.count_nonzero(segment.trained))
+                counter["trained"] += int(np.count_nonzero(segment.trained))
             if segment.last:
                 writer.end_document(segment.file, segment.row, content_hash)
-                found["repaired"] += segment.repaired
+                counter["repaired"] += segment.repaired
                 for what in ("unanswered", "rewritten"):
                     if getattr(segment, what):
-                        found[what] += 1
-        if writer.num_tokens - told > 1 << 17:
-            told = writer.num_tokens
+                        counter[what] += 1
+        if writer.num_tokens - reported_tokens > 1 << 17:
+            reported_tokens = writer.num_tokens
             progress(
                 Progress(
                     "tokenize",
@@ -140,8 +140,8 @@ def _build(
                 )
             )
     check_unchanged(source, stamps)
-    trained = found.pop("trained", 0) if rendering is not None else None
-    counts = Counts(**found, trained=trained, complaint=complaint)
+    trained = counter.pop("trained", 0) if rendering is not None else None
+    counts = Counts(**counter, trained=trained, complaint=complaint)
     if writer.num_documents == 0:
         raise nothing_left(source.spec.shown, counts)
     total = reader.total_bytes

@@ -1,4 +1,4 @@
-"""Detection of a source's format: texts, or which examples, judged by the columns of its first row."""
+"""Detects a source's format, plain text or a format of examples, from the columns of its first row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.facts.errors import DataError
 
 
 def detect(source: ResolvedSource) -> Format | None:
-    """The format of a source by the columns of its first row, or as its spec says; None for plain text.
+    """Returns the format in a source's spec, or detects it from the first row's columns; None for plain text.
 
     Example:
         >>> detect(resolve(SourceSpec("chats.jsonl"))).name          # doctest: +SKIP
@@ -30,28 +30,28 @@ def detect(source: ResolvedSource) -> Format | None:
     if not tables:
         if spec.format != "auto":
             raise DataError(
-                f"{spec.shown} is text, and format: {spec.format} is of rows with columns",
-                "give JSON lines, CSV or Parquet, or leave the format out",
+                f"{spec.shown} is plain text, and format: {spec.format} needs rows with columns",
+                "use JSON Lines, CSV or Parquet, or remove format",
             )
         _refuse_columns(spec)
         return None
-    found = _by_first_row(spec, tables)
-    if found is None:
+    form = _by_first_row(spec, tables)
+    if form is None:
         _refuse_columns(spec)
         return None
     others = [file.name for file in source.files if file.kind not in TABLES]
     if others:
         raise DataError(
-            f"{spec.shown} holds examples ({tables[0].name}) and texts ({others[0]})",
-            "name the two as sources of their own",
+            f"{spec.shown} contains both examples ({tables[0].name}) and plain text ({others[0]})",
+            "list them as two separate sources",
         )
-    return found
+    return form
 
 
 def _refuse_columns(spec: SourceSpec) -> None:
     if spec.columns:
         raise DataError(
-            f"{spec.shown} is read as text, and columns names parts of an example ({', '.join(spec.columns)})",
+            f"{spec.shown} is read as plain text, and columns maps parts of an example ({', '.join(spec.columns)})",
             "set format, or text_column instead of columns",
         )
 
@@ -62,27 +62,27 @@ def _by_first_row(spec: SourceSpec, tables: list[SourceFile]) -> Format | None:
     if file is None:
         if spec.format == "auto" and not spec.columns:
             return None
-        raise DataError(f"{spec.shown} holds no rows", "give a source with rows in it")
+        raise DataError(f"{spec.shown} contains no rows", "use a source with rows")
     wanted = list(PARTS) if spec.format == "auto" else [spec.format]
     if spec.columns:
         wanted = [name for name in wanted if set(spec.columns) <= {*PARTS[name][0], *PARTS[name][1]}]
         if not wanted:
             known = "; ".join(f"{name}: {', '.join(parts_of(name))}" for name in PARTS)
             raise DataError(
-                f"columns of {spec.shown} names {', '.join(spec.columns)}",
-                f"name parts of one format: {known}",
+                f"columns of {spec.shown} maps {', '.join(spec.columns)}, which no single format has",
+                f"map parts of one format: {known}",
             )
     if not isinstance(row, dict):
         if spec.format == "auto":
             return None
         raise DataError(
-            f"{file.label} holds {type_name(row)} where objects are expected",
-            f"write objects with {', '.join(PARTS[spec.format][0])}, or leave the format out",
+            f"{file.label} contains {type_name(row)}, not objects",
+            f"write objects with {', '.join(PARTS[spec.format][0])}, or remove format",
         )
     for name in wanted:
-        made = Format(name, spec.columns)
-        if all(_fits(part, made.get(row, part), made, row) for part in PARTS[name][0]):
-            return made
+        candidate = Format(name, spec.columns)
+        if all(_fits(part, candidate.get(row, part), candidate, row) for part in PARTS[name][0]):
+            return candidate
     if spec.format == "auto" and not spec.columns:
         texts = [name for name in TEXT_COLUMNS if isinstance(row.get(name), str)]
         if {"chosen", "rejected"} <= set(row) and not texts and not file.accepted:
@@ -90,36 +90,36 @@ def _by_first_row(spec: SourceSpec, tables: list[SourceFile]) -> Format | None:
         return None
     needs = " or ".join(", ".join(spec.columns.get(p, p) for p in PARTS[name][0]) for name in wanted)
     raise DataError(
-        f"{file.label} has the columns {', '.join(row)} and not {needs}",
-        "name them with columns, as in columns: {messages: dialog}, or set another format",
+        f"{file.label} has the columns {', '.join(row)}, but not {needs}",
+        "map them with columns, such as columns: {messages: dialog}, or set another format",
     )
 
 
 def _preferences(file: SourceFile, row: Mapping[str, Any]) -> DataError:
-    """The answer to pairs of a better and a worse answer: the key that trains on the better ones."""
+    """The error for preference pairs; its remedy trains on the chosen answers."""
     chosen = row["chosen"]
     if isinstance(chosen, str) and chosen.lstrip().startswith("["):  # messages as JSON, as CSV needs them
         with suppress(ValueError, RecursionError):
             chosen = json.loads(chosen)
     first = chosen[0] if isinstance(chosen, list) and chosen and isinstance(chosen[0], dict) else {}
-    whole = first.get("role", first.get("from")) not in (None, "assistant", "gpt")
-    if "prompt" in row and not whole:
+    has_prompt = first.get("role", first.get("from")) not in (None, "assistant", "gpt")
+    if "prompt" in row and not has_prompt:
         key, value = "columns", "{completion: chosen}"
     elif isinstance(chosen, list):
         key, value = "columns", "{messages: chosen}"
     else:
         key, value = "text_column", "chosen"
     return DataError(
-        f"{file.label} holds preferences (columns chosen and rejected), and preference training such as DPO is not "
-        "available",
-        f"train on the chosen answers: {key}: {value} beside the source, or 'data.train.0.{key}={value}' on the "
+        f"{file.label} contains preferences (columns chosen and rejected), and preference training such as DPO is not "
+        "supported",
+        f"train on the chosen answers: add {key}: {value} to the source, or pass 'data.train.0.{key}={value}' on the "
         "command line",
     )
 
 
-def _fits(part: str, value: Any, made: Format, row: Mapping[str, Any]) -> bool:
-    if made.columns.get(part, part) not in row:
+def _fits(part: str, value: Any, form: Format, row: Mapping[str, Any]) -> bool:
+    if form.columns.get(part, part) not in row:
         return False
     if part in TURNS and isinstance(value, str):
-        return value.lstrip().startswith("[") or part in made.columns
+        return value.lstrip().startswith("[") or part in form.columns
     return True

@@ -1,7 +1,7 @@
 """Atomic writes of files of rows: written to a draft, synced to disk, then renamed.
 
-A writer locks its draft. The lock ends with its process, so that a later writer recognizes the drafts of killed ones
-and removes them. Small files are `trimtab.facts.files`'.
+A writer locks its draft. The lock ends with its process, so that a later writer can recognize and remove the drafts of
+killed processes. For small files see `trimtab.facts.files`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import IO
 from trimtab.facts.files import sync_folder
 
 SUFFIX = ".part"
-LEFT_AFTER_SECONDS = 60.0
+STALE_AFTER_SECONDS = 60.0
 """An unlocked draft is removed only after this long without a write: its writer may be about to lock it."""
 
 
 @contextmanager
 def draft(folder: Path, name: str) -> Iterator[tuple[IO[bytes], Callable[[Path], None]]]:
-    """A file to write, and a function that publishes it under a path; without that call the file is removed.
+    """Yields a file to write, and a function that publishes it under a path; without that call the file is removed.
 
     Example:
         >>> with draft(Path("cache"), "rows") as (file, publish):               # doctest: +SKIP
@@ -32,7 +32,7 @@ def draft(folder: Path, name: str) -> Iterator[tuple[IO[bytes], Callable[[Path],
         ...     publish(Path("cache/rows.jsonl"))
     """
     folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder)
+    remove_stale_drafts(folder)
     part = folder / f".{name}.{os.getpid()}.{time.monotonic_ns()}{SUFFIX}"
     try:
         with open(part, "xb") as file:
@@ -49,12 +49,12 @@ def draft(folder: Path, name: str) -> Iterator[tuple[IO[bytes], Callable[[Path],
         part.unlink(missing_ok=True)
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_stale_drafts(folder: Path) -> None:
     """Removes the drafts of writers that were killed."""
     for part in folder.glob(f".*{SUFFIX}"):
         try:
             with open(part, "rb") as file:
-                if time.time() - os.fstat(file.fileno()).st_mtime < LEFT_AFTER_SECONDS:
+                if time.time() - os.fstat(file.fileno()).st_mtime < STALE_AFTER_SECONDS:
                     continue
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 part.unlink()
@@ -65,7 +65,7 @@ def remove_leftovers(folder: Path) -> None:
 def _rename(part: Path, path: Path) -> None:
     """Publishes a complete file, unless one with the same bytes exists: another run may be reading it."""
     try:
-        os.link(part, path)  # never over a file that is there
+        os.link(part, path)  # never overwrites an existing file
     except FileExistsError:
         if not filecmp.cmp(part, path, shallow=False):
             os.replace(part, path)

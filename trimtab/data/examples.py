@@ -1,4 +1,4 @@
-"""Rows as training examples: messages for a chat template, or a text of which a part is trained on."""
+"""Converts rows to training examples: messages for a chat template, or plain text of which a part is trained on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Example:
     conversation: Conversation | None
     parts: tuple[tuple[str, bool], ...] = ()
     unanswered: bool = False
-    """Whether trailing messages, which no answer follows, were left out."""
+    """Whether trailing messages without an answer were left out."""
     repaired: bool = False
 
     @property
@@ -53,21 +53,21 @@ class Example:
 
 
 class RowError(Exception):
-    """What is wrong with a row, without its location; the second argument is the remedy."""
+    """An error in a row, without its location; the second argument is the remedy."""
 
     def __init__(self, cause: str, remedy: str) -> None:
         super().__init__(cause)
         self.cause, self.remedy = cause, remedy
 
 
-def example_of(place: str, value: Any, form: Format, *, template: bool, keep_end: bool) -> Example | None:
-    """The example in a row; None where the row has no content at all.
+def example_of(location: str, value: Any, form: Format, *, template: bool, keep_end: bool) -> Example | None:
+    """Converts a row to an example; None if the row has no content at all.
 
     Args:
-        place: `file:row`, for messages.
+        location: `file:row`, for messages.
         value: the row.
-        form: how it is read.
-        template: whether there is a chat template; without one, Alpaca's rows become a plain text.
+        form: the format of the row.
+        template: whether there is a chat template; without one, Alpaca rows become plain text.
         keep_end: whether messages after the last answer are kept.
 
     Example:
@@ -77,81 +77,85 @@ def example_of(place: str, value: Any, form: Format, *, template: bool, keep_end
     """
     try:
         if not isinstance(value, dict):
-            raise RowError(f"is {type_name(value)}, not an object", "write one object a row")
+            raise RowError(f"is {type_name(value)}, not an object", "write one object per row")
         missing = [name for name in form.needed if name not in value]
         if missing:
             raise RowError(
                 f"has no column {missing[0]!r} (it has {', '.join(value) or 'none'})",
-                f"all rows of a source have one format, here {form.name}; name others as sources of their own",
+                f"all rows of a source must have one format, here {form.name}; list other rows as a separate source",
             )
         cleaned, repaired = _clean(value)
-        found = _READERS[form.name](cleaned, form, template)
+        parsed = _READERS[form.name](cleaned, form, template)
     except RowError as error:
-        raise DataError(f"{place}: {error.cause}", error.remedy) from None
-    if isinstance(found, tuple):
-        return Example(None, found, repaired=repaired) if any(text for text, _ in found) else None
-    return _chat(found, keep_end, repaired) if found.messages else None
+        raise DataError(f"{location}: {error.cause}", error.remedy) from None
+    if isinstance(parsed, tuple):
+        return Example(None, parsed, repaired=repaired) if any(text for text, _ in parsed) else None
+    return _chat(parsed, keep_end, repaired) if parsed.messages else None
 
 
-def _chat(found: Conversation, keep_end: bool, repaired: bool) -> Example:
+def _chat(conversation: Conversation, keep_end: bool, repaired: bool) -> Example:
     # Once more, for lists that were JSON in a string: their escapes are decoded only now.
-    (messages, tools), late = _clean([found.messages, found.tools])
-    made, unanswered = _answered(Conversation(messages, tools, found.skipped), keep_end)
-    return Example(made, unanswered=unanswered, repaired=repaired or late)
+    (messages, tools), late = _clean([conversation.messages, conversation.tools])
+    trimmed, unanswered = _answered(Conversation(messages, tools, conversation.skipped), keep_end)
+    return Example(trimmed, unanswered=unanswered, repaired=repaired or late)
 
 
-def _answered(found: Conversation, keep_end: bool, silent: Collection[int] = ()) -> tuple[Conversation, bool]:
-    """A conversation up to its last non-empty answer, and whether that leaves messages out.
+def _answered(
+    conversation: Conversation, keep_end: bool, omitted: Collection[int] = ()
+) -> tuple[Conversation, bool]:
+    """Ends a conversation at its last non-empty answer; also returns whether messages were left out.
 
-    Without any such answer nothing of it is trained on. Answers that are `silent` count as empty.
+    Without such an answer, nothing is trained on. Answers in `omitted` count as empty.
     """
-    messages = found.messages
+    messages = conversation.messages
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    said = [i for i in answers if i not in silent and _says_something(messages[i])]
-    end = (said or answers or [len(messages) - 1])[-1] + 1
+    answered = [i for i in answers if i not in omitted and _has_content(messages[i])]
+    end = (answered or answers or [len(messages) - 1])[-1] + 1
     unanswered = end < len(messages) and not keep_end
-    trained = any(i not in found.skipped for i in said)
-    skipped = [*found.skipped, *silent] if trained else answers
-    return Conversation(messages[:end] if unanswered else messages, found.tools, skipped), unanswered
+    trained = any(i not in conversation.skipped for i in answered)
+    skipped = [*conversation.skipped, *omitted] if trained else answers
+    return Conversation(messages[:end] if unanswered else messages, conversation.tools, skipped), unanswered
 
 
-def _says_something(message: Mapping[str, Any]) -> bool:
+def _has_content(message: Mapping[str, Any]) -> bool:
     """Whether a message has any content besides its role: text (even white space), a tool call, thinking."""
     return any(inner for key, inner in message.items() if key not in ("role", "name"))
 
 
 @dataclass(frozen=True)
-class WordlessCalls:
+class CallRendering:
     """How a chat template renders answers that call tools and have no text."""
 
     null_is_empty: bool
-    """Whether null content is passed to it as an empty text: it would write the word None, or fail."""
-    unwritten: tuple[str | None, ...]
-    """The contents, of null and the empty text, with which it does not write a tool call."""
+    """Whether null content must be passed as an empty string, because the template prints None or fails."""
+    omitted_contents: tuple[str | None, ...]
+    """The contents (null, the empty string) with which the template omits a tool call."""
 
 
-def has_wordless_calls(conversation: Conversation) -> bool:
+def has_calls_without_text(conversation: Conversation) -> bool:
     """Whether a message calls tools and has no text: its content is null or empty."""
     return any(message.get("tool_calls") and not message["content"] for message in conversation.messages)
 
 
-def with_calls(example: Example, calls: WordlessCalls, *, keep_end: bool) -> Example:
-    """The example as the template expects it: null content becomes an empty text where the template needs it,
-    and tool calls that it does not write become empty answers, which are not trained on.
+def adapt_calls(example: Example, calls: CallRendering, *, keep_end: bool) -> Example:
+    """Adapts an example to the template: null content becomes an empty string where the template needs one, and
+    tool calls that the template omits count as empty answers, which are not trained on.
     """
-    found = example.conversation
-    assert found is not None
-    messages = found.messages
+    conversation = example.conversation
+    assert conversation is not None
+    messages = conversation.messages
     if calls.null_is_empty:
         messages = [{**m, "content": ""} if m["content"] is None else m for m in messages]
-    silent = [i for i, m in enumerate(messages) if _calls_only(m) and m["content"] in calls.unwritten]
-    made, unanswered = _answered(Conversation(messages, found.tools, found.skipped), keep_end, silent)
+    omitted = [i for i, m in enumerate(messages) if _calls_only(m) and m["content"] in calls.omitted_contents]
+    made, unanswered = _answered(
+        Conversation(messages, conversation.tools, conversation.skipped), keep_end, omitted
+    )
     return replace(example, conversation=made, unanswered=example.unanswered or unanswered)
 
 
 def _calls_only(message: Mapping[str, Any]) -> bool:
-    says = {key for key, inner in message.items() if inner and key not in ("role", "name")}
-    return message["role"] == "assistant" and says == {"tool_calls"}
+    parts = {key for key, inner in message.items() if inner and key not in ("role", "name")}
+    return message["role"] == "assistant" and parts == {"tool_calls"}
 
 
 def _turns(value: Mapping[str, Any], form: Format, template: bool) -> Conversation:
@@ -164,7 +168,7 @@ def _turns(value: Mapping[str, Any], form: Format, template: bool) -> Conversati
 def _prompt_completion(
     value: Mapping[str, Any], form: Format, template: bool
 ) -> Conversation | tuple[tuple[str, bool], ...]:
-    prompt, completion = (_unwritten(form.get(value, part)) for part in ("prompt", "completion"))
+    prompt, completion = (_parse_messages(form.get(value, part)) for part in ("prompt", "completion"))
     if isinstance(completion, list) and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and isinstance(completion, str):
@@ -178,40 +182,40 @@ def _prompt_completion(
     return (_text(prompt, "prompt"), False), (_text(completion, "completion"), True)
 
 
-def _unwritten(value: Any) -> Any:
-    """A list of messages that is JSON in a string, as in CSV files; anything else is returned unchanged: a
+def _parse_messages(value: Any) -> Any:
+    """Parses a string with a JSON list of messages, as in CSV files; returns anything else unchanged, since a
     text may begin with a bracket too."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    named = isinstance(found, list) and all(
-        isinstance(one, dict) and ("role" in one or "from" in one) for one in found
+    is_messages = isinstance(parsed, list) and all(
+        isinstance(message, dict) and ("role" in message or "from" in message) for message in parsed
     )
-    return found if named and found else value
+    return parsed if is_messages and parsed else value
 
 
 def _refuse(value: Mapping[str, Any], form: Format, *parts: str) -> None:
     """Raises for a system prompt or tools in plain texts, which are not rendered by a template."""
     for part in parts:
-        found = form.get(value, part)
-        if found and (not isinstance(found, str) or found.strip() not in ("", "[]")):
+        content = form.get(value, part)
+        if content and (not isinstance(content, str) or content.strip() not in ("", "[]")):
             column = form.columns.get(part, part)
             what = "system prompt" if part == "system" else "list of tools"
             raise RowError(
-                f"the column {column!r} has no place in texts that no chat template writes",
-                f"put it into the text, give messages, or rename the column if it is no {what}",
+                f"the column {column!r} needs a chat template, and this row is plain text",
+                f"put it into the text, use messages, or rename the column if it is not a {what}",
             )
 
 
 def _alpaca(
     value: Mapping[str, Any], form: Format, template: bool
 ) -> Conversation | tuple[tuple[str, bool], ...]:
-    """With a template the instruction and its input are the user's message; without one, plain headings.
+    """With a template, instruction and input become the user's message; without one, text with plain headings.
 
-    An output that is empty or null is no answer, as an empty completion is none.
+    An empty or null output counts as no answer, like an empty completion.
     """
     texts = {part: _text(form.get(value, part), part) for part in ("instruction", "input", "output")}
     question, more, answer = texts["instruction"], texts["input"], texts["output"]
@@ -226,8 +230,8 @@ def _alpaca(
     _refuse(value, form, "tools")
     system = _text(form.get(value, "system"), "system")
     opening = f"{system}\n\n" if system else ""
-    given = f"### Input:\n{more}\n\n" if more else ""
-    return (f"{opening}### Instruction:\n{question}\n\n{given}### Response:\n", False), (answer, True)
+    input_section = f"### Input:\n{more}\n\n" if more else ""
+    return (f"{opening}### Instruction:\n{question}\n\n{input_section}### Response:\n", False), (answer, True)
 
 
 _READERS: dict[str, Any] = {
@@ -250,7 +254,7 @@ def _conversation(
             column = form.columns.get("system", "system")
             raise RowError(
                 f"the column {column!r} differs from the system message that the conversation begins with",
-                "keep one of the two, or rename the column if it is no system prompt",
+                "keep one of the two, or rename the column if it is not a system prompt",
             )
     tools = form.get(value, "tools")
     if isinstance(tools, str) and tools.strip():
@@ -273,51 +277,54 @@ def _messages(value: Any, column: str) -> list[Message]:
     return [_message(message, f"{column}[{i}]") for i, message in enumerate(value)]
 
 
-def _message(message: Any, place: str) -> Message:
+def _message(message: Any, location: str) -> Message:
     if not isinstance(message, dict):
         raise RowError(
-            f"{place} is {type_name(message)}, not a message", 'write {"role": "user", "content": …}'
+            f"{location} is {type_name(message)}, not a message", 'write {"role": "user", "content": …}'
         )
     who, what = ("role", "content") if "role" in message else ("from", "value")
     role = message.get(who)
     if not isinstance(role, str) or role.lower() not in ROLES:
         known = ", ".join(ROLES)
-        said = "has no role" if role is None else f"has the role {role!r}"
-        raise RowError(f"{place} {said}", f"use one of {known}")
+        problem = "has no role" if role is None else f"has the role {role!r}"
+        raise RowError(f"{location} {problem}", f"use one of {known}")
     # Templates test whether a key exists, so empty keys are removed.
     rest = {
         key: inner for key, inner in message.items() if key not in (who, what) and inner not in (None, [])
     }
     if what not in message and not rest.get("tool_calls"):
-        raise RowError(f"{place} has no {what}", "every message needs a text, which may be empty")
-    content = _content(message.get(what), place)
+        raise RowError(f"{location} has no {what}", "every message needs a text, which may be empty")
+    content = _content(message.get(what), location)
     if content is None and not rest.get("tool_calls"):
-        content = ""  # Templates would write the word None, or fail.
+        content = ""  # templates would print None, or fail
     return {"role": ROLES[role.lower()], "content": content, **rest}
 
 
-def _content(value: Any, place: str) -> str | None:
-    """A message's text, or null; a list of parts is joined where all of them are text."""
+def _content(value: Any, location: str) -> str | None:
+    """Returns a message's text, or None; joins a list of text parts."""
     if isinstance(value, list):
         if all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
             return "".join(part["text"] for part in value)
         kinds = {str(p.get("type")) if isinstance(p, dict) else type_name(p) for p in value}
         raise RowError(
-            f"the content of {place} has parts that are no text ({', '.join(sorted(kinds))})",
+            f"the content of {location} has parts that are not text ({', '.join(sorted(kinds))})",
             "give the content as one string",
         )
     if value is not None and not isinstance(value, str):
-        raise RowError(f"the content of {place} is {type_name(value)}, not text", "write it as a string")
+        raise RowError(f"the content of {location} is {type_name(value)}, not text", "write it as a string")
     return value
 
 
 def _weight(message: Message) -> int:
-    """OpenAI's `weight` of an answer, 0 for context only; it is removed, since templates do not know it."""
+    """Removes and returns OpenAI's `weight` of an answer (0: context only), which templates do not support."""
     weight = message.pop("weight", 1)
     if weight is None:
         return 1
     if weight not in (0, 1) or isinstance(weight, bool):
-        raise RowError(f"a message has the weight {weight!r}", "give 1 to train on the message, or 0")
+        raise RowError(
+            f"a message has the weight {weight!r}",
+            "set 1 to train on the message, or 0 to use it as context only",
+        )
     return int(weight)
 
 
@@ -332,12 +339,12 @@ def _json(text: str, column: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RowError(
-            f"{column} is a string and not JSON ({error})", "write a list, or a list as JSON"
+            f"{column} is a string that is not JSON ({error})", "write a list, or a list as JSON"
         ) from None
 
 
 def _clean(value: Any) -> tuple[Any, bool]:
-    """The value without lone surrogates and noncharacters, and whether there were any."""
+    """Replaces lone surrogates and noncharacters; also returns whether there were any."""
     if isinstance(value, str):
         if value.isascii() or not _MARKS.search(value):
             return value, False
@@ -345,7 +352,7 @@ def _clean(value: Any) -> tuple[Any, bool]:
     if isinstance(value, dict):
         pairs = [(_clean(str(key)), _clean(inner)) for key, inner in value.items()]
         return {key: made for (key, _), (made, _) in pairs}, any(
-            one or other for (_, one), (_, other) in pairs
+            key_repaired or value_repaired for (_, key_repaired), (_, value_repaired) in pairs
         )
     if isinstance(value, list):
         cleaned = [_clean(inner) for inner in value]

@@ -51,11 +51,11 @@ def open_corpus(
     progress: ProgressCallback = silent,
     streaming: bool = False,
 ) -> Corpus:
-    """The documents of one source as tokens, from the cache if they are in it, otherwise tokenized on all
+    """Opens the documents of one source as tokens, from the cache if they are in it, otherwise tokenized on all
     cores. A source is the name of a file, folder or glob, a `SourceSpec`, or rows: a list or an iterator of
     texts, of conversations or of dicts (`data.in_memory`).
 
-    Every process of a run may call it at once: one tokenizes, the others wait. `num_proc` is the number of
+    All processes of a run may call it concurrently: one tokenizes, the others wait. `num_proc` is the number of
     tokenizing processes (default: the cores this process may use), `progress` is called with `Progress`
     reports. With `streaming` nothing is tokenized yet and nothing is written.
 
@@ -99,13 +99,13 @@ def make_loader(
     group_by_length: bool = False,
     own_text_first: bool = True,
 ) -> Loader:
-    """A loader over corpora, or (corpus, weight) pairs, all cached or all streamed.
+    """Builds a loader over corpora, or (corpus, weight) pairs, all cached or all streamed.
 
-    A train source of weight 1 is seen once per epoch, of weight 2 twice, of 0.5 by half (the other half in
+    A train source of weight 1 is seen once per epoch, of weight 2 twice, of 0.5 half (the other half in
     the next epoch). `replay_share` of all sequences come from the `replay` corpora; their weights scale their
     sizes. Without `packing`, `group_by_length` puts documents of similar length into each microbatch and
-    pads it to its own longest one. `own_text_first` puts a sequence of a train source into the first step, where replay
-    alone would fill it; False is the order of earlier versions.
+    pads it to its own longest one. `own_text_first` puts a sequence of a train source into the first step if replay
+    alone would fill it; False keeps the order of earlier versions.
 
     Example:
         >>> loader = make_loader([(math, 1.0)], replay=[general], replay_share=0.1,    # doctest: +SKIP
@@ -115,7 +115,7 @@ def make_loader(
     if not train:
         raise DataError("there is no source to train on", "name one under data.train")
     shape = StepShape(batch_size, accumulation, dp_rank, dp_size)
-    pairs, others = [_pair(one) for one in train], [_pair(one) for one in replay]
+    pairs, others = [_pair(corpus) for corpus in train], [_pair(corpus) for corpus in replay]
     kinds = {corpus.streaming for corpus, _ in [*pairs, *others]}
     if len(kinds) > 1:
         raise DataError("some sources are streamed and some are cached", "open all of them in the same way")
@@ -146,8 +146,8 @@ def make_loader(
     )
 
 
-def _pair(one: Weighted) -> tuple[Corpus, float]:
-    return one if isinstance(one, tuple) else (one, 1.0)
+def _pair(corpus: Weighted) -> tuple[Corpus, float]:
+    return corpus if isinstance(corpus, tuple) else (corpus, 1.0)
 
 
 def _of_kind(kind: type[Kind], pairs: Sequence[tuple[Corpus, float]]) -> list[tuple[Kind, float]]:

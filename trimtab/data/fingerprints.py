@@ -28,12 +28,12 @@ from trimtab.facts.files import read_json_object, write_json
 
 BLOCK = 1 << 20
 SETTLED_NS = 2_000_000_000
-"""A digest is cached only if the file was last modified this long before: the coarsest clock resolution."""
+"""A digest is cached only if the file was last modified at least this long ago: the coarsest clock resolution."""
 
 
 @dataclass(frozen=True)
 class FileStamp:
-    """One file of a source as it was read."""
+    """The identity of a source's file when it was read."""
 
     name: str
     size: int
@@ -52,9 +52,9 @@ def digest_of(*parts: object) -> str:
 
 
 def stat_of(path: Path) -> tuple[int, int, int, int]:
-    """(size, mtime, ctime, inode): changes whenever the bytes were written."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+    """(size, mtime, ctime, inode), which changes whenever the file is written."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def hash_file(path: Path) -> str:
@@ -67,20 +67,20 @@ def hash_file(path: Path) -> str:
 
 
 def sample_file(path: Path) -> str:
-    """Digest of the size and 32 stretches of 32 KiB, first and last included."""
-    size, stretch = path.stat().st_size, 1 << 15
+    """Digest of the size and 32 samples of 32 KiB, including the first and last."""
+    size, sample_size = path.stat().st_size, 1 << 15
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with open(path, "rb", buffering=0) as file:
         for i in range(32):
-            file.seek(max(0, size - stretch) * i // 31)
-            digest.update(file.read(stretch))
+            file.seek(max(0, size - sample_size) * i // 31)
+            digest.update(file.read(sample_size))
     return "sampled-" + digest.hexdigest()
 
 
 def stamp_files(
     source: ResolvedSource, memory: Path | None, *, sampled: bool = False, progress: ProgressCallback = silent
 ) -> list[FileStamp]:
-    """The stamps of a source's files; `memory` is the folder where digests are cached."""
+    """Returns the stamps of a source's files; `memory` is the folder where digests are cached."""
     if source.spec.rows is not None:
         return [FileStamp(source.files[0].name, UNKNOWN_SIZE, source.spec.rows.name, (0, 0, 0, 0))]
     total, done = 0, 0
@@ -92,7 +92,7 @@ def stamp_files(
                 pass
         except OSError as error:
             raise DataError(
-                f"{file.path} cannot be read ({error.strerror})", "check that it exists and may be read"
+                f"{file.path} cannot be read ({error.strerror})", "check that it exists and is readable"
             ) from error
         total += stats[-1][0]
 
@@ -103,34 +103,34 @@ def stamp_files(
 
     stamps = []
     with ThreadPoolExecutor(4) as threads:
-        for file, stat, found in zip(
+        for file, stat, file_digest in zip(
             source.files, stats, threads.map(digest, range(len(stats))), strict=True
         ):
             done += stat[0]
             progress(Progress("hash", source.spec.name, done, total))
-            stamps.append(FileStamp(file.name, stat[0], found, stat))
+            stamps.append(FileStamp(file.name, stat[0], file_digest, stat))
     return stamps
 
 
 def remembered(
     path: Path, stat: tuple[int, int, int, int], memory: Path | None, read: Callable[[Path], str]
 ) -> str:
-    """A file's digest in hexadecimal; the file is read only if there is no valid cached digest.
+    """Returns a file's digest in hexadecimal; reads the file only if there is no valid cached digest.
 
-    A cached digest is valid while size, both times and inode are the file's. A digest is cached only if the
+    A cached digest is valid while the file has the same size, times and inode. A digest is cached only if the
     file was not modified shortly before it was read: a write within the clock's resolution would not change
     the times.
 
     Args:
         path: the file.
         stat: `stat_of` it.
-        memory: the folder of cached digests; if it cannot be used, the file is read again.
-        read: computes the digest of all bytes; a folder has digests of one kind only.
+        memory: the folder of cached digests; if it cannot be used, the file is always read.
+        read: computes the digest of all bytes; use one such function per folder.
     """
     if memory is None:
         return read(path)
-    note = memory / f"{digest_of(str(path.resolve()))}.json"
-    known = _noted(note, stat)
+    cache_file = memory / f"{digest_of(str(path.resolve()))}.json"
+    known = _cached_digest(cache_file, stat)
     if known is not None:
         return known
     began = time.time_ns()
@@ -138,22 +138,22 @@ def remembered(
     if began - max(stat[1], stat[2]) > SETTLED_NS and stat_of(path) == stat:
         with suppress(OSError):
             memory.mkdir(parents=True, exist_ok=True)
-            write_json(note, {"stat": list(stat), "digest": digest}, durable=False)
+            write_json(cache_file, {"stat": list(stat), "digest": digest}, durable=False)
     return digest
 
 
-def _noted(note: Path, stat: tuple[int, int, int, int]) -> str | None:
+def _cached_digest(cache_file: Path, stat: tuple[int, int, int, int]) -> str | None:
     """The cached digest of an unchanged file; None if it is missing, incomplete or outdated."""
     try:
-        found = read_json_object(note)
-        digest = found["digest"]
-        return digest if found["stat"] == list(stat) and set(digest) <= set(hexdigits) else None
+        cached = read_json_object(cache_file)
+        digest = cached["digest"]
+        return digest if cached["stat"] == list(stat) and set(digest) <= set(hexdigits) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def content_fingerprint(source: ResolvedSource, stamps: Iterable[FileStamp]) -> str:
-    """Digest of what is read: contents, reading order, and the settings that decide the documents."""
+    """Digest of contents, reading order, and the settings that affect the documents."""
     spec = source.spec
     kinds = [[file.kind, file.compression] for file in source.files]
     digests = [stamp.digest for stamp in stamps]
@@ -162,18 +162,18 @@ def content_fingerprint(source: ResolvedSource, stamps: Iterable[FileStamp]) -> 
         settings += [source.form.name, dict(source.form.columns), spec.train_on, dict(spec.variables)]
         settings += [spec.bad_rows]
     # A file with the delimiter that its name implies keeps the digest from before delimiters were detected.
-    found = [(i, delimiter_of(file), file) for i, file in enumerate(source.files) if file.kind == "csv"]
-    others = [[i, delimiter] for i, delimiter, file in found if delimiter != usual_delimiter(file)]
+    csv_files = [(i, delimiter_of(file), file) for i, file in enumerate(source.files) if file.kind == "csv"]
+    others = [[i, delimiter] for i, delimiter, file in csv_files if delimiter != usual_delimiter(file)]
     return digest_of(1, digests, kinds, *settings, *others)
 
 
 def as_begun(
     source: ResolvedSource, memory: Path | None, *, sampled: bool = False, progress: ProgressCallback = silent
 ) -> ResolvedSource:
-    """The source of a resumed run, to be read as when the run began; that of a new run as it is.
+    """Returns the source of a resumed run as it was read when the run began; returns that of a new run unchanged.
 
-    Earlier versions took the delimiter of a CSV file from its name. Where the run's data has the fingerprint of that
-    reading, the file is read in that way again. `memory`, `sampled` and `progress` are those of `stamp_files`.
+    Earlier versions inferred the delimiter of a CSV file from its name. If the run's data has the fingerprint of that
+    delimiter, it is used again. `memory`, `sampled` and `progress` are those of `stamp_files`.
     """
     began = source.spec.began
     if began is None:
@@ -190,13 +190,13 @@ def as_begun(
     try:
         before = dataclasses.replace(before, form=detect(before))
     except DataError:
-        return source  # no run can have begun with that reading
+        return source  # no run can have begun with that delimiter
     stamps = stamp_files(before, memory, sampled=sampled, progress=progress)
     return before if content_fingerprint(before, stamps) in began else source
 
 
 def check_unchanged(source: ResolvedSource, stamps: Iterable[FileStamp]) -> None:
-    """A DataError when a file was written to while it was being read."""
+    """Raises a DataError if a file was written to while it was being read."""
     for file, stamp in zip(source.files, stamps, strict=True):
         if not file.path.exists() or stat_of(file.path) != stamp.stat:
             raise DataError(f"{file.path} changed while it was being read", "run again when it is complete")

@@ -1,4 +1,4 @@
-"""Formats of rows: the text column of a table, and the parts of an example and their columns."""
+"""Row formats: the text column of a table, and the parts of an example and their columns."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompt-completion": (("prompt", "completion"), ("system", "tools")),
     "alpaca": (("instruction", "output"), ("input", "system", "tools")),
 }
-"""For each format the parts that a row must have, and those it may have; a part's usual column has its name.
-Formats are detected in this order."""
+"""Required and optional parts of each format, in the order of detection; by default a part is in the column of the
+same name."""
 TURNS = ("messages", "conversations")
-"""Parts that are lists of turns."""
+"""Parts that are lists of messages."""
 UNSUPPORTED = "__not_json__"
-"""The key under which a row from Python names the type of a value that JSON cannot hold."""
+"""The key that marks a value from Python that JSON cannot represent; its value is the type's name."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Format:
         return frozenset(self.columns.get(part, part) for part in parts_of(self.name))
 
     def get(self, value: Mapping[str, Any], part: str) -> Any:
-        """The part of a row; None where there is none."""
+        """Returns a part of a row, or None."""
         return value.get(self.columns.get(part, part))
 
 
@@ -52,12 +52,12 @@ def parts_of(name: str) -> tuple[str, ...]:
 
 
 def known_formats() -> str:
-    """The formats and their columns, for messages."""
+    """The formats and their required columns, for messages."""
     return "; ".join(f"{name}: {', '.join(needed)}" for name, (needed, _) in PARTS.items())
 
 
 def choose_name(file: SourceFile, texts: list[str], others: list[str]) -> str:
-    """The text column among the names: a usual name, else the only one that holds text.
+    """Chooses the text column: a common name, else the only column that contains text.
 
     Example:
         >>> choose_name(SourceFile(None, "a.csv", "csv"), ["title", "body"], ["year"])   # type: ignore
@@ -77,13 +77,13 @@ def choose_name(file: SourceFile, texts: list[str], others: list[str]) -> str:
 
 
 def choose_column(file: SourceFile, value: Any) -> str:
-    """The text column of a JSON object, judged by its first row."""
+    """Chooses the text column of JSON objects from the first row."""
     if not isinstance(value, dict):
         raise DataError(
-            f"{file.label} holds {type_name(value)} where objects are expected",
-            'write one {"text": …} object a row',
+            f"{file.label} contains {type_name(value)}, not objects",
+            'write one {"text": …} object per row',
         )
-    # A null in the first row says nothing about the type of a column, unless its name does.
+    # A null in the first row does not show the type of a column, but a common name does.
     texts = [
         name
         for name, field in value.items()
@@ -93,7 +93,7 @@ def choose_column(file: SourceFile, value: Any) -> str:
 
 
 def text_of(file: SourceFile, row: int, value: Any, column: str | None) -> str:
-    """The text of one JSON row; null counts as empty."""
+    """Returns the text of one JSON row; null counts as empty."""
     if isinstance(value, str):
         return value
     if not isinstance(value, dict) or column not in value:
@@ -107,14 +107,14 @@ def text_of(file: SourceFile, row: int, value: Any, column: str | None) -> str:
         return ""
     if not isinstance(text, str):
         raise DataError(
-            f"column {column!r} of {file.label}:{row} holds {type_name(text)}, not text",
+            f"column {column!r} of {file.label}:{row} contains {type_name(text)}, not text",
             "set text_column to a column of strings, or write each row as one string",
         )
     return text
 
 
 def type_name(value: Any) -> str:
-    """A JSON value's type in a word.
+    """The type of a JSON value, for messages.
 
     Example:
         >>> type_name([1]), type_name(2.5)
@@ -125,5 +125,5 @@ def type_name(value: Any) -> str:
     if isinstance(value, dict):
         return f"a {value[UNSUPPORTED]}" if set(value) == {UNSUPPORTED} else "an object"
     if isinstance(value, bool):
-        return "true or false"
-    return "nothing" if value is None else "a number" if isinstance(value, int | float) else "a string"
+        return "a boolean"
+    return "null" if value is None else "a number" if isinstance(value, int | float) else "a string"

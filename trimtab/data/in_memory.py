@@ -1,7 +1,7 @@
 """Rows passed from Python: lists, generators, datasets and data frames, converted to JSON lines.
 
-Rows are converted to plain JSON values once. Cached mode writes them to a file of the cache (`spool_rows`), streaming
-reads them while training (`RowStream`); from there on they are read like any other source.
+Rows are converted to plain JSON values once. Cached mode writes them to a file in the cache (`spool_rows`), streaming
+reads them while training (`RowStream`); after that they are read like any other source.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from trimtab.data.formats import UNSUPPORTED
 from trimtab.facts.errors import DataError, ResourceError
 
 WINDOW_BYTES = 1 << 26
-"""Bytes of a stream kept in memory to be read again: several chunks (`spec.chunk_tokens`), to repeat a step.
-At least `HEAD_ROWS` rows are kept; they identify the stream before its first row is trained on."""
+"""Bytes of a stream buffered in memory for reading them again: several chunks (`spec.chunk_tokens`), to repeat a step.
+At least `HEAD_ROWS` rows are buffered; they identify the stream before its first row is trained on."""
 HEAD_ROWS = 16
-"""Rows at the beginning of a stream that identify it in a run folder when the user gives no key."""
+"""Rows at the beginning of a stream that identify it in a run folder if the user passes no key."""
 NAME_DIGITS = 16
 _NOTHING = hashlib.blake2b(digest_size=16).hexdigest()
 _MISSING = ("NAType", "NaTType")
 """Types of pandas' missing values."""
-_SAME_ROWS = "give the rows that the run began with, from the first one on, or start a new run"
-ROW_FORMS = "give texts, conversations (lists of {'role': …, 'content': …}) or dicts by column"
+_SAME_ROWS = "pass the rows that the run began with, from the first row on, or start a new run"
+ROW_FORMS = (
+    "pass texts, conversations (lists of {'role': …, 'content': …}) or dicts with column names as keys"
+)
 
 
 def iterate(rows: Any, label: str = "data") -> Iterator[Any]:
-    """The rows of a list, an iterator, a function that returns one, a `datasets.Dataset`, or a table of pandas, polars
-    or pyarrow.
+    """Iterates over the rows of a list, an iterator, a function that returns one, a `datasets.Dataset`, or a table of
+    pandas, polars or pyarrow.
 
     Example:
         >>> list(iterate(["a", "b"]))
@@ -57,12 +59,12 @@ def iterate(rows: Any, label: str = "data") -> Iterator[Any]:
     except TypeError:
         raise DataError(
             f"{label} is {_described(rows)}, which has no rows",
-            "give a list, an iterator, a function that returns one, a datasets.Dataset or a DataFrame",
+            "pass a list, an iterator, a function that returns one, a datasets.Dataset or a DataFrame",
         ) from None
 
 
 def lines_of(rows: Any, label: str) -> Iterator[str]:
-    """Each row as one JSON value; a DataError names the first row that is neither a text nor an object.
+    """Yields each row as JSON; raises a DataError for the first row that is neither a text nor an object.
 
     Example:
         >>> list(lines_of([[{"role": "user", "content": "Hi"}]], "data"))
@@ -72,7 +74,7 @@ def lines_of(rows: Any, label: str) -> Iterator[str]:
     for number, row in enumerate(iterate(rows, label), 1):
         if isinstance(row, str):
             kind = "a text"
-        elif isinstance(row, list | tuple) and all(isinstance(one, Mapping) for one in row):
+        elif isinstance(row, list | tuple) and all(isinstance(message, Mapping) for message in row):
             kind, row = "an object", {"messages": row}
         elif isinstance(row, Mapping):
             kind = "an object"
@@ -82,12 +84,12 @@ def lines_of(rows: Any, label: str) -> Iterator[str]:
         if kind != first:
             raise DataError(
                 f"row {number} of {label} is {kind}, and row 1 is {first}",
-                "give rows of one form; a text can be {'text': …}",
+                "pass rows of one type; a text can be written as {'text': …}",
             )
         try:
             yield json.dumps(_plain(row))
         except RecursionError:
-            raise DataError(f"row {number} of {label} is nested too deep", "give flat rows") from None
+            raise DataError(f"row {number} of {label} is nested too deep", "pass flat rows") from None
 
 
 def _described(value: Any) -> str:
@@ -95,8 +97,8 @@ def _described(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON. Types that JSON does not have become a marker that error messages can name; there is
-    no error yet, since the column may be unused."""
+    """Converts a value to plain JSON types. Other types become a marker with the type's name for error messages;
+    they are no error yet, since the column may be unused."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):
@@ -124,7 +126,7 @@ class Spooled:
     """The first digits of their digest, or the user's key."""
     path: Path
     reused: bool = False
-    """Whether the file was there already under the user's key, so that no row was read."""
+    """Whether the file already existed under the user's key, so that no row was read."""
 
 
 def spool_rows(
@@ -137,7 +139,7 @@ def spool_rows(
 ) -> Spooled:
     """Writes rows to a JSON lines file that is named by its content, or by the user's key.
 
-    Rows that are kept under a key are not read again.
+    Rows that are already stored under a key are not read again.
 
     Example:
         >>> spool_rows(["a", "b"], Path("cache/memory")).path           # doctest: +SKIP
@@ -163,7 +165,7 @@ def spool_rows(
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
             raise
         raise ResourceError(
-            f"{count} rows of {label} were read and {folder} cannot be written ({error.strerror})",
+            f"{count} rows of {label} were read, but {folder} cannot be written ({error.strerror})",
             "free some space, set data.cache_dir to another folder, or set data.streaming: true with max_steps",
         ) from error
     return Spooled(name, path)
@@ -174,9 +176,9 @@ def spool_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.jsonl"
 
 
-def first_difference(one: Path, other: Path) -> int | None:
-    """The number of the first row in which two files of rows differ; None where they do not."""
-    with open(one, "rb") as left, open(other, "rb") as right:
+def first_difference(first: Path, second: Path) -> int | None:
+    """The number of the first row in which two files of rows differ; None if they are equal."""
+    with open(first, "rb") as left, open(second, "rb") as right:
         for number, (mine, theirs) in enumerate(itertools.zip_longest(left, right), 1):
             if mine != theirs:
                 return number
@@ -185,14 +187,14 @@ def first_difference(one: Path, other: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Passed:
-    """Rows from Python as a run gets them: their name in messages, and the stream if they are not spooled."""
+    """Rows from Python, as passed to a run: their name in messages, and the stream if they are not spooled."""
 
     label: str
     stream: RowStream | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _BufferedRow:
     line: str
     before: str
     """Digest of all rows before this one."""
@@ -201,8 +203,8 @@ class _Kept:
 class RowStream:
     """Rows that are read while training, from any row on.
 
-    The last `WINDOW_BYTES` are kept, so that an iterator, which can be read only once, can be read again from a little
-    earlier. What can be iterated again (a list, a data set, a function that returns an iterator) starts over.
+    The last `WINDOW_BYTES` are buffered, so that an iterator, which can be read only once, can be read again from a
+    little earlier. Other rows (a list, a dataset, a function that returns an iterator) are iterated again.
 
     Example:
         >>> stream = RowStream(iter(["a", "b", "c"]))
@@ -213,18 +215,18 @@ class RowStream:
     def __init__(self, rows: Any, *, label: str = "data", key: str | None = None) -> None:
         self.label = label
         self._rows = rows
-        self._once = hasattr(rows, "__next__")
-        self._asked: dict[int, str] = {}
+        self._is_iterator = hasattr(rows, "__next__")
+        self._digests: dict[int, str] = {}
         self._count: int | None = None
         self._lock = threading.RLock()
-        """Guards the state: a loader reads ahead in a thread while the run asks for the position."""
-        self._begin()
+        """Guards the state: a loader prefetches in a thread while the run reads the position."""
+        self._restart()
         self.name = key or self._head()
 
-    def _begin(self) -> None:
+    def _restart(self) -> None:
         self._lines = lines_of(self._rows, self.label)
         self._digest = hashlib.blake2b(digest_size=16)
-        self._kept: deque[_Kept] = deque()
+        self._buffer: deque[_BufferedRow] = deque()
         self._size = 0
         self._next = 1
         """The number of the row that is read next."""
@@ -253,7 +255,7 @@ class RowStream:
 
     @property
     def count(self) -> int:
-        """How many rows there are, once they have been read to their end."""
+        """The number of rows, once they have been read to their end."""
         assert self._count is not None, "the rows were not read to their end"
         return self._count
 
@@ -262,17 +264,17 @@ class RowStream:
         if row == 1:
             return _NOTHING
         with self._lock:
-            if row not in self._asked:
+            if row not in self._digests:
                 if self._line(row - 1) is None:
                     raise DataError(
                         f"{self.label} ends before row {row}, at which the run stopped", _SAME_ROWS
                     )
-                at = row - (self._next - len(self._kept))
-                self._asked[row] = self._kept[at].before if row < self._next else self._digest.hexdigest()
-            return self._asked[row]
+                at = row - (self._next - len(self._buffer))
+                self._digests[row] = self._buffer[at].before if row < self._next else self._digest.hexdigest()
+            return self._digests[row]
 
     def check(self, row: int, digest: str) -> None:
-        """A DataError unless the rows before this one are those of which `digest` was taken."""
+        """Raises a DataError unless the rows before this one have this digest."""
         if self.digest_before(row) != digest:
             raise DataError(
                 f"{self.label}: the rows before row {row} are not those that the run was trained on",
@@ -282,25 +284,25 @@ class RowStream:
     def _line(self, row: int) -> str | None:
         """One row as JSON; None after the last."""
         with self._lock:
-            if row < self._next - len(self._kept):
-                if self._once:
+            if row < self._next - len(self._buffer):
+                if self._is_iterator:
                     raise DataError(
-                        f"{self.label} is an iterator, of which row {row} was read and cannot be read again",
-                        "give a list, a data set, or a function that returns a new iterator; or a smaller max_steps",
+                        f"{self.label} is an iterator, and its row {row} cannot be read a second time",
+                        "pass a list, a dataset, or a function that returns a new iterator; or lower max_steps",
                     )
-                self._begin()
+                self._restart()
             while row >= self._next and not self._ended:
-                self._pull()
-            return self._kept[row - (self._next - len(self._kept))].line if row < self._next else None
+                self._read_row()
+            return self._buffer[row - (self._next - len(self._buffer))].line if row < self._next else None
 
-    def _pull(self) -> None:
+    def _read_row(self) -> None:
         line = next(self._lines, None)
         if line is None:
             self._ended, self._count = True, self._next - 1
             return
-        self._kept.append(_Kept(line, self._digest.hexdigest()))
+        self._buffer.append(_BufferedRow(line, self._digest.hexdigest()))
         self._digest.update(line.encode() + b"\n")
         self._next += 1
         self._size += len(line)
-        while self._size > WINDOW_BYTES and len(self._kept) > HEAD_ROWS:
-            self._size -= len(self._kept.popleft().line)
+        while self._size > WINDOW_BYTES and len(self._buffer) > HEAD_ROWS:
+            self._size -= len(self._buffer.popleft().line)

@@ -1,8 +1,8 @@
-"""The interface of data: corpora and loaders, whether cached or streamed, and reports of progress.
+"""Interfaces of corpora and loaders, cached or streamed, and progress reports.
 
 A `Corpus` is the documents of one source, a `Loader` the batches of a run. Each has two implementations, over the token
 cache (`cached_corpus`, `cached_loader`) and over sources that are read while training (`stream_corpus`,
-`stream_loader`). Callers need not know which they have: what a stream cannot know yet is None.
+`stream_loader`). Callers use both in the same way; values that a stream does not know yet are None.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def silent(progress: Progress) -> None:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a corpus holds and what was left out of it."""
+    """Counts of a corpus's documents and tokens, and of what was left out."""
 
     documents: int
     tokens: int
@@ -60,20 +60,20 @@ class Summary:
     """Documents with broken Unicode escapes, which became U+FFFD."""
     untrained: int = 0
     """Examples without a single token to train on, left out: conversations without an answer, empty completions,
-    calls of tools that the chat template does not write."""
+    tool calls that the chat template omits."""
     bad: int = 0
-    """Rows that are no example or that the chat template refuses, left out where `bad_rows: skip` says so."""
+    """Rows that are not valid examples or that the chat template rejects, left out with `bad_rows: skip`."""
     complaint: str = ""
-    """The error of the first of them."""
+    """The error of the first bad row."""
     unanswered: int = 0
-    """Conversations whose last messages no answer follows; these messages were left out."""
+    """Conversations that end with messages without an answer; these messages were left out."""
     rewritten: int = 0
     """Conversations whose earlier turns the chat template renders differently once an answer follows."""
     trained: int = 0
-    """Tokens that are trained on; all of them where documents are texts."""
+    """Tokens that are trained on; all tokens of plain text."""
     files: int = 0
     ignored: tuple[str, ...] = ()
-    """Files of a folder that are not text by their extension."""
+    """Files of a folder whose extension is not supported."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -82,7 +82,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Packed sequences by their number: how many there are, and the pieces of each."""
+    """Packed sequences: their count, and the pieces of each by index."""
 
     count: int
     get: Callable[[int], list[Piece]]
@@ -94,25 +94,25 @@ class Corpus(ABC):
 
     name: str
     fingerprint: str
-    """Digest of the content and of what this view takes of it."""
+    """Digest of the content and of the view of it (split, excluded documents)."""
     summary: Summary
     """The counts of a stream are unknown until everything has been read; documents and tokens are then 0."""
     source: ResolvedSource
     """The files it is read from."""
     stamps: tuple[FileStamp, ...]
     content: str
-    """Digest of the content of all files and of how they are read."""
+    """Digest of the content of all files and of the settings that they are read with."""
     tokenizer: TokenizerSpec
     streaming: ClassVar[bool]
 
     @property
     def shown(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.source.spec.shown
 
     @property
     def form(self) -> Format | None:
-        """How rows become examples; None where they are texts."""
+        """The format of rows that are examples; None for plain text."""
         return self.source.form
 
     @abstractmethod
@@ -121,23 +121,23 @@ class Corpus(ABC):
 
     @abstractmethod
     def without(self, other: CachedCorpus) -> Self:
-        """This corpus without the documents that are also in `other` (a cached evaluation set, say)."""
+        """This corpus without the documents that are also in `other` (such as a cached evaluation set)."""
 
     @abstractmethod
     def eval_sequences(self, max_seq_length: int, *, packing: bool, max_sequences: int | None) -> Sequences:
-        """The sequences for evaluation, the same every time: all, or `max_sequences` of them."""
+        """Returns the sequences for evaluation, the same every time: all, or `max_sequences` of them."""
 
     @abstractmethod
     def piece(self, number: int, max_seq_length: int) -> tuple[Piece, bool]:
-        """One of the pieces that are trained on, from 0, and whether its document continues after it."""
+        """Returns the trained piece with this index, and whether its document continues after it."""
 
     def manifest(self) -> dict[str, Any]:
         """Plain data for a run folder, to recognize the data on resume; see `check`."""
         return self._manifest.to_dict()
 
-    def check(self, kept: Mapping[str, Any]) -> None:
-        """A DataError that names the files which are not as they were when `kept` was made."""
-        Manifest.from_dict(kept).check(self._manifest)
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Raises a DataError that names the files that changed since the manifest was made."""
+        Manifest.from_dict(saved).check(self._manifest)
 
     @property
     def _manifest(self) -> Manifest:
@@ -146,13 +146,13 @@ class Corpus(ABC):
 
 @dataclass(frozen=True)
 class LoaderFacts:
-    """The size of an epoch; None where it is not known before everything has been read."""
+    """The size of an epoch; None if it is unknown until everything has been read."""
 
     num_sequences: int | None
     num_tokens: int | None
     fill: float | None
     attended_share: float | None = None
-    """The share of the query–key pairs of causal sequences that lie within one document."""
+    """The share of causal query–key pairs that are within one document."""
 
 
 class Loader(ABC):
@@ -206,7 +206,7 @@ class Loader(ABC):
 
     @abstractmethod
     def notes(self) -> list[str]:
-        """What is cut or left out at this length, a sentence per source."""
+        """Sentences about what is truncated or left out at this length, one per source."""
 
     @abstractmethod
     def next_step(self) -> list[Batch]:
@@ -218,7 +218,7 @@ class Loader(ABC):
 
     @abstractmethod
     def restore(self, position: dict[str, Any]) -> None:
-        """Continues at a position; a CheckpointError or DataError says what is not as it was."""
+        """Continues at a position. Raises CheckpointError or DataError if settings or data changed."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""Packing: documents cut into pieces, pieces put into sequences; pure functions of lengths.
+"""Packing: splits documents into pieces and packs pieces into sequences; pure functions of lengths.
 
 # N documents, P pieces, W sequences
 
 A document longer than the sequence length is cut into pieces of that length, and the remainder is packed with
 other pieces. A remainder of one token would have nothing to predict, so the piece before it is one token
-shorter. Pieces are packed chunk by chunk, best fit decreasing: the longest first, each into the fullest
-sequence that still has room for it.
+shorter. Pieces are packed chunk by chunk, best-fit decreasing: the longest first, each into the fullest
+sequence that still has space for it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Stretches of documents, in document order: which document [P], where in it [P], how long [P]."""
+    """Pieces of documents, in document order: document index [P], start in the document [P], length [P]."""
 
     document_P: np.ndarray
     start_P: np.ndarray
@@ -47,9 +47,9 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Packing:
-    """Sequences of pieces: sequence w holds the pieces `order_P[bounds_W1[w]:bounds_W1[w + 1]]`.
+    """Sequences of pieces: sequence w contains the pieces `order_P[bounds_W1[w]:bounds_W1[w + 1]]`.
 
-    `dropped` counts tokens that are in no sequence (only where long documents are cut off: without packing, and of
+    `dropped` counts tokens that are in no sequence (only where long documents are truncated: without packing, and
     examples).
     """
 
@@ -67,8 +67,8 @@ class Packing:
     @property
     def fill(self) -> float:
         """The share of non-padding positions."""
-        places = self.num_sequences * self.max_seq_length
-        return float(self.pieces.length_P.sum()) / places if places else 0.0
+        positions = self.num_sequences * self.max_seq_length
+        return float(self.pieces.length_P.sum()) / positions if positions else 0.0
 
     def sequence(self, index: int) -> np.ndarray:
         """The pieces of one sequence, in document order."""
@@ -80,8 +80,8 @@ def pack_documents(
 ) -> Packing:
     """Sequences for documents of these lengths (each at least 2).
 
-    With `keep_N` (bool [N]) documents are examples: what is beyond the sequence is cut off, since the rest of an answer
-    without its question is another example, and only those marked are packed at all.
+    With `keep_N` (bool [N]) documents are examples: they are truncated to the sequence length, since the rest of an
+    answer is useless without its question, and only the marked ones are packed.
 
     Example:
         >>> packed = pack_documents(np.array([6, 3, 5, 2]), 8)
@@ -146,7 +146,7 @@ def cut_documents(lengths_N: np.ndarray, max_seq_length: int) -> Pieces:
 
 
 def chunk_ends(length_P: np.ndarray, max_seq_length: int) -> list[int]:
-    """Where chunks of pieces end: after the piece that reaches the token limit or the piece limit."""
+    """The ends of chunks of pieces: after the piece that reaches the token limit or the piece limit."""
     ends, first, limit = [], 0, chunk_tokens(max_seq_length)
     total_P = np.cumsum(length_P)
     while first < len(length_P):
@@ -158,9 +158,9 @@ def chunk_ends(length_P: np.ndarray, max_seq_length: int) -> list[int]:
 
 
 def pack_chunk(length_P: np.ndarray, max_seq_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Best fit decreasing: (piece numbers, sequence after sequence [P], pieces in each sequence [W]).
+    """Packs by best-fit decreasing; returns (piece indices by sequence [P], pieces in each sequence [W]).
 
-    The free space left in each open sequence is a set bit of one integer. Finding the fullest sequence that
+    Each amount of free space in an open sequence is a set bit of one integer. Finding the fullest sequence that
     still fits a piece is then a shift and a lowest set bit: about a microsecond per piece.
 
     Example:
@@ -169,26 +169,26 @@ def pack_chunk(length_P: np.ndarray, max_seq_length: int) -> tuple[np.ndarray, n
         ([0, 3, 1, 2], [2, 2])
     """
     sequences: list[list[int]] = []
-    rooms: list[list[int]] = [[] for _ in range(max_seq_length + 1)]
-    open_rooms = 0
+    by_space: list[list[int]] = [[] for _ in range(max_seq_length + 1)]
+    open_spaces = 0
     lengths = length_P.tolist()
     for piece in np.argsort(-length_P, kind="stable").tolist():
         length = lengths[piece]
         assert 0 < length <= max_seq_length, (length, max_seq_length)
-        fitting = open_rooms >> length
+        fitting = open_spaces >> length
         if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            sequence = rooms[room].pop()
-            if not rooms[room]:
-                open_rooms ^= 1 << room
+            space = length + (fitting & -fitting).bit_length() - 1
+            sequence = by_space[space].pop()
+            if not by_space[space]:
+                open_spaces ^= 1 << space
             sequences[sequence].append(piece)
         else:
-            room, sequence = max_seq_length, len(sequences)
+            space, sequence = max_seq_length, len(sequences)
             sequences.append([piece])
-        left = room - length
-        if left:
-            if not rooms[left]:
-                open_rooms |= 1 << left
-            rooms[left].append(sequence)
+        remaining = space - length
+        if remaining:
+            if not by_space[remaining]:
+                open_spaces |= 1 << remaining
+            by_space[remaining].append(sequence)
     order_P = np.array([piece for sequence in sequences for piece in sorted(sequence)], np.int64)
     return order_P, np.array([len(sequence) for sequence in sequences], np.int64)

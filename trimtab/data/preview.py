@@ -23,10 +23,10 @@ _LOOKED_AT = 100
 
 
 def beginning(source: ResolvedSource, *, template: bool = False) -> str:
-    """The detected format of a source and how its first document begins, printable, on one line.
+    """One printable line with the detected format of a source and the beginning of its first document.
 
     Args:
-        source: the files, with the format that was found.
+        source: the files, with the detected format.
         template: whether there is a chat template.
 
     Example:
@@ -36,24 +36,24 @@ def beginning(source: ResolvedSource, *, template: bool = False) -> str:
     segments = itertools.islice(SegmentReader(source, template=template), _LOOKED_AT)
     shown = next((segment for segment in segments if segment.text.strip() or segment.example), None)
     file = source.files[shown.file if shown is not None else 0]
-    said = []
+    parts = []
     if source.form is not None:
-        said.append(f"format {source.form.name}")
+        parts.append(f"format {source.form.name}")
     elif file.kind in TABLES:
         column = text_column_of(file, source.spec)
-        said.append("rows of strings" if column is None else f"text column '{shortened(column)}'")
+        parts.append("rows of strings" if column is None else f"text column '{shortened(column)}'")
     if file.kind == "csv" and delimiter_of(file) != usual_delimiter(file):
-        said.append(f"separated by {DELIMITERS[delimiter_of(file)]}")
+        parts.append(f"separated by {DELIMITERS[delimiter_of(file)]}")
     if len(source.files) > 1:
-        said.append(f"{len(source.files):,} files")
+        parts.append(f"{len(source.files):,} files")
     if source.ignored:
         some = ", ".join(shortened(name, 40) for name in source.ignored[:3])
         more = f" and {len(source.ignored) - 3:,} more" if len(source.ignored) > 3 else ""
-        said.append(f"left out as no text: {some}{more}")
+        parts.append(f"skipped (not text): {some}{more}")
     what = "first document" if source.form is None else "first example"
     words = "" if shown is None else _words(shown.example) if shown.example else shown.text
     first = f"{what}: '{shortened(words, SHOWN)}'"
-    return f"{', '.join(said)}; {first}" if said else first
+    return f"{', '.join(parts)}; {first}" if parts else first
 
 
 def _words(example: Example) -> str:
@@ -67,15 +67,15 @@ def _words(example: Example) -> str:
 def highlighted(
     corpus: Corpus, tokenizer: Tokenizer, *, max_seq_length: int = 1024, number: int = 0
 ) -> dict[str, Any]:
-    """One piece of a corpus as a record: `origin`, `tokens`, how many of them are `trained`, whether it was `cut` at
-    the sequence's end, the special tokens that close what is trained on as `ends`, ids, and `runs`, its text as [text,
-    trained on].
+    """A piece of a corpus as a record: `origin`, the number of `tokens` and of `trained` tokens, whether it was
+    truncated to the sequence length (`cut`), the ids of the special tokens that end trained spans (`ends`), and the
+    text as a list of (text, trained) (`runs`).
 
     Args:
         corpus: of examples or of texts, cached or streamed.
-        tokenizer: the one it was opened with.
+        tokenizer: the tokenizer that the corpus was opened with.
         max_seq_length: tokens of a sequence.
-        number: which of the pieces that are trained on, from 0.
+        number: index of the trained piece, from 0.
 
     Raises:
         DataError: there is nothing to train on.
@@ -100,9 +100,9 @@ def highlighted(
 
 
 def _ends(tokenizer: Tokenizer, ids: list[int], flags: list[bool], cut: bool) -> set[int]:
-    """The special tokens that end stretches which are trained on, white space after them aside."""
+    """The ids of special tokens that end trained spans, apart from white space after them."""
     marks = {*tokenizer.stop_ids, *markers(tokenizer)}
-    found = set()
+    ends = set()
     for i, flag in enumerate(flags):
         last = i + 1 == len(flags)
         if not flag or (cut if last else flags[i + 1]):
@@ -110,13 +110,13 @@ def _ends(tokenizer: Tokenizer, ids: list[int], flags: list[bool], cut: bool) ->
         while i > 0 and flags[i] and ids[i] not in marks and not tokenizer.backend.decode([ids[i]]).strip():
             i -= 1
         if flags[i] and ids[i] in marks:
-            found.add(ids[i])
-    return found
+            ends.add(ids[i])
+    return ends
 
 
 def runs_of(tokenizer: Tokenizer, ids: list[int], flags: list[bool]) -> Runs:
-    """The text of ids in stretches of equal flags, special tokens spelled out; a character of several tokens belongs
-    to its last one.
+    """The text of ids in runs of equal flags, special tokens as text; a character of several tokens belongs to the
+    last one.
     """
     stream = Detokenizer(tokenizer, skip_special=False)
     runs: Runs = []

@@ -1,4 +1,4 @@
-"""Reading a source: documents and rows of any kind of file, cut into segments that a tokenizer takes at once."""
+"""Reads sources: documents and rows of every kind of file, split into segments for the tokenizer."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ from trimtab.data.spec import SEGMENT_CHARS, UNKNOWN_SIZE
 from trimtab.facts.errors import DataError
 from trimtab.text.surrogates import replace_surrogates
 
-# Places where byte-level and SentencePiece tokenizers start a new word in any case, best first.
-_SEAMS = (re.compile(r"(?<=\S)(?= [A-Za-z])"), re.compile(r"(?<=\S\n)(?=\S)"), re.compile(r"(?<=\S)(?= \S)"))
+# Where byte-level and SentencePiece tokenizers always start a new word, best first.
+_SPLIT_PATTERNS = (
+    re.compile(r"(?<=\S)(?= [A-Za-z])"),
+    re.compile(r"(?<=\S\n)(?=\S)"),
+    re.compile(r"(?<=\S)(?= \S)"),
+)
 
 
 @dataclass(slots=True)
 class Segment:
-    """A stretch of one document; most documents are a single one (`first` and `last`)."""
+    """A segment of one document; most documents are a single segment (`first` and `last`)."""
 
     file: int
     row: int
@@ -42,11 +46,11 @@ class Segment:
     last: bool
     repaired: bool = False
     example: Example | None = None
-    """The conversation that a chat template renders, instead of a text."""
+    """The training example, instead of a text."""
     rewritten: bool = False
-    """Set when it is rendered: whether the template renders earlier turns differently before an answer."""
+    """Set by rendering: whether the template renders earlier turns differently once an answer follows."""
     complaint: str | None = None
-    """Why the row cannot be used, where such rows are skipped."""
+    """Why the row cannot be used, if such rows are skipped."""
 
     @property
     def size(self) -> int:
@@ -55,7 +59,7 @@ class Segment:
 
 
 def read(file: SourceFile, spec: SourceSpec, *, start: int = 1, meter: Meter | None = None) -> Iterator[Row]:
-    """(row, text, last) of one file from row `start` on; rows count from 1."""
+    """Yields (row, text, last) of one file from row `start` on; rows count from 1."""
     if file.kind == "text":
         return read_text(file, spec.documents, start, meter)
     if file.kind == "jsonl":
@@ -79,10 +83,10 @@ def read_values(
     columns: Collection[str] | None = None,
     turns: Collection[str] = (),
 ) -> Iterator[tuple[int, Any]]:
-    """(row, value) of a table from row `start` on; a value is a JSON value, usually a dict by column.
+    """Yields (row, value) of a table from row `start` on; a value is a JSON value, usually a dict by column.
 
-    `columns` are those that are wanted: of a Parquet file no other is read. `turns` are those that may be lists of
-    messages, in which null is a content.
+    `columns` are the columns to read (Parquet reads no others). `turns` are the columns that may be lists of messages,
+    whose null contents are preserved.
     """
     if file.kind == "jsonl":
         return jsonl_values(file, start, meter)
@@ -98,7 +102,7 @@ def read_values(
 
 
 def text_column_of(file: SourceFile, spec: SourceSpec) -> str | None:
-    """The column of a table that its texts are read from; None for text files and for rows that are strings."""
+    """Returns the text column of a table; None for text files and for rows that are strings."""
     if file.kind == "csv":
         _, header = next(csv_values(file, 1, None), (0, []))
         return text_column(file, header, spec.text_column)
@@ -110,11 +114,10 @@ def text_column_of(file: SourceFile, spec: SourceSpec) -> str | None:
     return None if isinstance(value, str) else spec.text_column or choose_column(file, value)
 
 
-def cut(rows: Iterator[Row], file: int) -> Iterator[Segment]:
-    """Documents in stretches of at most SEGMENT_CHARS, cut where a tokenizer would cut too if there is such
-    a place.
+def split_segments(rows: Iterator[Row], file: int) -> Iterator[Segment]:
+    """Splits documents into segments of at most SEGMENT_CHARS, if possible where a tokenizer splits too.
 
-    Where a document is cut depends on its text alone, never on how its bytes arrived.
+    The split points depend on the text alone, not on how its bytes arrived.
     """
     carry, first, repaired = "", True, False
     for row, text, last in rows:
@@ -122,7 +125,7 @@ def cut(rows: Iterator[Row], file: int) -> Iterator[Segment]:
         repaired = repaired or valid is not text
         buffer, at = carry + valid if carry else valid, 0
         while len(buffer) - at > SEGMENT_CHARS:
-            end = _seam(buffer, at)
+            end = _split_point(buffer, at)
             yield Segment(file, row, buffer[at:end], first, False, repaired)
             at, first = end, False
         carry = buffer[at:]
@@ -131,11 +134,11 @@ def cut(rows: Iterator[Row], file: int) -> Iterator[Segment]:
             carry, first, repaired = "", True, False
 
 
-def _seam(text: str, at: int) -> int:
-    """Where to cut: at the last of the best seams in the last eighth of the stretch; without any, hard."""
+def _split_point(text: str, at: int) -> int:
+    """The split point: the last match of the best pattern in the last eighth of the segment, else its end."""
     low, high = at + SEGMENT_CHARS * 7 // 8, at + SEGMENT_CHARS
-    for seam in _SEAMS:
-        ends = [match.start() for match in seam.finditer(text, low, high)]
+    for pattern in _SPLIT_PATTERNS:
+        ends = [match.start() for match in pattern.finditer(text, low, high)]
         if ends:
             return ends[-1]
     return high
@@ -151,7 +154,7 @@ def _size(file: SourceFile) -> int:
 
 
 class SegmentReader:
-    """All documents of a source in order, from any (file, row) on, with the progress in bytes.
+    """Reads all documents of a source in order, from any (file, row) on, and tracks the progress in bytes.
 
     Example:
         >>> reader = SegmentReader(resolve(SourceSpec("books/")))            # doctest: +SKIP
@@ -179,12 +182,12 @@ class SegmentReader:
 
     @property
     def total_bytes(self) -> int:
-        """Of all files together."""
+        """The size of all files."""
         return sum(self._sizes)
 
     @property
     def done_bytes(self) -> int:
-        """Read so far, of `total_bytes`."""
+        """Bytes read so far, of `total_bytes`."""
         return self._before + int(self._meter.share * self._size)
 
     def __iter__(self) -> Iterator[Segment]:
@@ -205,14 +208,14 @@ class SegmentReader:
     def _segments(self, index: int, file: SourceFile, start: int) -> Iterator[Segment]:
         spec, form = self.source.spec, self.source.form
         if form is None or file.kind not in TABLES:
-            yield from cut(read(file, spec, start=start, meter=self._meter), index)
+            yield from split_segments(read(file, spec, start=start, meter=self._meter), index)
             return
         for row, value in read_values(
             file, start=start, meter=self._meter, columns=form.used, turns=form.needed
         ):
-            made, complaint = None, None
+            example, complaint = None, None
             try:
-                made = example_of(
+                example = example_of(
                     f"{file.label}:{row}",
                     value,
                     form,
@@ -223,5 +226,5 @@ class SegmentReader:
                 if spec.bad_rows != "skip":
                     raise
                 complaint = error.cause
-            repaired = made is not None and made.repaired
-            yield Segment(index, row, "", True, True, repaired, made, complaint=complaint)
+            repaired = example is not None and example.repaired
+            yield Segment(index, row, "", True, True, repaired, example, complaint=complaint)

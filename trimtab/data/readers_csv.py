@@ -1,4 +1,4 @@
-"""Reading CSV: which character separates the fields, whether a header comes first, and the rows."""
+"""Reads CSV: detects the delimiter, checks the header, yields the rows."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from trimtab.facts.errors import DataError
 from trimtab.facts.names import shortened
 
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
-"""What may separate fields, the usual first, and what messages call it."""
-_SAMPLE = 20
-"""Rows that are looked at to find it."""
+"""The supported delimiters, the default first, and their names in messages."""
+_SAMPLE_ROWS = 20
+"""Rows that are read to detect the delimiter."""
 _NUMBER = re.compile(r"[-+]?\d+([.,:/-]\d+)*%?")
 _LONG_NAME = 80
 
 
 def usual_delimiter(file: SourceFile) -> str:
-    """What a file's name says: tabs for .tsv, commas for everything else."""
+    """The delimiter that a file's extension implies: tabs for .tsv, commas for everything else."""
     return "\t" if ".tsv" in [suffix.lower() for suffix in file.path.suffixes] else ","
 
 
 def delimiter_of(file: SourceFile) -> str:
-    """The character that separates a file's fields: commas, unless only another gives it several columns.
+    """Detects a file's delimiter: commas, unless only another delimiter results in several columns.
 
-    The header decides: it must have several names, and the rows below it as many fields. A name that ends in .tsv is
-    tabs whatever is inside.
+    The header must have several names, and the rows below it the same number of fields. A .tsv file always has tabs.
     """
     if file.delimiter is not None:
         return file.delimiter
@@ -42,10 +41,10 @@ def delimiter_of(file: SourceFile) -> str:
     head = next(decoded(file), "")
     samples = {delimiter: _sample(head, delimiter) for delimiter in DELIMITERS}
     usual = samples[","]
-    if len(usual) > 1 and len(usual[0]) > 1 and _is_even(usual):
+    if len(usual) > 1 and len(usual[0]) > 1 and _is_rectangular(usual):
         return ","
     others = {d: rows for d, rows in samples.items() if d != "," and len(rows) > 1 and len(rows[0]) > 1}
-    even = next((delimiter for delimiter, rows in others.items() if _is_even(rows)), None)
+    even = next((delimiter for delimiter, rows in others.items() if _is_rectangular(rows)), None)
     if even is not None:
         return even
     if file.accepted:
@@ -55,28 +54,28 @@ def delimiter_of(file: SourceFile) -> str:
         if usual and len(usual[0]) == 1 and 2 * wide >= len(rows) - 1 and not _is_data(rows[0]):
             what = DELIMITERS[delimiter]
             raise DataError(
-                f"{file.label} has {what} between the names of its columns, and not the same number in every row",
-                f"put texts that hold {what} in double quotes",
+                f"{file.label} has {what} between its column names, but rows with different numbers of fields",
+                f"put texts that contain {what} in double quotes",
             )
     return ","
 
 
 def _sample(head: str, delimiter: str) -> list[list[str]]:
-    """The first rows of a text; one that may be cut at its end is left out."""
+    """The first rows of a text, without a last row that may be incomplete."""
     rows: list[list[str]] = []
     try:
         for fields in csv.reader(io.StringIO(head), delimiter=delimiter):
             if fields:
                 rows.append(fields)
-            if len(rows) > _SAMPLE:
+            if len(rows) > _SAMPLE_ROWS:
                 break
     except csv.Error:
         return []
-    return rows if len(rows) > _SAMPLE or head.endswith("\n") or len(rows) < 3 else rows[:-1]
+    return rows if len(rows) > _SAMPLE_ROWS or head.endswith("\n") or len(rows) < 3 else rows[:-1]
 
 
-def _is_even(rows: list[list[str]]) -> bool:
-    """Whether all rows have as many fields as the first; empty ones at the end, as spreadsheets write, do not count."""
+def _is_rectangular(rows: list[list[str]]) -> bool:
+    """Whether all rows have as many fields as the first; trailing empty fields, as in spreadsheets, do not count."""
     wanted = len(rows[0])
     return all(
         len(fields) >= wanted and not any(field.strip() for field in fields[wanted:]) for fields in rows
@@ -93,13 +92,13 @@ def read_csv(file: SourceFile, column: str | None, start: int, meter: Meter | No
             refuse_data_as_header(file, header)
         return  # a header alone
     column = text_column(file, header, column)
-    place = header.index(column)
+    index = header.index(column)
     for row, fields in itertools.chain([first], values):
-        yield row, checked_field(file, row, fields, place, len(header)), True
+        yield row, checked_field(file, row, fields, index, len(header)), True
 
 
 def text_column(file: SourceFile, header: list[str], column: str | None) -> str:
-    """The column that holds the text: the one named, or the one that the header shows."""
+    """Returns the text column: `column` if given, otherwise detected from the header."""
     if column is None:
         refuse_data_as_header(file, header)
         column = choose_column(file, dict.fromkeys(header, ""))
@@ -111,21 +110,21 @@ def text_column(file: SourceFile, header: list[str], column: str | None) -> str:
 
 
 def refuse_data_as_header(file: SourceFile, header: list[str]) -> None:
-    """A DataError where a new run's file begins with a row of data, which would be lost as a header."""
+    """Raises a DataError if a new run's file begins with a row of data, which would be lost as a header."""
     if file.accepted or any(name.strip().lower() in TEXT_COLUMNS for name in header) or not _is_data(header):
         return
     names = ["text"] if len(header) == 1 else [f"column{i}" for i in range(1, len(header))] + ["text"]
     raise DataError(
-        f"the first line of {file.label} looks like data and not like names of columns "
+        f"the first line of {file.label} looks like data, not like column names "
         f"('{shortened(', '.join(header))}')",
-        f"put a line with the names before it, such as `{','.join(names)}`; if these are the names, set text_column",
+        f"add a header line, such as `{','.join(names)}`; if these are the column names, set text_column",
     )
 
 
 def _is_data(fields: list[str]) -> bool:
-    """Whether a row cannot be names of columns: a number, a sentence, or something long is among them.
+    """Whether a row cannot be column names: one field is a number, a sentence, or very long.
 
-    A single column is seldom named with five words or more; in a file of one text per line the first one often has.
+    A single column name seldom has five words or more; the first line of a file with one text per line often does.
     """
     if len(fields) == 1 and len(fields[0].split()) >= 5:
         return True
@@ -139,7 +138,7 @@ def _is_data(fields: list[str]) -> bool:
 
 
 def csv_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, list[str]]]:
-    """(0, names of the columns), then (row, fields); empty lines are passed over, too long rows refused."""
+    """Yields (0, column names), then (row, fields); skips empty lines and raises for rows with too many fields."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     delimiter = delimiter_of(file)
     reader = csv.reader((line + "\n" for line in lines_of(file, meter)), delimiter=delimiter, strict=True)
@@ -148,48 +147,52 @@ def csv_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tu
         for row, fields in enumerate(reader):
             if row == 0:
                 wanted = len(fields)
-                _refuse_twins(file, fields)
+                _refuse_duplicates(file, fields)
                 yield row, fields
             elif row >= start and fields:
                 if 0 < wanted < len(fields) and any(field.strip() for field in fields[wanted:]):
-                    raise _too_long(file, row, line, len(fields), wanted, DELIMITERS[delimiter])
+                    raise _too_many_fields(file, row, line, len(fields), wanted, DELIMITERS[delimiter])
                 yield row, fields
             line = reader.line_num + 1
     except csv.Error as error:
         raise DataError(
             f"{file.label} is not CSV at line {line} ({error})",
-            "put texts that hold quotes in double quotes and double those inside",
+            "put texts that contain quotes in double quotes and double the inner quotes",
         ) from error
 
 
-def _refuse_twins(file: SourceFile, header: list[str]) -> None:
-    twins = sorted({name for name in header if name and header.count(name) > 1})
-    if twins and _is_data(header):
+def _refuse_duplicates(file: SourceFile, header: list[str]) -> None:
+    duplicates = sorted({name for name in header if name and header.count(name) > 1})
+    if duplicates and _is_data(header):
         refuse_data_as_header(file, header)
-    if twins:
-        raise DataError(f"{file.label} has several columns {twins[0]!r}", "give each a name of its own")
+    if duplicates:
+        raise DataError(
+            f"{file.label} has several columns named {duplicates[0]!r}", "give each a different name"
+        )
 
 
-def _too_long(file: SourceFile, row: int, line: int, found: int, wanted: int, between: str) -> DataError:
-    """The error for a text that was split into several fields; empty fields at the end do not count."""
+def _too_many_fields(
+    file: SourceFile, row: int, line: int, found: int, wanted: int, between: str
+) -> DataError:
+    """The error for a row with too many fields, usually a text that was split."""
     return DataError(
         f"row {row} of {file.label} (line {line}) has {found} fields, not {wanted}",
-        f"put texts that hold {between} in double quotes",
+        f"put texts that contain {between} in double quotes",
     )
 
 
-def checked_field(file: SourceFile, row: int, fields: list[str], place: int, wanted: int) -> str:
-    """One field of a row that may be too short."""
-    if len(fields) <= place:
+def checked_field(file: SourceFile, row: int, fields: list[str], index: int, wanted: int) -> str:
+    """Returns one field of a row; raises a DataError if the row is too short."""
+    if len(fields) <= index:
         raise DataError(
             f"row {row} of {file.label} has {len(fields)} fields, not {wanted}",
             "give the row a field for each column",
         )
-    return fields[place]
+    return fields[index]
 
 
 def csv_rows(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, dict[str, str]]]:
-    """(row, fields by column) of a CSV file."""
+    """Yields (row, fields by column) of a CSV file."""
     values = csv_values(file, start, meter)
     _, header = next(values, (0, []))
     for row, fields in values:

@@ -1,4 +1,4 @@
-"""Reading Parquet: the text column or the rows of a file, a few rows in memory at a time."""
+"""Reads Parquet: the text column or the rows of a file, a few rows in memory at a time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trimtab.data.signatures import recognize
 from trimtab.data.sources import SourceFile
 from trimtab.facts.errors import DataError, MissingDependency
 
-_SAID_BY = {"content": "role", "value": "from"}
-"""The keys for a message's content, which may be null, and for its role."""
+_ROLE_KEYS = {"content": "role", "value": "from"}
+"""Maps the key of a message's content, which may be null, to the key of its role."""
 
 
 def read_parquet(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
@@ -23,7 +23,7 @@ def read_parquet(file: SourceFile, column: str | None, start: int, meter: Meter 
 
 
 def parquet_text_column(file: SourceFile, schema: Any, column: str | None) -> str:
-    """The column that holds the text: the one named, or the one that the schema shows."""
+    """Returns the text column: `column` if given, otherwise detected from the schema."""
     import pyarrow.types as types
 
     def is_text(kind: Any) -> bool:
@@ -34,9 +34,11 @@ def parquet_text_column(file: SourceFile, schema: Any, column: str | None) -> st
     if column is None:
         return choose_name(file, texts, [name for name in schema.names if name not in texts])
     if column not in texts:
-        held = f"holds {schema.field(column).type}, not text" if column in schema.names else "is not there"
+        problem = (
+            f"contains {schema.field(column).type}, not text" if column in schema.names else "does not exist"
+        )
         raise DataError(
-            f"column {column!r} of {file.label} {held}",
+            f"column {column!r} of {file.label} {problem}",
             f"set text_column to one of {', '.join(texts)}" if texts else "write a column of strings",
         )
     return column
@@ -49,7 +51,7 @@ def parquet_rows(
     columns: Collection[str] | None,
     turns: Collection[str],
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(row, JSON value by column), of the requested columns only; see `readers.read_values`."""
+    """Yields (row, JSON value by column) of the requested columns; see `readers.read_values`."""
     wanted = [name for name in parquet_schema(file).names if columns is None or name in columns]
     return (
         (row, {name: (_turns if name in turns else _without_none)(inner) for name, inner in value.items()})
@@ -65,23 +67,23 @@ def _without_none(value: Any) -> Any:
 
 
 def _turns(value: Any) -> Any:
-    """The same for a list of messages, each of which keeps its content even if that is null."""
+    """Removes null keys from a list of messages, except a message's content."""
     return [_turn(inner) for inner in value] if isinstance(value, list) else _without_none(value)
 
 
 def _turn(message: Any) -> Any:
-    made = _without_none(message)
-    if isinstance(made, dict):
-        made |= {
-            what: None for what, who in _SAID_BY.items() if who in made and message.get(what, "") is None
+    cleaned = _without_none(message)
+    if isinstance(cleaned, dict):
+        cleaned |= {
+            what: None for what, who in _ROLE_KEYS.items() if who in cleaned and message.get(what, "") is None
         }
-    return made
+    return cleaned
 
 
 def parquet_values(
     file: SourceFile, columns: list[str], start: int, meter: Meter | None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(row, value by column) of a Parquet file, a few at a time; row groups before `start` are not touched."""
+    """Yields (row, value by column) of a Parquet file; does not read row groups before `start`."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -101,7 +103,7 @@ def parquet_values(
                     values = batch.to_pylist()
                 except UnicodeDecodeError as error:
                     raise DataError(
-                        f"{file.label} is not UTF-8 within 64 rows of row {row + 1}",
+                        f"{file.label} is not UTF-8 in one of the 64 rows from row {row + 1} on",
                         "repair or remove the row",
                     ) from error
                 yield from itertools.islice(
@@ -137,4 +139,4 @@ def _not_parquet(file: SourceFile, error: Exception) -> DataError:
     known = recognize(head, file.path.name)
     if known is not None and not head.startswith(b"PAR1"):
         return DataError(f"{file.label} is {known[0]}, not Parquet", known[1])
-    return DataError(f"{file.label} is not a whole Parquet file ({reason})", "fetch the file again")
+    return DataError(f"{file.label} is not a complete Parquet file ({reason})", "fetch the file again")

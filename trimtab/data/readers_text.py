@@ -1,7 +1,7 @@
-"""Reading text, JSON lines and JSON: bytes → (row, text, last) with bounded memory and exact error locations.
+"""Reads text, JSON Lines and JSON: bytes → (row, text, last) with bounded memory and exact error locations.
 
-Every reader yields `(row, text, last)`: rows count from 1, and a document may come in several stretches, the
-last of which has `last=True`, so that a text file of any size is never in memory as a whole.
+Every reader yields `(row, text, last)`: rows count from 1, and a document may come in several blocks, the last of
+which has `last=True`, so that a large text file is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK = 1 << 18
 
 
 class Meter:
-    """How much of the current file has been read, for a progress bar."""
+    """Tracks how much of the current file has been read, for a progress bar."""
 
     def __init__(self) -> None:
         self.done = 0.0
@@ -35,12 +35,12 @@ class Meter:
         self._size = 1
 
     def watch(self, raw: IO[bytes], size: int) -> None:
-        """Tracks the position in the file on disk, so that it is right for compressed files too."""
+        """Tracks the position in the file on disk, which is also correct for compressed files."""
         self._raw, self._size = raw, max(size, 1)
 
     @property
     def share(self) -> float:
-        """Between 0 and 1."""
+        """The share that has been read, between 0 and 1."""
         if self._raw is not None and not self._raw.closed:
             self.done = min(1.0, self._raw.tell() / self._size)
         return self.done
@@ -49,7 +49,8 @@ class Meter:
 def unreadable(file: SourceFile, error: OSError) -> DataError:
     """The error for a file that became unreadable after the source was opened."""
     return DataError(
-        f"{file.label} cannot be read any more: {error.strerror or error}", "put it back or check its rights"
+        f"{file.label} can no longer be read: {error.strerror or error}",
+        "restore it or check its permissions",
     )
 
 
@@ -96,9 +97,7 @@ def _broken(file: SourceFile, error: Exception) -> DataError:
 
 
 def decoded(file: SourceFile, meter: Meter | None = None) -> Iterator[str]:
-    """The file's text in stretches, line ends as \\n; binary and non-UTF-8 files are refused with the
-    place.
-    """
+    """Yields the file's text in blocks, line ends as \\n; raises DataError for binary and non-UTF-8 files."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")("strict")
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     offset = 0
@@ -147,7 +146,7 @@ def _iconv(encoding: str, file: SourceFile) -> str:
 
 
 def not_utf8(file: SourceFile, offset: int) -> DataError:
-    """The error for one bad byte."""
+    """The error for an invalid byte."""
     return DataError(
         f"{file.label} is not UTF-8 at byte {offset}",
         f"convert it, for instance: {_iconv('LATIN1', file)}",
@@ -169,10 +168,10 @@ def read_text(file: SourceFile, mode: DocumentMode, start: int, meter: Meter | N
 
 
 def lines_of(file: SourceFile, meter: Meter | None) -> Iterator[str]:
-    """Lines without their ends; the parts of a line that spans stretches are joined once, at its end."""
+    """Yields lines without line ends; a line that spans several blocks is joined once, at its end."""
     parts: list[str] = []
-    for stretch in decoded(file, meter):
-        head, *rest = stretch.split("\n")
+    for block in decoded(file, meter):
+        head, *rest = block.split("\n")
         parts.append(head)
         for line in rest:
             yield "".join(parts)
@@ -199,7 +198,7 @@ def read_jsonl(file: SourceFile, column: str | None, start: int, meter: Meter | 
 
 
 def jsonl_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, Any]]:
-    """(row, JSON value), one per line. Blank lines are skipped."""
+    """Yields (row, JSON value), one per line. Blank lines are skipped."""
     _refuse_binary(file, _head(file))
     offset = 0
     with open_bytes(file, meter) as stream:
@@ -219,28 +218,31 @@ def jsonl_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[
                     value = json.loads(line.decode("utf-8"))
                 except UnicodeDecodeError as error:
                     raise not_utf8(file, offset + error.start) from error
-                except (ValueError, RecursionError) as error:  # no JSON, or numbers of thousands of digits
+                except (
+                    ValueError,
+                    RecursionError,
+                ) as error:  # invalid JSON, or numbers with thousands of digits
                     raise DataError(
-                        f"{file.label}:{row} is not JSON ({error})", "write one JSON object a line"
+                        f"{file.label}:{row} is not JSON ({error})", "write one JSON object per line"
                     ) from error
                 yield row, value
             offset += len(line)
 
 
 def read_rows(file: SourceFile, values: Iterator[tuple[int, Any]], column: str | None) -> Iterator[Row]:
-    """The texts of JSON values; the text column is chosen by the first one unless it is named."""
+    """Yields the texts of JSON values; the text column is detected from the first value unless it is given."""
     for row, value in values:
         column = column if column or isinstance(value, str) else choose_column(file, value)
         yield row, text_of(file, row, value, column), True
 
 
 def read_json(file: SourceFile, column: str | None, start: int, meter: Meter | None) -> Iterator[Row]:
-    """A JSON array of objects or strings, read element by element; JSON lines under the name .json too."""
+    """Reads a JSON array of objects or strings element by element, or JSON Lines in a .json file."""
     return read_rows(file, json_values(file, start, meter), column)
 
 
 def json_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[tuple[int, Any]]:
-    """(row, element) of a JSON array, or (row, value) of JSON lines."""
+    """Yields (row, element) of a JSON array, or (row, value) of JSON Lines."""
     head = next(decoded(file), "").lstrip()
     if not head.startswith("["):
         yield from jsonl_values(file, start, meter)
@@ -249,7 +251,7 @@ def json_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[t
 
 
 def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
-    """Elements of an array, holding one at a time; the buffer doubles while one does not fit."""
+    """Yields the elements of an array, one in memory at a time; the buffer doubles until an element fits."""
     stream, decoder = decoded(file, meter), json.JSONDecoder()
     buffer, at, count, want = next(stream, "").lstrip()[1:], 0, 0, BLOCK
     ended = False
@@ -259,8 +261,10 @@ def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
         complete = False
         if at < len(buffer):
             if buffer[at] == "]":
-                if buffer[at + 1 :].strip() or any(stretch.strip() for stretch in stream):
-                    raise DataError(f"{file.label} goes on after its JSON array", "put all in one array")
+                if buffer[at + 1 :].strip() or any(block.strip() for block in stream):
+                    raise DataError(
+                        f"{file.label} has content after its JSON array", "put all elements into one array"
+                    )
                 return
             try:
                 value, end = decoder.raw_decode(buffer, at)
@@ -283,12 +287,12 @@ def _elements(file: SourceFile, meter: Meter | None) -> Iterator[Any]:
             yield value
             at, count, want = end, count + 1, BLOCK
             continue
-        parts, held = [buffer[at:]], 0
-        while held < want:
-            stretch = next(stream, None)
-            if stretch is None:
+        parts, num_read = [buffer[at:]], 0
+        while num_read < want:
+            block = next(stream, None)
+            if block is None:
                 ended = True
                 break
-            parts.append(stretch)
-            held += len(stretch)
+            parts.append(block)
+            num_read += len(block)
         buffer, at, want = "".join(parts), 0, want * 2

@@ -1,4 +1,4 @@
-"""Examples to texts with what is trained on: conversations through the chat template, plain parts put together."""
+"""Renders examples as texts with trained spans: conversations with the chat template, plain parts concatenated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.data.examples import Example, WordlessCalls, has_wordless_calls, with_calls
+from trimtab.data.examples import CallRendering, Example, adapt_calls, has_calls_without_text
 from trimtab.data.fingerprints import digest_of
 from trimtab.data.readers import Segment
 from trimtab.data.sources import ResolvedSource
@@ -16,11 +16,11 @@ from trimtab.facts.errors import DataError, ModelError
 from trimtab.text.chat import ChatProcess, Conversation, Limits, Rendered, TemplateFailed
 
 TODAY = "2024-07-26"
-"""The date that templates are told, so that texts are the same on every day: Llama 3's own where it knows none."""
-READING = 7
-"""Counted up when a row becomes another text or mask than before, so that cached tokens are made anew."""
+"""The date passed to templates, so that texts do not depend on the day: the default date of Llama 3's template."""
+RENDERING_VERSION = 7
+"""A version that increases whenever rows become other texts or masks, so that cached tokens are rebuilt."""
 LIMITS = Limits(seconds=30.0, patience=90.0)
-"""For `BATCH_EXAMPLES` conversations, on a machine whose cores are all tokenizing."""
+"""Limits for `BATCH_EXAMPLES` conversations while all cores are tokenizing."""
 _PROBES: tuple[tuple[str | None, bool], ...] = (
     (None, True),
     ("None", True),
@@ -28,12 +28,12 @@ _PROBES: tuple[tuple[str | None, bool], ...] = (
     (None, False),
     ("", False),
 )
-"""Contents of an answer, with a call of a tool or without: what a template writes of them says how it takes calls."""
+"""(content, with a tool call) of probe answers; their rendered texts show how a template handles tool calls."""
 
 
 @dataclass(frozen=True)
 class ChatSpec:
-    """A chat template as plain data: the program, the variables it is given, and the special tokens' texts."""
+    """A chat template as plain data: its Jinja source, its variables, and the special tokens' texts."""
 
     template: str
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -41,25 +41,25 @@ class ChatSpec:
 
     @property
     def digest(self) -> str:
-        """Of everything that decides what it writes."""
+        """Digest of everything that affects the rendered text."""
         return digest_of(self.template, dict(self.variables), list(self.specials), TODAY)
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """How the examples of one source become texts."""
+    """How the examples of one source are rendered."""
 
     chat: ChatSpec | None
     train_on: TrainOn
     variables: Mapping[str, Any]
     places: tuple[str, ...]
-    """What messages call the source's files."""
+    """The names of the source's files in messages."""
     skip: bool = False
-    """Whether rows that cannot be used are left out instead of ending everything."""
+    """Whether rows that cannot be used are left out instead of raising."""
 
     @staticmethod
     def of(source: ResolvedSource, chat: ChatSpec | None) -> Rendering | None:
-        """For a source of examples; None for one of texts. A ModelError where a template is needed and missing."""
+        """The rendering of a source; None for plain text. Raises ModelError if a needed chat template is missing."""
         if source.form is None:
             return None
         spec = source.spec
@@ -70,15 +70,15 @@ class Rendering:
 
     @property
     def digest(self) -> str:
-        """Of everything that decides text and mask, the rows themselves excepted."""
+        """Digest of everything but the rows that affects text and mask."""
         chat = self.chat.digest if self.chat else None
-        return digest_of(READING, chat, self.train_on, dict(self.variables))
+        return digest_of(RENDERING_VERSION, chat, self.train_on, dict(self.variables))
 
 
 def no_template(name: str) -> ModelError:
-    """The complaint about conversations without a template."""
+    """The error for conversations without a chat template."""
     return ModelError(
-        f"{name} holds conversations, and the tokenizer has no chat template",
+        f"{name} contains conversations, and the tokenizer has no chat template",
         "set model.chat_template to a Jinja file or to the template itself, or use a tokenizer that has one",
     )
 
@@ -89,22 +89,22 @@ class Renderer:
     def __init__(self, rendering: Rendering | None) -> None:
         self.rendering = rendering
         self._process: ChatProcess | None = None
-        self._calls: WordlessCalls | None = None
+        self._calls: CallRendering | None = None
 
     def texts(self, batch: Sequence[Segment]) -> list[Text]:
         """The segments as texts for a tokenizer, in order."""
         if self.rendering is None:
             return [Text(segment.text.encode("utf-8"), not segment.first) for segment in batch]
-        made = [_plain(segment, self.rendering.train_on) for segment in batch]
+        texts = [_plain(segment, self.rendering.train_on) for segment in batch]
         chats = [i for i, segment in enumerate(batch) if is_chat(segment)]
         for start in range(0, len(chats), BATCH_EXAMPLES):
-            places = chats[start : start + BATCH_EXAMPLES]
-            for i, text in zip(places, self._rendered([batch[i] for i in places]), strict=True):
-                made[i] = text
-        return made
+            indices = chats[start : start + BATCH_EXAMPLES]
+            for i, text in zip(indices, self._rendered([batch[i] for i in indices]), strict=True):
+                texts[i] = text
+        return texts
 
     def kill(self) -> None:
-        """Ends the template's process, whoever waits for it."""
+        """Kills the template's process, even while another thread waits for it."""
         if self._process is not None:
             self._process.kill()
 
@@ -119,68 +119,70 @@ class Renderer:
         assert rendering is not None
         chat = rendering.chat
         if chat is None:
-            raise no_template(self._place(segments[0]))
+            raise no_template(self._location(segments[0]))
         if self._process is None:
             self._process = ChatProcess(chat.template, specials=chat.specials, now=TODAY, limits=LIMITS)
         texts = []
-        for segment, one in zip(segments, self._examples(segments), strict=True):
-            if isinstance(one, TemplateFailed):
-                cause = f"{self._place(segment)}: {one.cause}"
+        for segment, rendered in zip(segments, self._examples(segments), strict=True):
+            if isinstance(rendered, TemplateFailed):
+                cause = f"{self._location(segment)}: {rendered.cause}"
                 if not rendering.skip:
-                    raise DataError(cause, one.remedy)
+                    raise DataError(cause, rendered.remedy)
                 segment.complaint = cause
                 texts.append(Text(b"", False, []))
             else:
-                segment.rewritten = one.rewritten
-                texts.append(Text(one.text.encode("utf-8", "replace"), False, one.spans))
+                segment.rewritten = rendered.rewritten
+                texts.append(Text(rendered.text.encode("utf-8", "replace"), False, rendered.spans))
         return texts
 
     def _examples(self, segments: list[Segment]) -> list[Rendered | TemplateFailed]:
-        """The segments' conversations with what is trained on: of each answer only what the template writes."""
+        """Renders the segments' conversations; tool calls that the template omits are not trained on."""
         assert self.rendering is not None
         for segment in segments:
-            segment.example = self._taken(_example(segment))
+            segment.example = self._adapted(_example(segment))
         conversations = [_conversation(_example(segment)) for segment in segments]
-        return self._ask(conversations, self.rendering.train_on)
+        return self._render(conversations, self.rendering.train_on)
 
-    def _taken(self, example: Example) -> Example:
+    def _adapted(self, example: Example) -> Example:
         assert self.rendering is not None
-        if not has_wordless_calls(_conversation(example)):
+        if not has_calls_without_text(_conversation(example)):
             return example
         if self._calls is None:
-            self._calls = self._probed()
-        return with_calls(example, self._calls, keep_end=self.rendering.train_on == "all")
+            self._calls = self._probe_template()
+        return adapt_calls(example, self._calls, keep_end=self.rendering.train_on == "all")
 
-    def _probed(self) -> WordlessCalls:
-        """A probe that the template refuses says nothing: what is wrong is told of the row in which it is."""
-        rendered = self._ask([_probe(content, called=called) for content, called in _PROBES], "all")
+    def _probe_template(self) -> CallRendering:
+        """Finds out how the template handles tool calls without text. Ignores probes that it rejects."""
+        rendered = self._render([_probe(content, called=called) for content, called in _PROBES], "all")
         texts = dict(
             zip(_PROBES, (None if isinstance(r, TemplateFailed) else r.text for r in rendered), strict=True)
         )
         null, bare = texts[None, True], texts["", False]
-        unwritten = [
+        omitted = [
             content
             for content in (None, "")
             if texts[content, True] is not None and texts[content, True] in (texts[content, False], bare)
         ]
         refused = null is None and texts["", True] is not None
         as_word = null is not None and null == texts["None", True]
-        return WordlessCalls(refused or as_word, tuple(unwritten))
+        return CallRendering(refused or as_word, tuple(omitted))
 
-    def _ask(self, conversations: list[Conversation], train_on: TrainOn) -> list[Rendered | TemplateFailed]:
+    def _render(
+        self, conversations: list[Conversation], train_on: TrainOn
+    ) -> list[Rendered | TemplateFailed]:
         rendering, process = self.rendering, self._process
         assert rendering is not None
         assert rendering.chat is not None
         assert process is not None
         return process.examples(conversations, {**rendering.chat.variables, **rendering.variables}, train_on)
 
-    def _place(self, segment: Segment) -> str:
+    def _location(self, segment: Segment) -> str:
         assert self.rendering is not None
         return f"{self.rendering.places[segment.file]}:{segment.row}"
 
 
 def is_chat(segment: Segment) -> bool:
-    """Whether a segment goes through the chat template."""
+    """Whether a segment is rendered with the chat template."""
     return segment.example is not None and segment.example.conversation is not None
 
 
@@ -201,7 +203,7 @@ def _probe(content: str | None, *, called: bool) -> Conversation:
 
 
 def _plain(segment: Segment, train_on: TrainOn) -> Text:
-    """A text, or the parts of an example one after the other."""
+    """A text, or the concatenated parts of an example."""
     if segment.example is None:
         return Text(segment.text.encode("utf-8"), not segment.first)
     text, spans = "", []

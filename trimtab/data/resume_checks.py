@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from trimtab.data.fingerprints import FileStamp
 
 SourceSettings = tuple[str | int | float, ...]
-"""Name, fingerprint and tokenizer's fingerprint of a source, then its sequences and how many are drawn (cached), or its
+"""Name, fingerprint and tokenizer's fingerprint of a source, then its sequences and the number drawn (cached), or its
 weight (streamed)."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Which data a corpus was read from; a run folder keeps it to recognize the data on resume."""
+    """The files that a corpus was read from; stored in the run folder to detect changed data on resume."""
 
     source: str
     fingerprint: str
@@ -31,9 +31,9 @@ class Manifest:
         return Manifest(name, fingerprint, tuple((stamp.name, stamp.size, stamp.digest) for stamp in stamps))
 
     @staticmethod
-    def from_dict(kept: Mapping[str, Any]) -> Manifest:
-        """From what `to_dict` wrote."""
-        return Manifest(kept["source"], kept["fingerprint"], tuple(tuple(file) for file in kept["files"]))
+    def from_dict(saved: Mapping[str, Any]) -> Manifest:
+        """The inverse of `to_dict`."""
+        return Manifest(saved["source"], saved["fingerprint"], tuple(tuple(file) for file in saved["files"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -41,25 +41,25 @@ class Manifest:
         return {"version": 1, "source": self.source, "fingerprint": self.fingerprint, "files": files}
 
     def check(self, now: Manifest) -> None:
-        """Nothing when the data is the same as it was; a DataError naming the files that are not, otherwise."""
+        """Raises a DataError that names the changed files if `now` has other data."""
         if self.fingerprint == now.fingerprint:
             return
         before = {name: digest for name, _, digest in self.files}
         after = {name: digest for name, _, digest in now.files}
-        found = [
-            ("vanished", [name for name in before if name not in after]),
+        changes = [
+            ("missing", [name for name in before if name not in after]),
             ("changed", [name for name in before if name in after and before[name] != after[name]]),
             ("new", [name for name in after if name not in before]),
         ]
-        said = [
+        descriptions = [
             f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-            for what, names in found
+            for what, names in changes
             if names
         ]
         raise DataError(
             f"the data of {now.source} is not what the run began with"
-            f" ({'; '.join(said) or 'it is read with other settings'})",
-            "put the files back as they were, or start a new run",
+            f" ({'; '.join(descriptions) or 'it is read with different settings'})",
+            "restore the files, or start a new run",
         )
 
 
@@ -72,45 +72,46 @@ class LoaderSettings:
     packing: bool
     sources: tuple[SourceSettings, ...]
     replay_share: float | None = None
-    """Of a streamed loader; a cached one has it in the counts of its sources."""
+    """Only of a streamed loader; a cached one has it in the counts of its sources."""
     group_by_length: tuple[int, int] | None = None
     """(sequences per microbatch, sequences per step) if grouped by length: they determine the groups."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for a position as JSON."""
-        made: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "seed": self.seed,
             "max_seq_length": self.max_seq_length,
             "packing": self.packing,
         }
         if self.replay_share is not None:
-            made["replay_share"] = self.replay_share
-        made["sources"] = [list(source) for source in self.sources]
+            settings["replay_share"] = self.replay_share
+        settings["sources"] = [list(source) for source in self.sources]
         if self.group_by_length is not None:
-            made["group_by_length"] = list(self.group_by_length)
-        return made
+            settings["group_by_length"] = list(self.group_by_length)
+        return settings
 
     def check(self, position: Mapping[str, Any]) -> None:
-        """Nothing if a loader with these settings wrote a position; an error naming the first difference if not."""
-        kept, now = position.get("settings"), self.to_dict()
-        if position.get("version") != 1 or not isinstance(kept, dict):
+        """Raises an error that names the first setting in which a saved position differs."""
+        saved, now = position.get("settings"), self.to_dict()
+        if position.get("version") != 1 or not isinstance(saved, dict):
             raise CheckpointError(
-                "the checkpoint's place in the data cannot be read", "resume with the trimtab that wrote it"
+                "the checkpoint's data position cannot be read",
+                "resume with the trimtab version that wrote it",
             )
         for name in [key for key in now if key != "sources"]:
-            if kept.get(name) != now[name]:
+            if saved.get(name) != now[name]:
                 raise CheckpointError(
-                    f"the run began with {name} {kept.get(name)} and now has {now[name]}",
+                    f"the run began with {name} {saved.get(name)} and now has {now[name]}",
                     f"set {name} back, or start a new run",
                 )
-        if len(kept["sources"]) != len(now["sources"]):
+        if len(saved["sources"]) != len(now["sources"]):
             raise CheckpointError(
-                f"the run began with {len(kept['sources'])} sources and now has {len(now['sources'])}",
-                "put the data section back as it was, or start a new run",
+                f"the run began with {len(saved['sources'])} sources and now has {len(now['sources'])}",
+                "restore the recipe's data section, or start a new run",
             )
-        for before, after in zip(kept["sources"], now["sources"], strict=True):
+        for before, after in zip(saved["sources"], now["sources"], strict=True):
             if list(before) != after:
                 raise DataError(
                     f"the data of {after[0]} is not what the run began with",
-                    "put the files, their weights and the tokenizer back as they were, or start a new run",
+                    "restore the files, their weights and the tokenizer, or start a new run",
                 )

@@ -38,7 +38,7 @@ def scramble(values_N: np.ndarray, key: int) -> np.ndarray:
 
 
 def shuffled(count: int, key: int) -> np.ndarray:
-    """int64 [count]: the numbers below `count` in an order that is a function of the key.
+    """int64 [count]: a permutation of range(count) that is a function of the key.
 
     Example:
         >>> sorted(shuffled(5, 1).tolist()), shuffled(5, 1).tolist() == shuffled(5, 1).tolist()
@@ -57,7 +57,7 @@ class Mixture:
 
     @property
     def num_sequences(self) -> int:
-        """Of one epoch, replay included."""
+        """Sequences per epoch, replay included."""
         return sum(self.counts)
 
     @property
@@ -90,7 +90,7 @@ def mix(
 def check_share(replay_share: float, has_sources: bool) -> None:
     """Raises a DataError for an impossible share of replay."""
     if not 0 <= replay_share < 1:
-        raise DataError(f"a replay share of {replay_share} is not possible", "give one from 0 up to below 1")
+        raise DataError(f"a replay share of {replay_share} is not possible", "set a share from 0 to below 1")
     if replay_share and not has_sources:
         raise DataError(
             f"a replay share of {replay_share} has no sources", "name replay sources or set it to 0"
@@ -124,9 +124,9 @@ def epoch_plan(mixture: Mixture, seed: int, epoch: int) -> tuple[np.ndarray, np.
             continue
         draw_C = np.arange(epoch * count, (epoch + 1) * count)
         sequence_C = np.empty(count, np.int64)
-        for turn in range(int(draw_C[0]) // size, int(draw_C[-1]) // size + 1):
-            inside_C = draw_C // size == turn
-            order = shuffled(size, derive(seed, "order", s, turn))
+        for pass_index in range(int(draw_C[0]) // size, int(draw_C[-1]) // size + 1):
+            inside_C = draw_C // size == pass_index
+            order = shuffled(size, derive(seed, "order", s, pass_index))
             sequence_C[inside_C] = order[draw_C[inside_C] % size]
         phase = (derive(seed, "phase", s, epoch) % (1 << 20)) / (1 << 20)
         sources.append(np.full(count, s, np.int32))
@@ -139,10 +139,10 @@ def epoch_plan(mixture: Mixture, seed: int, epoch: int) -> tuple[np.ndarray, np.
 def own_text_first(
     source_E: np.ndarray, sequence_E: np.ndarray, num_train: int, opening: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The order of a run's first epoch with a train source in its first step, `opening` sequences long.
+    """Ensures that a run's first step, of `opening` sequences, contains a sequence of a train source.
 
-    Where replay alone would fill that step, the first train sequence changes places with the last of it. Every other
-    order, and with 0 any order, stays as it is.
+    If replay alone would fill that step, its last sequence is swapped with the first train sequence. Any other order,
+    or any order if `opening` is 0, is returned unchanged.
     """
     last, first = min(opening, len(source_E)) - 1, int(np.argmax(source_E < num_train))
     if not opening or first <= last:
@@ -178,9 +178,9 @@ class StepShape:
 
 
 def deal(items: Sequence[Item], shape: StepShape) -> list[list[Item]]:
-    """The microbatches of this rank: a stretch of the step's sequences, cut into batches.
+    """The microbatches of this rank: a contiguous part of the step's sequences, split into batches.
 
-    The last step of an epoch may hold fewer sequences than a full one. They are then spread evenly, and every
+    The last step of an epoch may have fewer sequences than a full one. They are then spread evenly, and every
     rank still gets the same number of microbatches, empty ones if necessary: ranks that all-gather sharded
     weights must run the model equally often.
 
@@ -202,11 +202,11 @@ def deal(items: Sequence[Item], shape: StepShape) -> list[list[Item]]:
 
 
 def grouped_order(lengths_E: np.ndarray, shape: StepShape, seed: int, epoch: int) -> np.ndarray:
-    """int64 [E]: the places of an epoch's (already shuffled) sequences in the order in which they are trained on.
+    """int64 [E]: the indices of an epoch's (already shuffled) sequences in training order.
 
     The sequences of each 50 steps (a mega-batch; fewer in a short epoch) are sorted by length, split into microbatches,
-    and these are shuffled, so that the steps of a mega-batch have long and short ones alike. The longest microbatch
-    comes first, unless it is the last and incomplete one: memory is then allocated once, for all that follow.
+    and these are shuffled, so that the steps of a mega-batch mix long and short ones. The longest microbatch comes
+    first, unless it is the last and incomplete one: memory is then allocated once for all later microbatches.
 
     Example:
         >>> lengths = np.array([9, 2, 8, 3, 1, 9])
@@ -220,15 +220,17 @@ def grouped_order(lengths_E: np.ndarray, shape: StepShape, seed: int, epoch: int
     for number, start in enumerate(range(0, count, steps * shape.num_sequences)):
         mega_M = lengths_E[start : start + steps * shape.num_sequences]
         sorted_M = start + np.argsort(-mega_M, kind="stable")
-        whole = len(sorted_M) // batch
-        groups_GB = sorted_M[: whole * batch].reshape(whole, batch)
-        parts += [groups_GB[shuffled(whole, derive(seed, "lengths", epoch, number))].ravel()]
-        parts += [sorted_M[whole * batch :]]  # fewer than a microbatch, and only at the end of the epoch
+        num_batches = len(sorted_M) // batch
+        groups_GB = sorted_M[: num_batches * batch].reshape(num_batches, batch)
+        parts += [groups_GB[shuffled(num_batches, derive(seed, "lengths", epoch, number))].ravel()]
+        parts += [
+            sorted_M[num_batches * batch :]
+        ]  # fewer than a microbatch, and only at the end of the epoch
     order_E = np.concatenate(parts)
     longest = int(np.argmax(lengths_E[order_E])) // batch * batch
-    first, found = order_E[:batch].copy(), order_E[longest : longest + batch].copy()
-    if len(found) == batch:
-        order_E[longest : longest + batch], order_E[:batch] = first, found
+    first, longest_batch = order_E[:batch].copy(), order_E[longest : longest + batch].copy()
+    if len(longest_batch) == batch:
+        order_E[longest : longest + batch], order_E[:batch] = first, longest_batch
     return order_E
 
 
@@ -253,5 +255,5 @@ def grouped_fill(lengths_E: np.ndarray, batch_size: int, max_seq_length: int) ->
     missing = -len(lengths_E) % batch_size
     rows_GB = np.concatenate([lengths_E, np.zeros(missing, lengths_E.dtype)]).reshape(-1, batch_size)
     longest_G = np.minimum(-(-rows_GB.max(1) // MULTIPLE) * MULTIPLE, max_seq_length)
-    places = int(longest_G.sum()) * batch_size - missing * int(longest_G[-1])
-    return float(lengths_E.sum()) / places
+    positions = int(longest_G.sum()) * batch_size - missing * int(longest_G[-1])
+    return float(lengths_E.sum()) / positions

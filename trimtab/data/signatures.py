@@ -1,10 +1,10 @@
-"""What a file is by its first bytes, where it was given as text and is none, and what to do with it."""
+"""Recognizes files that are not text by their first bytes, with advice on what to do."""
 
 from __future__ import annotations
 
 import codecs
 
-UNPACK = "unpack it and name what was in it"
+UNPACK = "unpack it and name its contents"
 NO_TEXT = "leave it out; only text can be trained on"
 
 _STARTS: tuple[tuple[bytes, str, str], ...] = (
@@ -18,25 +18,25 @@ _STARTS: tuple[tuple[bytes, str, str], ...] = (
     (
         b"\x1f\x8b",
         "compressed with gzip",
-        "let its name end in .gz (such as text.txt.gz), or unpack it: gunzip",
+        "rename it to end in .gz (such as text.txt.gz), or unpack it: gunzip",
     ),
     (
         b"\x28\xb5\x2f\xfd",
         "compressed with zstd",
-        "let its name end in .zst (such as text.txt.zst), or unpack it",
+        "rename it to end in .zst (such as text.txt.zst), or unpack it",
     ),
     (b"\xfd7zXZ\x00", "compressed with xz", "unpack it: xz -d {name}"),
     (b"BZh", "compressed with bzip2", "unpack it: bunzip2 {name}"),
     (b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive", UNPACK),
     (b"Rar!\x1a\x07", "a RAR archive", UNPACK),
-    (b"PAR1", "a Parquet file", "let its name end in .parquet"),
+    (b"PAR1", "a Parquet file", "rename it to end in .parquet"),
     (b"ARROW1", "an Arrow file", "write it as Parquet: datasets' to_parquet, or pyarrow.parquet.write_table"),
     (
         b"\xff\xff\xff\xff",
         "an Arrow stream (datasets' save_to_disk)",
         "write it as Parquet: datasets' to_parquet",
     ),
-    (b"GGUF", "a GGUF model", "name it as model.name, and a text here"),
+    (b"GGUF", "a GGUF model", "set model.name to it, and name a text file here"),
     (b"SQLite format 3\0", "an SQLite database", "write the texts of a table to a CSV or JSON lines file"),
     (b"\x93NUMPY", "a NumPy array", NO_TEXT),
     (b"\x89HDF\r\n", "an HDF5 file", "write its texts to a JSON lines or Parquet file"),
@@ -45,14 +45,18 @@ _STARTS: tuple[tuple[bytes, str, str], ...] = (
     (b"GIF8", "an image (GIF)", NO_TEXT),
     (b"II*\0", "an image (TIFF)", NO_TEXT),
     (b"MM\0*", "an image (TIFF)", NO_TEXT),
-    (b"ID3", "sound (MP3)", NO_TEXT),
-    (b"OggS", "sound (Ogg)", NO_TEXT),
-    (b"fLaC", "sound (FLAC)", NO_TEXT),
-    (b"\x7fELF", "a program", NO_TEXT),
+    (b"ID3", "audio (MP3)", NO_TEXT),
+    (b"OggS", "audio (Ogg)", NO_TEXT),
+    (b"fLaC", "audio (FLAC)", NO_TEXT),
+    (b"\x7fELF", "an executable", NO_TEXT),
 )
 
 _INSIDE_ZIP: tuple[tuple[bytes, str, str], ...] = (
-    (b"data.pkl", "a PyTorch checkpoint (a pickle)", "it holds weights and no text; it is never read"),
+    (
+        b"data.pkl",
+        "a PyTorch checkpoint (a pickle)",
+        "it contains weights, not text; pickles are never loaded",
+    ),
     (
         b"word/",
         "a Word document (.docx)",
@@ -74,10 +78,10 @@ _OFFICE = {
 
 
 def recognize(head: bytes, name: str) -> tuple[str, str] | None:
-    """(what a file is, what to do with it) by its first bytes; None where they are no known format's.
+    """Returns (type of file, advice) for the first bytes of a file; None if they match no known format.
 
     Args:
-        head: the first bytes, a few thousand if there are so many.
+        head: the first few thousand bytes.
         name: the file's name, for the advice.
 
     Example:
@@ -90,13 +94,13 @@ def recognize(head: bytes, name: str) -> tuple[str, str] | None:
     if found is None and head.startswith(b"PK\x03\x04"):
         found = _zipped(head, name)
     elif found is None and head[:4] == b"RIFF" and head[8:12] in (b"WEBP", b"WAVE", b"AVI "):
-        found = ("an image or sound (RIFF)", NO_TEXT)
+        found = ("an image, audio or video file (RIFF)", NO_TEXT)
     elif found is None and head[4:8] == b"ftyp":
-        found = ("a video or sound (MP4)", NO_TEXT)
+        found = ("a video or audio file (MP4)", NO_TEXT)
     elif found is None and head[257:262] == b"ustar":
         found = ("a tar archive", UNPACK)
     elif found is None and _is_safetensors(head):
-        found = ("a safetensors file", "it holds weights and no text; name its folder as model.name")
+        found = ("a safetensors file", "it contains weights, not text; set model.name to its folder")
     elif found is None and len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5:
         found = ("a pickle", "reading it can run code: write its texts to a JSON lines or Parquet file")
     return None if found is None else (found[0], found[1].format(name=name))

@@ -44,7 +44,7 @@ KINDS = {
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 ROWS = "rows"
-"""The kind of a source that is no file: rows passed from Python (`in_memory.RowStream`)."""
+"""The kind of a source that is not a file: rows passed from Python (`in_memory.RowStream`)."""
 TABLES = ("jsonl", "json", "csv", "parquet", ROWS)
 
 
@@ -52,12 +52,12 @@ TABLES = ("jsonl", "json", "csv", "parquet", ROWS)
 class SourceSpec:
     """One source of documents, as a recipe names it.
 
-    `source` is a local file, folder or glob; with `files` (a hub data set, already downloaded) it is only the
+    `source` is a local file, folder or glob; with `files` (a hub dataset, already downloaded) it is only the
     name. `first` keeps the first rows, `weight` is how often the source is seen per epoch (1: once). `format` is the
-    format of a row, `columns` maps its parts to columns with other than the usual names, `variables` are passed to the
-    chat template besides the messages; `bad_rows: skip` leaves out rows that cannot be used. `rows` are read instead of
-    files, and `label` names a source in messages that the user did not name. `began` holds the fingerprints of the
-    data that a resumed run began with, None for a new run (`fingerprints.as_begun`).
+    format of a row, `columns` maps its parts to columns with other names, `variables` are extra variables for the
+    chat template; `bad_rows: skip` leaves out rows that cannot be used. `rows` are read instead of files, and `label`
+    is the name in messages of a source that the user did not name. `began` contains the fingerprints of the data that
+    a resumed run began with, None for a new run (`fingerprints.as_begun`).
 
     Example:
         >>> SourceSpec("notes/**/*.md", weight=2.0).name
@@ -87,49 +87,50 @@ class SourceSpec:
         ):
             if value not in known:
                 raise DataError(
-                    f"{key}: {value!r} is not known for {self.source}", f"use one of {', '.join(known)}"
+                    f"{key}: {value!r} is not supported for {self.source}", f"use one of {', '.join(known)}"
                 )
         if self.documents not in DOCUMENT_MODES:
             raise DataError(
-                f"documents: {self.documents!r} is not known for {self.source}",
+                f"documents: {self.documents!r} is not supported for {self.source}",
                 f"use one of {', '.join(DOCUMENT_MODES)}",
             )
         if self.text_column is not None and (self.format not in ("auto", "text") or self.columns):
             raise DataError(
-                f"{self.source} has a text_column, which is of texts, and a format or columns of examples",
+                f"{self.source} sets text_column, which is for plain text, and format or columns, which are for "
+                "examples",
                 "keep one of the two",
             )
         if self.first is not None and self.first < 1:
-            raise DataError(f"first: {self.first} keeps nothing of {self.source}", "give 1 or more")
+            raise DataError(f"first: {self.first} selects no rows of {self.source}", "give 1 or more")
         if not 0 < self.weight < float("inf"):
-            raise DataError(f"the weight of {self.source} is {self.weight}", "give a number above 0")
+            raise DataError(f"the weight of {self.source} is {self.weight}", "set a number above 0")
 
     @property
     def name(self) -> str:
-        """What a run folder calls it."""
+        """The name in run folders."""
         return self.source
 
     @property
     def shown(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.label or self.source
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source: where it is, its name within the source, how it is read."""
+    """One file of a source: its path, its name within the source, and how it is read."""
 
     path: Path
     name: str
     kind: str
     compression: str | None = None
     label: str = ""
-    """What messages call it: its path, unless something else is given."""
+    """The name in messages; by default the path."""
     rows: RowStream | None = None
     delimiter: str | None = None
-    """What separates the fields of a CSV file; None where its first rows decide (`readers_csv.delimiter_of`)."""
+    """The delimiter of a CSV file; None to detect it from the first rows (`readers_csv.delimiter_of`)."""
     accepted: bool = False
-    """Whether a resumed run began with this file: it is read even if a new run would be refused for it."""
+    """Whether a resumed run began with this file: it is read even if a new run would reject it."""
 
     def __post_init__(self) -> None:
         if not self.label:
@@ -144,7 +145,7 @@ class ResolvedSource:
     files: tuple[SourceFile, ...]
     ignored: tuple[str, ...] = field(default=())
     form: Format | None = None
-    """How rows become examples; None where they are texts."""
+    """The format of rows that are examples; None for plain text."""
 
 
 def keep_texts(name: str, texts: Iterable[str], folder: Path) -> SourceSpec:
@@ -167,7 +168,7 @@ def keep_rows(name: str, rows: Iterable[Mapping[str, Any]], folder: Path) -> Sou
 
 
 def resolve(spec: SourceSpec) -> ResolvedSource:
-    """The files of a source, sorted by name, so that every machine reads them in the same order.
+    """Lists the files of a source, sorted by name, so that every machine reads them in the same order.
 
     Hidden files and unknown extensions of a folder are left out (`ignored`), as is a README next to tables;
     a file that is named explicitly is read as text whatever its extension.
@@ -192,11 +193,11 @@ def resolve(spec: SourceSpec) -> ResolvedSource:
     if path.is_dir():
         return _from_folder(spec, path)
     if glob.has_magic(spec.source):
-        found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p))
-        if not found:
-            raise DataError(f"no file matches {spec.source}", "check the pattern; ** goes into folders")
-        root = Path(os.path.commonpath([str(p.parent) for p in found]))
-        return _from_list(spec, [(p, p.relative_to(root).as_posix()) for p in found])
+        matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p))
+        if not matches:
+            raise DataError(f"no file matches {spec.source}", "check the pattern; ** matches subfolders")
+        root = Path(os.path.commonpath([str(p.parent) for p in matches]))
+        return _from_list(spec, [(p, p.relative_to(root).as_posix()) for p in matches])
     if path.is_symlink():
         raise DataError(
             f"{spec.source} is a broken link (to {os.readlink(path)})",
@@ -204,8 +205,8 @@ def resolve(spec: SourceSpec) -> ResolvedSource:
         )
     if path.exists():
         raise DataError(
-            f"{spec.source} is not a regular file but a device, a pipe or a socket, which cannot be read again",
-            "write its content to a file and name that",
+            f"{spec.source} is not a regular file: a device, a pipe or a socket cannot be read twice",
+            "write its content to a file and name that file",
         )
     raise DataError(
         f"{spec.source} does not exist", "give a file, a folder or a glob such as 'texts/**/*.txt'"
@@ -213,7 +214,7 @@ def resolve(spec: SourceSpec) -> ResolvedSource:
 
 
 def classify(path: Path) -> tuple[str | None, str | None]:
-    """(kind, compression) by extension; kind is None where the extension is not known.
+    """Returns (kind, compression) by file extension; kind is None if the extension is unknown.
 
     Example:
         >>> classify(Path("a.jsonl.gz")), classify(Path("a.pdf"))
@@ -225,7 +226,9 @@ def classify(path: Path) -> tuple[str | None, str | None]:
         suffixes.pop()
     kind = KINDS.get(suffixes[-1]) if suffixes else None
     if compression and kind == "parquet":
-        raise DataError(f"{path.name} is a compressed Parquet file", "unpack it; Parquet compresses inside")
+        raise DataError(
+            f"{path.name} is a compressed Parquet file", "decompress it; Parquet has its own compression"
+        )
     return kind, compression
 
 
@@ -234,7 +237,7 @@ def _from_list(spec: SourceSpec, named: list[tuple[Path, str]]) -> ResolvedSourc
     for path, name in named:
         if not path.is_file():
             raise DataError(
-                f"{path} of {spec.name} does not exist", "put it back, or download the data set again"
+                f"{path} of {spec.name} does not exist", "restore it, or download the dataset again"
             )
         kind, compression = classify(path)
         label = spec.label or ""
@@ -266,13 +269,15 @@ def _from_folder(spec: SourceSpec, root: Path) -> ResolvedSource:
         files = [file for file in files if file.name not in readmes]
     if broken and not files:
         raise DataError(
-            f"the folder {spec.source} holds no text ({sorted(broken)[0]} in it is a broken link)",
+            f"the folder {spec.source} contains no text files ({sorted(broken)[0]} is a broken link)",
             "point the link to a file that exists",
         )
     if not files:
-        seen = f"only {', '.join(ignored[:3])}{', …' if len(ignored) > 3 else ''}" if ignored else "nothing"
+        seen = (
+            f"only {', '.join(ignored[:3])}{', …' if len(ignored) > 3 else ''}" if ignored else "it is empty"
+        )
         raise DataError(
-            f"the folder {spec.source} holds no text ({seen} in it)",
-            f"put files in it that end in {', '.join(KINDS)}",
+            f"the folder {spec.source} contains no text files ({seen})",
+            f"add files that end in {', '.join(KINDS)}",
         )
     return ResolvedSource(spec, tuple(files), tuple(sorted(ignored)))

@@ -10,15 +10,15 @@ DOCUMENT_MODES: tuple[str, ...] = ("file", "blank-lines", "lines")
 
 FormatName = Literal["auto", "text", "messages", "sharegpt", "prompt-completion", "alpaca"]
 FORMATS: tuple[str, ...] = ("auto", "text", "messages", "sharegpt", "prompt-completion", "alpaca")
-"""What a row of a table is: a text, or a training example with an answer."""
+"""The format of a table's rows: plain text, or training examples with answers."""
 
 TrainOn = Literal["completions", "last", "all"]
 TRAIN_ON: tuple[str, ...] = ("completions", "last", "all")
-"""Which tokens of an example are trained on: every answer, the last one, or everything."""
+"""Which tokens of an example are trained on: every answer, the last answer, or all tokens."""
 
 BadRows = Literal["stop", "skip"]
 BAD_ROWS: tuple[str, ...] = ("stop", "skip")
-"""What happens to a row that is not an example, or that the chat template refuses."""
+"""What to do with a row that is not a valid example or that the chat template rejects."""
 
 TEXT_COLUMNS = (
     "text",
@@ -31,7 +31,7 @@ TEXT_COLUMNS = (
     "passage",
     "contents",
 )
-"""Columns taken for the text when a recipe names none, most usual first."""
+"""Column names tried for the text when a recipe sets none, most common first."""
 
 SEGMENT_CHARS = 1 << 17
 """The longest segment of a document passed to the tokenizer at once: tokenizing takes about 120 bytes per
@@ -39,10 +39,10 @@ token.
 """
 
 BATCH_CHARS = 1 << 18
-"""Characters per batch that is sent to a tokenizing process."""
+"""Characters per batch sent to a tokenizer process."""
 
 BATCH_EXAMPLES = 256
-"""Conversations per batch that is sent to a template's process."""
+"""Conversations per batch sent to the chat template's process."""
 
 MIN_SEQ_LENGTH = 4
 """The smallest sequence length: shorter sequences have hardly any targets."""
@@ -54,7 +54,7 @@ IGNORE_INDEX = -100
 
 
 def chunk_tokens(max_seq_length: int) -> int:
-    """Tokens per chunk of documents that is packed: enough that its last, less full sequences do not matter.
+    """Tokens per packing chunk: enough that its last, less full sequences do not matter.
 
     Example:
         >>> chunk_tokens(1024), chunk_tokens(65536)
@@ -81,7 +81,7 @@ def cache_bytes(num_tokens: int, num_documents: int, vocab_size: int, *, masked:
 
 
 def batch_bytes(batch_size: int, max_seq_length: int) -> int:
-    """Device memory of one Batch: ids, labels and positions of 8 bytes, document numbers of 4.
+    """Device memory of one Batch: ids, labels and positions of 8 bytes, document indices of 4.
 
     Example:
         >>> batch_bytes(4, 1024)
@@ -91,5 +91,5 @@ def batch_bytes(batch_size: int, max_seq_length: int) -> int:
 
 
 def estimate_tokens(text_bytes: int) -> int:
-    """An estimate before tokenizing: four bytes of English text per token."""
+    """Estimates the number of tokens before tokenizing: four bytes of English text per token."""
     return text_bytes // 4

@@ -1,4 +1,4 @@
-"""A streamed corpus: a source that is read and tokenized while training, with nothing kept on disk."""
+"""A streamed corpus: a source that is read and tokenized while training, without writing to disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trimtab.data.packing import Piece
 from trimtab.data.rendering import Rendering
 from trimtab.data.selection import is_heldout, threshold
 from trimtab.data.sources import SourceSpec, resolve
-from trimtab.data.stream_sequences import Cursor, Reading, SequenceStream, nothing_streamed
+from trimtab.data.stream_sequences import Cursor, PieceReader, SequenceStream, nothing_streamed
 from trimtab.data.tokenizer_pool import default_num_proc
 from trimtab.data.tokenizing import TokenizerLike, TokenizerSpec
 from trimtab.facts.errors import DataError
@@ -27,7 +27,7 @@ from trimtab.facts.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class StreamCorpus(Corpus):
-    """A source that is read as it is trained on; `side` is the held-out part, the rest, or everything."""
+    """A source that is read while training; `side` is `train`, `heldout` or `all`."""
 
     num_proc: int
     share: float | None = None
@@ -46,7 +46,7 @@ class StreamCorpus(Corpus):
         """(train, heldout) by content hash, as in the cached mode; a count would need all hashes first."""
         if share is None:
             raise DataError(
-                "a number of held-out documents needs the cached mode",
+                "a held-out count needs the cached mode",
                 "give a share, or set streaming: false",
             )
         threshold(share)
@@ -68,7 +68,7 @@ class StreamCorpus(Corpus):
         )
 
     def eval_sequences(self, max_seq_length: int, *, packing: bool, max_sequences: int | None) -> Sequences:
-        """The first sequences, shuffled within their chunk, kept in memory."""
+        """The first sequences, shuffled within their chunk and stored in memory."""
         sequences: list[list[Piece]] = []
         with closing(SequenceStream(self, max_seq_length, packing, 0, 0)) as stream:
             while max_sequences is None or len(sequences) < max_sequences:
@@ -80,19 +80,19 @@ class StreamCorpus(Corpus):
         return Sequences(len(sequences), sequences.__getitem__)
 
     def piece(self, number: int, max_seq_length: int) -> tuple[Piece, bool]:
-        """One of the pieces that are trained on, from 0, and whether its document continues after it."""
-        reading = Reading(dataclasses.replace(self, num_proc=1), max_seq_length, True, Cursor())
+        """Returns the trained piece with this index, and whether its document continues after it."""
+        piece_reader = PieceReader(dataclasses.replace(self, num_proc=1), max_seq_length, True, Cursor())
         seen = 0
-        with closing(iter(reading)) as pieces:
+        with closing(iter(piece_reader)) as pieces:
             for _, piece in pieces:
                 if seen == number:
                     return piece, len(piece.ids) == max_seq_length
                 seen += 1
         if not seen:
-            raise nothing_streamed(self, reading.counts, max_seq_length)
+            raise nothing_streamed(self, piece_reader.counts, max_seq_length)
         raise IndexError(number)
 
-    def takes(self, content_hash: int) -> bool:
+    def includes(self, content_hash: int) -> bool:
         """Whether a document with this content belongs to this side."""
         if content_hash in self.excluded:
             return False

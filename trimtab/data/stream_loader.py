@@ -1,8 +1,8 @@
-"""The loader over streamed sources: the same interface and the same exactness as `cached_loader.CachedLoader`.
+"""The loader over streamed sources, with the same interface and determinism as `cached_loader.CachedLoader`.
 
 The number of sequences is not known before everything has been read. Train sources are drawn in proportion to
 their bytes until each has been passed once, which ends the epoch; replay sources start over when they end.
-Every rank reads the whole stream and keeps its own sequences.
+Every rank reads the whole stream and uses only its own sequences.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class StreamLoader(Loader):
         for corpus, weight in train:
             if weight != 1:
                 raise DataError(
-                    f"{corpus.name} has the weight {weight}, but the length of a streamed source, and so how"
-                    " often it would be seen, is not known",
+                    f"{corpus.name} has the weight {weight}, but a streamed source has no known length to weight",
                     "leave the weight at 1, or set data.streaming: false",
                 )
         replay = replay if replay_share else ()
@@ -87,7 +86,7 @@ class StreamLoader(Loader):
         return self._epoch + min(done / sum(sizes), 0.999999)
 
     def notes(self) -> list[str]:
-        """Nothing yet: what was cut or left out is reported at the end of a pass over a source."""
+        """No notes yet: what is truncated or left out is reported at the end of a pass over a source."""
         return []
 
     def next_step(self) -> list[Batch]:
@@ -119,7 +118,7 @@ class StreamLoader(Loader):
         }
 
     def restore(self, position: dict[str, Any]) -> None:
-        """Continues at a position; an error says what is not as it was."""
+        """Continues at a position; raises an error if settings or data changed."""
         self._settings.check(position)
         self._epoch, self._draws = int(position["epoch"]), int(position["draws"])
         self._counts = [int(count) for count in position["counts"]]
@@ -138,11 +137,11 @@ class StreamLoader(Loader):
         draw, share = self._draws, self._replay_share
         replay = int((draw + 1) * share) > int(draw * share)
         group = range(self._num_train, len(self._streams)) if replay else range(self._num_train)
-        open_ones = [i for i in group if replay or self._streams[i].peek() is not None]
-        index = min(open_ones, key=lambda i: ((self._counts[i] + 1) / self._sizes[i], i))
+        candidates = [i for i in group if replay or self._streams[i].peek() is not None]
+        index = min(candidates, key=lambda i: ((self._counts[i] + 1) / self._sizes[i], i))
         sequence = self._streams[index].take()
         if sequence is None:
-            self._streams[index].start_pass(self._streams[index].turn + 1)
+            self._streams[index].start_pass(self._streams[index].pass_index + 1)
             sequence = self._streams[index].take()
         assert sequence is not None
         self._draws += 1

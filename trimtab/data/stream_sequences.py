@@ -1,8 +1,8 @@
-"""Sequences of a streamed source: documents read, tokenized and packed while training, nothing kept on disk.
+"""Sequences of a streamed source: documents are read, tokenized and packed while training, without writing to disk.
 
-A pass over a source is a run of chunks; a chunk is packed and shuffled exactly as in the cached mode, and
-begins at a (file, row, token) from which it can be made again. A position is therefore that start, the
-chunk's number and the sequence in it.
+A pass over a source is a series of chunks; a chunk is packed and shuffled exactly as in the cached mode, and
+begins at a (file, row, token) from which it can be rebuilt. A position therefore consists of that start, the
+chunk's index and the index of the sequence in it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a chunk begins: a document (file, row), tokens of it that belong to earlier chunks, rows taken
-    before.
-    """
+    """The start of a chunk: a document (file, row), its tokens in earlier chunks, and the documents before it."""
 
     file: int = 0
     row: int = 1
@@ -44,49 +42,47 @@ class Cursor:
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The next sequence of a source: in which pass and chunk it is, where the chunk begins (None: the pass ended)."""
+    """The position of a source's next sequence: pass, chunk, start of the chunk (None: the pass ended), index in it."""
 
-    turn: int
+    pass_index: int
     chunk: int
     cursor: Cursor | None
     sequence: int
     rows: tuple[tuple[int, str], ...] | None = None
-    """Of rows from Python: numbers of rows, and digests of those before, at the beginning and in the chunk."""
+    """For rows from Python: (row, digest of all rows before it) at the chunk's start and, if in use, at its end."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for a position as JSON."""
-        made: dict[str, Any] = {
-            "pass": self.turn,
+        position: dict[str, Any] = {
+            "pass": self.pass_index,
             "chunk": self.chunk,
             "cursor": dataclasses.asdict(self.cursor) if self.cursor else None,
             "window": self.sequence,
         }
-        return made if self.rows is None else {**made, "rows": [list(row) for row in self.rows]}
+        return position if self.rows is None else {**position, "rows": [list(row) for row in self.rows]}
 
     @staticmethod
-    def from_dict(kept: Mapping[str, Any]) -> StreamPosition:
-        """From what `to_dict` wrote."""
-        cursor = Cursor(**kept["cursor"]) if kept["cursor"] is not None else None
-        rows = tuple((number, digest) for number, digest in kept.get("rows", []))
-        return StreamPosition(int(kept["pass"]), int(kept["chunk"]), cursor, int(kept["window"]), rows)
+    def from_dict(saved: Mapping[str, Any]) -> StreamPosition:
+        """The inverse of `to_dict`."""
+        cursor = Cursor(**saved["cursor"]) if saved["cursor"] is not None else None
+        rows = tuple((number, digest) for number, digest in saved.get("rows", []))
+        return StreamPosition(int(saved["pass"]), int(saved["chunk"]), cursor, int(saved["window"]), rows)
 
 
 @dataclass
 class Chunk:
-    """Packed sequences of one chunk [W], in training order, and where the next chunk begins (None: the pass
-    ends).
-    """
+    """Packed sequences of one chunk [W], in training order, and the start of the next chunk (None: the pass ends)."""
 
     sequences: list[list[Piece]]
     following: Cursor | None
     done_bytes: int
     counts: Counts
-    """What was left out since reading began."""
+    """Counts of what was left out since reading began."""
 
 
 @dataclass
 class _Document:
-    """The current document: ids not yet in a piece, and how many ids before them are."""
+    """The current document: ids that are not yet in a piece (`buffer`), and the number of ids that are (`cut`)."""
 
     segment: TokenSegment
     taken_before: int
@@ -95,8 +91,8 @@ class _Document:
     cut: int = 0
 
 
-class Reading:
-    """Pieces from `start` on, long documents as they are read; counts what is left out."""
+class PieceReader:
+    """Yields pieces from `start` on, those of long documents as they are read; counts what is left out."""
 
     def __init__(self, corpus: StreamCorpus, max_seq_length: int, packing: bool, start: Cursor) -> None:
         self.corpus, self.max_seq_length, self.packing, self.start = corpus, max_seq_length, packing, start
@@ -111,18 +107,18 @@ class Reading:
 
     @property
     def counts(self) -> Counts:
-        """What was left out or cut so far."""
+        """Counts of what was left out or truncated so far."""
         return Counts(**self._found, complaint="")
 
     def __iter__(self) -> Generator[tuple[Cursor, Piece]]:
-        """(where this piece begins, piece), the same as `packing.pack_documents` cuts them."""
+        """Yields (start of the piece, piece), the same pieces as `packing.pack_documents`."""
         corpus, start, taken = self.corpus, self.start, self.start.taken
         document: _Document | None = None
         for segment in tokenize(self.reader, corpus.tokenizer, corpus.num_proc, corpus.rendering):
             if segment.first:
                 resumed = (segment.file, segment.row) == (start.file, start.row)
                 document = None
-                if corpus.takes(segment.hash):
+                if corpus.includes(segment.hash):
                     why = segment.unusable
                     if why is None:
                         document = _Document(segment, taken, start.skip if resumed else 0)
@@ -139,14 +135,14 @@ class Reading:
     def _leave_out(self, why: str, segment: TokenSegment) -> None:
         self._found[why] += 1
         if segment.complaint is not None and self._found[why] == 1:
-            text = f"{segment.complaint}; the row is left out, as all like it"
+            text = f"{segment.complaint}; this row is left out, and so are later unusable rows"
             self.corpus.progress(Progress("message", self.corpus.name, message=text))
 
     def _origin(self, segment: TokenSegment) -> str:
         return f"{self.corpus.stamps[segment.file].name}:{segment.row}"
 
     def _example(self, segment: TokenSegment, document: _Document) -> Iterator[tuple[Cursor, Piece]]:
-        """An example is one piece, cut off at the sequence's end."""
+        """Yields an example as one piece, truncated to the sequence length."""
         T, trained = self.max_seq_length, segment.trained
         assert trained is not None
         self._found["cut"] += len(segment.ids) > T
@@ -159,11 +155,10 @@ class Reading:
     def _pieces(self, segment: TokenSegment, document: _Document) -> Iterator[tuple[Cursor, Piece]]:
         T, packing = self.max_seq_length, self.packing
         document.buffer = np.concatenate([document.buffer, segment.ids])
-        at, held = 0, len(document.buffer)
-        while held - at >= (T + 2) or (segment.last and held > at):
-            # T + 2 at hand, or the end: only then is it known that a full piece leaves no single token
-            # behind.
-            length = T - 1 if packing and held - at == T + 1 else min(T, held - at)
+        at, num_buffered = 0, len(document.buffer)
+        while num_buffered - at >= (T + 2) or (segment.last and num_buffered > at):
+            # Wait for T + 2 ids or the document's end: a full piece must not leave a remainder of one token.
+            length = T - 1 if packing and num_buffered - at == T + 1 else min(T, num_buffered - at)
             begin = document.cut
             document.cut += length
             if begin >= document.skip and not (begin and not packing):
@@ -176,38 +171,36 @@ class Reading:
 def chunks_of(
     corpus: StreamCorpus, max_seq_length: int, packing: bool, start: Cursor, number: int, key: int
 ) -> Generator[Chunk]:
-    """Chunks from `start` on, which is where chunk `number` begins; the order of sequences follows from
-    `key`.
-    """
-    reading = Reading(corpus, max_seq_length, packing, start)
-    reader = reading.reader
-    held: list[Piece] = []
+    """Yields chunks from chunk `number` on, which begins at `start`; `key` determines the order of sequences."""
+    piece_reader = PieceReader(corpus, max_seq_length, packing, start)
+    reader = piece_reader.reader
+    pieces: list[Piece] = []
     tokens = 0
-    for cursor, piece in reading:
-        if len(held) >= CHUNK_PIECES or tokens >= chunk_tokens(max_seq_length):
-            sequences = _sequences(held, max_seq_length, packing, key, number)
-            yield Chunk(sequences, cursor, reader.done_bytes, reading.counts)
-            held, tokens, number = [], 0, number + 1
-        held.append(piece)
+    for cursor, piece in piece_reader:
+        if len(pieces) >= CHUNK_PIECES or tokens >= chunk_tokens(max_seq_length):
+            sequences = _sequences(pieces, max_seq_length, packing, key, number)
+            yield Chunk(sequences, cursor, reader.done_bytes, piece_reader.counts)
+            pieces, tokens, number = [], 0, number + 1
+        pieces.append(piece)
         tokens += len(piece.ids)
-    sequences = _sequences(held, max_seq_length, packing, key, number)
-    yield Chunk(sequences, None, reader.total_bytes, reading.counts)
+    sequences = _sequences(pieces, max_seq_length, packing, key, number)
+    yield Chunk(sequences, None, reader.total_bytes, piece_reader.counts)
 
 
 def _sequences(
-    held: list[Piece], max_seq_length: int, packing: bool, key: int, number: int
+    pieces: list[Piece], max_seq_length: int, packing: bool, key: int, number: int
 ) -> list[list[Piece]]:
     if packing:
-        order, sizes = pack_chunk(np.array([len(piece.ids) for piece in held], np.int64), max_seq_length)
+        order, sizes = pack_chunk(np.array([len(piece.ids) for piece in pieces], np.int64), max_seq_length)
         parts = np.split(order, np.cumsum(sizes)[:-1]) if len(sizes) else []
-        sequences = [[held[piece] for piece in part.tolist()] for part in parts]
+        sequences = [[pieces[i] for i in part.tolist()] for part in parts]
     else:
-        sequences = [[piece] for piece in held]
+        sequences = [[piece] for piece in pieces]
     return [sequences[w] for w in shuffled(len(sequences), derive(key, "chunk", number)).tolist()]
 
 
 def nothing_streamed(corpus: StreamCorpus, counts: Counts, max_seq_length: int) -> DataError:
-    """The error for a stream that yielded nothing in a whole pass."""
+    """The error for a stream that yielded nothing in a complete pass."""
     name = corpus.shown if corpus.side == "all" else f"{corpus.shown} ({corpus.side})"
     if counts.lost:
         return nothing_packed(name, counts.lost, max_seq_length)
@@ -217,7 +210,7 @@ def nothing_streamed(corpus: StreamCorpus, counts: Counts, max_seq_length: int) 
 class SequenceStream:
     """Sequences of one source, pass after pass, with one chunk prefetched in a thread.
 
-    `position()` names the next sequence; `restore(position)` continues with it.
+    `position()` identifies the next sequence; `restore(position)` continues with it.
     """
 
     def __init__(
@@ -228,25 +221,25 @@ class SequenceStream:
         self._seed, self._index = seed, index
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="streaming")
         self._chunks: Generator[Chunk] | None = None
-        self._ahead: Future[Chunk] | None = None
+        self._prefetched: Future[Chunk] | None = None
         self._chunk: Chunk | None = None
         self._cursor: Cursor | None = Cursor()
-        self.turn = self._number = self._sequence = self._done_bytes = 0
+        self.pass_index = self._number = self._sequence = self._done_bytes = 0
 
     def start_pass(self, number: int) -> None:
-        """Goes to the beginning of a pass."""
-        self._go(number, 0, Cursor(), 0)
+        """Moves to the beginning of a pass."""
+        self._move_to(number, 0, Cursor(), 0)
 
     def position(self) -> StreamPosition:
-        """The next sequence; of rows from Python also digests of those before and in its chunk."""
-        position = StreamPosition(self.turn, self._number, self._cursor, self._sequence)
+        """The position of the next sequence; for rows from Python also digests of the rows before it."""
+        position = StreamPosition(self.pass_index, self._number, self._cursor, self._sequence)
         rows = self.corpus.source.spec.rows
         if rows is None or self._cursor is None:
             return position
         ends = [self._cursor]
         if self._chunk is not None and self._sequence:
             ends.append(self._chunk.following or Cursor(row=rows.count + 1))
-        # A document that a chunk ends in belongs to it.
+        # A document in which a chunk ends belongs to that chunk.
         numbers = [cursor.row + (cursor.skip > 0) for cursor in ends]
         return dataclasses.replace(
             position, rows=tuple((number, rows.digest_before(number)) for number in numbers)
@@ -258,7 +251,7 @@ class SequenceStream:
         if rows is not None:
             for number, digest in position.rows or ():
                 rows.check(number, digest)
-        self._go(position.turn, position.chunk, position.cursor, position.sequence)
+        self._move_to(position.pass_index, position.chunk, position.cursor, position.sequence)
 
     @property
     def share_done(self) -> float:
@@ -281,7 +274,7 @@ class SequenceStream:
             if self._chunk.following is None and self._number == 0 and not self._chunk.sequences:
                 raise nothing_streamed(self.corpus, self._chunk.counts, self.max_seq_length)
             if self._chunk.following is None:
-                self._tell(self._chunk.counts)
+                self._report_left_out(self._chunk.counts)
             self._cursor, self._chunk = self._chunk.following, None
             self._number, self._sequence = self._number + 1, 0
         return None
@@ -294,45 +287,45 @@ class SequenceStream:
         return sequence
 
     def close(self) -> None:
-        """Ends the reading thread and its processes; says what was left out of the pass under way."""
+        """Ends the reading thread and its processes; reports what was left out of the current pass."""
         if self._chunk is not None:
-            self._tell(self._chunk.counts)
-        self._drop_ahead()
+            self._report_left_out(self._chunk.counts)
+        self._cancel_prefetch()
         self._thread.shutdown(wait=True)
 
-    def _tell(self, counts: Counts) -> None:
-        """What was left out of a pass, or of the part of it that was read since the run began or was continued."""
-        name, said = self.corpus.shown, []
-        said += [f"{name}: {left_out(count, why)}" for why, count in counts.left_out().items()]
+    def _report_left_out(self, counts: Counts) -> None:
+        """Reports what was left out of a pass, or of the part read since the run started or resumed."""
+        name, messages = self.corpus.shown, []
+        messages += [f"{name}: {left_out(count, why)}" for why, count in counts.left_out().items()]
         if counts.cut:
-            said.append(cut_note(name, counts.cut, counts.lost, self.max_seq_length))
-        for text in said:
+            messages.append(cut_note(name, counts.cut, counts.lost, self.max_seq_length))
+        for text in messages:
             self.corpus.progress(Progress("message", name, message=text))
 
-    def _go(self, turn: int, number: int, cursor: Cursor | None, sequence: int) -> None:
-        self._drop_ahead()
-        self.turn, self._number, self._cursor, self._sequence = turn, number, cursor, sequence
+    def _move_to(self, pass_index: int, number: int, cursor: Cursor | None, sequence: int) -> None:
+        self._cancel_prefetch()
+        self.pass_index, self._number, self._cursor, self._sequence = pass_index, number, cursor, sequence
         self._chunk = None
         self._done_bytes = 0
 
     def _next_chunk(self) -> Chunk:
-        if self._ahead is None:
+        if self._prefetched is None:
             assert self._cursor is not None
-            key = derive(self._seed, "stream", self._index, self.turn)
+            key = derive(self._seed, "stream", self._index, self.pass_index)
             self._chunks = chunks_of(
                 self.corpus, self.max_seq_length, self.packing, self._cursor, self._number, key
             )
-            self._ahead = self._thread.submit(self._chunks.__next__)
-        chunk = self._ahead.result()
-        self._ahead = None
+            self._prefetched = self._thread.submit(self._chunks.__next__)
+        chunk = self._prefetched.result()
+        self._prefetched = None
         if chunk.following is not None:
             assert self._chunks is not None
-            self._ahead = self._thread.submit(self._chunks.__next__)
+            self._prefetched = self._thread.submit(self._chunks.__next__)
         return chunk
 
-    def _drop_ahead(self) -> None:
-        if self._ahead is not None:
-            wait([self._ahead])
+    def _cancel_prefetch(self) -> None:
+        if self._prefetched is not None:
+            wait([self._prefetched])
         if self._chunks is not None:
             self._chunks.close()
-        self._chunks = self._ahead = None
+        self._chunks = self._prefetched = None

@@ -1,4 +1,4 @@
-"""A pool of tokenizing processes: one process per core, and one thread of this process per worker to move bytes."""
+"""A pool of tokenizer processes: one process per core, and one thread of this process per worker to move bytes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def default_num_proc() -> int:
 
 
 class _Worker:
-    """One child process and the pipes to it; with another one for the chat template where there are examples."""
+    """One child process and its pipes; for examples, also a process for the chat template."""
 
     def __init__(self, jsons: tuple[str, str], rendering: Rendering | None) -> None:
-        self.complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed with the worker
+        self.stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed with the worker
         # The child finds the packages where this process does, and must not start threads of its own.
         environment = {
             **os.environ,
@@ -45,22 +45,22 @@ class _Worker:
             [sys.executable, "-P", str(Path(worker.__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self.complaints,
+            stderr=self.stderr,
             env=environment,
             start_new_session=True,  # Ctrl-C is for the parent, which then closes the pipe
         )
         self.jsons = jsons
         self.renderer = Renderer(rendering)
-        self.greeted = False
+        self.initialized = False
 
     def __call__(self, batch: list[Segment]) -> Tokens:
         texts = self.renderer.texts(batch)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
-            if not self.greeted:
+            if not self.initialized:
                 worker.write_texts(self.process.stdin, [worker.Text(json.encode()) for json in self.jsons])
-                self.greeted = True
+                self.initialized = True
             worker.write_texts(self.process.stdin, texts)
             return worker.read_tokens(self.process.stdout)
         except (EOFError, BrokenPipeError, ValueError) as error:
@@ -68,36 +68,36 @@ class _Worker:
 
     def _died(self) -> ResourceError:
         code = self.process.wait()
-        self.complaints.seek(0)
-        lines = self.complaints.read().decode("utf-8", "replace").strip().splitlines()
+        self.stderr.seek(0)
+        lines = self.stderr.read().decode("utf-8", "replace").strip().splitlines()
         why = lines[-1] if lines else f"signal {-code}" if code < 0 else f"exit code {code}"
         return ResourceError(
-            f"a tokenizing process ended early ({why})", "free some memory or lower num_proc, then try again"
+            f"a tokenizer process exited early ({why})", "free some memory or lower num_proc, then try again"
         )
 
     def close_pipes(self) -> None:
         self.renderer.close()
-        for stream in (self.process.stdin, self.process.stdout, self.complaints):
+        for stream in (self.process.stdin, self.process.stdout, self.stderr):
             assert stream is not None
-            with contextlib.suppress(BrokenPipeError):  # bytes for a process that is gone
+            with contextlib.suppress(BrokenPipeError):  # unsent bytes for a process that has exited
                 stream.close()
 
 
 class WorkerPool:
-    """A few tokenizing processes; `submit` gives a future of a batch's tokens.
+    """A pool of tokenizer processes; `submit` returns a future of a batch's tokens.
 
     Args:
         jsons: the tokenizer for texts that begin a document, and the one for texts that continue one, as JSON.
         size: the number of processes.
-        rendering: how examples become texts; None where there are none.
+        rendering: how examples are rendered; None for plain text.
     """
 
     def __init__(self, jsons: tuple[str, str], size: int, rendering: Rendering | None = None) -> None:
         self.size = size
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         self._workers = [_Worker(jsons, rendering) for _ in range(size)]
-        for one in self._workers:
-            self._idle.put(one)
+        for child in self._workers:
+            self._idle.put(child)
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="tokenizing")
         self._finalizer = weakref.finalize(self, _close_all, self._workers)
 
@@ -106,25 +106,25 @@ class WorkerPool:
         return self._threads.submit(self._encode, batch)
 
     def _encode(self, batch: list[Segment]) -> Tokens:
-        one = self._idle.get()
+        child = self._idle.get()
         try:
-            return one(batch)
+            return child(batch)
         finally:
-            self._idle.put(one)
+            self._idle.put(child)
 
     def close(self) -> None:
         """Ends the processes and drops batches in flight."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._finalizer()
         self._threads.shutdown(wait=True)
-        for one in self._workers:
-            one.close_pipes()
+        for child in self._workers:
+            child.close_pipes()
 
 
 def _close_all(workers: list[_Worker]) -> None:
-    # Processes first, pipes after: a thread that waits on a pipe then wakes up with its end.
-    for one in workers:
-        one.process.kill()
-        one.renderer.kill()
-    for one in workers:
-        one.process.wait()
+    # Kill processes before closing pipes: a thread that waits on a pipe then reads its end and wakes up.
+    for child in workers:
+        child.process.kill()
+        child.renderer.kill()
+    for child in workers:
+        child.process.wait()

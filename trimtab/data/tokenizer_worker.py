@@ -1,14 +1,14 @@
-"""A tokenizing process: texts in on stdin, token ids out on stdout, until stdin ends.
+"""A tokenizer process: reads texts from stdin and writes token ids to stdout, until stdin ends.
 
 Run as a script by `tokenizer_pool.py` and importing nothing of trimtab, so that it starts in a fraction of a
-second, needs no `if __name__ == "__main__"` in anybody's program (as multiprocessing's spawn would),
+second, needs no `if __name__ == "__main__"` in the caller's program (as multiprocessing's spawn would),
 unpickles nothing, and ends by itself when its parent dies, however it dies.
 
 A frame is int64 fields, little-endian: in, the count n, n byte lengths (negative where the text continues a
-document), n numbers of spans (-1 where all of a text is trained on), the spans (start and end in characters), then
-the UTF-8 texts; out, n, whether a mask follows, n token counts, n content hashes (uint64), all ids (uint32), and a
-byte a token, 1 where it is trained on. The first frame in is two texts: the JSON of the tokenizer and of the one for
-continued texts.
+document), n span counts (-1 if all of a text is trained on), the spans (start and end in characters), then the UTF-8
+texts; out, n, whether a mask follows, n token counts, n content hashes (uint64), all ids (uint32), and one byte per
+token, 1 if it is trained on. The first frame in has two texts: the JSON of the tokenizer and of the one for continued
+texts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Spans = Sequence[tuple[int, int]]
 
 
 class Text(NamedTuple):
-    """UTF-8, whether it continues a document whose beginning was another text, and which of its characters are
-    trained on (None: all of them, and no mask is wanted).
+    """A UTF-8 text, whether it continues a document that began in another text, and the spans of characters that are
+    trained on (None: all of them, without a mask).
     """
 
     raw: bytes
@@ -34,8 +34,8 @@ class Text(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Ids of all texts [tokens], token count of each [N], content hash of each [N], and where one was wanted a mask
-    [tokens] of what is trained on.
+    """Ids of all texts [tokens], token count of each [N], content hash of each [N], and the loss mask [tokens] if any
+    text has spans.
     """
 
     ids: np.ndarray
@@ -45,9 +45,9 @@ class Tokens(NamedTuple):
 
 
 def load(tokenizer_json: str) -> Any:
-    """The `tokenizers.Tokenizer` that a JSON text describes, without padding, truncation and post-processing.
+    """Loads a `tokenizers.Tokenizer` from JSON, without padding, truncation and post-processing.
 
-    Special tokens are never added here, and the post-processors of byte-level tokenizers take the spaces out of
+    Special tokens are never added here, and the post-processors of byte-level tokenizers would remove the spaces from
     tokens' offsets.
     """
     from tokenizers import Tokenizer, processors
@@ -73,7 +73,7 @@ def encode(pair: tuple[Any, Any], texts: Sequence[Text]) -> Tokens:
     masked = any(text.spans is not None for text in texts)
     for i, (raw, continued, spans) in enumerate(texts):
         tokenizer, text = pair[continued], raw.decode("utf-8")
-        # One text a call: tokenizers' own threads would fight with the other processes. The fast one has no offsets.
+        # One text per call: tokenizers' own threads would compete with other processes. The fast one has no offsets.
         encode_batch = tokenizer.encode_batch_fast if spans is None else tokenizer.encode_batch
         (encoding,) = encode_batch([text], add_special_tokens=False)
         parts.append(np.array(encoding.ids, dtype="<u4"))
@@ -107,7 +107,7 @@ def write_texts(stream: IO[bytes], texts: Sequence[Text]) -> None:
     """Sends one frame of texts."""
     lengths = [-len(text.raw) if text.continued else len(text.raw) for text in texts]
     counts = [-1 if text.spans is None else len(text.spans) for text in texts]
-    spans = [place for text in texts for span in text.spans or () for place in span]
+    spans = [bound for text in texts for span in text.spans or () for bound in span]
     stream.write(np.array([len(texts), *lengths, *counts, *spans], "<i8").tobytes())
     stream.writelines(text.raw for text in texts)
     stream.flush()
@@ -122,8 +122,8 @@ def read_texts(stream: IO[bytes]) -> list[Text] | None:
     fields = np.frombuffer(_exactly(stream, 16 * n), "<i8").tolist()
     lengths, counts = fields[:n], fields[n:]
     total = sum(max(0, count) for count in counts)
-    places = iter(np.frombuffer(_exactly(stream, 16 * total), "<i8").tolist())
-    spans = [None if count < 0 else [(next(places), next(places)) for _ in range(count)] for count in counts]
+    bounds = iter(np.frombuffer(_exactly(stream, 16 * total), "<i8").tolist())
+    spans = [None if count < 0 else [(next(bounds), next(bounds)) for _ in range(count)] for count in counts]
     return [
         Text(_exactly(stream, abs(length)), length < 0, span)
         for length, span in zip(lengths, spans, strict=True)

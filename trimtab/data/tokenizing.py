@@ -31,7 +31,7 @@ from trimtab.text.markers import markers
 
 
 class TokenizerLike(Protocol):
-    """What tokenizing needs of `text.Tokenizer`."""
+    """The part of `text.Tokenizer` that tokenizing uses."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -49,9 +49,9 @@ class TokenizerLike(Protocol):
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """A tokenizer as plain data that travels to other processes: its JSON, and what frames a document.
+    """A tokenizer as plain data for other processes: its JSON, and the ids that begin and end a document.
 
-    `continued_json` is for texts that continue a document: SentencePiece's would set a space before each.
+    `continued_json` is for texts that continue a document: SentencePiece would otherwise prepend a space to each.
     """
 
     json: str
@@ -64,7 +64,7 @@ class TokenizerSpec:
 
     @staticmethod
     def of(tokenizer: TokenizerLike) -> TokenizerSpec:
-        """The spec of a tokenizer, checked to give the same ids here and there.
+        """Builds the spec of a tokenizer and checks that other processes will return the same ids.
 
         Example:
             >>> TokenizerSpec.of(text.load("my-model/")).suffix            # doctest: +SKIP
@@ -78,8 +78,8 @@ class TokenizerSpec:
         there = worker.encode(worker.load_pair(*jsons), [worker.Text(sample.encode())]).ids.tolist()
         if at is None or there != inner:
             raise ModelError(
-                "the tokenizer gives other ids in a tokenizing process than here",
-                "this is a mistake in trimtab; please report it with the model's name",
+                "the tokenizer returns different ids in a worker process than in this one",
+                "this is a bug in trimtab; please report it with the model's name",
             )
         return TokenizerSpec(
             *jsons,
@@ -100,7 +100,7 @@ def _chat(tokenizer: TokenizerLike) -> ChatSpec | None:
 
 @dataclass(slots=True)
 class TokenSegment:
-    """The ids of one segment, framing tokens included; `hash` is of the segment's text.
+    """The ids of one segment, including beginning and end tokens; `hash` is the hash of the segment's text.
 
     `trained` [tokens] is 1 where a token is trained on; None where all are.
     """
@@ -120,14 +120,14 @@ class TokenSegment:
 
     @property
     def unusable(self) -> str | None:
-        """Why this document, which is one segment, is left out: `bad`, `empty`, `short` or `untrained`; else None."""
+        """Why this single-segment document is left out (`bad`, `empty`, `short`, `untrained`); None if it is not."""
         if self.complaint is not None:
             return "bad"
         if self.empty:
             return "empty"
         if self.first and self.last and len(self.ids) < 2:
             return "short"
-        # Nothing predicts a first token.
+        # The first token is never a target.
         return None if self.trained is None or self.trained[1:].any() else "untrained"
 
 
@@ -136,8 +136,8 @@ def tokenize(
 ) -> Iterator[TokenSegment]:
     """Tokenizes segments in `num_proc` processes (1: in this one), in order.
 
-    `rendering` makes texts of examples. What a chat template wrote is complete; every other document gets the
-    tokenizer's beginning and end, of which the end is trained on.
+    `rendering` renders examples. The output of a chat template is complete; every other document gets the tokenizer's
+    beginning and end tokens, and the end token is trained on.
 
     Example:
         >>> list(tokenize([], spec, 2))                                     # doctest: +SKIP
@@ -173,7 +173,7 @@ def tokenize(
 def _framed(
     segment: Segment, ids: np.ndarray, mask: np.ndarray | None, spec: TokenizerSpec
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Ids and mask with the tokenizer's beginning and end, where an example does not spell them itself."""
+    """Adds the tokenizer's beginning and end tokens to ids and mask, unless an example already contains them."""
     prefix = list(spec.prefix) if segment.first else []
     suffix = list(spec.suffix) if segment.last else []
     if segment.example is not None:
@@ -203,7 +203,7 @@ def _batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
 def _encoded(
     batches: Iterator[list[Segment]], spec: TokenizerSpec, num_proc: int, rendering: Rendering | None
 ) -> Iterator[tuple[list[Segment], Tokens]]:
-    # A corpus of one or two batches is done before a process has started.
+    # A corpus of one or two batches is tokenized before a process would have started.
     head = list(itertools.islice(batches, 2)) if num_proc > 1 else []
     if num_proc <= 1 or len(head) < 2:
         pair = worker.load_pair(spec.json, spec.continued_json)
@@ -258,7 +258,7 @@ def encode_conversations(
     for segment in tokenize(segments, spec, 1, rendering):
         if segment.unusable or segment.trained is None:
             raise DataError(
-                f"conversation:{segment.row} has no answer to measure the loss of",
+                f"conversation:{segment.row} has no assistant message to compute the loss on",
                 'end it with {"role": "assistant", "content": "…"}',
             )
         encoded.append((segment.ids.tolist(), [bool(on) for on in segment.trained]))

@@ -1,4 +1,4 @@
-"""The training loop and its checks. It knows no model family, kernel or layout: callables are passed in."""
+"""The training loop and its checks. It is independent of model families and kernels: callables are passed in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from trimtab.trainer.metrics_log import MetricsLog, NoLog
     from trimtab.trainer.setup import Cadence, Outcome, TrainingSetup, TrainState
 
-_HOMES = {
+_MODULES = {
     "Cadence": "setup",
     "TrainingSetup": "setup",
     "MetricsLog": "metrics_log",
@@ -23,4 +23,4 @@ _HOMES = {
 
 __all__ = ["Cadence", "MetricsLog", "NoLog", "Outcome", "TrainState", "TrainingSetup", "train"]
 
-__getattr__ = lazily(__name__, _HOMES)
+__getattr__ = lazily(__name__, _MODULES)

@@ -13,7 +13,7 @@ from trimtab.facts.names import with_article
 
 
 class Control:
-    """What a callback sees of the run, and how it stops the run."""
+    """A callback's view of the run, which can also stop it."""
 
     def __init__(self, folder: Path, total_steps: int) -> None:
         self.folder = folder
@@ -74,7 +74,7 @@ HOOKS = ("on_train_begin", "on_step_end", "on_log", "on_eval", "on_save", "on_tr
 
 
 def check_callbacks(callbacks: Sequence[Any] | None) -> Sequence[Any]:
-    """The callbacks, none for None; RecipeError for an object that is none, or has a method that cannot be called.
+    """Validates callbacks; None means none. Raises RecipeError for an invalid object or method.
 
     Example:
         >>> check_callbacks(None)
@@ -85,33 +85,35 @@ def check_callbacks(callbacks: Sequence[Any] | None) -> Sequence[Any]:
     remedy = f"give a list of objects with methods such as on_log (see trimtab.Callback): {', '.join(HOOKS)}"
     if not isinstance(callbacks, list | tuple):
         raise RecipeError(f"callbacks is {with_article(type(callbacks).__name__)}, not a list", remedy)
-    for index, one in enumerate(callbacks):
-        if isinstance(one, type):
-            raise RecipeError(f"callbacks[{index}] is the class {one.__name__}", f"give {one.__name__}()")
-        _refuse_misspelt(one, index)
-        _refuse_uncallable(one, index)
-        if not any(callable(getattr(one, hook, None)) for hook in HOOKS):
+    for index, callback in enumerate(callbacks):
+        if isinstance(callback, type):
             raise RecipeError(
-                f"callbacks[{index}] is {with_article(type(one).__name__)} without such methods", remedy
+                f"callbacks[{index}] is the class {callback.__name__}", f"give {callback.__name__}()"
+            )
+        _refuse_misspelt(callback, index)
+        _refuse_uncallable(callback, index)
+        if not any(callable(getattr(callback, hook, None)) for hook in HOOKS):
+            raise RecipeError(
+                f"callbacks[{index}] is {with_article(type(callback).__name__)} without such methods", remedy
             )
     return callbacks
 
 
 def _refuse_misspelt(callback: Any, index: int) -> None:
-    """Any method that begins with `on_` is meant to be called: a RecipeError for one that never is."""
+    """Raises RecipeError for a method that begins with `on_` but is never called."""
     for name in dir(callback):
         if name.startswith("on_") and name not in HOOKS and callable(getattr(callback, name, None)):
             near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.7)
             raise RecipeError(
                 f"callbacks[{index}] has a method {name}, which is never called",
-                f"did you mean {near[0]}? A method of your own is named without on_ in front"
+                f"did you mean {near[0]}? Name your own methods without the prefix on_"
                 if near
-                else f"use one of {', '.join(HOOKS)}; a method of your own is named without on_ in front",
+                else f"use one of {', '.join(HOOKS)}; name your own methods without the prefix on_",
             )
 
 
 def _refuse_uncallable(callback: Any, index: int) -> None:
-    """A RecipeError for a method that does not accept the arguments it is called with."""
+    """Raises RecipeError for a method that does not accept the arguments it is called with."""
     for hook in HOOKS:
         method = getattr(callback, hook, None)
         if not callable(method):
@@ -137,7 +139,7 @@ class Callbacks:
         self.control = control
         self._callbacks = list(callbacks)
         self._saved = saved
-        """Step to the folder of its checkpoint."""
+        """Maps a step to the folder of its checkpoint."""
         self._events: list[tuple[str, Any]] = []
 
     @property
@@ -146,22 +148,22 @@ class Callbacks:
         return self.control.reason is not None
 
     @property
-    def watches_saves(self) -> bool:
-        """Whether it is worth waiting for a checkpoint to be written."""
+    def handles_saves(self) -> bool:
+        """Whether a callback overrides `on_save`, so that the loop must wait for checkpoints."""
         return any(
-            callable(hook := getattr(one, "on_save", None))
+            callable(hook := getattr(callback, "on_save", None))
             and getattr(hook, "__func__", None) is not Callback.on_save
-            for one in self._callbacks
+            for callback in self._callbacks
         )
 
     @property
     def saves_pending(self) -> bool:
-        """Whether a checkpoint is among the events that the callbacks receive next."""
+        """Whether the queued events include a checkpoint."""
         return any(hook == "on_save" for hook, _ in self._events)
 
-    def note(self, hook: str, subject: Any) -> None:
-        """Keeps an event until the step is complete."""
-        if hook != "on_save" or self.watches_saves:
+    def queue(self, hook: str, subject: Any) -> None:
+        """Queues an event until the step is complete."""
+        if hook != "on_save" or self.handles_saves:
             self._events.append((hook, subject))
 
     def begin(self, step: int) -> None:
@@ -172,22 +174,22 @@ class Callbacks:
     def step_done(self, step: int) -> None:
         """Calls the callbacks for a step and for every event in it."""
         self.control.step = step
-        self.tell()
+        self.deliver()
         self._call("on_step_end")
 
-    def tell(self) -> None:
-        """Calls the callbacks for the events that were collected."""
+    def deliver(self) -> None:
+        """Calls the callbacks for the queued events."""
         events, self._events = self._events, []
         for hook, subject in events:
             self._call(hook, self._saved(subject) if hook == "on_save" else dict(subject))
 
     def end(self) -> None:
         """Calls the callbacks at the end of training."""
-        self.tell()
+        self.deliver()
         self._call("on_train_end")
 
     def _call(self, hook: str, *subject: Any) -> None:
-        for one in self._callbacks:
-            method = getattr(one, hook, None)
+        for callback in self._callbacks:
+            method = getattr(callback, hook, None)
             if callable(method):
                 method(*subject, self.control)

@@ -22,8 +22,8 @@ def is_better(loss: float, best: float | None, threshold: float = 0.0) -> bool:
 class EarlyStopping:
     """Stops after `patience` evaluations in a row without a loss lower than the best by more than `threshold`.
 
-    Hugging Face's rule (`EarlyStoppingCallback`): each evaluation is compared with the lowest loss before it, and the
-    first one that is better starts the count again.
+    Hugging Face's rule (`EarlyStoppingCallback`): each evaluation is compared with the lowest loss before it, and an
+    improvement resets the count.
 
     Example:
         >>> stopping = EarlyStopping(patience=2)

@@ -39,21 +39,21 @@ class FixedLoss(Protocol):
         """The sum of the token losses, from the same tensors on the device, without synchronization."""
 
 
-class Held(Protocol):
-    """State that a model keeps between steps besides its tensors, and that graph capture must know about."""
+class CaptureResources(Protocol):
+    """Resources of a model, apart from its tensors, that must be released or synchronized for graph capture."""
 
     def release_workspace(self) -> None:
         """Free cached device buffers: they must be neither in a graph's memory pool nor next to it."""
 
     def clear_copy_events(self) -> None:
-        """All queued work has finished: nothing needs to wait for it any more."""
+        """Discard the events of past copies, whose work has finished."""
 
     def wait_for_copies(self) -> None:
         """Make the current stream wait for all other streams that have work."""
 
 
 @dataclass
-class _Recorded:
+class _CapturedGraph:
     graph: torch.cuda.CUDAGraph
     inputs: Inputs
     factor: torch.Tensor
@@ -64,11 +64,12 @@ class _Recorded:
 class Graphs:
     """Forward and backward of microbatches on a CUDA device, replayed once they are captured.
 
+    The model's `CaptureResources`, if it has any, are released or synchronized around each capture.
+
     Args:
-        loss: the two halves.
+        loss: the loss in two halves.
         parameters: the trainable parameters, by name.
         device: the device of the parameters.
-        held: state that the model keeps besides its tensors.
         on_event: called if capture fails; the run then falls back to eager.
         during: entered with the current phase; explains errors that leave it.
 
@@ -83,23 +84,24 @@ class Graphs:
         parameters: dict[str, torch.nn.Parameter],
         device: torch.device,
         *,
-        held: Held | None = None,
+        held: CaptureResources | None = None,  # wording: allow
         on_event: Callable[[str], None] = print,
         during: During = no_phase,
     ) -> None:
         self.loss, self.parameters, self.device = loss, parameters, device
-        self.held, self.on_event, self.during = held, on_event, during
+        self.resources = held  # wording: allow
+        self.on_event, self.during = on_event, during
         self.steps = 0
         self.captures = 0
-        """How many captures were attempted, failed ones included."""
+        """The number of attempted captures, including failed ones."""
         self.failed = False
-        self._recorded_step = False
+        self._step_is_captured = False
         """Whether the current gradients were written by a graph."""
         self._shapes: dict[str, torch.Size] = {}
         """Input shapes of the largest microbatch seen before a capture: the shapes that are captured."""
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self._recorded: dict[bool, _Recorded] = {}
+        self._recorded: dict[bool, _CapturedGraph] = {}
 
     def backward(self, batch: Any, factor: float) -> torch.Tensor:
         """Accumulate the gradients of `factor` times the loss; returns the sum of the token losses.
@@ -111,15 +113,15 @@ class Graphs:
         if first and self.failed:
             self.release()  # a graph that was captured before another capture failed
         inputs = {name: tensor.pin_memory() for name, tensor in self.loss.inputs(batch).items()}
-        recorded = self._fitting(first, inputs)
+        recorded = self._graph_for(first, inputs)
         if recorded is None:
             if first:
-                self._recorded_step = False
+                self._step_is_captured = False
             if self._recorded and not self.failed:
                 self._make_room()
-            return self._plain(inputs, factor)
+            return self._run_eager(inputs, factor)
         if first:
-            self._recorded_step = True
+            self._step_is_captured = True
         for name, tensor in inputs.items():
             recorded.inputs[name].copy_(tensor, non_blocking=True)
         recorded.factor.fill_(factor)
@@ -137,40 +139,40 @@ class Graphs:
             parameter.grad = None
         self._recorded.clear()
         if self.failed:
-            self._give_back()
+            self._release_pool()
         self._pool = None
-        self._forget()
+        self._free_workspaces()
         torch.cuda.empty_cache()
 
     def _make_room(self) -> None:
-        """Free the graphs for an eager microbatch between captured ones; copy the gradients so far elsewhere."""
+        """Free the graphs for an eager microbatch within a captured step; copy the gradients out of their pool."""
         waiting = {name: p.grad.cpu() for name, p in self.parameters.items() if p.grad is not None}
         self.release()
         for name, gradient in waiting.items():
             self.parameters[name].grad = gradient.to(self.device)
-        self._recorded_step = False
+        self._step_is_captured = False
 
     def _abandon(self, before: dict[str, torch.Tensor | None]) -> None:
         """After a failed capture: restore the gradients from before it, and do not try to capture again."""
         for name, parameter in self.parameters.items():
             parameter.grad = before[name]
         self.failed = True
-        self._unwind()
+        self._clean_up()
 
-    def _unwind(self) -> None:
+    def _clean_up(self) -> None:
         """After a failed capture: torch's allocator still considers it active (2.11), and does not free the
-        memory allocated for it (2.13 too). If torch has already cleaned up, it raises an error that says so."""
+        memory allocated for it (2.13 too). If torch has already cleaned up, the call raises."""
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
         if self._recorded:
             return  # the other graph uses the same pool until it is released
-        self._give_back()
+        self._release_pool()
         self._pool = None
-        self._forget()
+        self._free_workspaces()
         torch.cuda.empty_cache()
 
-    def _give_back(self) -> None:
-        """Free what a failed capture allocated in the graphs' pool; the other graphs are already released."""
+    def _release_pool(self) -> None:
+        """Release the graphs' pool after a failed capture; the other graphs are already released."""
         with suppress(RuntimeError):
             torch._C._cuda_releasePool(self._index, self._pool)
 
@@ -178,24 +180,24 @@ class Graphs:
     def _index(self) -> int:
         return torch.cuda.current_device() if self.device.index is None else self.device.index
 
-    def _forget(self) -> None:
-        """Free what is cached for a stream that runs almost nothing from now on."""
+    def _free_workspaces(self) -> None:
+        """Free the cuBLAS workspaces and buffers cached for a stream that is hardly used from now on."""
         torch._C._cuda_clearCublasWorkspaces()
-        if self.held is not None:
-            self.held.release_workspace()
+        if self.resources is not None:
+            self.resources.release_workspace()
 
-    def _fitting(self, first: bool, inputs: Inputs) -> _Recorded | None:
+    def _graph_for(self, first: bool, inputs: Inputs) -> _CapturedGraph | None:
         """The graph for a microbatch; None if it has to run eagerly."""
         shapes = {name: tensor.shape for name, tensor in inputs.items()}
-        if not self._recorded and _numbers(shapes) > _numbers(self._shapes):
+        if not self._recorded and _num_elements(shapes) > _num_elements(self._shapes):
             self._shapes = shapes  # a session's first microbatch may be the short last one of an epoch
         if self.steps <= WARM_UP or self.failed or shapes != self._shapes:
             return None
-        if not (first or self._recorded_step):
+        if not (first or self._step_is_captured):
             return None  # an eager microbatch's gradients are not at the addresses that the graph uses
-        return self._recorded.get(first) or self._record(first, inputs)
+        return self._recorded.get(first) or self._capture_graph(first, inputs)
 
-    def _plain(self, inputs: Inputs, factor: float) -> torch.Tensor:
+    def _run_eager(self, inputs: Inputs, factor: float) -> torch.Tensor:
         with self.during(RunPhase.FORWARD):
             moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
             loss = self.loss.of(moved)
@@ -203,7 +205,7 @@ class Graphs:
             (loss * factor).backward()
         return loss.detach()
 
-    def _record(self, first: bool, inputs: Inputs) -> _Recorded | None:
+    def _capture_graph(self, first: bool, inputs: Inputs) -> _CapturedGraph | None:
         """Capture without running any kernel; None if capture fails here."""
         self.captures += 1
         torch.cuda.synchronize(self.device)
@@ -211,9 +213,9 @@ class Graphs:
             self._stream = torch.cuda.Stream(self.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-            self._forget()
-        if self.held is not None:
-            self.held.clear_copy_events()
+            self._free_workspaces()
+        if self.resources is not None:
+            self.resources.clear_copy_events()
         static = {name: torch.empty_like(tensor, device=self.device) for name, tensor in inputs.items()}
         factor = torch.zeros((), device=self.device)
         graph = torch.cuda.CUDAGraph()
@@ -228,14 +230,14 @@ class Graphs:
             with suppress(RuntimeError):
                 self._abandon(before)
             raise
-        if self.held is not None:
-            self.held.clear_copy_events()
+        if self.resources is not None:
+            self.resources.clear_copy_events()
         if failure:
             self._abandon(before)
-            self.on_event(f"a step could not be recorded as a CUDA graph and runs plainly: {failure}")
+            self.on_event(f"CUDA graph capture failed, and steps run eagerly: {failure}")
             return None
         gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
-        self._recorded[first] = _Recorded(graph, static, factor, loss, gradients)
+        self._recorded[first] = _CapturedGraph(graph, static, factor, loss, gradients)
         return self._recorded[first]
 
     def _capture(self, graph: torch.cuda.CUDAGraph, static: Inputs, factor: torch.Tensor) -> torch.Tensor:
@@ -243,10 +245,10 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             loss = self.loss.of(static)
             (loss * factor).backward()
-            if self.held is not None:
-                self.held.wait_for_copies()
+            if self.resources is not None:
+                self.resources.wait_for_copies()
         return loss.detach()
 
 
-def _numbers(shapes: dict[str, torch.Size]) -> int:
+def _num_elements(shapes: dict[str, torch.Size]) -> int:
     return sum(shape.numel() for shape in shapes.values())

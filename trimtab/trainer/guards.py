@@ -1,8 +1,8 @@
 """Detect non-finite losses and gradients without synchronizing with the device after every step.
 
 The flag stays on the device. Once a step is bad, that step and all after it leave weights and optimizer states
-untouched, so that when the host next looks, the state is still the one before the bad step: it can be saved,
-and the bad step can be run again with every layer watched.
+unchanged. When the host next reads the flag, the state is still the one before the bad step: it can be saved,
+and the bad step can be rerun with hooks on every module.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from trimtab.trainer.step import accumulate
 
 
 class FiniteGuard:
-    """Remembers, on the device, the first step whose loss or gradient norm was not finite."""
+    """Records, on the device, the first step whose loss or gradient norm was not finite."""
 
     def __init__(self, device: torch.device) -> None:
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=device)
 
     def observe(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        """A bool on the device: whether the update of this step must be skipped."""
+        """Returns a bool on the device: whether to skip the optimizer step."""
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
         self._first_bad = torch.where(bad & (self._first_bad < 0), step, self._first_bad)
         return self._first_bad >= 0
@@ -73,8 +73,8 @@ def _has_bad(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and not bool(torch.isfinite(tensor).all())
 
 
-def bad_documents(origins: Sequence[Sequence[str]], found: Sequence[Sequence[int]] | None) -> list[str]:
-    """Origins of the documents by number in each sequence; of all documents where `found` is None or names none.
+def bad_documents(origins: Sequence[Sequence[str]], indices: Sequence[Sequence[int]] | None) -> list[str]:
+    """Origins of the documents with these indices in each sequence; of all documents if `indices` is None or empty.
 
     Example:
         >>> bad_documents([["a", "b"], ["c"]], [[1], []])
@@ -83,25 +83,25 @@ def bad_documents(origins: Sequence[Sequence[str]], found: Sequence[Sequence[int
         ['a', 'b', 'c']
     """
     named: list[str] = []
-    if found is not None:
+    if indices is not None:
         named = [
-            sequence[number] for sequence, numbers in zip(origins, found, strict=True) for number in numbers
+            sequence[number] for sequence, numbers in zip(origins, indices, strict=True) for number in numbers
         ]
     return list(dict.fromkeys(named or (origin for sequence in origins for origin in sequence)))
 
 
 class Watch:
-    """Forward hooks that note the first module whose output is not finite, and the documents of its bad tokens.
+    """Forward hooks that record the first module whose output is not finite, and the documents of its bad tokens.
 
     Args:
-        model: Its modules are watched.
-        documents_BT: The number of each token's document in its sequence, -1 for padding; None where there is none.
+        model: its modules get the hooks.
+        documents_BT: the index of each token's document in its sequence, -1 for padding; None if it is unknown.
     """
 
     def __init__(self, model: torch.nn.Module, documents_BT: torch.Tensor | None = None) -> None:
         self.first: str | None = None
         self.documents: list[list[int]] | None = None
-        """Of each sequence; None where the output has no tokens to tell them by."""
+        """Document indices of each sequence; None if the output has no token dimension."""
         self._model, self._documents_BT = model, documents_BT
         self._handles: list[Any] = []
 
@@ -133,16 +133,16 @@ class Watch:
 
 
 def remedy(setup: TrainingSetup, saved_step: int, *, documents: bool) -> str:
-    """What to do about non-finite values; `documents` if some were named."""
+    """The remedy for non-finite values; `documents`: whether the error names some."""
     adapters = any(".lora_" in name for name in setup.parameters)
     look = "look at those documents; " if documents else ""
     if saved_step == 0:
         lower = "lower lora.lora_alpha, " if adapters else ""
-        return f"{look}as it is so from the start, {lower}set another dtype, or see whether the weights are sound"
+        return f"{look}the run fails from its first step: {lower}set another dtype, or check the weights"
     if adapters:
-        way = "`trimtab export peft --checkpoint STEP` writes an adapter to name as lora.adapter"
+        way = "`trimtab export peft --checkpoint STEP` writes an adapter that lora.adapter can load"
     else:
-        way = "`trimtab export hf --checkpoint STEP` writes a model to name as model.name"
+        way = "`trimtab export hf --checkpoint STEP` writes a model that model.name can load"
     return (
         f"{look}start a new run with a lower learning_rate or another dtype, from the beginning or from an earlier "
         f"checkpoint: {way}"

@@ -1,7 +1,7 @@
-"""The loop: steps, metrics, evaluation, checkpoints. One loop serves a CPU, a GPU and a mesh.
+"""The training loop: steps, metrics, evaluation, checkpoints; the same for a CPU, a GPU and a mesh.
 
-Losses, gradient norms and the non-finite flag stay on the device and are read together every `logging_steps`.
-Whatever stops the loop (a signal, a bad step, missing data), the state before it is saved first.
+Losses, gradient norms and the non-finite flag remain on the device and are read together every `logging_steps`.
+Whatever stops the loop (a signal, a non-finite step, missing data), the last good state is saved first.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from trimtab.facts.phases import RunPhase
 from trimtab.trainer.early_stopping import is_better
 from trimtab.trainer.guards import FiniteGuard, explain, remedy
 from trimtab.trainer.measured import Stopwatch
-from trimtab.trainer.memory import StepMeter, process_bytes, standing, whole_process
+from trimtab.trainer.memory import StepMeter, persistent_bytes, process_bytes, process_memory
 from trimtab.trainer.scaling import LossScaler
 from trimtab.trainer.setup import Outcome, TrainingSetup, TrainState
 from trimtab.trainer.signals import StopSignals
 from trimtab.trainer.step import forward_backward
 
 MEASURED_STEP = 1
-"""The memory of the second step of a session is measured: the first also pays for one-time buffers."""
+"""Index of the step in a session whose memory is measured: step 0 also allocates one-time buffers."""
 
-STOP = 1 << 20
-"""Encodes a stop request of a callback; larger than any number of processes that got a signal."""
+CALLBACK_STOP = 1 << 20
+"""Encodes a callback's stop request in a sum over processes; larger than any number of processes."""
 
 
 def train(setup: TrainingSetup, state: TrainState, scaler: LossScaler | None = None) -> Outcome:
@@ -48,9 +48,9 @@ class _Loop:
         self.pending: list[dict[str, Any]] = []
         self.clock = time.perf_counter()
         self.stopwatch = Stopwatch(state.step)
-        self.told_measured = False
+        self.reported_measurements = False
         self.saved_step = state.step
-        self.steps_here = 0
+        self.session_steps = 0
         self.observers = list(setup.observers)
         self.callbacks = setup.callbacks if setup.mesh.is_main else None
         self.position = setup.loader.position()
@@ -60,15 +60,15 @@ class _Loop:
 
     def run(self) -> Outcome:
         setup, state, cadence = self.setup, self.state, self.setup.cadence
-        self.memory_record("before", standing(setup))
-        with StopSignals() as signals, self.rescued():
+        self.memory_record("before", persistent_bytes(setup))
+        with StopSignals() as signals, self.saving_on_error():
             if self.callbacks is not None:
                 self.callbacks.begin(state.step)
             if self.stops_before_training():
                 return self.stopped(signals.received, by_callback=True)
             self.begin()
             if self.callbacks is not None:
-                self.callbacks.tell()
+                self.callbacks.deliver()
             self.clock = time.perf_counter()
             if self.stops_early():
                 return self.stopped_early(set())
@@ -76,7 +76,7 @@ class _Loop:
                 return self.stopped(signals.received, by_callback=True)
             while state.step < cadence.total_steps:
                 self.step()
-                if self.steps_here == 1:
+                if self.session_steps == 1:
                     self.first_step_done()
                 if cadence.due(cadence.logging_steps, state.step):
                     self.flush()
@@ -90,12 +90,14 @@ class _Loop:
                     self.save(tags, wait=last)
                 if setup.after_step:
                     setup.after_step(state.step)
-                self.tell_callbacks()
-                asked = (
-                    0 if last else setup.mesh.sum_int(_asks(signals.received is not None, self.stop_asked))
+                self.run_callbacks()
+                requests = (
+                    0
+                    if last
+                    else setup.mesh.sum_int(_stop_requests(signals.received is not None, self.stop_requested))
                 )
-                if asked:
-                    return self.stopped(signals.received, by_callback=asked % STOP == 0)
+                if requests:
+                    return self.stopped(signals.received, by_callback=requests % CALLBACK_STOP == 0)
         return self.finished()
 
     def finished(self, reason: str | None = None) -> Outcome:
@@ -103,8 +105,8 @@ class _Loop:
         setup = self.setup
         with setup.during(RunPhase.CHECKPOINT):
             setup.store.wait()
-        self.tell_measured()
-        self.memory_record("after", standing(setup))
+        self.report_measurements()
+        self.memory_record("after", persistent_bytes(setup))
         self.compile_record(None)
         setup.log.sync()
         if self.callbacks is not None:
@@ -119,15 +121,16 @@ class _Loop:
         return bool(setup.mesh.sum_int(int(setup.early_stopping.reached(state.stale))))
 
     def stopped_early(self, tags: set[str]) -> Outcome:
-        """Writes the records of a run's end and saves; a run that is resumed here writes only that there is no more."""
+        """Writes the final records and saves; a run resumed after its early stop only reports that again."""
         setup, state = self.setup, self.state
         assert setup.early_stopping is not None
         reason = setup.early_stopping.reason(setup.best_of, state.stale, state.best)
         if state.ended == state.step:
             message = (
-                f"stopped early at step {state.step}: {reason}; to train on, raise early_stopping_patience"
+                f"stopped early at step {state.step}: {reason}; to continue training, "
+                "raise early_stopping_patience"
             )
-            self.tell({"kind": "event", "step": state.step, "message": message})
+            self.report({"kind": "event", "step": state.step, "message": message})
             return Outcome("finished", state, reason=reason)
         with setup.during(RunPhase.EVALUATION):
             for record in setup.evaluate_end(state.step) if setup.evaluate_end else []:
@@ -137,24 +140,24 @@ class _Loop:
         state.ended = state.step
         setup.log.sync()
         self.publish(tags, wait=True)
-        if setup.after_step and self.steps_here:
+        if setup.after_step and self.session_steps:
             setup.after_step(state.step)
-        if self.steps_here:
-            self.tell_callbacks()
+        if self.session_steps:
+            self.run_callbacks()
         return self.finished(reason)
 
     @property
-    def stop_asked(self) -> bool:
+    def stop_requested(self) -> bool:
         return self.callbacks is not None and self.callbacks.stopping
 
     def stops_before_training(self) -> bool:
         """Whether a callback stopped the run before its first step; all processes of a mesh agree."""
         if self.state.step >= self.setup.cadence.total_steps:
             return False
-        return bool(self.setup.mesh.sum_int(int(self.stop_asked)))
+        return bool(self.setup.mesh.sum_int(int(self.stop_requested)))
 
-    def tell_callbacks(self) -> None:
-        """Calls the user's callbacks, which may stop the run or raise: the step's own work is done."""
+    def run_callbacks(self) -> None:
+        """Calls the user's callbacks, which may stop the run or raise; the step itself is complete."""
         if self.callbacks is None:
             return
         began = time.perf_counter()
@@ -173,8 +176,8 @@ class _Loop:
             self.publish({"best"} if self.evaluate() else set(), wait=True)
 
     @contextmanager
-    def rescued(self) -> Iterator[None]:
-        """Whatever stops the loop, the training state is saved before the error propagates."""
+    def saving_on_error(self) -> Iterator[None]:
+        """Saves the training state before an error propagates out of the loop."""
         try:
             yield
         except Exception as error:
@@ -185,7 +188,7 @@ class _Loop:
             with suppress(TrimtabError, OSError):
                 if unsaved:
                     self.flush()
-                self.tell_measured()
+                self.report_measurements()
             if unsaved:
                 self.publish(set(), wait=True)
             raise
@@ -199,13 +202,13 @@ class _Loop:
         if num_targets == 0:
             origin = next((o for b in microbatches for sequence in b.origins for o in sequence), "unknown")
             raise TrainingError(
-                f"step {state.step + 1} has no token to learn from (first document: {origin})",
+                f"step {state.step + 1} has no target tokens (first document: {origin})",
                 "check that labels are not all masked and documents have at least two tokens",
             )
         lr = setup.learning_rate(state.step)
         # On a CPU the meter sees individual operations; a compiled graph does not show any.
         visible = setup.compiled is None or setup.device.type == "cuda"
-        measured = visible and self.steps_here == MEASURED_STEP
+        measured = visible and self.session_steps == MEASURED_STEP
         with StepMeter(setup) if measured else nullcontext() as meter:
             self.updating = setup.in_backward is not None
             with setup.during(RunPhase.FORWARD):
@@ -226,7 +229,7 @@ class _Loop:
         state.tokens += num_targets
         self.updating = False
         position, self.position = self.position, setup.loader.position()
-        self.steps_here += 1
+        self.session_steps += 1
         self.pending.append(
             {
                 "step": state.step,
@@ -239,7 +242,7 @@ class _Loop:
                 "optimizer": before,
             }
         )
-        if meter is not None:  # writes, and so may fail: not before the step is counted
+        if meter is not None:  # writing may fail, so only after the step is counted
             self.stopwatch.buckets = dict(meter.buckets)
             self.flush()  # records stay in the order of their steps
             self.memory_record("peak", meter.buckets)
@@ -258,7 +261,7 @@ class _Loop:
         self.emit(record if first_step is None else {**record, "first_step_seconds": first_step})
 
     def before_backward(self, lr: float) -> Callable[[torch.Tensor], None] | None:
-        """What an optimizer step in backward needs: the learning rate, and whether the loss is finite."""
+        """Returns a hook that passes the learning rate and the finite check to an optimizer step in backward."""
         steps = self.setup.in_backward
         if steps is None:
             return None
@@ -267,7 +270,7 @@ class _Loop:
     def update(self, loss: torch.Tensor, lr: float) -> torch.Tensor:
         """Clip and step; returns the gradient's norm before clipping."""
         setup = self.setup
-        if setup.in_backward is not None:  # the weights have moved; a norm that is not finite ends the run
+        if setup.in_backward is not None:  # the weights are updated already; a non-finite norm ends the run
             norm = setup.in_backward.norm()
             self.guard.observe(self.state.step, loss, norm)
             return norm
@@ -277,9 +280,9 @@ class _Loop:
             inverse = 1.0 / self.scaler.scale
             norm = norm * inverse
             overflowed = bool(torch.isfinite(loss)) and not bool(torch.isfinite(norm))
-            given_up = overflowed and self.scaler.exhausted
+            exhausted = overflowed and self.scaler.exhausted
             self.scaler.update(overflowed)
-            if overflowed and not given_up:
+            if overflowed and not exhausted:
                 # Expected in fp16 now and then: this step is skipped, and the next one uses a lower scale.
                 self.clear_gradients()
                 return norm
@@ -293,7 +296,7 @@ class _Loop:
             parameter.grad = None
 
     def flush(self) -> None:
-        """Reads what the device has computed since the last read, checks it, writes one record per step."""
+        """Reads the pending losses and norms from the device, checks them, writes one record per step."""
         if not self.pending:
             return
         bad = self.guard.first_bad()
@@ -308,7 +311,7 @@ class _Loop:
         for number, (loss, norm) in enumerate(rows, 1):
             entry = self.pending[0]
             if bad is not None and entry["step"] - 1 >= bad:
-                self.stop_at(entry)
+                self.stop_before(entry)
             record = {
                 "kind": "train",
                 "step": entry["step"],
@@ -321,34 +324,34 @@ class _Loop:
                 "memory_bytes": memory,
             }
             self.write(record)
-            del self.pending[0]  # between log and screen: no record is lost and none is written twice
-            self.tell(record)
-            self.note("on_log", record)
-        if self.stopwatch.warm and not self.told_measured:
-            self.tell_measured()
+            del self.pending[0]  # between log and observers: no record is lost or written twice
+            self.report(record)
+            self.queue_event("on_log", record)
+        if self.stopwatch.warm and not self.reported_measurements:
+            self.report_measurements()
 
     def one_time_work(self) -> tuple[int, int]:
         """(CUDA graphs captured, graphs compiled) so far."""
         compiled = self.setup.compiled
         return self.setup.microstep.captures, 0 if compiled is None else compiled.compilations()[0]
 
-    def tell_measured(self) -> None:
-        """Passes on what was measured since this start of the run; nothing before its first step."""
+    def report_measurements(self) -> None:
+        """Passes on the measurements of this session; does nothing before its first step."""
         setup = self.setup
-        trained = self.state.step > self.stopwatch.first_step  # a step that is not finite does not count
+        trained = self.state.step > self.stopwatch.first_step  # a non-finite step does not count
         if setup.on_measured is None or not setup.mesh.is_main or not trained:
             return
-        self.told_measured, began = True, time.perf_counter()
-        setup.on_measured(self.stopwatch.measured(self.state.step, **whole_process(setup.device)))
+        self.reported_measurements, began = True, time.perf_counter()
+        setup.on_measured(self.stopwatch.measured(self.state.step, **process_memory(setup.device)))
         self.clock += time.perf_counter() - began
 
-    def note(self, hook: str, subject: Any) -> None:
-        """Keeps an event for the callbacks, which receive it when the step is complete."""
+    def queue_event(self, hook: str, subject: Any) -> None:
+        """Queues an event for the callbacks, which receive it when the step is complete."""
         if self.callbacks is not None:
-            self.callbacks.note(hook, subject)
+            self.callbacks.queue(hook, subject)
 
-    def stop_at(self, entry: dict[str, Any]) -> NoReturn:
-        """Saves a checkpoint of the state before the bad step, then reports what is not finite and where."""
+    def stop_before(self, entry: dict[str, Any]) -> NoReturn:
+        """Saves a checkpoint of the state before the non-finite step, then raises an error with the location."""
         setup, state = self.setup, self.state
         setup.loader.restore(entry["position"])
         setup.optimizer.restore_scalars(entry["optimizer"])
@@ -359,18 +362,20 @@ class _Loop:
             self.publish(set(), wait=True)
             saved = f"the state before it is saved as step {state.step}"
             if setup.in_backward is not None:
-                saved += ", with what a backward pass had updated before it met the first such gradient"
+                saved += (
+                    ", including updates that the backward pass made before the first non-finite gradient"
+                )
         self.saved_step = state.step
         setup.microstep.release()
-        found = explain(setup, setup.loader.next_step(), max(1, entry["num_targets"]), state.step)
-        where = found or "only when the step's microbatches are taken together"
+        location = explain(setup, setup.loader.next_step(), max(1, entry["num_targets"]), state.step)
+        where = location or "each microbatch alone is finite, but not all of them together"
         self.emit(
             {"kind": "event", "step": state.step, "message": f"not finite at step {entry['step']}: {where}"}
         )
         setup.log.sync()
         raise TrainingError(
             f"the loss or its gradient is not finite at step {entry['step']}: {where}; {saved}",
-            remedy(setup, state.step, documents=found is not None),
+            remedy(setup, state.step, documents=location is not None),
         )
 
     def evaluate(self) -> bool:
@@ -383,14 +388,14 @@ class _Loop:
         records, began = [], time.perf_counter()
         with setup.during(RunPhase.EVALUATION):
             for record in setup.evaluate(state.step):
-                self.tell(record)
+                self.report(record)
                 records.append(record)
         self.stopwatch.evaluated(time.perf_counter() - began)
         improved = False
         for record in records:  # all or nothing: a failed evaluation is repeated when the run resumes
             self.write(record)
             if record["kind"] == "eval":
-                self.note("on_eval", record)
+                self.queue_event("on_eval", record)
             if record["kind"] == "eval" and record["name"] == setup.best_of:
                 improved = self.score(record["loss"])
         state.measured = state.step
@@ -398,7 +403,7 @@ class _Loop:
         return improved and state.step > 0
 
     def score(self, loss: float) -> bool:
-        """Takes the loss that decides the best checkpoint and early stopping; True if it is the lowest so far."""
+        """Updates best checkpoint and early stopping with a loss; returns True if it is the lowest so far."""
         state, stopping = self.state, self.setup.early_stopping
         if state.step > 0:  # counted in every run: a resume may turn early stopping on
             threshold = 0.0 if stopping is None else stopping.threshold
@@ -409,7 +414,7 @@ class _Loop:
         return improved
 
     def save(self, tags: set[str], *, wait: bool) -> None:
-        """A checkpoint of the current state; the log is on disk before it."""
+        """Saves a checkpoint of the current state after syncing the log to disk."""
         self.flush()
         self.setup.log.sync()
         if self.saved_step == self.state.step and self.state.step and not tags:
@@ -420,8 +425,8 @@ class _Loop:
             self.restart_clock()
 
     def restart_clock(self) -> None:
-        """The next step's time begins now."""
-        self.clock, self.stopwatch.aside = time.perf_counter(), 0.0
+        """Starts timing the next step now."""
+        self.clock, self.stopwatch.excluded = time.perf_counter(), 0.0
 
     def publish(self, tags: set[str], *, wait: bool) -> None:
         """Passes the state after the last complete step to the store."""
@@ -435,16 +440,16 @@ class _Loop:
         began = time.perf_counter()
         with setup.during(RunPhase.CHECKPOINT):
             setup.store.save(state.step, setup.tensors(), scalars, tags=tags, wait=wait)
-        self.stopwatch.saved(time.perf_counter() - began, whole=wait)
+        self.stopwatch.saved(time.perf_counter() - began, written=wait)
         self.saved_step = state.step
-        self.note("on_save", state.step)
+        self.queue_event("on_save", state.step)
 
     def stopped(self, signal: int | None, *, by_callback: bool) -> Outcome:
-        """Saves everything, before the first step too; the run can be resumed."""
+        """Saves everything, even before the first step, so that the run can be resumed."""
         self.flush()
         self.save(set(), wait=True)
         self.setup.store.wait()
-        self.tell_measured()
+        self.report_measurements()
         reason = None
         if by_callback and self.callbacks is not None:
             reason = self.callbacks.control.reason or None
@@ -465,23 +470,23 @@ class _Loop:
 
     def emit(self, record: dict[str, Any]) -> None:
         self.write(record)
-        self.tell(record)
+        self.report(record)
 
     def write(self, record: dict[str, Any]) -> None:
         if self.setup.mesh.is_main:
             self.setup.log.append(record)
 
-    def tell(self, record: dict[str, Any]) -> None:
+    def report(self, record: dict[str, Any]) -> None:
         """Passes a record to the observers; an observer that fails is not called again."""
         for observer in list(self.observers) if self.setup.mesh.is_main else []:
             try:
                 observer.record(record)
             except OSError as error:  # a closed terminal, a full disk behind TensorBoard: training continues
                 self.observers.remove(observer)
-                for other in self.observers:
-                    other.message(f"{type(observer).__name__} is told nothing more: {error}")
+                for remaining in self.observers:
+                    remaining.message(f"{type(observer).__name__} failed and gets no more records: {error}")
 
 
-def _asks(signal: bool, callback: bool) -> int:
-    """One number, summed over processes, for both ways of asking for a stop; a signal wins."""
-    return int(signal) + STOP * int(callback)
+def _stop_requests(signal: bool, callback: bool) -> int:
+    """Encodes both kinds of stop requests in one number to sum over processes; a signal has precedence."""
+    return int(signal) + CALLBACK_STOP * int(callback)

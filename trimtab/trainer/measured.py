@@ -1,4 +1,4 @@
-"""What a run measures, to compare with its plan: step times, memory, evaluations, checkpoints.
+"""Measurements of a run, to compare with its plan: step times, memory, evaluations, checkpoints.
 
 Step times come from the intervals between two device reads, which logging does anyway; nothing here
 synchronizes with the device. Intervals with a session's first steps, a compilation or a CUDA graph capture are
@@ -14,13 +14,13 @@ from typing import Any
 
 WARM_STEPS = 2
 """Steps at the beginning of a session that are not representative: one-time work, and the memory measurement."""
-_KEPT = 10_000
-"""Intervals and durations that are remembered, the latest ones."""
+_MAX_SAMPLES = 10_000
+"""The number of latest intervals and durations that are stored."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds of something that was done several times: median, tenth and ninetieth percentile.
+    """Seconds of a repeated operation: median, 10th and 90th percentile, and the number of repetitions.
 
     Example:
         >>> Spread.of([(1.0, 2), (3.0, 1)])
@@ -34,16 +34,21 @@ class Spread:
 
     @classmethod
     def of(cls, measured: Iterable[tuple[float, int]]) -> Spread | None:
-        """Of (seconds, how many times); None where there are none."""
+        """Computes the spread of (seconds, repetitions); None if there are none."""
         ordered = sorted(measured)
         count = sum(times for _, times in ordered)
         if not count:
             return None
-        return cls(_at(ordered, count, 0.5), _at(ordered, count, 0.1), _at(ordered, count, 0.9), count)
+        return cls(
+            _quantile(ordered, count, 0.5),
+            _quantile(ordered, count, 0.1),
+            _quantile(ordered, count, 0.9),
+            count,
+        )
 
 
-def _at(ordered: list[tuple[float, int]], count: int, share: float) -> float:
-    """The value below which `share` of all lie."""
+def _quantile(ordered: list[tuple[float, int]], count: int, share: float) -> float:
+    """The weighted quantile at `share`."""
     passed = 0
     for seconds, times in ordered:
         passed += times
@@ -54,33 +59,33 @@ def _at(ordered: list[tuple[float, int]], count: int, share: float) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured in one start of a run; None for what was not. Bytes and seconds."""
+    """Measurements of one session of a run, in bytes and seconds; None if not measured."""
 
     first_step: int
     last_step: int
     step: Spread | None = None
-    """Of an optimizer step, evaluations and saves not counted."""
+    """Time of an optimizer step, without evaluations and saves."""
     warm: bool = False
     """Whether `step` is measured on steps without one-time work; if not, the run was too short for that."""
     evaluation: Spread | None = None
     checkpoint: Spread | None = None
-    """From handing the state over until it is on the disk, of the saves that training waited for."""
+    """Time until a checkpoint is on disk, for the saves that training waited for."""
     checkpoint_stall: Spread | None = None
     """How long each save blocked training."""
     buckets: dict[str, int] | None = None
-    """Tensors at the peak of the step that was measured, by bucket."""
+    """Tensor bytes at the peak of the measured step, by bucket."""
     highest: int | None = None
     """Peak allocated memory of torch's caching allocator over the whole run, on a GPU."""
     reserved: int | None = None
     """Peak reserved memory of the allocator, on a GPU."""
     process: int | None = None
-    """The whole process: on the GPU where other processes are known, resident memory on a CPU."""
+    """Memory of the whole process: on the GPU if it is known per process, resident memory on a CPU."""
     host: int | None = None
     """Resident memory of the process on the host."""
 
     @property
     def allocated(self) -> int | None:
-        """Tensors at the peak of a step."""
+        """Tensor bytes at the peak of a step."""
         return None if self.buckets is None else sum(self.buckets.values())
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,33 +99,33 @@ class Stopwatch:
 
     first_step: int
     buckets: dict[str, int] | None = None
-    aside: float = 0.0
-    """Seconds since the last interval began that belong to no step."""
-    _clean: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _others: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _evaluations: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _checkpoints: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _stalls: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    excluded: float = 0.0
+    """Seconds in the current interval that belong to no step."""
+    _clean: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    _others: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    _evaluations: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    _checkpoints: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    _stalls: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
     _steps: int = 0
     _one_time: tuple[int, int] = (0, 0)
 
     def interval(self, seconds: float, steps: int, *, one_time: tuple[int, int]) -> None:
-        """Steps between two reads of the device; `one_time` counts captured graphs and compilations so far."""
+        """Records the steps between two device reads; `one_time`: graph captures and compilations so far."""
         begun, self._steps = self._steps, self._steps + steps
         changed, self._one_time = one_time != self._one_time, one_time
-        per_step = (max(0.0, seconds - self.aside) / steps, steps)
-        self.aside = 0.0
+        per_step = (max(0.0, seconds - self.excluded) / steps, steps)
+        self.excluded = 0.0
         (self._others if begun < WARM_STEPS or changed else self._clean).append(per_step)
 
     def evaluated(self, seconds: float) -> None:
-        """An evaluation was made."""
+        """Records an evaluation."""
         self._evaluations.append((seconds, 1))
 
-    def saved(self, seconds: float, *, whole: bool) -> None:
-        """A checkpoint was handed over, and written as well if `whole`."""
+    def saved(self, seconds: float, *, written: bool) -> None:
+        """Records a save; `written`: its seconds include the write to disk."""
         self._stalls.append((seconds, 1))
-        self.aside += seconds
-        if whole:
+        self.excluded += seconds
+        if written:
             self._checkpoints.append((seconds, 1))
 
     @property
@@ -129,7 +134,7 @@ class Stopwatch:
         return bool(self._clean)
 
     def measured(self, last_step: int, **memory: int | None) -> Measured:
-        """Everything so far; `memory` are the fields of `Measured` that the caller reads from the device."""
+        """Returns the measurements so far; `memory`: fields of `Measured` that the caller reads from the device."""
         return Measured(
             self.first_step,
             last_step,

@@ -1,7 +1,7 @@
 """Measured memory in four buckets: weights, gradients, optimizer states, activations; the rest is `other`.
 
-On a GPU the caching allocator counts bytes. On a CPU nothing does, so one step runs under a dispatch mode
-that sees every storage being allocated and freed. That gives exact tensor bytes at the cost of one slower step.
+On a GPU the caching allocator counts bytes. The CPU allocator does not, so one step runs under a dispatch mode
+that observes every storage being allocated and freed. That gives exact tensor bytes at the cost of one slower step.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class LiveBytes(TorchDispatchMode):
 
     Example:
         >>> with LiveBytes() as live:
-        ...     kept = torch.zeros(1000)
-        ...     del kept
+        ...     tensor = torch.zeros(1000)
+        ...     del tensor
         >>> live.now, live.peak
         (0, 4000)
     """
@@ -51,10 +51,10 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
-                self._see(tensor.untyped_storage(), inputs)
+                self._track(tensor.untyped_storage(), inputs)
         return out
 
-    def _see(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
+    def _track(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
         key = storage._cdata
         if key in self._known or key in inputs:
             return
@@ -62,15 +62,15 @@ class LiveBytes(TorchDispatchMode):
         self._known.add(key)
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, key, size)
+        weakref.finalize(storage, self._release, key, size)
 
-    def _gone(self, key: int, size: int) -> None:
+    def _release(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
 
 
-def standing(setup: TrainingSetup) -> dict[str, int]:
-    """Bytes that stay allocated between steps, by bucket."""
+def persistent_bytes(setup: TrainingSetup) -> dict[str, int]:
+    """Persistent bytes, which remain allocated between steps, by bucket."""
     return {
         "weights": storage_bytes([*setup.model.parameters(), *setup.model.buffers()]),
         "gradients": storage_bytes(p.grad for p in setup.parameters.values()),
@@ -81,36 +81,35 @@ def standing(setup: TrainingSetup) -> dict[str, int]:
 
 
 class StepMeter:
-    """Measures one whole step: `with StepMeter(setup) as meter:` … `meter.backward_done()` … then `meter.buckets`.
+    """Measures one step: `with StepMeter(setup) as meter:` … `meter.backward_done()` … then `meter.buckets`.
 
-    Gradients must be None when the block begins. The buckets add up to the step's true peak: activations are
-    what forward and backward had allocated at their peak besides the gradients, `other` is what the update
-    needed beyond that peak.
+    Gradients must be None when the block begins. The buckets add up to the step's peak: activations are the peak of
+    forward and backward minus the gradients, `other` is what the optimizer step needs beyond that peak.
     """
 
     def __init__(self, setup: TrainingSetup) -> None:
-        self.buckets = standing(setup)
-        self._job = setup
+        self.buckets = persistent_bytes(setup)
+        self._setup = setup
         self._cuda = setup.device.type == "cuda"
         self._live = LiveBytes()
         self._base = 0
 
     def _peak(self) -> int:
         if self._cuda:
-            return torch.cuda.max_memory_allocated(self._job.device) - self._base
+            return torch.cuda.max_memory_allocated(self._setup.device) - self._base
         return self._live.peak
 
     def __enter__(self) -> StepMeter:
         if self._cuda:
-            torch.cuda.reset_peak_memory_stats(self._job.device)
-            self._base = torch.cuda.memory_allocated(self._job.device)
+            torch.cuda.reset_peak_memory_stats(self._setup.device)
+            self._base = torch.cuda.memory_allocated(self._setup.device)
         else:
             self._live.__enter__()
         return self
 
     def backward_done(self) -> None:
-        """Called between backward and update, while the gradients are there."""
-        gradients = storage_bytes(p.grad for p in self._job.parameters.values())
+        """Called between backward and optimizer step, while the gradients are allocated."""
+        gradients = storage_bytes(p.grad for p in self._setup.parameters.values())
         self.buckets["gradients"] = gradients
         self.buckets["activations"] = max(0, self._peak() - gradients)
 
@@ -130,7 +129,7 @@ def process_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def whole_process(device: torch.device) -> dict[str, int | None]:
+def process_memory(device: torch.device) -> dict[str, int | None]:
     """Memory of this process as fields of `measured.Measured`, read without device synchronization."""
     host = process_bytes() or None
     if device.type != "cuda":

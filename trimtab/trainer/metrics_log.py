@@ -18,21 +18,21 @@ from trimtab.facts.files import write_atomic
 
 @dataclass(frozen=True)
 class Cut:
-    """What `MetricsLog.cut_back` removed, and what is left."""
+    """What `MetricsLog.cut_back` removed, and the remaining steps."""
 
     removed: int = 0
     """Records of later steps."""
     damaged: tuple[int, ...] = ()
-    """Numbers, from 1, of lines that could not be read; a last line that was cut short among them."""
+    """Numbers, from 1, of lines that could not be read, including an incomplete last line."""
     steps: frozenset[int] = field(default_factory=frozenset)
-    """Training steps that are left in the log."""
+    """Training steps that remain in the log."""
 
 
 class MetricsLog:
-    """Appends records to a file, a whole line at a time; several threads may write.
+    """Appends records to a file, one complete line at a time; several threads may write.
 
     Every record reaches the operating system before `append` returns, so a killed process loses none; `sync`
-    forces them to the disk and belongs before a checkpoint. NaN and infinities are written as the texts
+    forces them to disk; call it before saving a checkpoint. NaN and infinities are written as the strings
     "NaN", "Infinity" and "-Infinity": JSON has no numbers for them, and null would hide them.
 
     Example:
@@ -52,7 +52,7 @@ class MetricsLog:
             raise _explain(error, self.path) from error
 
     def append(self, record: dict[str, Any]) -> None:
-        """Writes one record; ResourceError when the disk is full, and then the file ends as it did before."""
+        """Writes one record. Raises ResourceError if the disk is full, and then leaves the file unchanged."""
         # Pure ASCII: str.splitlines also breaks at U+2028, which JSON would otherwise leave in a text.
         line = json.dumps(_valid(record), allow_nan=False).encode() + b"\n"
         with self._lock:
@@ -66,7 +66,7 @@ class MetricsLog:
                 raise _explain(error, self.path) from error
 
     def sync(self) -> None:
-        """Forces everything appended so far to the disk."""
+        """Forces everything appended so far to disk."""
         with self._lock:
             try:
                 os.fsync(self._file.fileno())
@@ -74,13 +74,13 @@ class MetricsLog:
                 raise _explain(error, self.path) from error
 
     def cut_back(self, step: int) -> Cut:
-        """Removes the records after `step`, the checkpoint's step; returns what was removed and what is left.
+        """Removes the records after `step`, the checkpoint's step; returns what was removed and the remaining steps.
 
         It removes records of later steps, records without a step that follow such a record, and lines that
         cannot be read. The file is replaced atomically.
         """
         with self._lock:
-            kept: list[bytes] = []
+            remaining: list[bytes] = []
             damaged, steps = list(self._torn), set()
             removed, past = 0, False
             for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
@@ -93,12 +93,12 @@ class MetricsLog:
                 if at > step if isinstance(at, int) else past:
                     removed += 1
                     continue
-                kept.append(line)
+                remaining.append(line)
                 if record.get("kind") == "train" and isinstance(at, int):
                     steps.add(at)
             if removed or damaged:
                 try:
-                    self._replace(b"".join(kept))
+                    self._replace(b"".join(remaining))
                 except OSError as error:
                     raise _explain(error, self.path) from error
             self._torn = ()
@@ -124,10 +124,10 @@ class MetricsLog:
         size = os.fstat(self._file.fileno()).st_size
         if size:
             content = self.path.read_bytes()
-            whole = content.rfind(b"\n") + 1
-            if whole < size:
+            complete = content.rfind(b"\n") + 1
+            if complete < size:
                 self._torn = (content.count(b"\n") + 1,)
-                os.ftruncate(self._file.fileno(), whole)
+                os.ftruncate(self._file.fileno(), complete)
 
     def _replace(self, content: bytes) -> None:
         self._file.close()
@@ -141,17 +141,17 @@ class NoLog:
     """The log of every process of a mesh except the first; only the first one writes."""
 
     def append(self, record: dict[str, Any]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def sync(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def cut_back(self, step: int) -> Cut:
-        """Nothing."""
+        """Does nothing."""
         return Cut()
 
     def close(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -164,7 +164,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _valid(value: Any) -> Any:
-    """`value` with non-finite numbers as texts."""
+    """`value` with non-finite numbers as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
@@ -177,6 +177,6 @@ def _valid(value: Any) -> Any:
 def _explain(error: OSError, path: Path) -> TrimtabError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ResourceError(
-            f"no room left for {path}", "free some space and resume; nothing written is lost"
+            f"no space left for {path}", "free some space and resume; records already written are kept"
         )
     return CheckpointError(f"cannot write {path}: {error.strerror or error}", "check the run folder")

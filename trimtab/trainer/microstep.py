@@ -77,7 +77,7 @@ class MicroStep:
 
     @property
     def captures(self) -> int:
-        """How many CUDA graphs were captured so far: a step that captures one takes longer than the others."""
+        """The number of CUDA graphs captured so far: a step that captures one takes longer than the others."""
         return self.graphs.captures if self.graphs is not None else 0
 
     def release(self) -> None:

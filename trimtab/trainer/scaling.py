@@ -10,7 +10,7 @@ LEAST = 2.0**-14
 
 @dataclass
 class LossScaler:
-    """The scale and when it last changed; plain numbers, so it lives in a checkpoint's scalars.
+    """The scale and the good steps since it last changed; plain numbers, stored in a checkpoint's scalars.
 
     Example:
         >>> scaler = LossScaler(scale=4.0)

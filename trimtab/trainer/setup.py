@@ -18,7 +18,7 @@ from trimtab.trainer.microstep import MicroStep
 
 
 class Batch(Protocol):
-    """What the loop itself reads of a microbatch; the loss callable reads the rest."""
+    """The part of a microbatch that the loop reads; the loss callable reads the rest."""
 
     num_targets: int
     origins: list[list[str]]
@@ -75,7 +75,7 @@ class Log(Protocol):
 
 
 class Compiled(Protocol):
-    """A model of which parts are compiled."""
+    """A model with compiled parts."""
 
     def compilations(self) -> tuple[int, float]: ...
     def paused(self) -> AbstractContextManager[None]: ...
@@ -99,24 +99,24 @@ class Cadence:
     eval_on_start: bool = True
 
     def due(self, every: int, step: int) -> bool:
-        """Whether something that happens `every` so many steps happens after this one."""
+        """Whether something that happens every `every` steps happens after this step."""
         return step == self.total_steps or (every > 0 and step % every == 0)
 
 
 @dataclass
 class TrainState:
-    """Where a run stands; all of it goes into a checkpoint's scalars."""
+    """The progress of a run; all fields go into a checkpoint's scalars."""
 
     step: int = 0
     tokens: int = 0
     best: float | None = None
     seconds: float = 0.0
     measured: int = -1
-    """The last step that an evaluation was finished at."""
+    """The last step with a finished evaluation, or -1."""
     stale: int = 0
     """Evaluations in a row that did not improve, for early stopping."""
     ended: int = -1
-    """The step at which early stopping ended the run, its last records written."""
+    """The step at which early stopping ended the run and its final records were written, or -1."""
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Outcome:
     state: TrainState
     signal: int | None = None
     reason: str | None = None
-    """Why a run ended before its last step (early stopping, or what a callback gave); None if nothing says."""
+    """Why a run ended before its last step (early stopping, or a callback's reason), or None."""
 
 
 @dataclass
@@ -142,9 +142,9 @@ class TrainingSetup:
     """Forward and backward of a microbatch."""
     optimizer: Optimizer
     learning_rate: Callable[[int], float]
-    """Step (from 0) to learning rate."""
+    """Maps a step (from 0) to its learning rate."""
     global_norm: Callable[[Any], torch.Tensor]
-    """Parameters to the norm of their gradients, on the device."""
+    """Maps parameters to their global gradient norm, on the device."""
     clip_factor: Callable[[torch.Tensor], torch.Tensor]
     """Maps that norm to the factor by which gradients are multiplied, on the device."""
     loader: Loader
@@ -154,29 +154,29 @@ class TrainingSetup:
     cadence: Cadence
     device: torch.device
     evaluate: Callable[[int], list[dict[str, Any]]] | None = None
-    """Step to metric records; the record named `best_of` with kind `eval` decides the best checkpoint."""
+    """Maps a step to metric records; the record named `best_of` with kind `eval` decides the best checkpoint."""
     best_of: str | None = None
     evaluate_end: Callable[[int], list[dict[str, Any]]] | None = None
-    """Step to the records that only a run's end has (completions, exact answers), where it ends before its last step;
-    at the last step `evaluate` returns them itself."""
+    """Maps a step to the final records (completions, exact answers) of a run that early stopping ends; at the last step
+    `evaluate` returns them itself."""
     early_stopping: EarlyStopping | None = None
-    """When the score of `best_of` ends the run; None trains to the last step."""
+    """Decides when the score of `best_of` ends the run; None trains to the last step."""
     loss_scale: float | None = None
     """The first loss scale for fp16; None trains without one."""
     in_backward: InBackward | None = None
-    """Where it is given, backward itself updates the weights and leaves no gradients."""
+    """If set, the backward pass updates the weights itself and leaves no gradients."""
     compiled: Compiled | None = None
-    """Where the model is compiled: (programs, seconds it took) in this process, and how to run without."""
+    """If the model is compiled: (number, seconds) of compilations in this process, and how to pause compiled code."""
     observers: Sequence[Observer] = field(default_factory=list)
     before_microbatch: Callable[[int, int, Any], None] | None = None
     """Called with the step (from 0), the index of the microbatch in it, and the microbatch: random numbers in
     the model depend only on them."""
     after_step: Callable[[int], None] | None = None
-    """Called with the finished step; the kill demonstration and tests hook in here."""
+    """Called with the finished step, for demonstrations and tests."""
     callbacks: Callbacks | None = None
-    """The user's own, called between steps."""
+    """The user's callbacks, called between steps."""
     on_measured: Callable[[Measured], None] | None = None
-    """Called with what was measured once steps are representative, and at the end."""
+    """Called with the measurements once steps are representative, and at the end."""
     during: During = no_phase
     """Entered with each phase of a step and of the run; explains errors raised in it."""
 

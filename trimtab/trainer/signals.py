@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP ask the loop to save and stop after the current step; a second one stops at once."""
+"""SIGINT, SIGTERM and SIGHUP ask the loop to save and stop after the current step; a second one stops immediately."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import threading
 from types import FrameType
 from typing import Any
 
-# A closed terminal (SIGHUP, where there is one) is no reason to lose a day's work either.
+# SIGHUP, which not every platform has: a closed terminal must not lose the run either.
 STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class StopSignals:
-    """Within `with`, the first signal is only noted; outside the main thread nothing is changed."""
+    """Within `with`, the first signal is only recorded; does nothing outside the main thread."""
 
     def __init__(self) -> None:
         self.received: int | None = None

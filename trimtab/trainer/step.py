@@ -44,7 +44,7 @@ def accumulate(
 ) -> torch.Tensor:
     """This process's part of `forward_backward`: the sum of its token losses, without communication.
 
-    `first` is the number in its step of the first microbatch given; `eager` uses no CUDA graphs.
+    `first` is the index of the first microbatch within the step; `eager` uses no CUDA graphs.
     """
     total = torch.zeros((), dtype=torch.float32, device=setup.device)
     for index, batch in enumerate(microbatches, first):

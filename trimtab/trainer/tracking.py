@@ -11,7 +11,7 @@ SINKS = ("tensorboard", "wandb")
 
 
 def scalars_of(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of one metrics record under the names both tools show.
+    """The values of a metrics record by the names that both tools show.
 
     Example:
         >>> scalars_of({"kind": "eval", "step": 3, "name": "general", "loss": 2.0, "perplexity": 7.4})
@@ -31,7 +31,7 @@ def scalars_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 class TensorBoardSink:
-    """Writes event files into `folder`; the first record of a resumed run purges what came after its checkpoint."""
+    """Writes event files into `folder`; the first record of a resumed run purges events after its checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -45,7 +45,7 @@ class TensorBoardSink:
         self._writer: Any = None
 
     def record(self, record: dict[str, Any]) -> None:
-        """One metrics record."""
+        """Writes one metrics record."""
         if self._writer is None:
             # A session's first record has the step of its checkpoint, whose metrics were already written.
             step = record["step"]
@@ -57,7 +57,7 @@ class TensorBoardSink:
         self._writer.flush()  # a killed process loses none
 
     def message(self, text: str) -> None:
-        """Messages are for the terminal."""
+        """Does nothing: messages are for the terminal."""
 
 
 class WandbSink:
@@ -76,10 +76,10 @@ class WandbSink:
         )
 
     def record(self, record: dict[str, Any]) -> None:
-        """One metrics record."""
+        """Writes one metrics record."""
         values = scalars_of(record)
         if values:
             self._run.log(values, step=record["step"])
 
     def message(self, text: str) -> None:
-        """Messages are for the terminal."""
+        """Does nothing: messages are for the terminal."""
