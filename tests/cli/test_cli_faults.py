@@ -357,9 +357,7 @@ def test_a_second_signal_stops_at_once_and_says_how_to_go_on(
         with monkeypatch.context() as patch:
             after_each_step(patch, twice)
             said = cli(*words)
-        said.refused(
-            130, "error: stopped at once; go on from the last checkpoint with: trimtab train --resume"
-        )
+        said.refused(130, "error: stopped; continue from the last checkpoint with: trimtab train --resume")
         shutil.rmtree(run / "checkpoints" / "step-00000002", ignore_errors=True)
     command = said.err.partition("with: trimtab ")[2]
     assert cli(*shlex.split(command)).code == 0

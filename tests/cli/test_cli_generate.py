@@ -233,7 +233,7 @@ def test_ctrl_c_says_that_the_command_goes_on(
     command = ("generate", world.run, "--prompts", prompts, "--output", out, "--max-new-tokens", 3)
     said = cli(*command, "--batch-size", 2)
     assert said.code == 130
-    assert "the same command goes on from there" in " ".join(said.err.split())
+    assert "repeat the command to continue" in " ".join(said.err.split())
     assert len(rows(out)) == 2
     monkeypatch.undo()
     assert "5 rows (3 new)" in cli(*command).out
@@ -296,7 +296,7 @@ def test_chat_from_a_pipe(
         assert words in said.err
     assert "there is no command /nothing; /help lists them" in said.err
     assert "/system TEXT" in said.err
-    assert "[cut off after 6 tokens; --max-new-tokens allows more]" in said.err
+    assert "[cut off after 6 tokens; raise --max-new-tokens for longer answers]" in said.err
     (row,) = rows(saved)
     assert [m["role"] for m in row["messages"]] == ["user", "assistant"] * 2
     first = row["messages"][1]["content"]
@@ -403,7 +403,7 @@ def test_ctrl_c_keeps_what_was_answered(
 
     monkeypatch.setattr(sys.stdout, "write", stop_early)
     session.run()
-    assert "[stopped; the conversation stays]" in capsys.readouterr().err
+    assert "[stopped; the conversation continues]" in capsys.readouterr().err
     assert [m["role"] for m in session.chat.messages] == ["user", "assistant"] * 2
     assert plain(session.chat.messages[1]["content"]) == "".join(shown[:2])
 

@@ -120,12 +120,12 @@ def test_an_export_says_its_format_and_whether_it_rounds(run: Path, tmp_path: Pa
         return said.out.splitlines()[0]
 
     bf16, fp16, whole = (tmp_path / name for name in ("bf16", "fp16", "whole"))
-    assert first_line(run, bf16).endswith("in bf16, rounded from fp32; --dtype fp32 keeps every digit")
+    assert first_line(run, bf16).endswith("in bf16, rounded from fp32; --dtype fp32 avoids rounding")
     assert first_line(run, whole, "--dtype", "fp32").endswith("in fp32")
     assert first_line(bf16, tmp_path / "again").endswith("in bf16")
     assert first_line(bf16, tmp_path / "wider", "--dtype", "fp32").endswith("in fp32")
     other = first_line(bf16, fp16, "--dtype", "fp16")
-    assert other.endswith("in fp16, rounded from bf16; --dtype bf16 keeps every digit")
+    assert other.endswith("in fp16, rounded from bf16; --dtype bf16 avoids rounding")
 
 
 def test_a_model_is_not_written_over_itself(run: Path, model_copy: Path, cli: Call) -> None:

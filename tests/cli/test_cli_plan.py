@@ -194,7 +194,7 @@ def test_a_page_is_written_for_plans_that_fit_and_that_do_not(cli: Call, tmp_pat
         ((MODEL, *GPU, "--method", "quick"), 2, "choose one of full, lora"),
         ((MODEL, *GPU, "--solve", "everything"), 2, "choose one of max_seq_length"),
         ((MODEL, *GPU, "--host-memory", "-1"), 2, "64GB"),
-        (("max_steps=5",), 2, "nothing to plan is named"),
+        (("max_steps=5",), 2, "no recipe or model given"),
     ],
 )
 def test_bad_input(cli: Call, words: tuple[str, ...], code: int, cause: str) -> None:
@@ -205,11 +205,11 @@ def test_plan_lists_what_each_policy_saves_and_costs(world: World, cli: Call) ->
     rows = json.loads(cli("plan", world.recipe, "--json", "--recompute").out)["recompute"]
     assert [row["policy"] for row in rows] == list(POLICIES)
     said = cli("plan", world.recipe, "--recompute").out
-    table = said[said.index("Each policy in all layers") :].splitlines()
+    table = said[said.index("Each policy applied to all layers") :].splitlines()
     assert [line.split()[0] for line in table[2 : 2 + len(POLICIES)]] == list(POLICIES)
     block = next(row for row in rows if row["policy"] == "block")
     assert f"+ {block['arithmetic']:.1%}" in next(line for line in table if line.startswith("block"))
-    assert "Times are left out" in said
+    assert "No times are shown" in said
 
 
 def test_plan_lists_number_formats(world: World, cli: Call) -> None:

@@ -335,7 +335,7 @@ def test_demo_killed_and_resumed(tmp_path: Path) -> None:
     assert "ended with signal 9" in done.stdout
     # of step 2 where the kill came before the one of step 4 was on disk
     assert re.search(r"resumed from its last checkpoint, step [24]\b", done.stdout)
-    assert "all 8 losses are equal bit by bit" in done.stdout
+    assert "all 8 losses are bitwise identical" in done.stdout
 
 
 def test_plan_mentions_a_text_that_is_not_there(world: World, cli: Call) -> None:
@@ -372,7 +372,7 @@ def test_a_reader_that_has_enough() -> None:
 
 def test_demo_replaces_only_a_demo(world: World, tmp_path: Path, cli: Call) -> None:
     demo, mine = ("demo", "--steps", 4, "--folder"), tmp_path / "mine"
-    cli(*demo, world.run).refused(5, "no demo made")
+    cli(*demo, world.run).refused(5, "not a demo")
     mine.mkdir()
     (mine / "letter.txt").write_text("dear")
     cli(*demo, mine).refused(5, "letter.txt", "; give another --folder")
@@ -404,15 +404,15 @@ def test_help_of_every_verb(cli: Call, words: list[str]) -> None:
         (["plan", "x", "--fast"], "error: no such option: --fast; see `trimtab plan --help`"),
         (
             ["train", "x", "--max_steps=5"],
-            "error: no such option: --max_steps; keys of the recipe are written without dashes: max_steps=5",
+            "error: no such option: --max_steps; write recipe keys without dashes: max_steps=5",
         ),
         (
             ["plan", "x", "--output-dir", "a b"],
-            "error: no such option: --output-dir; keys of the recipe are written without dashes: output_dir='a b'",
+            "error: no such option: --output-dir; write recipe keys without dashes: output_dir='a b'",
         ),
         (
             ["train", "--lora.r", "--quiet", "x"],
-            "error: no such option: --lora.r; keys of the recipe are written without dashes: lora.r=VALUE",
+            "error: no such option: --lora.r; write recipe keys without dashes: lora.r=VALUE",
         ),
         (
             ["demo", "--max_steps=5"],
@@ -454,7 +454,7 @@ def test_a_full_disk_behind_standard_output_is_named(tmp_path: Path, unbuffered:
         )
     assert done.returncode == 6
     assert done.stderr == (
-        "error: standard output: No space left on device; free some space, or send the output somewhere else\n"
+        "error: standard output: No space left on device; free some space, or redirect the output elsewhere\n"
     )
 
 

@@ -20,7 +20,7 @@ from trimtab.hub import resolve_model
 
 # Training.
 case(
-    "cli/train.py:train: a continued run has its recipe in its folder; give only keys to change, as key=value",
+    "cli/train.py:train: a resumed run uses the recipe in its folder; give only keys to override, as key=value",
     lambda w: w.cli("train", w.recipe(), "--resume", w.own("run") / "run"),
     lambda w, remedy: w.cli("train", "--resume", w.own("run") / "run", "max_steps=5"),
 )
@@ -60,7 +60,7 @@ case("trainer/loop.py:_Loop.stop_at: {}", lambda w: diverging(w, 1e30, lora={"r"
 
 # Commands.
 case(
-    "cli/eval.py:evaluate: name a text, or leave --no-probe out",
+    "cli/eval.py:evaluate: name a text, or omit --no-probe",
     lambda w: w.cli("eval", w.model, "--no-probe"),
     lambda w, remedy: (
         w.cli("eval", w.model, w.shared("run") / "domain.jsonl", "--no-probe"),
@@ -75,7 +75,7 @@ def piped(w: World, said: str, *words: object) -> str:
 
 
 case(
-    "cli/generate.py:generate: write it behind the model, or pipe it in",
+    "cli/generate.py:generate: write it after the model, or pipe it to standard input",
     lambda w: piped(w, ""),
     lambda w, remedy: (piped(w, "", "the cat"), piped(w, "the cat")),
 )
@@ -236,7 +236,7 @@ def over_letter(w: World, *more: str, name: str = "letter.txt") -> str:
 
 
 case(
-    "cli/doctor.py:_refuse_foreign: name another file with --report, or replace it with --overwrite",
+    "cli/doctor.py:_refuse_foreign: name another file with --report, or overwrite it with --overwrite",
     over_letter,
     lambda w, remedy: (over_letter(w, name="report.txt"), over_letter(w, remedy.split()[-1])),
 )
@@ -291,7 +291,7 @@ def shown_help(w: World, remedy: str) -> None:
 
 
 case(
-    "cli/commands.py:_misused: keys of the recipe are written without dashes: {}",
+    "cli/commands.py:_misused: write recipe keys without dashes: {}",
     lambda w: w.cli("train", w.recipe(), "--max-steps", 1),
     lambda w, remedy: w.cli("train", w.recipe(), remedy.split(": ")[1]),
 )

@@ -282,7 +282,7 @@ case(CHECK, lambda w: (answer(w), answer(w, "--seed", 5)), follow_output)
 case(CHECK, lambda w: (answer(w), answer(w, prompts="the cat\n")), follow_output)
 case(CHECK, lambda w: (answer(w), answer(w, prompts="a tree\na dog\n")), follow_output)
 case(
-    "cli/generate.py:_check_files: add --prompts FILE, or leave it out",
+    "cli/generate.py:_check_files: add --prompts FILE, or omit {}",
     lambda w: command(w, "--output", w.tmp / "o.jsonl"),
     lambda w, remedy: (answer(w), command(w)),
 )

@@ -24,8 +24,8 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "checkpoint/store.py:_explain: raise the file size limit (ulimit -f), or move the run folder to another disk, "
         "then resume; the earlier checkpoints are intact",
         "checkpoint/tensors.py:read_back: check the disk; the earlier checkpoints were not touched",
-        "cli/commands.py:_lacking: free some space or check the folder's rights",
-        "cli/commands.py:_lacking: free some space, or send the output somewhere else",
+        "cli/commands.py:_lacking: free some space or check the folder's permissions",
+        "cli/commands.py:_lacking: free some space, or redirect the output elsewhere",
         "data/cache.py:TokenCache._build: free some space, or give another folder: data.cache_dir of a recipe, "
         "--cache-dir of `trimtab eval`",
         "data/tokenizer_pool.py:_Worker._died: free some memory or lower num_proc, then try again",
