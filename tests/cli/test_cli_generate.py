@@ -71,7 +71,7 @@ def test_a_file_of_prompts(world: World, prompts: Path, tmp_path: Path, cli: Cal
     assert "5 rows (0 new)" in cli("generate", world.run, "--prompts", prompts, "--output", out, *options).out
     out.write_bytes(whole[: whole.index(b"\n", whole.index(b"\n") + 1) + 30])
     said = cli("generate", world.run, "--prompts", prompts, "--output", out, *options)
-    assert "2 of 5 rows are in" in said.err
+    assert "already contains 2 of 5 rows" in said.err
     assert "5 rows (3 new)" in said.out
     assert out.read_bytes() == whole
     # A longer file of prompts continues what is there.

@@ -108,7 +108,7 @@ def test_a_limit_below_the_weights_is_named(cli: Call) -> None:
 def test_what_if_lists_savings_and_costs(cli: Call) -> None:
     said = cli("plan", MODEL, *GPU, "--what-if")
     assert said.code == 0
-    assert "the cheapest in time per saved GiB first" in said.out
+    assert "sorted by time cost per saved GiB" in said.out
     assert "optim: adamw_8bit" in said.out
     rows = json.loads(cli("plan", MODEL, *GPU, "--what-if", "--json").out)["what_if"]
     assert any(row["in_use"] for row in rows)

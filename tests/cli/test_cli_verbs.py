@@ -37,7 +37,7 @@ def test_train_leaves_a_whole_run_folder(world: World) -> None:
     assert wanted | {"model", "checkpoints", "report.html"} <= names
     # what a failed start takes away again; an export of another test may have left its receipt here
     assert names - {"report.html", "receipts"} <= set(OURS)
-    assert "what this run will take" in world.output
+    assert "plan of this run" in world.output
     assert str(world.run.name) in world.output
     kinds = {record["kind"] for record in records(world.run)}
     assert {"train", "eval", "sample", "memory"} <= kinds
@@ -90,7 +90,7 @@ def test_quiet_training_prints_where_the_run_is(world: World, tmp_path: Path, cl
     assert said.code == 0
     assert "run folder" in said.out
     assert "report.html" in said.out.replace("\n", "").replace(" ", "")
-    assert not any(word in said.out for word in ("loss", "step 1", "what this run will take", "memory"))
+    assert not any(word in said.out for word in ("loss", "step 1", "plan of this run", "memory"))
 
 
 def test_train_without_anything_is_refused(cli: Call) -> None:

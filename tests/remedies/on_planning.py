@@ -78,7 +78,7 @@ case(
     ),
 )
 case(
-    "report/html.py:write_html: give another place with {}",
+    "report/html.py:write_html: give another path with {}",
     lambda w: plan(w, MODEL, *GPU, "--page", w.model / "config.json" / "plan.html"),
     lambda w, remedy: [plan(w, MODEL, *GPU, "--page", w.tmp / "plan.html"), Path(w.tmp / "plan.html").stat()],
 )

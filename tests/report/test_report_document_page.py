@@ -98,7 +98,7 @@ def test_hostile_text_stays_text(hostile: str) -> None:
 
 def test_a_document_with_nothing_in_it() -> None:
     html = render_document(Document("", (), (), ""))
-    assert "There are no measurements in this report." in html
+    assert "This report contains no measurements." in html
     assert "<script>" not in html
     assert "<section" in render_document(Document("t", (), (Section("empty", ()),), "c"))
 
@@ -106,7 +106,7 @@ def test_a_document_with_nothing_in_it() -> None:
 @pytest.mark.parametrize("chart", odd_charts(), ids=lambda chart: chart.id)
 def test_odd_charts_are_drawn_or_said_to_be_empty(chart: LineChart) -> None:
     html = render_document(document(chart))
-    drawn = "There is no value to draw." not in html
+    drawn = "No values." not in html
     assert drawn == (f'id="chart-{chart.id}"' in html or '<div class="named">' in html)
     empty = ("no-", "all-", "only-zeros", "zero-counts")
     assert drawn != chart.id.startswith(empty)
@@ -215,7 +215,7 @@ def test_the_script_gets_exact_bytes() -> None:
     assert titles[figure["peak"]] == chart.titles[stack.peak]
     places = [figure["start"] + figure["dx"] * step for step in itertools.accumulate(figure["x"])]
     assert math.isclose(places[figure["peak"]], stack.x[stack.peak], rel_tol=1e-5)
-    assert "at most 17.0 GiB, at backward, layer 31, event 1503" in drawn.label
+    assert "peak 17.0 GiB, at backward, layer 31, event 1503" in drawn.label
 
 
 @pytest.mark.parametrize("charts", [1, 3])
@@ -223,7 +223,7 @@ def test_a_page_of_long_timelines_stays_small(charts: int) -> None:
     made = document(*(memory(20_000, f"memory-{i}") for i in range(charts)))
     html = render_document(made)
     assert 300_000 < len(html.encode()) < 3_000_000
-    assert html.count("at most 17.0 GiB, at backward, layer 19, event 10003") >= charts
+    assert html.count("peak 17.0 GiB, at backward, layer 19, event 10003") >= charts
 
 
 def test_a_limit_far_above_is_not_drawn() -> None:
@@ -283,12 +283,12 @@ def test_charts_as_tables_have_limits() -> None:
     assert len(both.head) <= MOST_COLUMNS + 1
     stack = chart_table(memory())
     assert stack is not None
-    assert stack.rows[-1] == ("together", "16.9 GiB", "16.9 GiB")
+    assert stack.rows[-1] == ("total", "16.9 GiB", "16.9 GiB")
     assert [chart_table(chart) is None for chart in odd_charts()[:3]] == [True, True, False]
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match="give another place with --out"):
+    with pytest.raises(ResourceError, match="give another path with --out"):
         write_document_page(document(Text("a")), tmp_path / "missing" / "report.html")
     write_document_page(document(Text("a `b` c` d")), tmp_path / "report.html")
     assert "a <code>b</code> c` d" in (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -48,8 +48,8 @@ def test_markdown_has_all_of_a_document() -> None:
     assert "## Step time\n\nBackward takes about twice as long as forward. `tf32` is off.\n" in text
     assert "![Forward and backward](pictures/times-5.png)" in text
     assert "![Time by kernel](pictures/kernels.png)\n\nKernels of less than 1 % are added up." in text
-    assert "| together |" not in text
-    assert "| together         |    16.9 GiB | 16.9 GiB |" in text, "a stack without a picture"
+    assert "| total |" not in text
+    assert "| total            |    16.9 GiB | 16.9 GiB |" in text, "a stack without a picture"
     assert "The peak is at backward, layer 11, event 203." in text
     assert "```\n3.14\n0 10000000" in text
     assert text.endswith("Written by `trimtab bench step`.\n")
@@ -136,7 +136,7 @@ def test_the_terminal_shows_all_of_it_within_its_width(width: int) -> None:
     assert "110.0 ms (40 %)" in text
     assert "█" in text
     assert re.search("[▁▂▃▄▅▆▇]", text)
-    assert "at most 16.9 GiB" in text
+    assert "peak 16.9 GiB" in text
 
 
 def test_a_table_that_is_too_wide_is_split_after_its_first_column() -> None:
@@ -159,8 +159,8 @@ def test_long_charts_are_cut_on_a_terminal_with_a_hint() -> None:
     text = OURS.sub("", shown(document(BarChart("b", "Bars", "ms", bars), times(20))))
     assert "kernel 15" in text
     assert "kernel 16" not in text
-    assert "14 more are in the page." in text
-    assert "8 more are in the page." in text
+    assert "14 more are in the HTML report." in text
+    assert "8 more are in the HTML report." in text
 
 
 def test_a_stacks_sparkline_follows_time_and_not_moments() -> None:

@@ -70,18 +70,18 @@ def test_the_page_of_a_whole_run(make_run: MakeRun, learnt: list[dict[str, Any]]
     ]
     assert [i for i in ids if not str(i).startswith("chart-")] == sections
     for words in (
-        "Gained domain loss 3.520 → 1.210 ± 0.005, 60 documents −2.310",
-        "Lost general loss 3.104 → 3.135 ± 0.005, 60 documents +0.031",
+        "Improved domain loss 3.520 → 1.210 ± 0.005, 60 documents −2.310",
+        "Regressed general loss 3.104 → 3.135 ± 0.005, 60 documents +0.031",
         "No measurable change probe: grammar 86 of 100 → 87 of 100",
         "Holm's correction for 7 comparisons",
         "training, smoothed",
         "before, predicted",
-        "bytes of tensors",
+        "tensor allocations",
         "Add the tens: 30 + 20 = 50.",
         "24 of 30",
         "sdpa_flash",
         "FlexAttention has no backward on a CPU",
-        "nothing but white space",
+        "only white space",
         "model: starter",
         "2.13.0",
     ):
@@ -136,9 +136,9 @@ def test_a_page_of_an_older_log_claims_nothing(
 ) -> None:
     page = Elements(render(read_run(make_run(learnt_without_items))))
     text = " ".join(" ".join(page.words).split())
-    assert "Gained Nothing was tested. Lost Nothing was tested." in text
+    assert "Improved Nothing was tested. Regressed Nothing was tested." in text
     assert "Measured, not tested domain loss 3.520 → 1.210" in text
-    assert "Without a paired test nothing is claimed: metrics.jsonl holds no results by item" in text
+    assert "Not tested, so no change is claimed: metrics.jsonl contains no results by item" in text
     assert "better" not in text
     assert "worse" not in text
 
@@ -165,7 +165,7 @@ def test_pages_of_runs_without_results(make_run: MakeRun, records: list[Any]) ->
     text = " ".join(" ".join(page.words).split())
     assert "Nothing was trained yet." in text
     assert page.scripts == []
-    assert ("1 damaged line in metrics.jsonl was left out" in text) == (records == ["{"])
+    assert ("1 damaged line in metrics.jsonl was ignored" in text) == (records == ["{"])
     assert ("Step 3: stopped" in text) == ("stopped" in str(records))
 
 
@@ -233,7 +233,7 @@ def test_an_older_page_is_replaced_whole_and_a_failure_leaves_it(
 
     with monkeypatch.context() as patched:
         patched.setattr("os.replace", full)
-        with pytest.raises(ResourceError, match="No space left on device; give another place"):
+        with pytest.raises(ResourceError, match="No space left on device; give another path"):
             write_page(data, target)
     assert target.read_text() == "older"
     before = sorted(p.name for p in folder.iterdir())
@@ -253,6 +253,6 @@ def test_the_page_marks_what_was_trained_on(make_run: MakeRun) -> None:
     page = Elements(html)
     words = " ".join(" ".join(page.words).split())
     assert "4 of 9 tokens" in words
-    assert "cut here" in words
+    assert "truncated here" in words
     assert max(len(word) for word in page.words) < 2000
     assert not [tag for tag, _ in page.tags if tag == "img"]

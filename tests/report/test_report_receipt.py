@@ -64,15 +64,15 @@ def test_the_page_has_a_table_of_the_last_start(make_run: MakeRun) -> None:
     data = read_run(with_receipt(make_run([]), older, entry()))
     rows = {row.name: (row.predicted, row.measured, row.difference) for row in receipt_rows(data)}
     assert rows == {
-        "tensors at the peak of a step": ("7.92 GiB", "7.90 GiB", "−0.3 %"),
-        "reserved by PyTorch's allocator": ("not predicted", "8.00 GiB", ""),
-        "the process on the host": ("2.00 GiB", "2.00 GiB", "+0.0 %"),
-        "an optimizer step": ("231 ms", "238 ms", "+3.0 %"),
-        "an evaluation": ("2.00 s", "2.50 s", "+25.0 %"),
-        "a checkpoint": ("not predicted", "1 min 01 s", ""),
+        "peak memory of tensors in a step": ("7.92 GiB", "7.90 GiB", "−0.3 %"),
+        "memory reserved by PyTorch's allocator": ("not predicted", "8.00 GiB", ""),
+        "host memory of the process": ("2.00 GiB", "2.00 GiB", "+0.0 %"),
+        "optimizer step": ("231 ms", "238 ms", "+3.0 %"),
+        "evaluation": ("2.00 s", "2.50 s", "+25.0 %"),
+        "checkpoint": ("not predicted", "1 min 01 s", ""),
     }
     page = render(data)
-    assert "predicted beside measured" in page
+    assert "predicted and measured" in page
     for cells in rows.values():
         assert all(cell in page for cell in cells[:2])
 

@@ -164,7 +164,7 @@ def test_a_plan_with_anything_in_it_is_drawn_or_refused(
 
 
 def test_missing_folders_and_files_say_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not there; give a run folder"):
+    with pytest.raises(CheckpointError, match="does not exist; give a run folder"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"has no metrics.jsonl; give a run folder"):
         read_run(tmp_path)

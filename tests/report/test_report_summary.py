@@ -86,8 +86,8 @@ def test_a_log_without_results_by_item_claims_nothing(
     assert [c.name for c in found.untested][:3] == ["domain loss", "general loss", "exact answers"]
     assert all(c.evidence() == "" for c in found.untested)
     assert found.explanation() == (
-        "Without a paired test nothing is claimed: metrics.jsonl holds no results by item, which versions before this "
-        "one did not write."
+        "Not tested, so no change is claimed: metrics.jsonl contains no results by item; older versions "
+        "did not write them."
     )
 
 
@@ -104,7 +104,7 @@ def test_other_items_than_before_are_not_compared(make_run: MakeRun, learnt: lis
     found = verdict(changes(read_run(make_run(records))))
     assert (found.gained, found.lost, found.unchanged) == ([], [], [])
     assert {c.untested for c in found.untested} == {OTHER_ITEMS}
-    assert "other items were measured" in found.explanation()
+    assert "different items were measured" in found.explanation()
 
 
 def test_one_part_may_be_tested_and_another_not(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
@@ -143,11 +143,11 @@ def test_memory_predicted_beside_measured(make_run: MakeRun, learnt: list[dict[s
         ("after", "measured"),
     ]
     assert memory_verdict(data) == (
-        "At the peak 516.0 MiB were predicted and 519.0 MiB measured: the prediction was 0.6% too low."
+        "Peak memory: 516.0 MiB predicted, 519.0 MiB measured; the prediction was 0.6% too low."
     )
     basis = memory_basis(data)
     assert basis is not None
-    assert "bytes of tensors" in basis
+    assert "tensor allocations" in basis
     data.choices["device"] = "cuda"
     assert "allocator" in str(memory_basis(data))
 
@@ -279,10 +279,10 @@ def test_smoothing_stays_between_the_least_and_the_greatest(values: list[float])
 
 
 def test_what_of_a_model_is_trained() -> None:
-    assert parameters({"parameters": 1000}) == "1.00 K parameters, all trained"
-    assert parameters({"parameters": 1000, "trained": 1000}) == "1.00 K parameters, all trained"
+    assert parameters({"parameters": 1000}) == "1.00 K parameters, all trainable"
+    assert parameters({"parameters": 1000, "trained": 1000}) == "1.00 K parameters, all trainable"
     adapted = parameters({"parameters": 1000, "trained": 10})
-    assert adapted == "1.00 K parameters, frozen; 10 are trained on top, 1.00% as many"
+    assert adapted == "1.00 K frozen parameters, 10 trainable (1.00%)"
     for nonsense in ({}, {"parameters": "many"}, {"parameters": 0, "trained": 1}):
         assert parameters(nonsense) == ""
 
