@@ -124,9 +124,9 @@ def test_a_file_of_answers_advises_what_python_has(model: trimtab.Model, folder:
     prompts, output = folder / "prompts.txt", folder / "answers.jsonl"
     model.generate_file(prompts, output, max_new_tokens=1)
     said = refused(lambda: model.generate_file(prompts, output, max_new_tokens=2))
-    assert said.endswith("; name another output, or start anew with overwrite=True")
+    assert said.endswith("; name another output, or replace the file with overwrite=True")
     said = refused(lambda: model.generate_file(prompts, folder / "more.jsonl", system="be kind"))
-    assert said.startswith("system is given, and ")
+    assert said.startswith("system is given, but ")
     assert said.endswith("; add chat=True, or put it into the prompt")
 
 
@@ -153,7 +153,7 @@ def test_objects_that_are_no_model(folder: Path, model: trimtab.Model) -> None:
             lambda given=given: trimtab.train(recipe(folder), model=given, data=TEXTS, view=quiet())
         )
         assert said.startswith("model= is ")
-        assert "what trimtab.load returns" in said
+        assert "the result of trimtab.load" in said
     said = refused(lambda: trimtab.train({**recipe(folder), "model": model}, data=TEXTS, view=quiet()))
     assert said.startswith("'model' of the recipe is Model(")
     assert "trimtab.train(recipe, model=model)" in said
@@ -174,7 +174,7 @@ def test_a_recipe_without_model_or_data_names_the_arguments(folder: Path) -> Non
     assert "'modle'" in said  # a misspelt key is that mistake
     said = refused(lambda: trimtab.train(model="starter", data="once upon a time", view=quiet()))
     assert said == (
-        "data is the text 'once upon a time', and a text names a file, a folder or a data set; give texts to "
+        "data is the string 'once upon a time', but a string names a file, a folder or a data set; give texts to "
         "train on as a list: data=[text]"
     )
 

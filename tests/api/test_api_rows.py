@@ -148,7 +148,7 @@ def test_a_key_stands_for_rows(tmp_path: Path) -> None:
     assert again.losses == first.losses
     with pytest.raises(trimtab.TrimtabError, match=r"data_key is 'texts-2', and .* began with 'texts-1'"):
         trimtab.resume(first.folder, data=TEXTS, data_key="texts-2", view=quiet())
-    with pytest.raises(trimtab.TrimtabError, match="data_key 'a b' cannot name rows"):
+    with pytest.raises(trimtab.TrimtabError, match="data_key 'a b' is not a valid name"):
         trimtab.train(recipe, data=TEXTS, data_key="a b", view=quiet())
     with pytest.raises(trimtab.TrimtabError, match="data_key is given without rows"):
         trimtab.train(recipe, data="./texts", data_key="a", view=quiet())

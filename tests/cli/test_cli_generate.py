@@ -90,7 +90,7 @@ def test_rows_of_other_prompts_or_options_are_refused(
     cli("generate", world.model, *command[2:]).refused(2, "another model or other options")
     text = prompts.read_text()
     prompts.write_text(text.replace("it was", "it is"))
-    cli(*command).refused(2, "out.jsonl:3 answers another prompt than", "prompts.txt:4", "--overwrite")
+    cli(*command).refused(2, "out.jsonl:3 is for another prompt than", "prompts.txt:4", "--overwrite")
     prompts.write_text("the cat\n")
     cli(*command).refused(2, "more rows than there are prompts")
     prompts.write_text(text)
@@ -107,7 +107,7 @@ def test_rows_of_other_prompts_or_options_are_refused(
         assert out.read_text() == notes
     out.write_text('{"index": 0, "pro')  # this is how a row begins
     assert cli(*command).code == 0
-    cli(*command[:4], "--output", prompts).refused(2, "is the file of prompts itself")
+    cli(*command[:4], "--output", prompts).refused(2, "is the file of prompts")
     cli(*command[:4], "--output", tmp_path / "absent" / "out.jsonl").refused(6, "cannot be written")
 
 
@@ -145,13 +145,13 @@ def test_json_lines_of_prompts_and_conversations(chat_model: Path, tmp_path: Pat
         ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": \n', ["p.jsonl:3", "not JSON"]),
         ("p.jsonl", '{"prompt": "a"}\n["a"]\n', ["p.jsonl:2", "not a JSON object"]),
         ("p.jsonl", '{"text": "a"}\n', ["p.jsonl:1", "neither prompt nor messages"]),
-        ("p.jsonl", '{"prompt": 3}\n', ["p.jsonl:1", "prompt is no text"]),
-        ("p.jsonl", '{"messages": [{"role": "user"}]}\n', ["p.jsonl:1", "no list of messages"]),
-        ("p.jsonl", '{"messages": []}\n', ["p.jsonl:1", "no list of messages"]),
-        ("p.csv", "text\na\n", ["no column prompt"]),
+        ("p.jsonl", '{"prompt": 3}\n', ["p.jsonl:1", "prompt is not a string"]),
+        ("p.jsonl", '{"messages": [{"role": "user"}]}\n', ["p.jsonl:1", "not a list of messages"]),
+        ("p.jsonl", '{"messages": []}\n', ["p.jsonl:1", "not a list of messages"]),
+        ("p.csv", "text\na\n", ["no column `prompt`"]),
         ("p.csv", 'prompt,b\na,b\n"c\n', ["p.csv:3", "not CSV"]),
         ("p.csv", "prompt,b\na\n", ["p.csv:2", "fields"]),
-        ("p.txt", " \n\n", ["holds no prompts"]),
+        ("p.txt", " \n\n", ["contains no prompts"]),
         ("p.txt", b"a\n\xff\xfe\n", ["p.txt", "not UTF-8"]),
         ("p.pdf", "a", ["p.pdf", ".txt, .jsonl, .csv"]),
         ("p.txt", None, ["p.txt", "cannot be read"]),
@@ -243,7 +243,7 @@ def test_ctrl_c_says_that_the_command_goes_on(
 def test_a_full_disk_names_the_file(world: World, prompts: Path, cli: Call) -> None:
     command = ("generate", world.run, "--prompts", prompts, "--max-new-tokens", 2, "--output")
     cli(*command, "/dev/full").refused(
-        6, "/dev/full cannot be written (No space left on device); 0 rows are in it", "another --output"
+        6, "/dev/full cannot be written (No space left on device); it contains 0 rows", "another --output"
     )
     assert cli(*command, "/dev/null").out == "written: /dev/null, 5 rows (5 new)\n"
 

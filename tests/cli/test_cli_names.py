@@ -104,7 +104,7 @@ def test_other_arguments_of_wrong_types(world: World) -> None:
 
 
 def test_texts_as_sources_from_python(world: World, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="a list of strings, which name files and data sets there") as caught:
+    with pytest.raises(DataError, match="a list of strings, which name files and data sets") as caught:
         trimtab.plan_run({"model": str(world.model), "data": {"train": [LONG]}})
     assert len(str(caught.value)) < 300
 

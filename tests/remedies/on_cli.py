@@ -122,7 +122,7 @@ def with_adapters(w: World) -> Any:
 
 
 case(
-    "api/model.py:Model.save: merge them with model.merge(folder) (`trimtab merge`), or write the adapter alone with "
+    "api/model.py:Model.save: merge them with model.merge(folder) (`trimtab merge`), or save only the adapter with "
     "model.save_adapter(folder) (`trimtab export peft`)",
     lambda w: with_adapters(w).save(w.tmp / "out"),
     lambda w, remedy: (
@@ -153,7 +153,7 @@ def second(w: World) -> Any:
 
 
 case(
-    "api/model.py:Model._used_adapter: name the one to write: save_adapter(folder, adapter=NAME)",
+    "api/model.py:Model._used_adapter: name the adapter to save: save_adapter(folder, adapter=NAME)",
     lambda w: second(w).save_adapter(w.tmp / "out"),
     lambda w, remedy: second(w).save_adapter(w.tmp / "out", adapter="second"),
 )
@@ -252,7 +252,7 @@ case(
     lambda w, remedy: (written_in(w, remedy.split()[-1]), written_in(w, "fp16", w.again())),
 )
 case(
-    "api/model.py:load: give a branch, a tag or a commit as text",
+    "api/model.py:load: give a branch, a tag or a commit as a string",
     lambda w: trimtab.load("owner/name", revision=5),  # type: ignore[arg-type]
     lambda w, remedy: resolve_revisions(w),
 )

@@ -82,9 +82,9 @@ def step(
     forward + backward is also timed with cross-entropy.
 
         trimtab bench step --sizes small --contexts 128,256     a first look
-        trimtab bench step --precisions fp32,bf16               speed-up from bf16, all sizes
-        trimtab bench step --sizes small --modes eager,compiled speed-up from torch.compile
-        trimtab bench step --warm-up 0,1,2,5                    why timing needs a warm-up
+        trimtab bench step --precisions fp32,bf16               gain from bf16
+        trimtab bench step --sizes small --modes eager,compiled gain from compile
+        trimtab bench step --warm-up 0,1,2,5                    effect of warm-up
         trimtab bench step --sizes recipe.yaml --kernels fast   your own model
     """
     from trimtab.lab.choices import parse_counts, split_words

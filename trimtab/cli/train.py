@@ -14,7 +14,10 @@ app = new_app()
 
 @app.command()
 def train(
-    recipe: Annotated[Path | None, typer.Argument(help="The recipe (YAML); omitted with --resume.")] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(help="A YAML file or a bundled recipe, such as own-text; omitted with --resume."),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -54,7 +57,7 @@ def train(
         trimtab train own-text data.train=./my-texts
         trimtab train recipe.yaml learning_rate=1e-4 max_steps=200
         trimtab train --resume runs/smollm2-135m-math
-        trimtab train --resume runs/smollm2-135m-math max_steps=400    (train it longer)
+        trimtab train --resume runs/smollm2-135m-math max_steps=400
 
     Ctrl-C or SIGTERM saves a checkpoint and exits after the current step; a second one exits immediately. After any
     interruption, including kill -9, `--resume` continues from the last checkpoint. The losses are bitwise identical to
