@@ -38,7 +38,7 @@ def test_rows_train_as_the_same_rows_in_a_file(tmp_path: Path) -> None:
     assert (examples[1]["source"], examples[1]["origin"].split(":")[0]) == ("data", "data")
 
 
-def test_half_a_unicode_pair_in_a_row_is_replaced_with_a_notice(
+def test_lone_surrogates_in_rows_are_replaced_with_a_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As in a file."""
@@ -134,7 +134,7 @@ def test_the_command_line_resumes_rows_that_are_in_the_cache(tmp_path: Path) -> 
     assert trimtab.RunResult(stopped.folder, "finished", 6).losses == whole.losses
 
 
-def test_a_key_stands_for_rows(tmp_path: Path) -> None:
+def test_a_key_selects_cached_rows(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     first = trimtab.train(recipe, data=TEXTS, data_key="texts-1", view=quiet())
     assert "memory:texts-1" in (first.folder / "recipe.yaml").read_text()
@@ -203,7 +203,7 @@ def test_a_list_of_files_is_not_trained_on_as_their_names(tmp_path: Path) -> Non
     assert mixed.section["train"] == [str(file), {"source": "memory:train.1"}]
 
 
-def test_what_is_wrong_with_the_recipe_is_said_before_rows_are_read(tmp_path: Path) -> None:
+def test_recipe_errors_are_reported_before_rows_are_read(tmp_path: Path) -> None:
     def never() -> Iterator[str]:
         raise AssertionError
 
@@ -215,7 +215,7 @@ def test_what_is_wrong_with_the_recipe_is_said_before_rows_are_read(tmp_path: Pa
         trimtab.train(recipe, data=never, view=quiet())
 
 
-def test_streams_with_equal_first_rows_stay_apart(tmp_path: Path) -> None:
+def test_streams_with_equal_first_rows_have_different_names(tmp_path: Path) -> None:
     """A stream is named by its first 16 rows, and a list to measure on by all of its rows."""
     from trimtab.api.rows import DataArgument
     from trimtab.recipe import build
@@ -248,7 +248,7 @@ def test_streams_with_equal_first_rows_stay_apart(tmp_path: Path) -> None:
         DataArgument.of(data).store_again(built, quiet(), tmp_path)
 
 
-def test_streamed_rows_end_or_stand_beside_files_clearly(tmp_path: Path) -> None:
+def test_streamed_rows_end_or_are_combined_with_files(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     recipe["data"]["streaming"] = True
     file = tmp_path / "a.txt"

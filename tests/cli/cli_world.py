@@ -19,7 +19,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Said:
+class CommandResult:
     """How a command ended and what it said."""
 
     code: int
@@ -42,4 +42,4 @@ class Said:
             assert word in self.err, (word, self.err)
 
 
-Call = Callable[..., Said]
+Call = Callable[..., CommandResult]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import Call, Said, World
+from cli_world import Call, CommandResult, World
 from tiny_model import write_recipe, write_texts, write_tiny_model
 
 from trimtab.cli.main import main
@@ -38,10 +38,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def cli(capsys: pytest.CaptureFixture[str]) -> Call:
     """`cli("train", path, "key=value")`: exit code, output and errors."""
 
-    def call(*words: object) -> Said:
+    def call(*words: object) -> CommandResult:
         capsys.readouterr()
         code = main([str(word) for word in words])
-        return Said(code, *capsys.readouterr())
+        return CommandResult(code, *capsys.readouterr())
 
     return call
 

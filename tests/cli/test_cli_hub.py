@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cli_world import Said
+from cli_world import CommandResult
 from loopback_hub import LoopbackHub
 from tiny_model import sentences, write_tiny_model
 
@@ -60,7 +60,7 @@ class Place:
     hub: LoopbackHub
     folder: Path
 
-    def trimtab(self, *calls: Call) -> list[Said]:
+    def trimtab(self, *calls: Call) -> list[CommandResult]:
         """Several commands, one after the other, in one fresh process whose hub is this one."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
         done = subprocess.run(
@@ -78,7 +78,7 @@ class Place:
             timeout=120,
         )
         assert done.returncode == 0, done.stderr
-        return [Said(*said) for said in json.loads(done.stdout.splitlines()[-1])]
+        return [CommandResult(*result) for result in json.loads(done.stdout.splitlines()[-1])]
 
     def recipe(self, name: str = "recipe.yaml", **changes: object) -> str:
         """Writes a recipe of two steps from the hub; returns its name."""

@@ -102,13 +102,13 @@ def within(tmp_path: Path) -> Callable[..., Interrupted]:
     return call
 
 
-def test_an_import_before_the_work_ends_at_once(within: Callable[..., Interrupted]) -> None:
+def test_ctrl_c_in_an_import_before_work_begins_exits_immediately(within: Callable[..., Interrupted]) -> None:
     done = within("pass")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: stopped\n")
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_import_within_the_work_is_finished_first(within: Callable[..., Interrupted], times: int) -> None:
+def test_ctrl_c_after_work_begins_waits_for_an_import(within: Callable[..., Interrupted], times: int) -> None:
     """Twice: timeout(1) sends its signal to the process and to its group."""
     done = within("interrupts.work_begins()", "; ".join([PRESS] * times))
     assert done.returncode == 130, done
@@ -116,21 +116,21 @@ def test_an_import_within_the_work_is_finished_first(within: Callable[..., Inter
     assert done.stderr == "error: stopped\n"
 
 
-def test_a_second_one_does_not_wait_for_an_import(within: Callable[..., Interrupted]) -> None:
+def test_a_second_ctrl_c_does_not_wait_for_an_import(within: Callable[..., Interrupted]) -> None:
     done = within(
         "interrupts.IMPATIENT_SECONDS = 0.1; interrupts.work_begins()", f"{PRESS}; time.sleep(0.2); {PRESS}"
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: stopped\n")
 
 
-def test_a_caller_that_ignores_it_is_not_interrupted(tmp_path: Path) -> None:
+def test_an_ignored_sigint_remains_ignored(tmp_path: Path) -> None:
     """nohup, and what a script starts with `&`."""
     ignoring = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {ENTRY}"
     done = interrupted(["runs", tmp_path], 0.1, ignoring)
     assert (done.returncode, done.stderr) == (0, ""), done
 
 
-def test_little_is_imported_before_it_is_handled() -> None:
+def test_few_modules_are_imported_before_sigint_is_handled() -> None:
     code = (
         "import sys; before = set(sys.modules); import trimtab.cli.main; print(*(set(sys.modules) - before))"
     )

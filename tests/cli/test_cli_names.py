@@ -42,9 +42,9 @@ def test_a_text_where_a_name_is_expected(
         (2, "train", "--resume", name),
         (2, "eval", world.model, "starter:general", "--no-probe", "--cache-dir", name),
     ):
-        said = cli(*words)
-        said.refused(code)
-        assert len(said.err) < 500, said.err
+        result = cli(*words)
+        result.refused(code)
+        assert len(result.err) < 500, result.err
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a" * 5000])
@@ -71,8 +71,8 @@ def test_run_folders_by_names_that_are_too_long(cli: Call, world: World, name: s
         (("fly",), "the verbs are demo, train, plan"),
     ],
 )
-def test_verbs_that_are_none(cli: Call, words: tuple[str, ...], said: str) -> None:
-    cli(*words).refused(2, said)
+def test_unknown_verbs(cli: Call, words: tuple[str, ...], result: str) -> None:
+    cli(*words).refused(2, result)
 
 
 @pytest.mark.parametrize("wrong", [None, 5, 2.5, ["a"], b"a", "", "a\0b"])
@@ -126,17 +126,17 @@ def test_the_beginning_of_each_trained_source_is_shown(
     recipe = job()
     source = recipe.parent / "rows.csv"
     source.write_text("id;body\n" + "".join(f"{i};the cat sees the dog {i}\n" for i in range(30)))
-    said = cli("train", recipe, f"data.train={source}", f"output_dir={recipe.parent / 'run'}")
-    assert said.code == 0, said.err
-    flat = " ".join(said.out.split())
+    result = cli("train", recipe, f"data.train={source}", f"output_dir={recipe.parent / 'run'}")
+    assert result.code == 0, result.err
+    flat = " ".join(result.out.split())
     assert "text column 'body', separated by semicolons; first document: 'the cat sees the dog 0'" in flat
 
 
 def test_the_starters_replay_is_for_the_starter(world: World, cli: Call, tmp_path: Path) -> None:
     (tmp_path / "my.txt").write_text("the cat sees the dog. " * 50)
     words = ("own-text", f"data.train={tmp_path / 'my.txt'}", "max_seq_length=64")
-    said = cli("plan", *words, f"model.name={world.model}")
-    said.refused(2, "starter:replay", "data.replay=null", "data.replay.sources=[./general-text]")
+    result = cli("plan", *words, f"model.name={world.model}")
+    result.refused(2, "starter:replay", "data.replay=null", "data.replay.sources=[./general-text]")
     assert cli("plan", *words, f"model.name={world.model}", "data.replay=null").code == 0
     (tmp_path / "no-model").mkdir()
     cli("plan", *words, f"model.name={tmp_path / 'no-model'}").refused(4, "has no config.json")

@@ -39,7 +39,7 @@ class Visit:
         raise AssertionError(f"never came true: {condition}")
 
 
-def test_charts_are_drawn_and_nothing_is_asked_from_outside(
+def test_charts_are_drawn_without_external_requests(
     browser: Any, make_run: Callable[..., Path], learnt: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     target = tmp_path / "report.html"
@@ -84,7 +84,7 @@ BEYOND = """() => {
 
 
 @pytest.mark.parametrize("width", [390, 768, 1280, 1920])
-def test_every_screen_shows_all_of_it(
+def test_every_screen_shows_the_whole_page(
     browser: Any, make_run: Callable[..., Path], learnt: list[dict[str, Any]], tmp_path: Path, width: int
 ) -> None:
     visit = Visit(
@@ -112,7 +112,7 @@ def test_every_screen_shows_all_of_it(
     assert visit.ask(BEYOND) == []
 
 
-def test_values_are_shown_by_key_and_by_touch(
+def test_keys_and_touch_show_values(
     browser: Any, make_run: Callable[..., Path], learnt: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     size = {"width": 390, "height": 800}
@@ -141,7 +141,7 @@ def test_values_are_shown_by_key_and_by_touch(
     assert not area.locator(".tip").is_visible()
 
 
-def test_without_scripts_and_on_paper_the_charts_are_there(
+def test_charts_are_visible_without_scripts_and_in_print(
     browser: Any, make_run: Callable[..., Path], learnt: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     run, target = make_run(learnt), tmp_path / "report.html"

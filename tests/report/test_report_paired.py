@@ -29,7 +29,7 @@ from trimtab.report.verdicts import Change, changes, verdict
         (10, 0, 2 / 1024),
     ],
 )
-def test_the_exact_test_of_items_that_changed(gained: int, lost: int, p: float) -> None:
+def test_exact_test_of_changed_items(gained: int, lost: int, p: float) -> None:
     assert Flips(gained, lost, 14).p == p
     assert Flips(lost, gained, 14).p == p
 
@@ -63,7 +63,7 @@ def test_quantiles_of_student_s_t(two_sided: float, freedom: float, quantile: fl
     assert t_two_sided(-quantile, freedom) == pytest.approx(two_sided, rel=1e-5)
 
 
-def test_the_same_as_scipy() -> None:
+def test_results_equal_scipy() -> None:
     stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
     for t, freedom in ((0.3, 2.5), (2.1, 17.3), (9.0, 400.0)):
         assert t_two_sided(t, freedom) == pytest.approx(2 * stats.t.sf(t, freedom), rel=1e-9)
@@ -179,7 +179,7 @@ def test_reports_of_runs_that_changed_nothing_rarely_claim_a_change() -> None:
     assert sum(row.test.p <= ALPHA for row in rows if row.test) > len(reports[:100]) / 10
 
 
-def test_a_change_that_is_there_is_found() -> None:
+def test_a_real_change_is_detected() -> None:
     rng = random.Random(21)
     reports = [verdict(changes(simulated(rng, loss=-0.05, gain=0.5))) for _ in range(40)]
     for name in ("domain loss", "probe: all"):

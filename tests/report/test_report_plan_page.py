@@ -24,7 +24,7 @@ def plan() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return detailed(target.plan, timeline=True), effects
 
 
-def test_the_page_says_what_the_plan_says(plan: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
+def test_the_page_contains_the_plan(plan: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
     plain, effects = plan
     text = render_plan(plain, effects)
     assert verdict(plain) in text

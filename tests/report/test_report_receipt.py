@@ -46,7 +46,7 @@ def test_a_line_for_memory_and_one_for_time() -> None:
     ]
 
 
-def test_what_is_not_known_is_said_and_not_invented() -> None:
+def test_unknown_values_are_reported_as_unknown() -> None:
     lines = receipt_lines(entry(predicted={"allocated": GIB, "step_seconds": None}))
     assert lines[1] == "step: measured 238 ms, not predicted"
     assert receipt_lines(entry(measured={})) == []
@@ -87,7 +87,7 @@ def test_a_run_without_a_receipt_has_no_table(make_run: MakeRun) -> None:
     "text",
     ["{", "[]", '{"version": 2, "starts": []}', '{"version": 1, "starts": [7]}', '{"version": 1}'],
 )
-def test_a_damaged_or_later_receipt_is_no_obstacle(make_run: MakeRun, text: str) -> None:
+def test_a_damaged_or_newer_receipt_is_ignored(make_run: MakeRun, text: str) -> None:
     run = make_run([])
     (run / "receipts").mkdir()
     (run / "receipts" / "plan.json").write_text(text)
@@ -97,7 +97,7 @@ def test_a_damaged_or_later_receipt_is_no_obstacle(make_run: MakeRun, text: str)
 
 
 @pytest.mark.parametrize("value", ["<script>", float("inf"), [1], {"median": 1.0}])
-def test_what_is_no_number_is_not_shown(make_run: MakeRun, value: Any) -> None:
+def test_invalid_numbers_are_not_shown(make_run: MakeRun, value: Any) -> None:
     bad = entry()
     bad["measured"]["allocated"] = value
     data = read_run(with_receipt(make_run([]), bad))

@@ -83,7 +83,7 @@ def test_a_plan_names_the_kernels_that_are_not_torch_s() -> None:
     assert "loss" not in said({"loss": {**loss, "impl": "chunked"}, "pointwise": {"impl": "reference"}})
 
 
-def test_closing_says_it_all(
+def test_closing_contains_every_section(
     make_run: MakeRun, learnt: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_run(learnt)
@@ -110,7 +110,7 @@ def test_closing_says_it_all(
         assert re.search(words, text), words
 
 
-def test_closing_of_an_older_log_claims_nothing(
+def test_closing_of_older_metrics_claims_no_change(
     make_run: MakeRun, learnt_without_items: list[dict[str, Any]]
 ) -> None:
     shown = console(80)
@@ -121,7 +121,7 @@ def test_closing_of_an_older_log_claims_nothing(
     assert not re.search(r"better|worse|no measurable", text)
 
 
-def test_long_completions_are_cut_to_four_lines(make_run: MakeRun) -> None:
+def test_long_completions_are_truncated_to_four_lines(make_run: MakeRun) -> None:
     records = [
         {
             "kind": "sample",
@@ -144,7 +144,7 @@ def test_closing_of_a_run_without_results(make_run: MakeRun, records: list[Any])
     assert ("1 damaged" in text_of(shown)) == (records == ["{"])
 
 
-def test_a_run_of_numbers_that_are_not_finite(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+def test_a_run_with_nonfinite_losses(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     words = {"loss": "NaN", "grad_norm": "Infinity", "perplexity": "Infinity", "tokens_per_second": "NaN"}
     rows = [{**r, **{k: v for k, v in words.items() if k in r and r["step"]}} for r in learnt]
     data = read_run(make_run(rows))
@@ -202,7 +202,7 @@ def test_without_a_terminal_every_logging_step_has_its_line(every: int, expected
     assert len(text_of(shown).splitlines()) == len(lines) + 1
 
 
-def test_quiet_prints_messages_and_where_the_run_is(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+def test_quiet_prints_messages_and_the_run_folder(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     data = read_run(make_run(learnt))
     shown = console(80)
     with LiveView(300, shown, detail="quiet") as view:
@@ -219,7 +219,7 @@ def test_quiet_prints_messages_and_where_the_run_is(make_run: MakeRun, learnt: l
     assert not any("loss" in line or "predicted" in line for line in lines)
 
 
-def test_the_short_form_has_each_figure_once(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+def test_the_short_form_has_each_value_once(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     data = read_run(make_run(learnt))
     long, short = console(80), console(80)
     for shown, detail in ((long, "full"), (short, "short")):
@@ -237,7 +237,7 @@ def test_the_short_form_has_each_figure_once(make_run: MakeRun, learnt: list[dic
     assert len(text_of(short).splitlines()) < len(text_of(long).splitlines()) - 15
 
 
-def test_without_a_terminal_preparations_give_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_preparations_print_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     shown = console(80)
@@ -262,7 +262,7 @@ def receipt(*, predicted: int, measured: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def test_measurements_are_told_with_their_change() -> None:
+def test_evaluations_are_printed_with_their_change() -> None:
     shown = console(100)
     view = LiveView(300, shown)
     view.plan({"memory": {"peak": {"weights": 2**20}}, "choices": {"device": "cpu"}})
@@ -287,7 +287,7 @@ def test_measurements_are_told_with_their_change() -> None:
     ]
 
 
-def test_on_a_terminal_progress_moves_and_its_last_state_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_progress_is_live_and_the_final_state_remains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "Live", _Still)
     shown = console(80, terminal=True)
     with LiveView(20, shown) as view:
@@ -306,7 +306,7 @@ def test_on_a_terminal_progress_moves_and_its_last_state_stays(monkeypatch: pyte
     assert all(len(line) <= 80 for line in last)
 
 
-def test_a_run_that_stops_early_leaves_the_terminal_whole() -> None:
+def test_an_early_exit_restores_the_terminal() -> None:
     shown = console(80, terminal=True)
 
     def stops() -> None:
@@ -328,7 +328,7 @@ def test_a_dumb_terminal_gets_lines() -> None:
     assert text_of(shown) == "step  1/20  loss 2.5000  1.23 K tokens/s  1.00 GiB  19.0 s left\n"
 
 
-def test_the_picture_for_the_readme_refers_to_nothing(
+def test_the_readme_picture_has_no_external_references(
     make_run: MakeRun, learnt: list[dict[str, Any]]
 ) -> None:
     folder = make_run(learnt)
@@ -362,7 +362,7 @@ EXAMPLE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_an_example_shows_what_is_trained_on_and_is_inert(terminal: bool) -> None:
+def test_an_example_shows_trained_tokens_and_is_inert(terminal: bool) -> None:
     shown = console(terminal=terminal)
     LiveView(console=shown).record(EXAMPLE)
     text = text_of(shown)
@@ -378,7 +378,7 @@ def test_an_example_shows_what_is_trained_on_and_is_inert(terminal: bool) -> Non
         assert "⟦an [red]answer\\u202e⟧" in text
 
 
-def test_a_long_example_is_shortened_and_its_answer_still_seen() -> None:
+def test_a_long_example_is_shortened_but_shows_its_answer() -> None:
     shown = console()
     runs = [("q" * 100_000, False), ("a" * 100_000, True)] * 50
     LiveView(console=shown).record({**EXAMPLE, "runs": runs, "cut": True})
