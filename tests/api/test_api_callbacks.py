@@ -1,4 +1,4 @@
-"""Callbacks from Python: what they receive and when, stopping, exceptions, and that losses stay the same."""
+"""Callbacks from Python: arguments and order of calls, stopping, exceptions, and unchanged losses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import trimtab
 
 
 class RecordingCallback(trimtab.Callback):
-    """Remembers every call, and spoils what it is handed."""
+    """Records every call, and modifies its arguments."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -65,7 +65,7 @@ def test_callback_arguments_and_unchanged_losses(tmp_path: Path) -> None:
 
 
 class StopAtTwo:
-    """No subclass: any object with one of the methods will do."""
+    """Not a subclass: any object with one of the methods is accepted."""
 
     def on_step_end(self, control: Any) -> None:
         if control.step == 2:
@@ -123,7 +123,7 @@ def test_exceptions_of_callbacks_are_propagated(tmp_path: Path, hook: str) -> No
 
 
 def test_a_raised_exception_does_not_lose_a_step(tmp_path: Path) -> None:
-    """Between two saves: the state that the callback saw is the one that is saved."""
+    """Between two saves: the saved state is the one that the callback saw."""
     recipe = tiny_recipe(tmp_path, save_steps=100)
     whole = trimtab.train(recipe, data=TEXTS, view=quiet(), max_steps=5, output_dir=str(tmp_path / "whole"))
 

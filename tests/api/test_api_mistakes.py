@@ -1,4 +1,4 @@
-"""Mistakes of a new user of the Python API: each is refused with its cause and what to do, nothing is ignored."""
+"""Mistakes of new users of the Python API: each is refused with a cause and a remedy, nothing is ignored."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_recipe_without_model_or_data_names_the_arguments(folder: Path) -> Non
         "there is no data to train on; pass data=, such as data=['a text', 'another']"
     )
     said = refused(lambda: trimtab.train(modle="starter", data=TEXTS, view=quiet()))
-    assert "'modle'" in said  # a misspelt key is that mistake
+    assert "'modle'" in said  # a misspelt key is reported instead
     said = refused(lambda: trimtab.train(model="starter", data="once upon a time", view=quiet()))
     assert said == (
         "data is the string 'once upon a time', but a string names a file, a folder or a data set; give texts to "
@@ -187,7 +187,7 @@ def test_invalid_views_and_keys(folder: Path) -> None:
 
 
 def test_best_and_its_model_agree(folder: Path) -> None:
-    """Where no step improves on the model as it was, there is no best checkpoint."""
+    """If no step improves on the initial model, there is no best checkpoint."""
     worse = tiny_recipe(folder, output_dir=str(folder / "worse"), learning_rate=0.9, eval_steps=1)
     run = trimtab.train(worse, data=TEXTS, view=quiet())
     assert min(run.evaluations, key=lambda one: one.loss).step == 0

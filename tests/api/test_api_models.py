@@ -36,7 +36,7 @@ def test_an_unchanged_model_is_loaded_from_its_source(tmp_path: Path) -> None:
     after = weights(model)
     assert all(
         torch.equal(after[name], before[name]) for name in before
-    )  # the given one is not trained itself
+    )  # the passed model itself is not trained
     assert any(not torch.equal(weights(run.model())[name], before[name]) for name in before)
 
 
@@ -98,7 +98,7 @@ def test_a_run_starts_from_the_end_of_another(tmp_path: Path) -> None:
     second = train(tmp_path, "second", model=first.model(), lr_scheduler_type="constant")
     assert second.losses == named.losses
     assert second.model().generate("the cat", max_new_tokens=4)
-    # The other keys of the recipe's model section hold for a loaded model too: conversations need the template.
+    # The other keys of the recipe's model section apply to a loaded model too: conversations need the template.
     assert train(tmp_path, "chats", model=first.model(), data=CHATS).step == 3
 
 

@@ -1,4 +1,4 @@
-"""`data=`: rows from Python train as the same rows in a file do, resume exactly, and fail with their number."""
+"""`data=`: rows from Python train like the same rows in a file, resume exactly, and fail with their number."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_default_length_fits_the_model(tmp_path: Path) -> None:
 
 
 def halfway(recipe: dict[str, Any], data: Any, **more: Any) -> trimtab.RunResult:
-    """A run of six steps that stopped after the third."""
+    """A run of six steps that is stopped after the third."""
 
     class Stop(trimtab.Callback):
         def on_step_end(self, control: Any) -> None:
@@ -114,7 +114,7 @@ def test_resume_continues_exactly_and_refuses_other_rows(
 def test_rows_that_change_after_the_first_ones_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first 16 rows name a stream; later ones are compared up to the end of the last chunk."""
+    """A stream is named after its first 16 rows; later rows are compared up to the end of the last chunk."""
     monkeypatch.setattr("trimtab.data.stream_sequences.chunk_tokens", lambda max_seq_length: 1000)
     recipe = tiny_recipe(tmp_path)
     recipe["data"]["streaming"] = True
@@ -216,7 +216,7 @@ def test_recipe_errors_are_reported_before_rows_are_read(tmp_path: Path) -> None
 
 
 def test_streams_with_equal_first_rows_have_different_names(tmp_path: Path) -> None:
-    """A stream is named by its first 16 rows, and a list to measure on by all of its rows."""
+    """A stream is named after its first 16 rows, and an evaluation list after all of its rows."""
     from trimtab.api.rows import DataArgument
     from trimtab.recipe import build
 
@@ -234,7 +234,7 @@ def test_streams_with_equal_first_rows_have_different_names(tmp_path: Path) -> N
     sources = (built.data.train[0], built.data.replay.sources[0], built.data.eval.domain[0])
     streams = [passed[source.source].stream for source in sources]
     assert [stream and [value for _, value in stream.values()] for stream in streams] == [own, old, None]
-    # A resume gives the same names to the same rows, and refuses others.
+    # On resume, equal rows get the same names, and different rows are refused.
     again = DataArgument.of(data).store_again(built, quiet(), tmp_path)
     assert set(again) == {source.source for source in sources}
     same = {**recipe["data"], **data, "streaming": True}
@@ -253,7 +253,7 @@ def test_streamed_rows_end_or_are_combined_with_files(tmp_path: Path) -> None:
     recipe["data"]["streaming"] = True
     file = tmp_path / "a.txt"
     file.write_text("the cat sees a dog")
-    with pytest.raises(trimtab.TrimtabError, match="are streamed beside"):
+    with pytest.raises(trimtab.TrimtabError, match="are streamed"):
         trimtab.train(recipe, data={**recipe["data"], "train": [str(file), iter(TEXTS)]}, view=quiet())
     with pytest.raises(trimtab.TrimtabError, match="max_steps"):
         trimtab.train(recipe, data=itertools.cycle(TEXTS), view=quiet(), max_steps=-1)

@@ -1,4 +1,4 @@
-"""Model files that cannot be used: refused by name, before anything is trained, and nothing is left behind."""
+"""Invalid model files are refused by name before training, and nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes and data that cannot be used: a clear line, the right code, and nothing left behind."""
+"""Invalid recipes and data: a clear error, the right exit code, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Job = Callable[..., Path]
 
 
 def assert_nothing_left_behind(folder: Path) -> None:
-    """No run folder, and no half-written entry in the token cache."""
+    """Asserts that there is no run folder and no partial entry in the token cache."""
     assert not (folder / "run").exists()
     cache = folder / "cache"
     leftovers = [p for p in cache.rglob("*") if "tmp" in p.name.lower()] if cache.exists() else []
@@ -165,7 +165,7 @@ def test_held_out_share_of_a_single_document(job: Job, cli: Call, tmp_path: Path
 def test_every_step_has_trained_tokens(
     world: World, job: Job, cli: Call, tmp_path: Path, packing: bool
 ) -> None:
-    """Documents one token longer than a sequence: the tail alone predicts nothing and may not be a step."""
+    """Documents one token longer than a sequence: the remaining token has no target and must not be a step."""
     from trimtab import text
 
     tokenizer = text.load(world.model)

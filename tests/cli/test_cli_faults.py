@@ -1,4 +1,4 @@
-"""What a machine does to a run: full and read-only disks, a second process, data that vanish, numbers that explode."""
+"""Faults during a run: full and read-only disks, a second process, disappearing data, non-finite losses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def losses(run: Path) -> list[tuple[int, str]]:
 
 
 def call_after_each_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
-    """Lets `act` be called with every finished step of runs that the command line starts."""
+    """Calls `act` with every finished step of runs that the command line starts."""
     real = TrainingSetup.__setattr__
 
     def hook(self: TrainingSetup, name: str, value: object) -> None:
@@ -69,11 +69,11 @@ def test_two_processes_on_one_run_folder(world: World, job: Job, cli: Call, tmp_
     with RunLock(run):
         result = cli("train", "--resume", run)
         result.refused(5, "in use by process", "; wait for it to end, or stop it")
-        assert "output_dir" not in result.err  # no other folder holds this run
+        assert "output_dir" not in result.err  # no other folder contains this run
     (tmp_path / "run").mkdir()
     with RunLock(tmp_path / "run"):
         cli("train", job()).refused(5, "in use by process", "or give another output_dir")
-    assert cli("train", job()).code == 0  # and afterwards it is free
+    assert cli("train", job()).code == 0  # the lock is released afterwards
 
 
 def test_resume_of_folders_that_are_not_runs(cli: Call, world: World, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_damaged_checkpoints(world: World, cli: Call, tmp_path: Path) -> None:
     file.write_bytes(data)
     result = cli("train", "--resume", run)
     assert result.code == 0, result.err
-    assert found[-1].name in result.out  # it is said which one was left out
+    assert found[-1].name in result.out  # the skipped checkpoint is named
     assert steps(run) == [1, 2, 3, 4, 5, 6]
     for folder in (run / "checkpoints").glob("step-*"):
         for file in folder.glob("*.safetensors"):
@@ -126,7 +126,7 @@ def test_unwritable_paths(job: Job, cli: Call, world: World, tmp_path: Path) -> 
 
 @contextlib.contextmanager
 def no_file_beyond(limit: int) -> Iterator[None]:
-    """As on a disk that is nearly full: writing beyond `limit` bytes in a file fails. (Python ignores SIGXFSZ.)"""
+    """Simulates a nearly full disk: writing more than `limit` bytes to a file fails. (Python ignores SIGXFSZ.)"""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -138,13 +138,13 @@ def no_file_beyond(limit: int) -> Iterator[None]:
 def test_no_space_for_a_checkpoint_is_reported_and_loses_no_steps(
     job: Job, cli: Call, tmp_path: Path
 ) -> None:
-    """No file may grow beyond 60 KB: the checkpoint does not fit, the run folder's small files do."""
+    """Files are limited to 60 KB: the checkpoint does not fit, the small files of the run folder do."""
     path = job()
     with no_file_beyond(60_000):
         result = cli("train", path)
     result.refused(6, "checkpoint")
     assert [p for p in (tmp_path / "run" / "checkpoints").glob("*") if "tmp" in p.name] == []
-    # With space again the same folder is continued.
+    # With enough space, the same folder is continued.
     result = cli("train", "--resume", tmp_path / "run")
     assert result.code == 0, result.err
     assert steps(tmp_path / "run") == [1, 2]
@@ -195,7 +195,7 @@ def test_streamed_data_that_disappear_during_training(
     done = steps(tmp_path / "run")
     assert done[-1] >= 2
     assert (tmp_path / "run" / "checkpoints" / f"step-{done[-1]:08d}").is_dir()
-    cli("train", "--resume", tmp_path / "run").refused(3)  # still away
+    cli("train", "--resume", tmp_path / "run").refused(3)  # the data are still missing
     folder.mkdir(exist_ok=True)
     for file in tmp_path.glob("kept-*"):
         file.rename(folder / file.name.removeprefix("kept-"))
@@ -226,14 +226,14 @@ def test_an_exploding_run_names_the_layer_and_leaves_a_good_checkpoint(
     run = tmp_path / "run"
     last = steps(run)[-1]
     assert (run / "checkpoints" / f"step-{last:08d}").is_dir()
-    # It can be used, and a resume comes to the very same end instead of a worse one.
+    # The checkpoint is usable, and a resumed run ends in the same way.
     assert cli("export", "hf", run, tmp_path / "out", "--dtype", "fp32").code == 0
     assert cli("train", "--resume", run).code == 7
     assert steps(run)[-1] == last
 
 
 def test_the_document_that_causes_a_nonfinite_loss_is_named(job: Job, cli: Call, tmp_path: Path) -> None:
-    """One token's embedding is absurd though finite; only the document that holds it breaks the step."""
+    """One token's embedding is huge but finite; only the document that contains it makes the loss non-finite."""
     model = write_tiny_model(tmp_path / "poisoned", tie_embeddings=False)
     from trimtab import text
 
@@ -369,7 +369,7 @@ def test_a_second_signal_exits_immediately_and_prints_how_to_continue(
 def test_a_start_that_was_killed_before_its_first_step_does_not_block(
     job: Job, cli: Call, tmp_path: Path
 ) -> None:
-    """kill -9 leaves what was written so far; nothing was trained, so the next start takes the folder."""
+    """kill -9 leaves the files written so far; nothing was trained, so the next start may use the folder."""
     run = tmp_path / "run"
     assert cli("train", job()).code == 0
     shutil.rmtree(run / "checkpoints")
@@ -385,7 +385,7 @@ def test_a_start_that_was_killed_before_its_first_step_does_not_block(
 def test_a_run_is_resumed_from_anywhere_even_without_its_base_model(
     job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Local paths are kept from the root, and config, tokenizer and weights are in the run folder."""
+    """Local paths are stored as absolute paths, and config, tokenizer and weights are in the run folder."""
     (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path)
     assert cli("train", job(model="./model", lr_scheduler_type="constant")).code == 0

@@ -1,4 +1,4 @@
-"""`trimtab generate --prompts` and `trimtab chat`, the way they are used."""
+"""`trimtab generate --prompts` and `trimtab chat`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a chat template, and weights large enough that what is asked changes the answer."""
+    """A model with a chat template, and weights large enough that the question changes the answer."""
     folder = write_tiny_model(tmp_path_factory.mktemp("chat") / "model", initializer_range=0.3)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
@@ -66,7 +66,7 @@ def test_a_file_of_prompts(world: World, prompts: Path, tmp_path: Path, cli: Cal
     other = tmp_path / "other.jsonl"
     assert cli("generate", world.run, "--prompts", prompts, "--output", other, *options).code == 0
     assert other.read_bytes() == out.read_bytes(), "the batch size changes nothing"
-    # Given again it has nothing to do; cut in the middle of a row it continues.
+    # Repeated, it has nothing to do; truncated in the middle of a row, it continues.
     whole = out.read_bytes()
     assert "5 rows (0 new)" in cli("generate", world.run, "--prompts", prompts, "--output", out, *options).out
     out.write_bytes(whole[: whole.index(b"\n", whole.index(b"\n") + 1) + 30])
@@ -74,7 +74,7 @@ def test_a_file_of_prompts(world: World, prompts: Path, tmp_path: Path, cli: Cal
     assert "already contains 2 of 5 rows" in result.err
     assert "5 rows (3 new)" in result.out
     assert out.read_bytes() == whole
-    # A longer file of prompts continues what is there.
+    # A longer file of prompts continues after the existing rows.
     prompts.write_text(prompts.read_text() + "small\n")
     assert "6 rows (1 new)" in cli("generate", world.run, "--prompts", prompts, "--output", out, *options).out
     assert out.read_bytes().startswith(whole)
@@ -100,12 +100,12 @@ def test_rows_of_other_prompts_or_options_are_refused(
     out.write_text("some notes\n")
     cli(*command).refused(2, "out.jsonl:1 was not written by `trimtab generate`")
     assert out.read_text() == "some notes\n"
-    # Nor is a line without its end taken for a row that a kill cut off.
+    # A line without a newline is not always a row truncated by a kill.
     for notes in ("some notes", '{"index": 7, "of": "a book"}', '{"index": 0, "prompt": "of another'):
         out.write_text(notes)
         cli(*command).refused(2, "out.jsonl:1 was not written by `trimtab generate`", "--overwrite")
         assert out.read_text() == notes
-    out.write_text('{"index": 0, "pro')  # this is how a row begins
+    out.write_text('{"index": 0, "pro')  # a prefix of a valid row
     assert cli(*command).code == 0
     cli(*command[:4], "--output", prompts).refused(2, "is the file of prompts")
     cli(*command[:4], "--output", tmp_path / "absent" / "out.jsonl").refused(6, "cannot be written")
@@ -329,13 +329,13 @@ def test_chat_reports_dropped_turns_and_refuses_long_messages(
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals here")
 def own_terminal() -> None:
-    """Ctrl-C is the child's signal, also where this process runs in the background and ignores it."""
+    """Ctrl-C signals only the child, even if this process runs in the background and ignores it."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_chat_at_a_terminal(chat_model: Path) -> None:
-    """Ctrl-C at the prompt keeps the session, an error does not end it, Ctrl-D does."""
+    """Ctrl-C at the prompt and errors do not end the session; Ctrl-D does."""
     ours, theirs = os.openpty()
     words = ["chat", str(chat_model), "--temperature", "1", "--max-new-tokens", "100"]
     process = subprocess.Popen(
@@ -351,7 +351,7 @@ def test_chat_at_a_terminal(chat_model: Path) -> None:
     seen = ""
 
     def until(word: str, press: bytes = b"") -> None:
-        """Types `press` and reads up to `word`; types it again after 5 silent seconds, as a user would.
+        """Types `press` and reads up to `word`; types it again after 5 seconds without output, as a user would.
 
         CPython's readline loses a Ctrl-C that arrives between its prompt and its wait for a key.
         """
@@ -413,7 +413,7 @@ def test_chat_with_a_base_model_names_generate(world: World, cli: Call) -> None:
 
 
 def stdin_of(raw: bytes) -> io.TextIOWrapper:
-    """Standard input as Python opens it where the locale is en_US.UTF-8."""
+    """Returns standard input as Python opens it in the locale en_US.UTF-8."""
     return io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8", errors="strict")
 
 

@@ -1,4 +1,4 @@
-"""What users type as names, from the command line and from Python: texts, nothing, numbers, misspelt verbs."""
+"""Invalid names on the command line and in Python: texts, empty strings, numbers, misspelt verbs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cli_world import Call, World
 import trimtab
 from trimtab.facts.errors import CheckpointError, DataError, HubError, ModelError, RecipeError
 
-LONG = "Once upon a time there was a text that somebody gave where a name is expected. " * 100
+LONG = "Once upon a time there was a text that was passed as a name. " * 100
 NAMES = [LONG, "x" * 300, "~no-such-user-here/x"]
 
 
@@ -55,7 +55,7 @@ def test_run_folders_by_names_that_are_too_long(cli: Call, world: World, name: s
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("train", "own-txt"), "there is no recipe at own-txt; did you mean own-text, which ships with"),
         (("train", "a/own-txt"), "there is no recipe at a/own-txt; check the path, or name one that ships"),
@@ -71,13 +71,13 @@ def test_run_folders_by_names_that_are_too_long(cli: Call, world: World, name: s
         (("fly",), "the verbs are demo, train, plan"),
     ],
 )
-def test_unknown_verbs(cli: Call, words: tuple[str, ...], result: str) -> None:
-    cli(*words).refused(2, result)
+def test_unknown_verbs(cli: Call, words: tuple[str, ...], message: str) -> None:
+    cli(*words).refused(2, message)
 
 
 @pytest.mark.parametrize("wrong", [None, 5, 2.5, ["a"], b"a", "", "a\0b"])
 def test_wrong_types_from_python(wrong: Any, tmp_path: Path) -> None:
-    """`bytes` name a file that is not there; the others can be no name at all."""
+    """`bytes` name a file that does not exist; the other values are not valid names."""
     calls: list[Callable[[], Any]] = [
         lambda: trimtab.load(wrong),
         lambda: trimtab.train(wrong),

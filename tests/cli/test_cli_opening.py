@@ -1,4 +1,4 @@
-"""Opening a model for eval, generate and export: where messages go, what is refused, what an export says of itself."""
+"""Opening a model for eval, generate and export: messages on standard error, refused inputs, output of an export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FEW = ("--max-new-tokens", 2)
 
 @pytest.fixture
 def run(world: World, tmp_path: Path) -> Path:
-    """A copy of the session's run, to be damaged."""
+    """A copy of the session's run, which the test may damage."""
     return shutil.copytree(world.run, tmp_path / "a-run")
 
 
@@ -87,7 +87,7 @@ def test_sizes_beyond_the_file_are_named_and_not_allocated(
     for folder in (model_copy, run / "model"):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 10**12}))
-    monkeypatch.setattr("trimtab.run.models.build_model", None)  # nothing may get so far
+    monkeypatch.setattr("trimtab.run.models.build_model", None)  # must not be reached
     cli("generate", model_copy, "x").refused(4, "model.safetensors", "vocab_size is 1000000000000")
     cli("generate", run, "x").refused(5, "step-0000", "config", "1000000000000")
 
@@ -104,7 +104,7 @@ def test_two_targets_of_one_name_have_two_receipts(run: Path, tmp_path: Path, cl
 def test_a_receipt_that_cannot_be_written_into_the_run_is_next_to_the_export(
     run: Path, tmp_path: Path, cli: Call
 ) -> None:
-    shutil.rmtree(run / "receipts", ignore_errors=True)  # of exports before this one
+    shutil.rmtree(run / "receipts", ignore_errors=True)  # from earlier exports
     (run / "receipts").write_text("in the way, for root as well")
     result = cli("export", "hf", run, tmp_path / "m")
     assert result.code == 0, result.err

@@ -1,4 +1,4 @@
-"""Memory runs out in every phase of every verb: what is said, what is left, and how the run resumes."""
+"""Out of memory in every phase of every verb: the message, the files left, and resuming."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_LINES = 15
 
 
 def explained(result: CommandResult, *words: str) -> list[str]:
-    """Checks an error that explains itself; returns its lines."""
+    """Checks an explained out-of-memory error; returns its lines."""
     result.refused(6, "out of memory", *words)
     lines = result.err.strip().splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("error: "))
@@ -59,7 +59,7 @@ STEP: dict[str, Callable[[], FullMemory]] = {
 def test_out_of_memory_in_a_step_is_explained_and_the_run_resumes(
     phase: str, job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Tensors that earlier tests of this process left alive are larger than those of this tiny model.
+    # Live tensors of earlier tests in this process are larger than those of this tiny model.
     monkeypatch.setattr(out_of_memory, "LISTED", 1_000_000)
     path = job(max_steps=4, recompute="none", per_device_train_batch_size=4)
     with STEP[phase]() as memory:
@@ -114,7 +114,7 @@ def test_trained_steps_are_saved_and_only_memory_settings_are_advised(
     again = cli(*words)
     assert again.code == 0
     assert "continuing from step" in again.out
-    assert not (tmp_path / "run" / "oom.json").exists()  # of a start that is past
+    assert not (tmp_path / "run" / "oom.json").exists()  # from an earlier start
 
 
 PHASES: dict[str, tuple[Callable[[], FullMemory], dict[str, Any]]] = {
@@ -152,7 +152,7 @@ sys.exit(code)
 
 
 def test_allocating_lines_are_named_when_recorded(job: Job, tmp_path: Path) -> None:
-    # In a process of its own: autograd keeps the graphs of backward passes that failed in other tests.
+    # In a separate process: autograd keeps the graphs of backward passes that failed in other tests.
     done = subprocess.run(
         [sys.executable, "-c", IN_A_PROCESS, "train", str(job(recompute="none")), "--explain-memory"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -200,7 +200,7 @@ def test_verbs_that_train_nothing(
     lines = explained(result, remedy)
     assert report_of(run)["phase"] == phase
     assert any("full report" in line for line in lines)
-    # What loading takes depends on the files, which may be quantized: only the model's own phases are predicted.
+    # The memory of loading depends on the files, which may be quantized: only later phases are predicted.
     assert any("predicted" in line for line in lines) is (words[0] == "export" or phase != "load")
     assert not (tmp_path / "out").exists()
 

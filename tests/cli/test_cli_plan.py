@@ -1,4 +1,4 @@
-"""`trimtab plan` as a user calls it: recipes and models, other GPUs, questions, bad input."""
+"""`trimtab plan`: recipes and models, other GPUs, searches, invalid input."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_page_is_written_for_plans_that_fit_and_that_do_not(cli: Call, tmp_pat
     [
         ((MODEL, "--gpu", "rtx4009"), 2, "did you mean rtx4090"),
         (("Qwen/Qwen3-0.6", *GPU), 4, "did you mean Qwen/Qwen3-0.6B"),
-        (("nobody/nothing", *GPU), 4, "config.json"),
+        (("missing/nothing", *GPU), 4, "config.json"),
         ((MODEL, *GPU, "max_seq_length=0"), 2, "max_seq_length"),
         ((MODEL, *GPU, "max_seq_length=-1"), 2, "max_seq_length"),
         ((MODEL, *GPU, "max_seq_length=10000000"), 4, "is beyond the model's"),

@@ -1,4 +1,4 @@
-"""Predicted and measured values: printed by every run, kept in its folder, one entry for each start."""
+"""Predicted and measured values: printed by every run, saved in its folder, one entry for each start."""
 
 from __future__ import annotations
 

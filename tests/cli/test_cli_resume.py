@@ -1,4 +1,4 @@
-"""Resuming: what is left of a run decides how it resumes, and nothing that was recorded is lost silently."""
+"""Resuming with missing or damaged files: the remaining files determine how, and no metrics are lost silently."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def losses(run: Path) -> list[tuple[float, str]]:
 
 @pytest.fixture
 def run(world: World, tmp_path: Path) -> Path:
-    """A copy of the finished run: six steps, checkpoints of 4 and 6, the best of 3 or 6."""
+    """A copy of the finished run: six steps, checkpoints at 4 and 6, the best at 3 or 6."""
     return shutil.copytree(world.run, tmp_path / "done")
 
 
 def commands(result: str) -> list[list[str]]:
-    """The words of each command in backquotes."""
+    """Returns the arguments of each command in backquotes."""
     return [shlex.split(part)[1:] for part in result.split("`")[1::2] if part.startswith("trimtab ")]
 
 
@@ -48,7 +48,7 @@ def test_metrics_are_not_truncated_without_checkpoints(run: Path, cli: Call, how
     result.refused(5, "saved checkpoints up to step 6", "missing" if how == "deleted" else "empty")
     assert result.out == ""  # no plan for a run that cannot resume
     assert (run / "metrics.jsonl").read_bytes() == record
-    # Both remedies work when they are followed.
+    # Both remedies work.
     (again,) = commands(result.err)
     assert cli(*again).code == 0
     assert losses(Path(f"{run}-again")) == losses(run)
@@ -70,7 +70,7 @@ def test_all_checkpoints_damaged(run: Path, cli: Call) -> None:
 
 
 def test_an_older_run_without_checkpoints_is_judged_by_its_steps(run: Path, cli: Call) -> None:
-    """Runs from before checkpoints were recorded: finished, or far beyond the first save, they had one."""
+    """Runs of versions that did not record checkpoints: if finished, or far beyond the first save, they had one."""
     shutil.rmtree(run / "checkpoints")
     choices = json.loads((run / "choices.json").read_text())
     del choices["logs_checkpoints"]
@@ -109,7 +109,7 @@ def test_a_missing_newest_checkpoint_is_reported(run: Path, cli: Call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda lines: [*lines, '{"kind": "train", "st'], "a damaged line was removed"),
         (lambda lines: [*lines[:3], "\x00garbage\n", *lines[3:]], "removed (the first is line 4)"),
@@ -119,7 +119,7 @@ def test_a_missing_newest_checkpoint_is_reported(run: Path, cli: Call) -> None:
     ],
 )
 def test_damaged_metrics_are_reported_by_resume_and_report(
-    run: Path, cli: Call, damage: Callable[[list[str]], list[str]], result: str
+    run: Path, cli: Call, damage: Callable[[list[str]], list[str]], message: str
 ) -> None:
     path = run / "metrics.jsonl"
     path.write_text("".join(damage(path.read_text().splitlines(keepends=True))))
@@ -128,7 +128,7 @@ def test_damaged_metrics_are_reported_by_resume_and_report(
     assert "damaged line" in report.out or "metrics.jsonl lacks step" in report.out
     shown = cli("train", "--resume", run)
     assert shown.code == 0, shown.err
-    assert result in " ".join(shown.out.split())
+    assert message in " ".join(shown.out.split())
 
 
 def test_complete_metrics_have_no_flaws(run: Path, cli: Call) -> None:
@@ -139,7 +139,7 @@ def test_complete_metrics_have_no_flaws(run: Path, cli: Call) -> None:
 def test_a_resume_needs_disk_space_for_all_of_its_checkpoints(
     run: Path, cli: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are there are replaced; the one being written and a second kept one need room of their own."""
+    """Existing checkpoints are replaced; the one being written and a second one need additional disk space."""
     sizes = [sum(file.stat().st_size for file in step.iterdir()) for step in run.glob("checkpoints/step-*")]
     usage = shutil.disk_usage(run)
     for extra, code in ((20 * max(sizes), 0), (0, 6)):
@@ -187,7 +187,7 @@ def test_a_resume_to_fewer_steps_is_refused_before_the_plan_is_shown(run: Path, 
     assert "─" not in result.out
 
 
-# Starts that were killed early.
+# Starts that were killed before the first step.
 
 
 @pytest.mark.parametrize("left", [[".lock", "recipe.yaml"], [".lock", "recipe.yaml", "model", "plan.json"]])
@@ -209,7 +209,7 @@ def test_a_killed_start_is_restarted_by_resume_and_by_train(
 def test_a_killed_start_with_a_resolved_sequence_length_is_restarted(
     world: World, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default is longer than the tiny model's context: the recipe in the folder must hold what was resolved."""
+    """The default exceeds the tiny model's context: the recipe in the folder must contain the resolved length."""
     text = world.recipe.read_text()
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("\n".join(line for line in text.splitlines() if "max_seq_length" not in line))
@@ -233,7 +233,7 @@ def test_saving_only_at_the_end_is_preserved(job: Job, cli: Call, tmp_path: Path
 
 @pytest.mark.parametrize("locked", [False, True])
 def test_a_folder_with_user_files_is_not_emptied(run: Path, cli: Call, tmp_path: Path, locked: bool) -> None:
-    """With a recipe.yaml of the user's own it could pass for a run whose start was killed."""
+    """With the user's own recipe.yaml it could be mistaken for a run whose start was killed."""
     own = tmp_path / "own"
     for name in ("model/weights.txt", "wandb/notes.txt", "checkpoints/mine.pt", "story.txt"):
         (own / name).parent.mkdir(parents=True, exist_ok=True)
@@ -248,7 +248,7 @@ def test_a_folder_with_user_files_is_not_emptied(run: Path, cli: Call, tmp_path:
 
 
 def test_a_failed_restart_leaves_the_files_for_the_next(run: Path, cli: Call, tmp_path: Path) -> None:
-    """A supervisor that resumes whatever folder exists must come through once the cause is gone."""
+    """A supervisor that resumes any existing folder must succeed once the cause is removed."""
     half = tmp_path / "half"
     half.mkdir()
     (half / ".lock").touch()
@@ -299,7 +299,7 @@ def test_a_constant_run_that_is_extended_equals_one_planned_so_long(
     assert "max_steps=4`" in result.out
     result = cli("train", "--resume", tmp_path / "run", "max_steps=5")
     assert result.code == 0, result.err
-    assert "goes on to step 5 instead of 2; the learning rate is not changed" in " ".join(result.out.split())
+    assert "to step 5 instead of 2; the learning rate is not changed" in " ".join(result.out.split())
     assert cli("train", recipe, "max_steps=5", f"output_dir={tmp_path / 'long'}").code == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "long")
 
@@ -323,7 +323,7 @@ def test_a_decaying_schedule_is_stretched_to_the_new_length(
         {"step": 0, "total": 3},
         {"step": 3, "total": 6},
     ]
-    # From a checkpoint before the extension the same steps are repeated with the rates they had.
+    # From a checkpoint before the extension, steps are repeated with their original learning rates.
     expected = losses(run)
     for step in (2, 3, 4, 5, 6):
         shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
@@ -346,11 +346,11 @@ def test_an_invalid_number_of_steps_is_refused(job: Job, cli: Call, override: st
     cli("train", job(), override).refused(2, override.split("=")[0], "less than or equal")
 
 
-# Another device, and a run as the model of another.
+# Other devices, and runs as models of other runs.
 
 
 def test_a_run_continues_on_another_device(run: Path, cli: Call) -> None:
-    """Made on a CPU and said to be a GPU's: implementations that only run there are chosen anew."""
+    """A CPU run that is recorded as a GPU run: implementations that need a GPU are chosen again."""
     choices = json.loads((run / "choices.json").read_text())
     there = {**choices, "device": "cuda", "attention": {"impl": "triton", "reason": "", "rejected": []}}
     there["pointwise"] = {"impl": "triton", "reason": ""}

@@ -86,7 +86,7 @@ def test_a_choices_json_without_a_recipe_cannot_be_opened(world: World, tmp_path
 
 
 def test_the_end_of_a_run_is_read_from_its_metrics(folder: Path) -> None:
-    """By its last records: what comes before a later training record is past."""
+    """By its last records: records before a later training record are ignored."""
     run, log = folder / "done", folder / "done" / "metrics.jsonl"
     whole = log.read_text()
 
@@ -185,7 +185,7 @@ def test_damaged_metrics_are_marked_and_the_loss_is_not_shown(
     [
         ("x" * 6000, "too long for a file name"),
         ("a\0b", "NUL"),
-        ("~nobody-here/x", "home of a user"),
+        ("~no-such-user/x", "home of a user"),
         ("", "is empty"),
     ],
 )

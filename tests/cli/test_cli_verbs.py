@@ -1,4 +1,4 @@
-"""Every verb on a tiny model, the way a user runs it."""
+"""Every verb on a tiny model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_train_writes_a_complete_run_folder(world: World) -> None:
     names = {path.name for path in world.run.iterdir()}
     wanted = {"recipe.yaml", "plan.json", "choices.json", "environment.json", "metrics.jsonl"}
     assert wanted | {"model", "checkpoints", "report.html"} <= names
-    # what a failed start takes away again; an export of another test may have left its receipt here
+    # removed after a failed start; an export of another test may have left its receipt here
     assert names - {"report.html", "receipts"} <= set(OURS)
     assert "plan of this run" in world.output
     assert str(world.run.name) in world.output
@@ -61,7 +61,7 @@ def test_resume_continues_with_allowed_changes_and_keeps_them(
     assert "continuing from step 6" in result.out
     train = [r["step"] for r in records(run) if r["kind"] == "train"]
     assert train == [1, 2, 3, 4, 5, 6, 7, 8]
-    # What was changed stays changed: a further resume has nothing left to do.
+    # Changes are saved: a further resume has nothing to do.
     assert cli("train", "--resume", run).code == 0
     assert max(r["step"] for r in records(run) if r["kind"] == "train") == 8
 
@@ -196,7 +196,7 @@ def test_chat_needs_a_template(world: World, model_copy: Path, cli: Call) -> Non
 def test_export_writes_a_receipt_into_the_run_folder_and_overwrites_none(
     world: World, tmp_path: Path, cli: Call
 ) -> None:
-    without = shutil.ignore_patterns("receipts")  # of the exports of other tests
+    without = shutil.ignore_patterns("receipts")  # from exports of other tests
     run, target = shutil.copytree(world.run, tmp_path / "run", ignore=without), tmp_path / "my-model"
     result = cli("export", "hf", run, target, "--dtype", "fp32")
     assert result.code == 0, result.err
@@ -259,7 +259,7 @@ def test_doctor_shows_threads_load_and_wait_policy(cli: Call, monkeypatch: pytes
 def test_doctor_does_not_mistake_a_folder_for_a_package(
     cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """wandb writes a folder of its own name where it runs, which Python can import as an empty package."""
+    """wandb writes a folder named wandb, which Python can import as an empty package."""
     (tmp_path / "wandb").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -306,7 +306,7 @@ def test_schema_is_json_schema(cli: Call) -> None:
 
 @pytest.mark.slow
 def test_demo_of_a_few_steps(tmp_path: Path, cli: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipe that ships, with less to measure: generating 90 answers twice is not what is tested here."""
+    """The bundled recipe with fewer evaluations: generating 90 answers twice is not tested here."""
     shipped = to_dict(load(recipe_file("demo")))
     shipped["data"]["train"][0]["first"] = 100
     shipped["data"]["eval_sequences"] = 2
@@ -324,7 +324,7 @@ def test_demo_of_a_few_steps(tmp_path: Path, cli: Call, monkeypatch: pytest.Monk
     with pytest.raises(CheckpointError, match="mynotes"):
         _replace_older(tmp_path / "demo")
     (tmp_path / "demo" / "mynotes").rmdir()
-    _replace_older(tmp_path / "demo")  # what a second demo begins with
+    _replace_older(tmp_path / "demo")  # a second demo starts with this
     assert {path.name for path in (tmp_path / "demo").iterdir()} == {RunLock.NAME, "recipe.yaml"}
 
 
@@ -335,7 +335,7 @@ def test_demo_killed_and_resumed(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ended with signal 9" in done.stdout
-    # of step 2 where the kill came before the one of step 4 was on disk
+    # from step 2 if the kill came before the checkpoint of step 4 was written
     assert re.search(r"resumed from its last checkpoint, step [24]\b", done.stdout)
     assert "all 8 losses are bitwise identical" in done.stdout
 
@@ -360,7 +360,7 @@ def test_ctrl_c_is_reported(cli: Call, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reader_that_closes_the_pipe() -> None:
-    """Several schemas in a row are more than a pipe holds, so that writing meets its closed end."""
+    """Several schemas exceed the pipe buffer, so that writing fails with a broken pipe."""
     script = "import sys; from trimtab.cli.main import main; "
     script += "codes = [main(['schema']) for _ in range(9)]; sys.stderr.write(str(141 in codes))"
     piped = subprocess.run(
@@ -390,13 +390,13 @@ def test_help_of_every_verb(cli: Call, words: list[str]) -> None:
     assert result.code == 0
     assert "Usage: trimtab" in result.out
     assert " ".join(words) in result.out
-    # Markdown keeps examples apart only between paragraphs: elsewhere they flow into one line
+    # Markdown keeps examples on separate lines only between paragraphs
     verb = " ".join(["trimtab", *words[:1]])
     assert not any(line.count(f"{verb} ") > 1 for line in result.out.splitlines() if words)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["doctor", "--report"],
@@ -425,11 +425,11 @@ def test_help_of_every_verb(cli: Call, words: list[str]) -> None:
         (["runs", "a", "b"], "error: got unexpected extra argument(s) (b); see `trimtab runs --help`"),
     ],
 )
-def test_mistakes_in_a_command_have_one_form(cli: Call, words: list[str], result: str) -> None:
-    found = cli(*words)
-    found.refused(2)
-    assert found.err == f"{result}\n"
-    assert found.out == ""
+def test_mistakes_in_a_command_have_one_form(cli: Call, words: list[str], message: str) -> None:
+    result = cli(*words)
+    result.refused(2)
+    assert result.err == f"{message}\n"
+    assert result.out == ""
 
 
 def test_help_is_a_verb_too(cli: Call) -> None:

@@ -1,4 +1,4 @@
-"""The page in a real browser: charts are drawn, nothing is asked from outside, hostile text does nothing."""
+"""The page in a real browser: charts are drawn, there are no external requests, hostile text is inert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.browser
 
 
 class Visit:
-    """A page that was opened, with everything it said and asked for."""
+    """An opened page with its console messages and requests."""
 
     def __init__(self, browser: Any, run: Path, target: Path, **options: Any) -> None:
         write_page(read_run(run), target)
@@ -31,7 +31,7 @@ class Visit:
         return self.page.evaluate(script)
 
     def until(self, condition: str) -> None:
-        """Waits for a condition; playwright's own way evaluates a string in the page, which the policy forbids."""
+        """Waits for a condition; playwright's wait evaluates a string in the page, which the policy forbids."""
         for _ in range(100):
             if self.ask(condition):
                 return
@@ -92,7 +92,7 @@ def test_every_screen_shows_the_whole_page(
     )
     assert visit.ask("document.scrollingElement.scrollWidth") <= width
     assert visit.ask(BEYOND) == []
-    # Rows of cards have no tall empty place: the cards of a row are equally high.
+    # The cards of a row have equal height.
     heights = "[...document.querySelectorAll('.verdict > .card')].map(c => c.getBoundingClientRect().height)"
     gained, lost = visit.ask(heights)
     assert gained == lost or width == 390
@@ -164,7 +164,7 @@ def test_hostile_text_is_inert(browser: Any, hostile_run: Path, tmp_path: Path) 
     assert visit.ask("document.querySelectorAll('a, img, iframe, main script, main style').length") == 0
     assert visit.ask("getComputedStyle(document.querySelector('main')).display") == "block"
     assert "<script>window.hacked=1</script>" in visit.ask("document.querySelector('.legend').textContent")
-    # The policy is a second wall: even text that did become a script or a handler would not run.
+    # The policy is a second barrier: even text that became a script or a handler would not run.
     visit.ask(
         "document.body.insertAdjacentHTML('beforeend', '<img src=\"data:,\" onerror=\"window.hacked=1\">');"
         "document.body.appendChild(Object.assign(document.createElement('script'), {textContent: 'window.hacked=1'}))"

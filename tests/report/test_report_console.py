@@ -1,4 +1,4 @@
-"""Behind `| head` the reader goes away; the work does not."""
+"""If `| head` closes the pipe, the program continues."""
 
 from __future__ import annotations
 

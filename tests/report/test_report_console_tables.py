@@ -1,4 +1,4 @@
-"""Tables on terminals of any width: no cell is cut off, and no line is longer than the terminal."""
+"""Tables on terminals of any width: no cell is truncated, and no line exceeds the terminal."""
 
 from __future__ import annotations
 

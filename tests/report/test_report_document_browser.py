@@ -1,4 +1,4 @@
-"""A document's page in a real browser: drawn, silent, alone; values on hover, zoom and back, phones, dark mode."""
+"""A document's page in a real browser: rendering, no external requests, hover, zoom, phones, dark mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.browser
 
 
 class Visit:
-    """A page that was opened, with everything it said and asked for."""
+    """An opened page with its console messages and requests."""
 
     def __init__(self, browser: Any, target: Path, **options: Any) -> None:
         self.page = browser.new_context(**options).new_page()
@@ -37,7 +37,7 @@ class Visit:
         )
 
     def labels(self, chart: str, axis: str) -> list[str]:
-        """Texts of an axis of a stack."""
+        """Returns the labels of an axis of a stack."""
         found = f"document.querySelector('#chart-{chart}').closest('.plot').querySelectorAll('{axis} text')"
         return self.ask(f"[...{found}].map(t => t.textContent)")
 

@@ -1,4 +1,4 @@
-"""A document's page as text: complete, escaped, small enough, and drawn whatever the values are."""
+"""The HTML of a document's page: complete, escaped, small enough, and valid for any values."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_thinned_stack_keeps_its_peak_and_its_steps() -> None:
 
 
 def test_a_long_moment_between_bursts_keeps_its_height() -> None:
-    """A burst of short moments, then a long one: what is drawn over the long one is its own value."""
+    """A burst of short moments, then a long one: the long moment is drawn with its own value."""
     x = tuple([i / 1000 for i in range(999)] + [1.0 + i / 1000 for i in range(1000)])
     values = (*(float(i % 50) for i in range(998)), 7.0, *(float(i % 50) for i in range(1000)))
     chart = StackChart("a", "A", "x", "ms", x, 1000.0, (Band("b", "weights", values),))

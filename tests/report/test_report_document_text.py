@@ -1,4 +1,4 @@
-"""A document as Markdown and on a terminal: everything is there, fits, and is nothing but text."""
+"""A document as Markdown and on a terminal: complete, within the width, and without markup."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def shown(made: Document, width: int = 80, *, terminal: bool = True) -> str:
 
 
 def cells(line: str) -> list[str]:
-    """Cells of a row of a Markdown table, split as a reader of Markdown does."""
+    """Splits a row of a Markdown table into cells as a Markdown parser does."""
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 

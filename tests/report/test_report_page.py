@@ -1,4 +1,4 @@
-"""The page as text: complete, escaped, and written whole or not at all."""
+"""The HTML report: complete, escaped, and written atomically."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MakeRun = Callable[..., Path]
 
 
 class Elements(HTMLParser):
-    """Elements and words of a page; what is inside scripts and styles is kept apart."""
+    """Elements and words of a page, with the contents of scripts and styles separately."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

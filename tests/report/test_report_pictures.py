@@ -1,4 +1,4 @@
-"""Pictures of charts: real files, the same for the same chart, and none where matplotlib is missing."""
+"""Pictures of charts: valid files, identical for equal charts, and none without matplotlib."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing from data can move the cursor, colour the terminal or be read as markup."""
+"""Data cannot move the cursor, colour the terminal or be parsed as markup."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PIECES = st.sampled_from(
     ]
 )
 NASTY = st.lists(st.one_of(st.text(st.characters(), max_size=8), PIECES), max_size=8).map("".join)
-# Wide and combining characters change how lines are cut, which is not what the printing tests are about.
+# Wide and combining characters change how lines wrap, which the printing tests do not cover.
 NARROW = st.lists(st.one_of(st.text(st.characters(max_codepoint=0x2FF), max_size=8), PIECES), max_size=8).map(
     "".join
 )

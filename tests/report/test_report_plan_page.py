@@ -1,4 +1,4 @@
-"""The plan's page: what it says, and in a real browser that it draws, follows the pointer and asks for nothing."""
+"""The plan's page: its contents, and in a real browser rendering, hover and no external requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a run folder back: what is whole is read, what is damaged is counted or refused with a remedy."""
+"""Reading a run folder: valid data are read, damaged data are counted or refused with a remedy."""
 
 from __future__ import annotations
 

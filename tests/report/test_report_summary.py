@@ -1,4 +1,4 @@
-"""What is called gained, lost and unchanged, and what the curves hold."""
+"""Improvements, regressions and unchanged results, and the contents of the curves."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_metrics_without_results_by_item_claim_no_change(
 
 
 def test_different_items_are_not_compared(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
-    """As after a resume with another number of sequences, or with problems of a newer version."""
+    """For example after a resume with another number of sequences, or with problems of a newer version."""
     records = []
     for record in learnt:
         changed = dict(record)
@@ -260,7 +260,7 @@ def test_long_curves_keep_their_spikes() -> None:
 
 def test_long_curves_keep_their_last_point() -> None:
     points = [(i, float(i % 7)) for i in range(10_000)]
-    points[-1] = (9_999, 3.5)  # neither the least nor the greatest of its stretch
+    points[-1] = (9_999, 3.5)  # neither the minimum nor the maximum of its interval
     assert thinned(points)[-1] == (9_999, 3.5)
 
 

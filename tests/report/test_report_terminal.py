@@ -25,7 +25,7 @@ OURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 class _Still(Live):
-    """Live without its thread, so that what is written does not depend on the clock."""
+    """Live without its thread, so that the output does not depend on time."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "auto_refresh": False})
@@ -52,7 +52,7 @@ def text_of(shown: Console) -> str:
 
 
 def is_inert(shown: str) -> bool:
-    """Whether only rich's own escapes are in it, and nothing was read as markup."""
+    """Whether a text contains only rich's own escapes, and nothing was parsed as markup."""
     rest = OURS.sub("", shown)
     return not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]", rest)
 
@@ -154,7 +154,7 @@ def test_a_run_with_nonfinite_losses(make_run: MakeRun, learnt: list[dict[str, A
     for terminal in (False, True):
         shown = console(80, terminal)
         with LiveView(300, shown) as view:
-            for row in rows:  # the words themselves, as a reader of the log would hand them on
+            for row in rows:  # strings, as rundata passes them on
                 view.record(row)
         assert "loss nan" in OURS.sub("", text_of(shown))
 
@@ -169,7 +169,10 @@ def test_hostile_text_is_inert_in_the_terminal(
     with LiveView(40, shown) as view:
         view.plan(data.plan)
         view.message(hostile)
-        for text in (hostile, "\x1b]0;t\x07\u202e[/b]\r"):  # a bar's line is cut, so a short one too
+        for text in (
+            hostile,
+            "\x1b]0;t\x07\u202e[/b]\r",
+        ):  # a progress line is truncated, so use a short text too
             for done in (5, 10):
                 view.working(text, done, 10, text)
         for rows in data.records.values():
@@ -345,8 +348,8 @@ def test_the_readme_picture_has_no_external_references(
 
 
 def test_no_torch_is_needed() -> None:
-    rooms = "trimtab.report.live, trimtab.report.page, trimtab.report.closing"
-    code = f"import sys; import {rooms}; assert 'torch' not in sys.modules"
+    modules = "trimtab.report.live, trimtab.report.page, trimtab.report.closing"
+    code = f"import sys; import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -38,7 +38,7 @@ def bench(
     again: Again = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure where time and memory go on this machine: studies with tables, charts and an HTML report.
+    """Measure time and memory of training on this machine: studies with tables, charts and an HTML report.
 
     `trimtab bench step` runs one study.
 
