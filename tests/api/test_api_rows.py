@@ -99,10 +99,13 @@ def test_resume_continues_exactly_and_refuses_other_rows(
     others = [*TEXTS[:4], "another text", *TEXTS[5:]]
     where = "" if streaming else r" \(row 5 differs\)"
     with pytest.raises(
-        trimtab.TrimtabError, match=f"data is not what .* began with{where}; pass the same rows"
+        trimtab.TrimtabError,
+        match=f"data is not the data with which .* was started{where}; pass the same rows",
     ):
         trimtab.resume(stopped.folder, data=others, view=quiet())
-    with pytest.raises(trimtab.TrimtabError, match=r"data names \./other, and a resumed run has its data"):
+    with pytest.raises(
+        trimtab.TrimtabError, match=r"data contains \./other, but a resumed run uses the data"
+    ):
         trimtab.resume(stopped.folder, data="./other", view=quiet())
     if not streaming:
         shutil.rmtree(tmp_path / "cache")
@@ -146,7 +149,9 @@ def test_a_key_selects_cached_rows(tmp_path: Path) -> None:
         recipe, data=never, data_key="texts-1", view=quiet(), output_dir=str(tmp_path / "two")
     )
     assert again.losses == first.losses
-    with pytest.raises(trimtab.TrimtabError, match=r"data_key is 'texts-2', and .* began with 'texts-1'"):
+    with pytest.raises(
+        trimtab.TrimtabError, match=r"data_key is 'texts-2', but .* was started with 'texts-1'"
+    ):
         trimtab.resume(first.folder, data=TEXTS, data_key="texts-2", view=quiet())
     with pytest.raises(trimtab.TrimtabError, match="data_key 'a b' is not a valid name"):
         trimtab.train(recipe, data=TEXTS, data_key="a b", view=quiet())
@@ -240,11 +245,11 @@ def test_streams_with_equal_first_rows_have_different_names(tmp_path: Path) -> N
     same = {**recipe["data"], **data, "streaming": True}
     assert set(DataArgument.of(same).store_again(built, quiet(), tmp_path)) == set(again)
     with pytest.raises(
-        trimtab.TrimtabError, match="data names eval_sequences, and a resumed run has its data"
+        trimtab.TrimtabError, match="data contains eval_sequences, but a resumed run uses the data"
     ):
         DataArgument.of({**same, "eval_sequences": 7}).store_again(built, quiet(), tmp_path)
     data["train"] = [{"source": ["another", *own[1:]]}]
-    with pytest.raises(trimtab.TrimtabError, match=r"is not what .* began with"):
+    with pytest.raises(trimtab.TrimtabError, match=r"is not the data with which .* was started"):
         DataArgument.of(data).store_again(built, quiet(), tmp_path)
 
 

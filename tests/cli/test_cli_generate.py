@@ -149,7 +149,7 @@ def test_json_lines_of_prompts_and_conversations(chat_model: Path, tmp_path: Pat
         ("p.jsonl", '{"messages": [{"role": "user"}]}\n', ["p.jsonl:1", "not a list of messages"]),
         ("p.jsonl", '{"messages": []}\n', ["p.jsonl:1", "not a list of messages"]),
         ("p.csv", "text\na\n", ["no column `prompt`"]),
-        ("p.csv", 'prompt,b\na,b\n"c\n', ["p.csv:3", "not CSV"]),
+        ("p.csv", 'prompt,b\na,b\n"c\n', ["p.csv:3", "invalid CSV"]),
         ("p.csv", "prompt,b\na\n", ["p.csv:2", "fields"]),
         ("p.txt", " \n\n", ["contains no prompts"]),
         ("p.txt", b"a\n\xff\xfe\n", ["p.txt", "not UTF-8"]),
@@ -213,7 +213,7 @@ def test_out_of_memory_names_the_batch_size(
     out, run = tmp_path / "o.jsonl", shutil.copytree(world.run, tmp_path / "copy")
     command = ("generate", run, "--prompts", prompts, "--output", out, "--max-new-tokens", 3)
     cli(*command, "--batch-size", 2).refused(
-        6, "out of memory while generating text", "2 prompts at once", "2 rows are in", "--batch-size"
+        6, "out of memory while generating text", "a batch of 2 prompts", "contains 2 rows", "--batch-size"
     )
     assert json.loads((run / "oom.json").read_text())["phase"] == "generation"
     monkeypatch.undo()

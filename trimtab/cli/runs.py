@@ -43,8 +43,8 @@ def runs(
 
     States: running (a process is training it), finished, stopped early (by early_stopping_patience), stopped (by a
     callback), interrupted (`trimtab train --resume RUN` continues it), failed (the loss was not finite), not begun
-    (interrupted before the first step; `--resume` starts it), damaged (with the reason; a run with damaged metrics
-    alone keeps its state). The most recently trained run is first.
+    (interrupted before the first step; `--resume` starts it), damaged (with the reason; a run with only damaged
+    metrics keeps its state). The most recently trained run is first.
 
         trimtab runs
         trimtab runs /data/runs --json
