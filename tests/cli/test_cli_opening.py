@@ -131,7 +131,9 @@ def test_an_export_prints_its_dtype_and_whether_it_rounds(run: Path, tmp_path: P
 def test_a_model_does_not_overwrite_itself(run: Path, model_copy: Path, cli: Call) -> None:
     before = (model_copy / "model.safetensors").read_bytes()
     for source, target in ((model_copy, model_copy), (run, run / "model")):
-        cli("export", "hf", source, target, "--overwrite").refused(2, "comes from", "name another folder")
+        cli("export", "hf", source, target, "--overwrite").refused(
+            2, "contains the loaded model itself", "name another folder"
+        )
     cli("export", "hf", run, run, "--overwrite").refused(4, "is not a model folder")
     cli("export", "hf", run, run.parent / "new", "--dtype", "int8").refused(2, "int8", "bf16")
     assert (model_copy / "model.safetensors").read_bytes() == before
